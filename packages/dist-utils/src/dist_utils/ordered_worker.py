@@ -1,0 +1,235 @@
+"""Jobs that communicate, one at a time and in the same order on every rank, beside the caller."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from dist_utils import torch_compat
+from dist_utils.process_groups import GroupLike, resolve_group
+
+__all__ = ["OrderedWorker"]
+
+T = TypeVar("T")
+
+_STOP_SECONDS = 5.0
+"""How long closing waits for a job in progress. Its thread is a daemon, so the interpreter can exit."""
+
+
+class OrderedWorker:
+    """Run jobs of several collectives in submission order, without blocking the caller.
+
+    A communication hook may need more than one collective per bucket. Issuing the second one from the
+    completion callback of the first hangs or aborts on Gloo, because callbacks of several buckets run
+    on two threads in any order. Here all collectives of a job run in one place, in one order:
+
+    * On CPU tensors: one thread and one private process group, made for the first job. The private
+      group keeps the jobs' collectives apart from those that DDP issues meanwhile on its own group.
+    * On an accelerator: nothing runs beside the caller. The job is enqueued at once on one side
+      stream, on the group itself, without any host synchronisation.
+
+    Every rank of the group must submit the same jobs in the same order. The first error of a job is
+    kept and given to all later ones, which do not run. It also ends the private group, so that the
+    other ranks get an error soon rather than at their timeout.
+
+    The thread ends on :meth:`close`, when the worker is garbage, at interpreter exit and on
+    ``destroy_process_group``.
+
+    Args:
+        process_group: As in :func:`dist_utils.resolve_group`.
+        name: Of the thread, for stack dumps and profiles.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: As :func:`dist_utils.resolve_group`.
+
+    Example:
+        >>> worker = OrderedWorker()  # doctest: +SKIP
+        >>> def sum_twice(group):  # doctest: +SKIP
+        ...     dist.all_reduce(tensor, group=group)
+        ...     dist.all_reduce(tensor, group=group)
+        ...     return tensor
+        >>> worker.submit(sum_twice, device=tensor.device).wait()  # doctest: +SKIP
+    """
+
+    def __init__(self, process_group: GroupLike = None, *, name: str = "OrderedWorker") -> None:
+        self._process_group = resolve_group(process_group)
+        self._name = name
+        self._lane: _Lane | None = None
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._closed = False
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group the worker was made for (not the private one that CPU jobs get)."""
+        return self._process_group
+
+    @property
+    def error(self) -> Exception | None:
+        """The first error of a CPU job, or ``None``. Once set, no later job runs."""
+        return None if self._lane is None else self._lane.error
+
+    def submit(
+        self, job: Callable[[dist.ProcessGroup], T], *, device: torch.device | str = "cpu"
+    ) -> torch.futures.Future[T]:
+        """Queue ``job`` behind all jobs submitted before and return a future of its result.
+
+        Args:
+            job: Called with the process group it must use for every collective. On CPU it runs on
+                the worker's thread; on an accelerator it runs here and now, with the side stream as
+                the current stream, and must not synchronise with the host.
+            device: Where the job's tensors live.
+
+        Returns:
+            A future that a DDP communication hook may return as it is. Waiting for it raises
+            ``RuntimeError`` with the text of the job's error; :attr:`error` holds the error itself.
+
+        Raises:
+            RuntimeError: The worker is closed.
+
+        Cost:
+            The first CPU job makes a process group, which is collective among the members.
+        """
+        if self._closed:
+            raise RuntimeError(f"{self._name} is closed")
+        device = torch.device(device)
+        if device.type != "cpu":
+            return self._enqueue(job, device)
+        if self._lane is None:
+            self._lane = _Lane(self._private_group(), self._name)
+            # At garbage collection and, as finalizers do, at interpreter exit.
+            weakref.finalize(self, self._lane.stop)
+        return self._lane.submit(job)
+
+    def close(self) -> None:
+        """Finish the queued jobs, then end the thread and the private group. Closing twice is harmless.
+
+        Waits a few seconds at most: a job that hangs on a dead peer is left to its timeout.
+        """
+        self._closed = True
+        if self._lane is not None:
+            self._lane.stop()
+
+    def __enter__(self) -> OrderedWorker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _private_group(self) -> dist.ProcessGroup:
+        group = self._process_group
+        private = dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=torch_compat.group_timeout(group, torch.device("cpu")),
+            backend=dist.get_backend_config(group),
+            use_local_synchronization=True,
+            group_desc=self._name,
+        )
+        return cast("dist.ProcessGroup", private)
+
+    def _enqueue(self, job: Callable[[dist.ProcessGroup], T], device: torch.device) -> torch.futures.Future[T]:
+        accelerator: Any = torch.get_device_module(device)
+        if device not in self._streams:
+            self._streams[device] = accelerator.Stream(device)
+        stream = self._streams[device]
+        stream.wait_stream(accelerator.current_stream(device))
+        future: torch.futures.Future[T] = torch.futures.Future(devices=[device])
+        with accelerator.stream(stream):
+            # The future records the side stream here; whoever waits for it makes its stream wait.
+            future.set_result(job(self._process_group))
+        return future
+
+
+class _Job(NamedTuple):
+    run: Callable[[dist.ProcessGroup], Any]
+    done: torch.futures.Future[Any]
+
+
+class _Lane:
+    """The thread of an OrderedWorker and what both share. Knows no worker, so that a worker can be garbage."""
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self.error: Exception | None = None
+        self._name = name
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None marks the end
+        self._ended = False
+        self._ending = threading.Lock()
+        # torch's registry is the only owner of the group, so the group's end is ours. A weakref
+        # callback may run anywhere, in the middle of submit too: it only puts, which is reentrant.
+        self._group = weakref.ref(group, lambda _: self._jobs.put(None))
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, run: Callable[[dist.ProcessGroup], T]) -> torch.futures.Future[T]:
+        done: torch.futures.Future[T] = torch.futures.Future()
+        result = done.then(_value)
+        with self._ending:
+            if not self._ended:
+                self._jobs.put(_Job(run, done))
+                return result
+        done.set_exception(self.error or self._group_is_gone())  # type: ignore[arg-type] # torch's annotation
+        return result
+
+    def stop(self) -> None:
+        """End the thread after the jobs that are queued, and then its group."""
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(_STOP_SECONDS)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._settle(job)
+        with self._ending:
+            self._ended = True
+        while not self._jobs.empty():  # what came between the end mark and the line above
+            if (job := self._jobs.get()) is not None:
+                self._settle(job)
+        self._destroy_group()
+
+    def _settle(self, job: _Job) -> None:
+        try:
+            if self.error is not None:
+                raise self.error
+            result = self._run_in_group(job)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
+            if self.error is None:
+                self.error = error
+                # The peers wait in this job's collectives: closing our connections tells them. The
+                # frames of the traceback would keep the group, and so the connections, alive.
+                traceback.clear_frames(error.__traceback__)
+                self._destroy_group()
+            job.done.set_exception(self.error)
+        else:
+            job.done.set_result(result)
+
+    def _run_in_group(self, job: _Job) -> Any:
+        group = self._group()
+        if group is None:
+            raise self._group_is_gone()
+        return job.run(group)
+
+    def _group_is_gone(self) -> RuntimeError:
+        return RuntimeError(f"the process group of {self._name} was destroyed")
+
+    def _destroy_group(self) -> None:
+        group = self._group()
+        if group is not None:
+            # The main thread may have destroyed every group just now.
+            with contextlib.suppress(AssertionError, RuntimeError, ValueError):
+                dist.destroy_process_group(group)
+
+
+def _value(done: torch.futures.Future[T]) -> T:
+    # Raising here, in a callback, makes an error that C++ waiters such as DDP's reducer see too: a
+    # future that set_exception has set directly looks to them like one with a strange result.
+    return done.value()

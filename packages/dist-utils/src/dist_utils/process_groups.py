@@ -1,0 +1,95 @@
+"""Which ranks talk to each other: one way to name a group, and ranks inside and outside it."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["GroupLike", "global_rank", "group_rank", "resolve_group"]
+
+GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
+"""What every function here accepts as a group: ``None`` is the default group (WORLD)."""
+
+
+def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
+    """Return the process group that ``group`` stands for, which this rank belongs to.
+
+    Args:
+        group: ``None`` for the default group (WORLD), a process group, or a one-dimensional
+            ``DeviceMesh``.
+
+    Returns:
+        The process group. No communication happens.
+
+    Raises:
+        RuntimeError: There is no default process group yet.
+        TypeError: ``group`` is none of the three.
+        ValueError: This rank is not a member of ``group``, or the mesh has several dimensions.
+
+    Example:
+        >>> resolve_group(None) is dist.group.WORLD  # doctest: +SKIP
+        True
+    """
+    if group is None:
+        world = dist.group.WORLD
+        if world is None:
+            raise RuntimeError(
+                "there is no default process group: call torch.distributed.init_process_group first"
+            )
+        return world
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"a group must be a one-dimensional DeviceMesh, got {group.ndim} dimensions "
+                f"{group.mesh_dim_names or tuple(group.mesh.shape)}: pick one, as in mesh['dp']"
+            )
+        if group.get_coordinate() is None:
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the mesh {group.mesh.tolist()}")
+        return group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            # What new_group returns on the ranks that it leaves out: it no longer knows its members.
+            raise ValueError(f"rank {dist.get_rank()} is not a member of the process group {group!r}")
+        raise TypeError(
+            f"a group must be None, a ProcessGroup or a one-dimensional DeviceMesh, got {type(group).__name__}"
+        )
+    if dist.get_rank(group) < 0:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of the process group with ranks "
+            f"{dist.get_process_group_ranks(group)}"
+        )
+    return group
+
+
+def group_rank(group: GroupLike, global_rank: int) -> int:
+    """Return the rank inside ``group`` of the process whose rank in WORLD is ``global_rank``.
+
+    Args:
+        group: As in :func:`resolve_group`.
+        global_rank: A rank in WORLD, the kind that ``src=`` and ``dst=`` take.
+
+    Raises:
+        ValueError: ``global_rank`` is not a member of ``group``; and as :func:`resolve_group`.
+    """
+    ranks = dist.get_process_group_ranks(resolve_group(group))
+    if global_rank not in ranks:
+        raise ValueError(f"rank {global_rank} is not a member of the process group with ranks {ranks}")
+    return ranks.index(global_rank)
+
+
+def global_rank(group: GroupLike, group_rank: int) -> int:
+    """Return the rank in WORLD of the process whose rank inside ``group`` is ``group_rank``.
+
+    Args:
+        group: As in :func:`resolve_group`.
+        group_rank: A rank inside the group, ``0 <= group_rank < group.size()``.
+
+    Raises:
+        ValueError: ``group_rank`` is out of range; and as :func:`resolve_group`.
+    """
+    ranks = dist.get_process_group_ranks(resolve_group(group))
+    if not 0 <= group_rank < len(ranks):
+        raise ValueError(f"group rank {group_rank} is out of range for a group of {len(ranks)} ranks {ranks}")
+    return ranks[group_rank]

@@ -1,0 +1,68 @@
+"""A pytest fixture that runs a function on several ranks, with options for the backend and their number.
+
+Switch it on with ``-p dist_utils.pytest_plugin`` (in ``addopts``), or with
+``pytest_plugins = ["dist_utils.pytest_plugin"]`` in the root ``conftest.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dist_utils.testing import run_ranks
+
+__all__ = ["Launch", "launch"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--backend`` and ``--world-size``."""
+    group = parser.getgroup("dist_utils", "multi-rank tests")
+    group.addoption(
+        "--backend",
+        choices=["auto", "gloo", "nccl"],
+        default="auto",
+        help="of the ranks that the launch fixture starts; auto: nccl where there are GPUs enough, else gloo",
+    )
+    group.addoption("--world-size", type=int, default=2, help="how many ranks the launch fixture starts")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Start ranks as the command line asks: the value of the ``launch`` fixture.
+
+    Attributes:
+        backend: ``"gloo"`` or ``"nccl"``.
+        world_size: The number of ranks.
+    """
+
+    backend: str
+    world_size: int
+
+    @property
+    def device_type(self) -> str:
+        """Where tensors for this backend live: ``"cpu"`` or ``"cuda"``."""
+        return "cuda" if self.backend == "nccl" else "cpu"
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        """Call :func:`dist_utils.testing.run_ranks` with this backend and number of ranks."""
+        return run_ranks(fn, self.world_size, *args, backend=self.backend, **options)
+
+
+@pytest.fixture
+def launch(request: pytest.FixtureRequest) -> Launch:
+    """``launch(fn, *args)`` runs ``fn(rank, *args)`` on every rank and returns their results.
+
+    Skips the test when ``--backend nccl`` asks for more GPUs than there are.
+    """
+    backend: str = request.config.getoption("--backend")
+    world_size: int = request.config.getoption("--world-size")
+    gpus = torch.cuda.device_count()
+    if backend == "auto":
+        backend = "nccl" if gpus >= world_size else "gloo"
+    if backend == "nccl" and gpus < world_size:
+        pytest.skip(f"nccl needs {world_size} GPUs, found {gpus}")
+    return Launch(backend, world_size)

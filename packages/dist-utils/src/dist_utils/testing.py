@@ -1,0 +1,273 @@
+"""Run a function on several ranks, as real processes with a real process group, and see what they did.
+
+Made for tests of code that communicates: the results of all ranks come back, an error comes back with
+its traceback, and a hang ends at a timeout with the place where each rank hung.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, not in its __all__
+
+__all__ = ["RankDied", "RankTraceback", "RanksHung", "run_ranks", "tcp_bytes_sent"]
+
+_STACK_SECONDS = 2.0
+"""How long a hung rank gets to write down its stack before it is killed."""
+_SETTLE_SECONDS = 1.0
+"""How long the other ranks get to fail too once one has failed."""
+
+# struct tcp_info of linux/tcp.h: tcpi_bytes_sent and, right behind it, tcpi_bytes_retrans.
+_TCP_INFO_BYTES_SENT = 200
+_TCP_INFO_BYTES = _TCP_INFO_BYTES_SENT + 16
+
+
+class RankTraceback(Exception):  # noqa: N818 - the cause of an error, not an error to catch
+    """The tracebacks of the ranks that failed, as text. The cause of what :func:`run_ranks` raises."""
+
+
+class RankDied(RuntimeError):  # noqa: N818 - says what happened
+    """A rank's process ended without a result: killed by a signal, or by ``os._exit``."""
+
+
+class RanksHung(TimeoutError):  # noqa: N818 - says what happened
+    """Some ranks did not finish in time. The message names them and shows where each one hung."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str | None = "gloo",
+    timeout: float = 60.0,
+    group_timeout: float | None = None,
+    may_die: Collection[int] = (),
+) -> list[Any]:
+    """Run ``fn(rank, *args)`` in ``world_size`` new processes and return what each rank returned.
+
+    The processes are spawned with ``torch.multiprocessing``, find each other through a store that the
+    caller's process keeps (so that rank 0 may die), and have ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set. torch uses one CPU thread per rank
+    unless ``OMP_NUM_THREADS`` says otherwise.
+
+    Args:
+        fn: A function that the new process can import: defined at the top level of a module.
+        world_size: Number of ranks, at least 1.
+        *args: Passed on to ``fn``; must pickle.
+        backend: Of the default process group, which is there when ``fn`` is called. With ``"nccl"``
+            rank r uses GPU r. ``None``: no process group.
+        timeout: Seconds until every process is killed.
+        group_timeout: Seconds that a collective may take; ``timeout`` if not given.
+        may_die: Ranks that may end without a result, for tests of a dying peer: their result is ``None``.
+
+    Returns:
+        The results in rank order. They must pickle.
+
+    Raises:
+        ValueError: ``world_size`` is less than 1, or there are fewer GPUs than ranks.
+        RanksHung: A rank did not finish in time. The stacks of its threads are in the message (on
+            systems with signals).
+        RankDied: A rank's process ended without a result. The message has its exit code or signal.
+        Exception: What ``fn`` raised first, of the same type. Its ``__cause__`` is a
+            :class:`RankTraceback` with the tracebacks of all ranks that failed until then.
+
+    Cost:
+        A few seconds: every process imports torch. Group small checks into one call.
+
+    Example:
+        >>> def total(rank, start):  # doctest: +SKIP
+        ...     value = torch.tensor(start + rank)
+        ...     dist.all_reduce(value)
+        ...     return value.item()
+        >>> run_ranks(total, 2, 10)  # doctest: +SKIP
+        [21, 21]
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if backend == "nccl" and torch.cuda.device_count() < world_size:
+        raise ValueError(f"nccl needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
+    with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
+        # Kept by this process, which outlives every rank; on a port that the system picks.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        limit = timeout if group_timeout is None else group_timeout
+        ranks = _Ranks(fn, args, world_size, backend, limit, store.port, Path(folder))
+        context = mp.spawn(ranks, nprocs=world_size, join=False)  # type: ignore[attr-defined,no-untyped-call]
+        processes: list[BaseProcess] = context.processes
+        try:
+            _wait(processes, ranks, timeout, may_die)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [ranks.result(index) for index in range(world_size)]
+
+
+class _Failure(NamedTuple):
+    when: float
+    error: Exception
+    text: str
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """What every rank runs, and the files by which it tells its parent how that went."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    backend: str | None
+    group_timeout: float
+    port: int
+    folder: Path
+
+    def __call__(self, rank: int) -> None:
+        """Be rank ``rank``; the entry point of a spawned process."""
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR1, file=self._path("stack", rank).open("w"))
+        try:
+            self._start(rank)
+            result = self.fn(rank, *self.args)
+            torch.save(result, self._path("result", rank))
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        except Exception as error:  # noqa: BLE001 - raised again by the parent
+            failure = _Failure(time.time(), _picklable(error), traceback.format_exc())
+            self._path("failure", rank).write_bytes(pickle.dumps(failure))
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # No clean-up: it could wait for a peer, and closed connections tell the peers at once.
+            os._exit(1)
+
+    def _start(self, rank: int) -> None:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_WORLD_SIZE": self.world_size}
+        os.environ.update({name: str(value) for name, value in ranks.items()})
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
+        if self.backend is None:
+            return
+        if self.backend == "nccl":
+            torch.cuda.set_device(rank)
+        limit = timedelta(seconds=self.group_timeout)
+        store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=limit)
+        dist.init_process_group(
+            self.backend, store=store, rank=rank, world_size=self.world_size, timeout=limit
+        )
+
+    def result(self, rank: int) -> Any:
+        path = self._path("result", rank)
+        return torch.load(path, weights_only=False) if path.exists() else None
+
+    def succeeded(self, rank: int) -> bool:
+        return self._path("result", rank).exists() and not self._path("failure", rank).exists()
+
+    def failure(self, rank: int) -> _Failure | None:
+        path = self._path("failure", rank)
+        return _Failure(*pickle.loads(path.read_bytes())) if path.exists() else None  # noqa: S301 - our own file
+
+    def stack(self, rank: int, pid: int) -> str:
+        """Make a hung rank write down where it is."""
+        if not hasattr(faulthandler, "register"):
+            return "(no stack: this system has no signals)"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        path, deadline, text = self._path("stack", rank), time.monotonic() + _STACK_SECONDS, ""
+        while time.monotonic() < deadline:
+            before, text = text, path.read_text() if path.exists() else ""
+            if text and text == before:
+                return text
+            time.sleep(0.05)
+        return text or "(no stack: the rank was still starting, or ended just now)"
+
+    def _path(self, kind: str, rank: int) -> Path:
+        return self.folder / f"{kind}-{rank}"
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
+    except Exception:  # noqa: BLE001 - an exception class may refuse in any way
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _wait(
+    processes: Sequence[BaseProcess], ranks: _Ranks, timeout: float, may_die: Collection[int]
+) -> None:
+    """Return when every process has ended well; raise as soon as one has not, or at the timeout."""
+    deadline = time.monotonic() + timeout
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        ended = wait_for_any(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ended:
+            hung = list(running.values())
+            stacks = [f"rank {rank} hung here:\n{ranks.stack(rank, processes[rank].pid or 0)}" for rank in hung]
+            raise RanksHung(
+                f"ranks {hung} of {len(processes)} did not finish within {timeout:g} s\n" + "\n".join(stacks)
+            )
+        for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
+            if rank not in may_die and not ranks.succeeded(rank):
+                # The others may be about to fail for the same reason, or be the reason.
+                wait_for_any(list(running), timeout=_SETTLE_SECONDS)
+                raise _first_failure(processes, ranks, may_die)
+
+
+def _first_failure(
+    processes: Sequence[BaseProcess], ranks: _Ranks, may_die: Collection[int]
+) -> Exception:
+    """Make the error to raise: a rank that died explains the others' errors, else the earliest counts."""
+    failures = {rank: failure for rank in range(len(processes)) if (failure := ranks.failure(rank)) is not None}
+    cause = RankTraceback("\n".join(f"\nrank {rank} raised:\n{failure.text}" for rank, failure in failures.items()))
+    for rank, process in enumerate(processes):
+        gone = process.exitcode is not None and rank not in failures and not ranks.succeeded(rank)
+        if gone and rank not in may_die:
+            code = process.exitcode or 0
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            death = RankDied(f"rank {rank} of {len(processes)} ended without a result: {how}")
+            death.__cause__ = cause if failures else None
+            return death
+    first = min(failures.values(), key=lambda failure: failure.when)
+    first.error.__cause__ = cause
+    return first.error
+
+
+def tcp_bytes_sent() -> int:
+    """Return how many bytes of payload this process has sent on the TCP connections it has open now.
+
+    The difference of two calls is what was sent between them: what a hook really puts on the wire with
+    Gloo, whatever its formula says. Retransmissions do not count. Only on Linux, whose kernel counts;
+    traffic over NVLink, shared memory or InfiniBand is not TCP.
+
+    Raises:
+        NotImplementedError: This is not Linux.
+    """
+    if sys.platform != "linux":
+        raise NotImplementedError("counting sent bytes needs Linux")
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        # The listing's own descriptor is gone by now, and files and pipes are no sockets.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
+            if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                sent, retransmitted = struct.unpack_from("=QQ", info, _TCP_INFO_BYTES_SENT)
+                total += sent - retransmitted
+    return total

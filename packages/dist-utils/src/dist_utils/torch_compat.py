@@ -1,0 +1,102 @@
+"""The one place that knows how torch versions differ, and the only one that uses private names of torch.
+
+Everything is chosen by feature (does the name exist?), never by comparing versions.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+# Public names for these arrive with torch.distributed's functional API; until then this module is it.
+from torch.distributed import _functional_collectives as _functional
+
+__all__ = [
+    "all_gather_single",
+    "functional_all_gather",
+    "functional_all_reduce",
+    "functional_all_to_all_single",
+    "group_timeout",
+    "reduce_scatter_single",
+]
+
+
+def all_gather_single(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch's name for it
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Gather one tensor per rank into one output tensor.
+
+    ``torch.distributed.all_gather_single`` where it exists (2.13), else its older name
+    ``all_gather_into_tensor``, which newer versions deprecate.
+
+    Args:
+        output: ``W * input.numel()`` elements, in rank order.
+        input: This rank's part.
+        group: The process group; ``None`` is WORLD.
+        async_op: Return a work handle and do not wait.
+    """
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return cast("dist.Work | None", gather(output, input, group=group, async_op=async_op))
+
+
+def reduce_scatter_single(
+    output: torch.Tensor,
+    input: torch.Tensor,  # noqa: A002 - torch's name for it
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: dist.ProcessGroup | None = None,
+    *,
+    async_op: bool = False,
+) -> dist.Work | None:
+    """Reduce one input tensor over the ranks and leave each rank its part.
+
+    ``torch.distributed.reduce_scatter_single`` where it exists (2.13), else its older name
+    ``reduce_scatter_tensor``, which newer versions deprecate.
+
+    Args:
+        output: This rank's part, ``input.numel() / W`` elements.
+        input: All parts, in rank order.
+        op: The reduction.
+        group: The process group; ``None`` is WORLD.
+        async_op: Return a work handle and do not wait.
+    """
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return cast("dist.Work | None", scatter(output, input, op, group=group, async_op=async_op))
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """Return how long a collective of ``group`` on ``device`` may take, or ``None`` if torch does not say.
+
+    ``new_group`` gives a new group its backend's default timeout, not that of the group it is made
+    from, so a private group needs this. No public name up to torch 2.15.
+    """
+    try:
+        backend: Any = group._get_backend(device)  # noqa: SLF001
+    except RuntimeError:  # no backend of this group serves the device
+        return None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else None
+
+
+def functional_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of ``tensor`` over ``group`` as a new tensor, traceable by ``torch.compile``."""
+    result: torch.Tensor = _functional.all_reduce(tensor, "sum", group)
+    return result
+
+
+def functional_all_to_all_single(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send the ``r``-th of W equal parts of ``tensor`` to rank ``r``; traceable by ``torch.compile``."""
+    result: torch.Tensor = _functional.all_to_all_single(tensor, None, None, group)
+    return result
+
+
+def functional_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Concatenate every rank's ``tensor`` along dimension 0; traceable by ``torch.compile``."""
+    result: torch.Tensor = _functional.all_gather_tensor(tensor, 0, group)
+    return result

@@ -1,0 +1,215 @@
+"""Jobs of several collectives: in order, beside the caller, and with an error on every rank if one fails."""
+
+import gc
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_utils import OrderedWorker
+from dist_utils.testing import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+
+def _threads(name="OrderedWorker"):
+    return [thread for thread in threading.enumerate() if thread.name == name]
+
+
+def _wait_for_end_of_threads(name="OrderedWorker"):
+    deadline = time.monotonic() + 10
+    while _threads(name) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return len(_threads(name))
+
+
+def _many_jobs(rank, jobs):
+    """Two dependent collectives a job while the caller uses the default group: results and their order."""
+    random.seed(rank)
+    order = []
+    with OrderedWorker() as worker:
+
+        def job(group, index):
+            value = torch.tensor([float(index + rank)])
+            dist.all_reduce(value, group=group)
+            time.sleep(random.random() / 1000)  # skew
+            dist.all_reduce(value, group=group)
+            order.append(index)
+            return value.item()
+
+        futures = []
+        for index in range(jobs):
+            futures.append(worker.submit(lambda group, index=index: job(group, index)))
+            dist.all_reduce(torch.ones(1))
+        results = [future.wait() for future in futures]
+    return results, order, _wait_for_end_of_threads()
+
+
+def test_jobs_run_in_order_beside_the_callers_own_collectives():
+    for results, order, left in run_ranks(_many_jobs, 3, 60):
+        assert results == [3.0 * (3 * index + 3) for index in range(60)]
+        assert order == list(range(60))
+        assert left == 0
+
+
+def _ends(rank):
+    """The thread ends when the worker is garbage, on close, and on destroy_process_group."""
+    seen = {}
+
+    def double(group):
+        dist.all_reduce(torch.ones(1), group=group)
+        return threading.current_thread().name
+
+    unused = OrderedWorker(name="unused")
+    seen["unused"] = len(_threads("unused"))
+    unused.close()
+
+    garbage = OrderedWorker(name="garbage")
+    seen["name"] = garbage.submit(double).wait()
+    del garbage
+    gc.collect()
+    seen["garbage"] = _wait_for_end_of_threads("garbage")
+
+    closed = OrderedWorker(name="closed")
+    pending = closed.submit(double)
+    closed.close()
+    closed.close()
+    seen["closed"] = (pending.wait(), len(_threads("closed")))
+    with pytest.raises(RuntimeError, match="closed is closed"):
+        closed.submit(double)
+
+    destroyed = OrderedWorker(name="destroyed")
+    destroyed.submit(double).wait()
+    dist.barrier()
+    dist.destroy_process_group()
+    gc.collect()
+    seen["destroyed"] = _wait_for_end_of_threads("destroyed")
+    with pytest.raises(RuntimeError, match="process group of destroyed was destroyed"):
+        destroyed.submit(double).wait()
+    return seen
+
+
+def test_no_thread_outlives_its_worker_or_the_process_group():
+    for seen in run_ranks(_ends, 2):
+        assert seen == {"unused": 0, "name": "garbage", "garbage": 0, "closed": ("closed", 0), "destroyed": 0}
+
+
+def _one_rank_fails(rank):
+    """Rank 1's second job raises before it communicates; its peer waits in the collective."""
+    worker = OrderedWorker()
+    ran = []
+
+    def job(group, index):
+        ran.append(index)
+        if rank == 1 and index == 1:
+            raise ValueError("bad bucket 1")
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        return value.item()
+
+    start = time.monotonic()
+    futures = [worker.submit(lambda group, index=index: job(group, index)) for index in range(4)]
+    errors = []
+    for future in futures:
+        try:
+            errors.append(future.wait())
+        except RuntimeError as error:
+            errors.append(str(error))
+    seconds = time.monotonic() - start
+    with pytest.raises(RuntimeError):
+        worker.submit(lambda group: job(group, 4)).wait()
+    return errors, ran, type(worker.error).__name__, seconds
+
+
+def test_the_first_error_is_given_to_every_later_job_and_ends_the_peers_wait():
+    (peer, peer_ran, _, peer_seconds), (failed, failed_ran, kind, _) = run_ranks(
+        _one_rank_fails, 2, group_timeout=40.0
+    )
+    assert failed[0] == peer[0] == 2.0
+    assert all("ValueError: bad bucket 1" in message for message in failed[1:])
+    assert kind == "ValueError"
+    assert failed_ran == peer_ran == [0, 1], "no job runs after the first error"
+    assert all(isinstance(message, str) for message in peer[1:])
+    assert peer_seconds < 20, "the peer hears of it long before its timeout"
+
+
+def _peer_dies(rank):
+    worker = OrderedWorker()
+
+    def job(group):
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        if rank == 1:
+            os._exit(1)
+        dist.all_reduce(value, group=group)
+
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        worker.submit(job).wait()
+    return time.monotonic() - start
+
+
+def test_a_peer_that_dies_raises_on_the_others():
+    seconds, died, other = run_ranks(_peer_dies, 3, may_die={1}, group_timeout=20.0)
+    assert died is None
+    assert seconds < 30
+    assert other < 30
+
+
+def _peer_is_silent(rank):
+    """Rank 1 never submits its job: rank 0 must get an error within the group's own timeout."""
+    worker = OrderedWorker()
+    worker.submit(lambda group: dist.barrier(group=group)).wait()
+    if rank == 1:
+        time.sleep(8)
+        return None
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        worker.submit(lambda group: dist.all_reduce(torch.ones(1), group=group)).wait()
+    return time.monotonic() - start
+
+
+def test_the_private_group_keeps_the_timeout_of_the_group():
+    seconds, _ = run_ranks(_peer_is_silent, 2, group_timeout=3.0)
+    assert 2 < seconds < 8
+
+
+def _error_reaches_ddp(rank):
+    """A job's error must raise in backward: DDP's reducer waits for the future in C++."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    worker = OrderedWorker()
+
+    def hook(state, bucket):
+        def job(group):
+            raise ValueError("job failed")
+
+        return worker.submit(job)
+
+    model.register_comm_hook(None, hook)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match="ValueError: job failed"):
+        model(torch.ones(2, 4)).sum().backward()
+    return all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_an_error_of_a_job_raises_in_backward():
+    assert run_ranks(_error_reaches_ddp, 2) == [True, True]
+
+
+def test_the_interpreter_exits_with_an_open_worker():
+    script = """
+        import tempfile, torch.distributed as dist
+        from dist_utils import OrderedWorker
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        worker = OrderedWorker()
+        print(worker.submit(lambda group: group.size()).wait())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr

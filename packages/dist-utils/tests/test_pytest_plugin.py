@@ -1,0 +1,35 @@
+"""The launch fixture, as a user's test suite sees it."""
+
+import subprocess
+import sys
+import textwrap
+
+import torch
+
+SUITE = """
+    import torch.distributed as dist
+
+    def _rank(rank):
+        return dist.get_backend(), dist.get_world_size()
+
+    def test_ranks(launch):
+        assert launch(_rank) == [(launch.backend, launch.world_size)] * launch.world_size
+        print("ran", launch.backend, launch.world_size, launch.device_type)
+"""
+
+
+def _pytest(folder, *options):
+    (folder / "test_suite_of_a_user.py").write_text(textwrap.dedent(SUITE))
+    command = [sys.executable, "-m", "pytest", "-p", "dist_utils.pytest_plugin", "-rAs", *options, "."]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120).stdout
+
+
+def test_options_choose_the_backend_and_the_number_of_ranks(tmp_path):
+    assert "ran gloo 3 cpu" in _pytest(tmp_path, "--backend", "gloo", "--world-size", "3")
+
+
+def test_too_few_gpus_skip_with_the_reason(tmp_path):
+    gpus = torch.cuda.device_count()
+    output = _pytest(tmp_path, "--backend", "nccl", "--world-size", str(gpus + 1))
+    assert f"nccl needs {gpus + 1} GPUs, found {gpus}" in output
+    assert "1 skipped" in output

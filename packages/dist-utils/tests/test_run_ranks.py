@@ -1,0 +1,129 @@
+"""Ranks that return, raise, die and hang: what the caller gets to see."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_utils.testing import RankDied, RanksHung, RankTraceback, run_ranks, tcp_bytes_sent
+
+
+class Custom(Exception):  # noqa: N818
+    """Does not survive pickling: its __init__ wants two arguments."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} {second}")
+
+
+def _sum(rank, start):
+    value = torch.tensor(start + rank)
+    dist.all_reduce(value)
+    return value, os.environ["RANK"], os.environ["WORLD_SIZE"], torch.get_num_threads()
+
+
+def test_results_come_back_in_rank_order():
+    results = run_ranks(_sum, 3, 10)
+    assert [(value.item(), rank) for value, rank, _, _ in results] == [(33, "0"), (33, "1"), (33, "2")]
+    assert all(world == "3" for _, _, world, _ in results)
+
+
+def _no_group(rank):
+    return dist.is_initialized()
+
+
+def test_no_backend_means_no_process_group():
+    assert run_ranks(_no_group, 1, backend=None) == [False]
+
+
+def _fail(rank, error):
+    if rank == 1:
+        raise error
+    dist.barrier()
+
+
+def test_an_error_comes_back_with_its_type_and_traceback():
+    with pytest.raises(KeyError, match="lost") as caught:
+        run_ranks(_fail, 2, KeyError("lost"))
+    assert isinstance(caught.value.__cause__, RankTraceback)
+    assert "rank 1 raised" in str(caught.value.__cause__)
+    assert "in _fail" in str(caught.value.__cause__)
+
+
+def _fail_oddly(rank):
+    raise Custom("one", "two")
+
+
+def test_an_error_that_does_not_pickle_keeps_its_name_and_text():
+    with pytest.raises(RuntimeError, match="Custom: one two"):
+        run_ranks(_fail_oddly, 1, backend=None)
+
+
+def _die(rank, how):
+    if rank == 0:
+        dist.barrier()
+    elif how == "signal":
+        os.kill(os.getpid(), signal.SIGKILL)
+    else:
+        os._exit(7)
+
+
+@pytest.mark.parametrize(("how", "text"), [("signal", "SIGKILL"), ("exit", "exit code 7")])
+def test_a_dead_rank_is_named_though_its_peers_fail_too(how, text):
+    with pytest.raises(RankDied, match=f"rank 1 of 2 .*{text}"):
+        run_ranks(_die, 2, how)
+
+
+def _survive(rank):
+    if rank == 1:
+        os._exit(7)
+    with pytest.raises(RuntimeError):
+        dist.barrier()
+    return "survived"
+
+
+def test_ranks_that_may_die_have_no_result():
+    assert run_ranks(_survive, 2, may_die={1}) == ["survived", None]
+
+
+def _hang(rank):
+    if rank == 1:
+        time.sleep(1000)
+    return rank
+
+
+def test_a_hang_ends_at_the_timeout_and_names_the_rank_and_the_line():
+    with pytest.raises(RanksHung) as caught:
+        run_ranks(_hang, 2, backend=None, timeout=15.0)
+    message = str(caught.value)
+    assert "ranks [1] of 2 did not finish within 15 s" in message
+    line = _hang.__code__.co_firstlineno + 2
+    assert re.search(rf"test_run_ranks.py\", line {line} in _hang", message), message
+
+
+def test_bad_input_starts_nothing():
+    with pytest.raises(ValueError, match="world_size must be at least 1, got 0"):
+        run_ranks(_no_group, 0)
+    too_many = torch.cuda.device_count() + 1
+    with pytest.raises(ValueError, match=f"nccl needs a GPU per rank: {too_many} ranks"):
+        run_ranks(_no_group, too_many, backend="nccl")
+
+
+def _send(rank, elements):
+    tensor = torch.zeros(elements)
+    dist.all_reduce(tensor)
+    dist.barrier()
+    before = tcp_bytes_sent()
+    dist.all_reduce(tensor)
+    dist.barrier()
+    return tcp_bytes_sent() - before
+
+
+def test_sent_bytes_are_those_of_a_ring_all_reduce():
+    world_size, elements = 4, 1 << 18
+    ring = 2 * (world_size - 1) / world_size * 4 * elements
+    for sent in run_ranks(_send, world_size, elements):
+        # Above the payload: Gloo's message headers and the barrier.
+        assert ring <= sent < 1.02 * ring
