@@ -12,9 +12,10 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
 from dist_utils import OrderedWorker
 from dist_utils.testing import run_ranks
-from torch.nn.parallel import DistributedDataParallel
 
 
 def _threads(name="OrderedWorker"):
@@ -210,6 +211,10 @@ def test_the_interpreter_exits_with_an_open_worker():
         print(worker.submit(lambda group: group.size()).wait())
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr

@@ -2,9 +2,10 @@
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
 from dist_utils import global_rank, group_rank, resolve_group
 from dist_utils.testing import run_ranks
-from torch.distributed.device_mesh import init_device_mesh
 
 
 def _message(kind, fn, *args):

@@ -21,7 +21,9 @@ SUITE = """
 def _pytest(folder, *options):
     (folder / "test_suite_of_a_user.py").write_text(textwrap.dedent(SUITE))
     command = [sys.executable, "-m", "pytest", "-p", "dist_utils.pytest_plugin", "-rAs", *options, "."]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=120).stdout
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=120
+    ).stdout
 
 
 def test_options_choose_the_backend_and_the_number_of_ranks(tmp_path):

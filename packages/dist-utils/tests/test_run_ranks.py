@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+
 from dist_utils.testing import RankDied, RanksHung, RankTraceback, run_ranks, tcp_bytes_sent
 
 

@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
 from dist_utils import torch_compat
 from dist_utils.testing import run_ranks
 

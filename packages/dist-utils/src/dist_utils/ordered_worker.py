@@ -9,13 +9,16 @@ import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups import GroupLike, resolve_group
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["OrderedWorker"]
 
@@ -118,7 +121,7 @@ class OrderedWorker:
         if self._lane is not None:
             self._lane.stop()
 
-    def __enter__(self) -> OrderedWorker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -137,7 +140,9 @@ class OrderedWorker:
         )
         return cast("dist.ProcessGroup", private)
 
-    def _enqueue(self, job: Callable[[dist.ProcessGroup], T], device: torch.device) -> torch.futures.Future[T]:
+    def _enqueue(
+        self, job: Callable[[dist.ProcessGroup], T], device: torch.device
+    ) -> torch.futures.Future[T]:
         accelerator: Any = torch.get_device_module(device)
         if device not in self._streams:
             self._streams[device] = accelerator.Stream(device)
@@ -156,7 +161,7 @@ class _Job(NamedTuple):
 
 
 class _Lane:
-    """The thread of an OrderedWorker and what both share. Knows no worker, so that a worker can be garbage."""
+    """The thread of an OrderedWorker and what both share. Does not know the worker, which can be garbage."""
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self.error: Exception | None = None
@@ -198,8 +203,6 @@ class _Lane:
 
     def _settle(self, job: _Job) -> None:
         try:
-            if self.error is not None:
-                raise self.error
             result = self._run_in_group(job)
         except Exception as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
             if self.error is None:
@@ -213,6 +216,8 @@ class _Lane:
             job.done.set_result(result)
 
     def _run_in_group(self, job: _Job) -> Any:
+        if self.error is not None:
+            raise self.error
         group = self._group()
         if group is None:
             raise self._group_is_gone()

@@ -49,11 +49,12 @@ def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the mesh {group.mesh.tolist()}")
         return group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
+        if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[unreachable] # an int
             # What new_group returns on the ranks that it leaves out: it no longer knows its members.
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group {group!r}")
         raise TypeError(
-            f"a group must be None, a ProcessGroup or a one-dimensional DeviceMesh, got {type(group).__name__}"
+            "a group must be None, a ProcessGroup or a one-dimensional DeviceMesh, "
+            f"got {type(group).__name__}"
         )
     if dist.get_rank(group) < 0:
         raise ValueError(

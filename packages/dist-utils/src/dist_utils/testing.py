@@ -160,7 +160,12 @@ class _Ranks:
 
     def _start(self, rank: int) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world_size, "LOCAL_WORLD_SIZE": self.world_size}
+        ranks = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.world_size,
+        }
         os.environ.update({name: str(value) for name, value in ranks.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
         if self.backend is None:
@@ -210,9 +215,7 @@ def _picklable(error: Exception) -> Exception:
     return error
 
 
-def _wait(
-    processes: Sequence[BaseProcess], ranks: _Ranks, timeout: float, may_die: Collection[int]
-) -> None:
+def _wait(processes: Sequence[BaseProcess], ranks: _Ranks, timeout: float, may_die: Collection[int]) -> None:
     """Return when every process has ended well; raise as soon as one has not, or at the timeout."""
     deadline = time.monotonic() + timeout
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
@@ -220,7 +223,9 @@ def _wait(
         ended = wait_for_any(list(running), timeout=max(0.0, deadline - time.monotonic()))
         if not ended:
             hung = list(running.values())
-            stacks = [f"rank {rank} hung here:\n{ranks.stack(rank, processes[rank].pid or 0)}" for rank in hung]
+            stacks = [
+                f"rank {rank} hung here:\n{ranks.stack(rank, processes[rank].pid or 0)}" for rank in hung
+            ]
             raise RanksHung(
                 f"ranks {hung} of {len(processes)} did not finish within {timeout:g} s\n" + "\n".join(stacks)
             )
@@ -231,12 +236,14 @@ def _wait(
                 raise _first_failure(processes, ranks, may_die)
 
 
-def _first_failure(
-    processes: Sequence[BaseProcess], ranks: _Ranks, may_die: Collection[int]
-) -> Exception:
+def _first_failure(processes: Sequence[BaseProcess], ranks: _Ranks, may_die: Collection[int]) -> Exception:
     """Make the error to raise: a rank that died explains the others' errors, else the earliest counts."""
-    failures = {rank: failure for rank in range(len(processes)) if (failure := ranks.failure(rank)) is not None}
-    cause = RankTraceback("\n".join(f"\nrank {rank} raised:\n{failure.text}" for rank, failure in failures.items()))
+    failures = {
+        rank: failure for rank in range(len(processes)) if (failure := ranks.failure(rank)) is not None
+    }
+    cause = RankTraceback(
+        "\n".join(f"\nrank {rank} raised:\n{failure.text}" for rank, failure in failures.items())
+    )
     for rank, process in enumerate(processes):
         gone = process.exitcode is not None and rank not in failures and not ranks.succeeded(rank)
         if gone and rank not in may_die:
@@ -263,11 +270,15 @@ def tcp_bytes_sent() -> int:
     if sys.platform != "linux":
         raise NotImplementedError("counting sent bytes needs Linux")
     total = 0
-    for name in os.listdir("/proc/self/fd"):
+    for path in Path("/proc/self/fd").iterdir():
         # The listing's own descriptor is gone by now, and files and pipes are no sockets.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as connection:
-            if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                sent, retransmitted = struct.unpack_from("=QQ", info, _TCP_INFO_BYTES_SENT)
-                total += sent - retransmitted
+        with contextlib.suppress(OSError):
+            connection = socket.socket(fileno=int(path.name))
+            try:
+                if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
+                    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+                    sent, retransmitted = struct.unpack_from("=QQ", info, _TCP_INFO_BYTES_SENT)
+                    total += sent - retransmitted
+            finally:
+                connection.detach()  # it belongs to Gloo
     return total

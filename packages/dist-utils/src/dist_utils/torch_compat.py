@@ -11,10 +11,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+# torch.distributed.GradBucket is this class, but type checkers do not find it there.
+from torch._C._distributed_c10d import GradBucket
+
 # Public names for these arrive with torch.distributed's functional API; until then this module is it.
 from torch.distributed import _functional_collectives as _functional
 
 __all__ = [
+    "GradBucket",
     "all_gather_single",
     "functional_all_gather",
     "functional_all_reduce",

@@ -1,0 +1,18 @@
+"""DistributedDataParallel communication hooks that average gradients in 32 or 16 bits."""
+
+from ddp_compress_hooks.hooks import allreduce_hook, bf16_compress_hook, compress_hook, fp16_compress_hook
+from ddp_compress_hooks.state import CompressState
+from ddp_compress_hooks.wrappers import CommHook, bf16_compress_wrapper, fp16_compress_wrapper
+
+__all__ = [
+    "CommHook",
+    "CompressState",
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "bf16_compress_wrapper",
+    "compress_hook",
+    "fp16_compress_hook",
+    "fp16_compress_wrapper",
+]
+
+__version__ = "0.1.0"

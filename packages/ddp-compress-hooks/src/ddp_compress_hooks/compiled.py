@@ -1,0 +1,55 @@
+"""Average one gradient inside a compiled graph.
+
+Under ``torch.compile`` with DDP's python reducer a hook gets no bucket but a pair of one parameter's
+gradient and the parameter, and must change the gradient in place. Functional collectives keep the graph
+whole, and inductor fuses neighbours to buckets of its own.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from ddp_compress_hooks.ring import largest_share
+from ddp_compress_hooks.state import CompressState
+from dist_utils import torch_compat
+
+__all__ = ["average", "is_pair"]
+
+
+def is_pair(bucket: object) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:
+    """Tell whether a hook's ``bucket`` is really a pair of gradient and parameter."""
+    return isinstance(bucket, tuple)
+
+
+def average(
+    state: CompressState, group: dist.ProcessGroup, gradient: torch.Tensor, wire_dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Average ``gradient`` in place, in ``wire_dtype`` (``None``: its own dtype), and return it."""
+    world_size = group.size()
+    if world_size == 1 or gradient.numel() == 0:
+        return gradient
+    if gradient.is_complex():
+        average(state, group, torch.view_as_real(gradient), wire_dtype)
+        return gradient
+    wire_dtype = wire_dtype or gradient.dtype
+    share = gradient.to(torch.promote_types(gradient.dtype, wire_dtype)) / world_size
+    clamp = state.clamp(largest_share(wire_dtype, world_size))
+    payload = (share if clamp is None else clamp(share)).to(wire_dtype)
+    if state.accumulate == "fp32" and wire_dtype.itemsize == 2:
+        mean = _sum_in_fp32(payload, group)
+    else:
+        mean = torch_compat.functional_all_reduce(payload, group)
+    return gradient.copy_(mean)
+
+
+def _sum_in_fp32(payload: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    world_size = group.size()
+    padded = pad(payload.flatten(), (0, -payload.numel() % world_size))
+    received = torch_compat.functional_all_to_all_single(padded, group)
+    shard = received.view(world_size, -1).sum(0, dtype=torch.float32).to(payload.dtype)
+    gathered = torch_compat.functional_all_gather(shard, group)
+    return gathered[: payload.numel()].view_as(payload)

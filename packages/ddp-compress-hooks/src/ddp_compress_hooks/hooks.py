@@ -1,0 +1,183 @@
+"""The hooks: what happens to one bucket, from ``backward()`` to the averaged gradient."""
+
+# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
+# the real types, and refuses strings.
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from ddp_compress_hooks import compiled, ring, two_shot
+from ddp_compress_hooks.state import CompressState, HookState, as_state
+from dist_utils.torch_compat import GradBucket
+
+__all__ = [
+    "allreduce_hook",
+    "bf16_compress_hook",
+    "check_gradient_dtype",
+    "compress_hook",
+    "fp16_compress_hook",
+]
+
+GRADIENT_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in its own dtype, as DDP does without a hook.
+
+    Args:
+        process_group: A process group, a one-dimensional ``DeviceMesh``, ``None`` for WORLD, or a
+            :class:`CompressState` without a wire dtype. With ``accumulate="fp32"``, 16-bit buckets
+            are summed in fp32.
+        bucket: From DDP: fp16, bf16, fp32, fp64 or complex; dense or sparse.
+
+    Returns:
+        A future of ``bucket.buffer()`` holding the mean. At world size 1 and for an empty bucket it is
+        complete, and nothing is sent.
+
+    Raises:
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` no group.
+        ValueError: This rank is not in the group, or the state asks for another wire dtype.
+        All of them before any communication. A failing peer raises ``RuntimeError`` in ``backward()``.
+
+    Cost:
+        One all-reduce; ``2 (W - 1) / W`` times the bucket's bytes sent per rank.
+
+    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook``.
+
+    Example:
+        >>> ddp.register_comm_hook(None, allreduce_hook)  # doctest: +SKIP
+    """
+    state = as_state(process_group)
+    if state.wire_dtype is not None:
+        raise ValueError(
+            f"allreduce_hook does not compress, but the state's wire_dtype is {state.wire_dtype}"
+        )
+    return _average("allreduce_hook", state, bucket, None)
+
+
+def compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in the wire dtype of its state: the hook behind all others.
+
+    Args:
+        process_group: Usually a :class:`CompressState`; as for :func:`allreduce_hook`.
+        bucket: As for :func:`allreduce_hook`. A sparse bucket is averaged without compression.
+
+    Returns:
+        A future of ``bucket.buffer()``, in the bucket's dtype.
+
+    Raises:
+        TypeError, ValueError: As :func:`allreduce_hook`; also for ``accumulate="fp32"`` on GPU tensors
+            in a Gloo group, which cannot send them point to point.
+
+    Cost:
+        ``2 (W - 1) / W`` times the bucket's elements sent per rank, of the wire dtype's size. On CPU a
+        payload narrower than the bucket takes no memory beside it.
+
+    Example:
+        >>> state = CompressState(wire_dtype=torch.bfloat16, accumulate="fp32")  # doctest: +SKIP
+        >>> ddp.register_comm_hook(state, compress_hook)  # doctest: +SKIP
+    """
+    state = as_state(process_group)
+    return _average("compress_hook", state, bucket, state.wire_dtype)
+
+
+def fp16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in ``torch.float16``: half the bytes of fp32, 11 bits of precision, up to 65504.
+
+    The gradient is divided by the world size before it is cast, so a value overflows to infinity only if
+    a rank's share of the mean does (or, with ``accumulate="wire"``, a partial sum of shares).
+
+    Arguments, result, errors and cost as for :func:`compress_hook`; a state's ``wire_dtype`` must be
+    ``None`` or ``torch.float16``.
+
+    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook``.
+
+    Example:
+        >>> ddp.register_comm_hook(None, fp16_compress_hook)  # doctest: +SKIP
+    """
+    return _average("fp16_compress_hook", as_state(process_group), bucket, torch.float16)
+
+
+def bf16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in ``torch.bfloat16``: half the bytes of fp32, 8 bits of precision, the same range.
+
+    Works wherever the backend sums bfloat16, Gloo included.
+
+    Arguments, result, errors and cost as for :func:`compress_hook`; a state's ``wire_dtype`` must be
+    ``None`` or ``torch.bfloat16``.
+
+    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook``.
+
+    Example:
+        >>> ddp.register_comm_hook(None, bf16_compress_hook)  # doctest: +SKIP
+    """
+    return _average("bf16_compress_hook", as_state(process_group), bucket, torch.bfloat16)
+
+
+# register_comm_hook refuses functions named bf16_compress_hook on builds without NCCL, whatever they do.
+# It logs, and pickle stores, the __qualname__, which stays.
+bf16_compress_hook.__name__ = "bf16_compress"
+
+
+def check_gradient_dtype(gradient: torch.Tensor) -> None:
+    """Raise ``TypeError`` unless ``gradient`` has a dtype that can be averaged."""
+    if gradient.dtype not in GRADIENT_DTYPES:
+        raise TypeError(f"a gradient bucket must be of a floating-point dtype, got {gradient.dtype}")
+
+
+def _average(name: str, state: CompressState, bucket: GradBucket, wire_dtype: torch.dtype | None) -> torch.futures.Future[torch.Tensor]:
+    """Average ``bucket`` in ``wire_dtype`` (``None``: its own dtype).
+
+    Returns a future of the buffer; under ``torch.compile``, where nobody waits, the gradient.
+    """
+    if state.wire_dtype not in (None, wire_dtype):
+        raise ValueError(f"{name} sends {wire_dtype}, but the state's wire_dtype is {state.wire_dtype}")
+    group = state.process_group
+    if compiled.is_pair(bucket):
+        gradient, _ = bucket
+        check_gradient_dtype(gradient)
+        return compiled.average(state, group, gradient, wire_dtype)  # type: ignore[return-value]
+
+    with record_function(f"{name}:bucket_{bucket.index()}"):
+        buffer = bucket.buffer()
+        check_gradient_dtype(buffer)
+        if group.size() == 1 or buffer.numel() == 0:
+            return _completed(buffer)
+        if buffer.is_sparse:
+            return ring.average_uncompressed(group, buffer)
+        values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
+        wire_dtype = wire_dtype or values.dtype
+        if state.accumulate == "wire" or wire_dtype.itemsize > 2:
+            return ring.average(state, group, buffer, values, wire_dtype)
+
+        _check_point_to_point(group, buffer.device)
+
+        def job(private_group: dist.ProcessGroup) -> torch.Tensor:
+            two_shot.average(state, private_group, values, wire_dtype)
+            return buffer
+
+        return state.worker.submit(job, device=buffer.device)
+
+
+def _completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    on_cpu = buffer.device.type == "cpu"
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=None if on_cpu else [buffer.device]
+    )
+    future.set_result(buffer)
+    return future
+
+
+def _check_point_to_point(group: dist.ProcessGroup, device: torch.device) -> None:
+    if device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(group).split(","):
+        raise ValueError(
+            f"accumulate='fp32' needs point-to-point messages, which Gloo does not have for {device.type} "
+            "tensors: use NCCL for them, or accumulate='wire'"
+        )

@@ -1,0 +1,94 @@
+"""What travels: a bucket in pieces, each in the wire dtype, in the bucket's own memory where it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import torch
+
+__all__ = ["Clamp", "Piece", "blocks", "pieces"]
+
+Clamp: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Brings values into the range of the wire dtype, before the cast."""
+
+PIECE_BYTES = 4 << 20
+"""Wire bytes of a piece on CPU. While one is on the wire the next is cast, but each costs a round of
+messages: 25 MiB buckets on 1 Gbit/s links and on loopback were both near their best at four pieces
+(benchmarks/results/compress_hooks.json has the result of that choice)."""
+
+_BLOCK = 1 << 16
+"""Elements that are cast in one go on CPU, so that the temporary stays in the core's cache."""
+
+
+def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Cut flat tensors of equal length into matching blocks: cache-sized on CPU, whole elsewhere."""
+    if tensors[0].device.type != "cpu":
+        yield tensors
+    else:
+        cut = (torch.split(tensor, _BLOCK) for tensor in tensors)
+        yield from zip(*cut, strict=True)
+
+
+class Piece:
+    """A part of a bucket and the same part as it travels.
+
+    Args:
+        values: The part of the bucket, flat. On CPU its memory also holds the payload if that is
+            narrower (a 16-bit payload fits twice), so between :meth:`encode` and :meth:`decode` the
+            values are gone and nothing is allocated.
+        wire_dtype: What travels.
+
+    Attributes:
+        values: As given.
+        payload: As many elements of ``wire_dtype``.
+    """
+
+    def __init__(self, values: torch.Tensor, wire_dtype: torch.dtype) -> None:
+        self.values = values
+        self._spare = values.new_empty(0, dtype=wire_dtype)
+        self._aliased = False
+        if wire_dtype == values.dtype:
+            self.payload = values
+        elif values.device.type == "cpu" and wire_dtype.itemsize <= values.element_size():
+            memory = values.view(wire_dtype)
+            self.payload, self._spare = memory[: values.numel()], memory[values.numel() :]
+            self._aliased = True
+        else:
+            self.payload = torch.empty_like(values, dtype=wire_dtype)
+
+    def spare(self, count: int) -> torch.Tensor:
+        """Return room for ``count`` more elements of the wire dtype, valid until :meth:`decode`."""
+        return self._spare[:count] if count <= self._spare.numel() else self.payload.new_empty(count)
+
+    def encode(self, divisor: int, clamp: Clamp | None = None) -> None:
+        """Fill the payload with this rank's share of the mean: divided in full precision, then cast."""
+        precision = torch.promote_types(self.values.dtype, self.payload.dtype)
+        if clamp is None and precision == self.values.dtype and not self._aliased:
+            torch.div(self.values, divisor, out=self.payload)  # one kernel, no temporary on a GPU
+            return
+        # Front to back: a block of the payload lies at or before its values, never on unread ones.
+        for values, payload in blocks(self.values, self.payload):
+            share = values.to(precision) / divisor
+            payload.copy_(share if clamp is None else clamp(share))
+
+    def decode(self) -> None:
+        """Fill the values from the payload."""
+        if not self._aliased:
+            if self.payload is not self.values:
+                self.values.copy_(self.payload)
+            return
+        # Back to front, for the same reason.
+        for values, payload in reversed(list(blocks(self.values, self.payload))):
+            values.copy_(payload.clone())
+
+
+def pieces(values: torch.Tensor, wire_dtype: torch.dtype) -> list[Piece]:
+    """Cut flat ``values`` into pieces of equal length, the same on every rank.
+
+    One piece off the CPU, where a stream overlaps by itself.
+    """
+    count = 1
+    if values.device.type == "cpu":
+        count = max(1, -(-values.numel() * wire_dtype.itemsize // PIECE_BYTES))
+    return [Piece(part, wire_dtype) for part in values.tensor_split(count)]

@@ -1,0 +1,69 @@
+"""Average by the backend's own all-reduce: a ring that sums in the wire dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_compress_hooks.payload import Piece, pieces
+from ddp_compress_hooks.state import CompressState
+
+__all__ = ["average", "average_uncompressed", "largest_share"]
+
+
+def average(
+    state: CompressState,
+    group: dist.ProcessGroup,
+    buffer: torch.Tensor,
+    values: torch.Tensor,
+    wire_dtype: torch.dtype,
+) -> torch.futures.Future[torch.Tensor]:
+    """Average ``values``, a flat view of ``buffer``, piece by piece; the future's value is ``buffer``.
+
+    While a piece is on the wire the next one is encoded; each is decoded when it arrives.
+    """
+    world_size = group.size()
+    clamp = state.clamp(largest_share(wire_dtype, world_size))
+    # With nothing to cast there is nothing to overlap with the wire.
+    parts = [Piece(values, wire_dtype)] if wire_dtype == values.dtype else pieces(values, wire_dtype)
+    arrivals = []
+    for piece in parts:
+        piece.encode(world_size, clamp)
+        work: Any = dist.all_reduce(piece.payload, group=group, async_op=True)
+
+        def arrive(done: torch.futures.Future[Any], piece: Piece = piece) -> torch.Tensor:
+            done.value()  # raises what the collective raised
+            piece.decode()
+            return buffer
+
+        arrivals.append(work.get_future().then(arrive))
+    return arrivals[0] if len(arrivals) == 1 else _when_all_have(arrivals)
+
+
+def average_uncompressed(
+    group: dist.ProcessGroup, buffer: torch.Tensor
+) -> torch.futures.Future[torch.Tensor]:
+    """Average ``buffer`` as it is; also for a sparse one, where the result may be a new tensor."""
+    buffer.div_(group.size())
+    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+    reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return reduced
+
+
+def largest_share(wire_dtype: torch.dtype, world_size: int) -> float:
+    """Return about the largest value of which ``world_size`` still sum to a finite one, in any order."""
+    limits = torch.finfo(wire_dtype)
+    # One epsilon less, so that rounding to the nearest cannot end above.
+    share = torch.tensor(limits.max / world_size * (1 - limits.eps), dtype=torch.float64)
+    return share.to(wire_dtype).item()
+
+
+def _when_all_have(
+    arrivals: list[torch.futures.Future[torch.Tensor]],
+) -> torch.futures.Future[torch.Tensor]:
+    def last(done: torch.futures.Future[list[torch.futures.Future[torch.Tensor]]]) -> torch.Tensor:
+        return [arrival.value() for arrival in done.value()][-1]
+
+    return torch.futures.collect_all(arrivals).then(last)

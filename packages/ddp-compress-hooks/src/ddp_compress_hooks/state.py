@@ -1,0 +1,118 @@
+"""What a hook needs to know beside the bucket: the group, the wire dtype, and how to sum."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ddp_compress_hooks.payload import Clamp
+from dist_utils import GroupLike, OrderedWorker, resolve_group
+
+__all__ = ["Accumulate", "CompressState", "HookState"]
+
+Accumulate: TypeAlias = Literal["wire", "fp32"]
+
+WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class CompressState:
+    """Options of a hook, given to ``register_comm_hook`` in place of a process group.
+
+    Args:
+        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD, looked up when used.
+        wire_dtype: What :func:`~ddp_compress_hooks.compress_hook` sends: ``torch.float16``,
+            ``torch.bfloat16``, ``torch.float32``, or ``None`` for the bucket's own dtype. The hooks with
+            a dtype in their name accept only that one or ``None``.
+        accumulate: ``"wire"`` lets the backend's all-reduce sum in the wire dtype, with a rounding at
+            every step. ``"fp32"`` sends the same number of 16-bit values but sums them in fp32, with
+            one rounding, and is faster where the backend's 16-bit sum is slow (Gloo).
+        saturate: Clamp a finite value that the wire dtype cannot hold to the largest that it can, and
+            count it in :attr:`saturated`, in place of sending an infinity. NaN and infinities of the
+            gradient itself stay. With ``"wire"`` every rank's share is clamped at 1/W of the range, so
+            that no partial sum overflows either.
+
+    Raises:
+        TypeError: ``process_group`` is no group, or ``wire_dtype`` no dtype.
+        ValueError: This rank is not a member of the group, or an option has no such choice.
+
+    Pickles without its process group, as PyTorch's own hook states do: a warning says so, and the copy
+    uses WORLD.
+
+    Example:
+        >>> state = CompressState(accumulate="fp32")  # doctest: +SKIP
+        >>> ddp.register_comm_hook(state, fp16_compress_hook)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        process_group: GroupLike = None,
+        *,
+        wire_dtype: torch.dtype | None = None,
+        accumulate: Accumulate = "wire",
+        saturate: bool = False,
+    ) -> None:
+        if wire_dtype is not None and not isinstance(wire_dtype, torch.dtype):
+            raise TypeError(f"wire_dtype must be a torch.dtype or None, got {wire_dtype!r}")
+        if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
+            raise ValueError(f"wire_dtype must be one of {WIRE_DTYPES} or None, got {wire_dtype}")
+        if accumulate not in ("wire", "fp32"):
+            raise ValueError(f"accumulate must be 'wire' or 'fp32', got {accumulate!r}")
+        self._group = None if process_group is None else resolve_group(process_group)
+        self.wire_dtype = wire_dtype
+        self.accumulate: Accumulate = accumulate
+        self.saturate = saturate
+        self._worker: OrderedWorker | None = None
+        # A tensor, because counting on a GPU must not wait for it.
+        self._saturated = torch.zeros((), dtype=torch.int64)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that averages."""
+        return resolve_group(self._group)
+
+    @property
+    def worker(self) -> OrderedWorker:
+        """Where jobs of several collectives run; made at first use."""
+        group = self.process_group
+        if self._worker is None or self._worker.process_group is not group:
+            self._worker = OrderedWorker(group, name="CompressState")
+        return self._worker
+
+    @property
+    def saturated(self) -> int:
+        """How many values this rank has clamped so far. Waits for the GPU if they were there."""
+        return int(self._saturated.item())
+
+    def clamp(self, limit: float) -> Clamp | None:
+        """Return what clamps finite values at ``limit`` and counts them; ``None`` unless ``saturate``."""
+        if not self.saturate:
+            return None
+
+        def clamp(values: torch.Tensor) -> torch.Tensor:
+            excess = (values.abs() > limit) & values.isfinite()
+            if self._saturated.device != values.device:
+                self._saturated = self._saturated.to(values.device)
+            self._saturated += excess.sum()
+            return torch.where(excess, values.clamp(-limit, limit), values)
+
+        return clamp
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None:
+            warnings.warn(
+                "a CompressState pickles without its process group; the copy uses WORLD", stacklevel=2
+            )
+        return {**self.__dict__, "_group": None, "_worker": None}
+
+
+HookState: TypeAlias = dist.ProcessGroup | DeviceMesh | CompressState | None
+"""The first argument of every hook here."""
+
+
+def as_state(state: HookState) -> CompressState:
+    """Return ``state`` itself, or a state with default options for the group that it names."""
+    return state if isinstance(state, CompressState) else CompressState(state)

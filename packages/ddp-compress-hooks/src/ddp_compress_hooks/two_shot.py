@@ -1,0 +1,94 @@
+"""Average with 16 bits on the wire and the sum in fp32: every rank sums one shard, then all get all sums.
+
+The same bytes as a ring all-reduce, 2 (W - 1) / W of the payload, in two hops in place of 2 (W - 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from ddp_compress_hooks.payload import Clamp, Piece, blocks, pieces
+from ddp_compress_hooks.ring import largest_share
+from ddp_compress_hooks.state import CompressState
+
+__all__ = ["average"]
+
+
+def average(
+    state: CompressState, group: dist.ProcessGroup, values: torch.Tensor, wire_dtype: torch.dtype
+) -> None:
+    """Average flat ``values`` in place. Every rank ends with the same bits.
+
+    A job for an OrderedWorker. One piece's hops run beside the casts and sums of its neighbours.
+    """
+    largest = torch.finfo(wire_dtype).max
+    sums_fit = largest * group.size() <= torch.finfo(torch.float32).max
+    clamp_share = state.clamp(largest if sums_fit else largest_share(wire_dtype, group.size()))
+    clamp_sum = state.clamp(largest)
+    exchanges = [
+        _exchange(piece, group, clamp_share, clamp_sum, index)
+        for index, piece in enumerate(pieces(values, wire_dtype))
+    ]
+    stages = 3
+    for tick in range(len(exchanges) + stages - 1):
+        for stage in range(stages):
+            if 0 <= tick - stage < len(exchanges):
+                next(exchanges[tick - stage], None)
+
+
+def _exchange(
+    piece: Piece, group: dist.ProcessGroup, clamp_share: Clamp | None, clamp_sum: Clamp | None, index: int
+) -> Iterator[None]:
+    """Average one piece, pausing wherever it would wait for the wire."""
+    world_size, rank = group.size(), group.rank()
+    shards = piece.payload.tensor_split(world_size)
+    own = shards[rank]
+    peers = [(rank + step) % world_size for step in range(1, world_size)]
+    received = piece.spare(own.numel() * len(peers)).view(len(peers), own.numel()).unbind()
+
+    piece.encode(world_size, clamp_share)
+    works = _send_and_receive(group, peers, [shards[peer] for peer in peers], received, tag=2 * index)
+    yield
+
+    for work in works:
+        work.wait()
+    for parts in blocks(own, *received):
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        parts[0].copy_(total if clamp_sum is None else clamp_sum(total))
+    works = _send_and_receive(
+        group, peers, [own for _ in peers], [shards[peer] for peer in peers], tag=2 * index + 1
+    )
+    yield
+
+    for work in works:
+        work.wait()
+    piece.decode()
+
+
+def _send_and_receive(
+    group: dist.ProcessGroup,
+    peers: list[int],
+    outgoing: list[torch.Tensor],
+    incoming: list[torch.Tensor] | tuple[torch.Tensor, ...],
+    *,
+    tag: int,
+) -> list[dist.Work]:
+    """Start sending to and receiving from each peer (a rank in the group).
+
+    Point to point, because on Gloo it was faster than ``all_to_all`` and ``all_gather`` (19 against
+    29 ms for the two hops of 12.5 MiB on four loopback ranks), occupies none of its two threads, and
+    takes shards of unequal length without padding.
+    """
+    operations = []
+    for peer, receive, send in zip(peers, incoming, outgoing, strict=True):
+        other = dist.get_global_rank(group, peer)
+        if receive.numel():
+            operations.append(dist.P2POp(dist.irecv, receive, other, group, tag))
+        if send.numel():
+            operations.append(dist.P2POp(dist.isend, send, other, group, tag))
+    return dist.batch_isend_irecv(operations) if operations else []

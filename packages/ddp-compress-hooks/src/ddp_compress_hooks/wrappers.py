@@ -1,0 +1,126 @@
+"""Wrappers that let any communication hook work on a 16-bit bucket."""
+
+# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
+# the real types, and refuses strings.
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
+
+from ddp_compress_hooks import compiled
+from ddp_compress_hooks.hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    check_gradient_dtype,
+    fp16_compress_hook,
+)
+from ddp_compress_hooks.state import CompressState, as_state
+from dist_utils.torch_compat import GradBucket
+
+__all__ = ["CommHook", "bf16_compress_wrapper", "fp16_compress_wrapper"]
+
+CommHook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+"""What ``register_comm_hook`` takes: ``hook(state, bucket) -> future of the averaged tensor``."""
+
+
+def fp16_compress_wrapper(hook: CommHook) -> CommHook:
+    """Return a hook that casts the bucket to ``torch.float16``, runs ``hook`` on it, and casts back.
+
+    ``fp16_compress_wrapper(allreduce_hook)`` is :func:`fp16_compress_hook`: divided before the cast.
+    Any other hook gets the gradient itself in fp16, undivided, because only the hook knows how it
+    averages: a finite value over 65504 becomes an infinity, and stays visible.
+
+    Args:
+        hook: Any hook: one of ours, of PyTorch (powerSGD), or your own. It may return the bucket's
+            buffer, a new tensor of the same number of elements, or a list that starts with one.
+
+    Returns:
+        A hook with the state of ``hook`` as its first argument. Its result is the bucket's original
+        buffer, in the original dtype. At world size 1 ``hook`` gets the bucket as it is; a sparse
+        bucket is left to ``hook`` altogether.
+
+    Raises:
+        TypeError: ``hook`` is not callable; in the hook: the bucket's dtype is not floating-point.
+
+    Cost:
+        That of ``hook``, and a copy of the bucket in fp16.
+
+    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_wrapper``.
+
+    Example:
+        >>> ddp.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook))  # doctest: +SKIP
+    """
+    return _compress_wrapper("fp16_compress_wrapper", hook, torch.float16, fp16_compress_hook)
+
+
+def bf16_compress_wrapper(hook: CommHook) -> CommHook:
+    """Return a hook that casts the bucket to ``torch.bfloat16``, runs ``hook`` on it, and casts back.
+
+    As :func:`fp16_compress_wrapper`, with the range of fp32 and 8 bits of precision.
+
+    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_wrapper``.
+
+    Example:
+        >>> ddp.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))  # doctest: +SKIP
+    """
+    return _compress_wrapper("bf16_compress_wrapper", hook, torch.bfloat16, bf16_compress_hook)
+
+
+def _compress_wrapper(name: str, hook: CommHook, wire_dtype: torch.dtype, if_allreduce: CommHook) -> CommHook:
+    if not callable(hook):
+        raise TypeError(f"{name} wraps a communication hook, got {type(hook).__name__}")
+    full_name = f"{name}({getattr(hook, '__qualname__', type(hook).__qualname__)})"
+
+    def wrapped_hook(hook_state: Any, bucket: GradBucket) -> Any:
+        if hook is allreduce_hook:
+            return if_allreduce(hook_state, bucket)
+        if compiled.is_pair(bucket):
+            gradient, parameter = bucket
+            pair: Any = (gradient if _is_alone(hook_state) else _compress(gradient, wire_dtype), parameter)
+            return gradient.copy_(_first(hook(hook_state, pair)))
+        buffer = bucket.buffer()
+        check_gradient_dtype(buffer)
+        if buffer.is_sparse:
+            return hook(hook_state, bucket)
+
+        with record_function(f"{full_name}:bucket_{bucket.index()}"):
+            if not _is_alone(hook_state):
+                bucket.set_buffer(_compress(buffer, wire_dtype))
+            future = hook(hook_state, bucket)
+
+        def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
+            # Into the original buffer, which bucket.buffer() no longer is.
+            result = _first(done.value())
+            if result is not buffer:
+                buffer.copy_(result.view_as(buffer))
+            bucket.set_buffer(buffer)
+            return buffer
+
+        return future.then(decompress)
+
+    wrapped_hook.__qualname__ = full_name  # what DDP logs
+    return wrapped_hook
+
+
+def _compress(gradient: torch.Tensor, wire_dtype: torch.dtype) -> torch.Tensor:
+    check_gradient_dtype(gradient)
+    if gradient.is_complex():
+        raise TypeError(
+            f"a wrapped hook needs real gradients, got {gradient.dtype}: use the hook without wrapper"
+        )
+    return gradient.to(wire_dtype)
+
+
+def _first(result: Any) -> torch.Tensor:
+    tensor: torch.Tensor = result[0] if isinstance(result, (list, tuple)) else result
+    return tensor
+
+
+def _is_alone(hook_state: Any) -> bool:
+    """Tell whether there is no peer to send to, as far as the state of a foreign hook shows."""
+    if hook_state is None or isinstance(hook_state, (dist.ProcessGroup, DeviceMesh, CompressState)):
+        return as_state(hook_state).process_group.size() == 1
+    return dist.get_world_size() == 1

@@ -1,0 +1,152 @@
+"""Buckets that are not a dense run of floats, and worlds of one: a defined path or a clear error."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ddp_compress_hooks import CompressState, allreduce_hook, compress_hook, fp16_compress_hook
+from dist_utils.testing import run_ranks, tcp_bytes_sent
+from hook_buckets import FOREIGN, HOOKS, make_bucket, run_hook, state_of
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def _error(name, bucket, tensor):
+    bucket.set_buffer(tensor)
+    dist.barrier()
+    before = tcp_bytes_sent()
+    with pytest.raises(TypeError) as caught:
+        HOOKS[name][0](state_of(name), bucket)
+    return str(caught.value), tcp_bytes_sent() - before, tensor.tolist()
+
+
+def _edges(rank):
+    bucket = make_bucket()
+    seen = {}
+    for name in HOOKS:
+        seen[name, "empty"] = run_hook(name, bucket, torch.empty(0)).numel()
+        values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[rank] * 2
+        sparse = torch.sparse_coo_tensor([[rank, 3]], values, (5,))
+        bucket.set_buffer(sparse)
+        seen[name, "sparse"] = HOOKS[name][0](state_of(name), bucket).wait().to_dense().tolist()
+        seen[name, "int"] = _error(name, bucket, torch.tensor([rank, 3]))
+        if name not in FOREIGN:
+            complex_ = torch.tensor([1 + 2j, 3.0 - 1j]) * (rank + 1)
+            seen[name, "complex"] = run_hook(name, bucket, complex_).tolist()
+        own_shape = torch.full((2, 3), float(rank))
+        seen[name, "2-D"] = run_hook(name, bucket, own_shape).tolist()
+    with pytest.raises(TypeError, match="real gradients"):
+        bucket.set_buffer(torch.ones(2, dtype=torch.complex64))
+        HOOKS[FOREIGN[0]][0](None, bucket)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def edges():
+    return run_ranks(_edges, 2, timeout=120)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_empty_bucket(edges, name):
+    assert [rank[name, "empty"] for rank in edges] == [0, 0]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_sparse_bucket_is_averaged(edges, name):
+    assert [rank[name, "sparse"] for rank in edges] == [[1.0, 3.0, 0.0, 6.0, 0.0]] * 2
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_integer_bucket_is_an_error_before_communication_and_stays_as_it_was(edges, name):
+    for rank, seen in enumerate(edges):
+        message, sent, tensor = seen[name, "int"]
+        assert "torch.int64" in message
+        assert sent == 0
+        assert tensor == [rank, 3]
+
+
+@pytest.mark.parametrize("name", [name for name in HOOKS if name not in FOREIGN])
+def test_complex_bucket_is_averaged(edges, name):
+    assert [rank[name, "complex"] for rank in edges] == [[1.5 + 3j, 4.5 - 1.5j]] * 2
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_shape_is_kept(edges, name):
+    assert [rank[name, "2-D"] for rank in edges] == [[[0.5] * 3] * 2] * 2
+
+
+def _alone(rank, world_size):
+    """A group of one rank, as WORLD or as a subgroup: the gradient comes back untouched."""
+    groups = [dist.new_group([other]) for other in range(world_size)]
+    bucket = make_bucket()
+    values = torch.tensor([1 + 2**-20, 1e-30, 1e30, float("nan")])
+    same = {}
+    sent = {}
+    for name in HOOKS:
+        if world_size > 1 and name in FOREIGN:
+            continue  # a foreign hook uses the group it likes
+        group = groups[rank] if world_size > 1 else None
+        dist.barrier()
+        before = tcp_bytes_sent()
+        result = run_hook(name, bucket, values.clone(), group=group)
+        sent[name] = tcp_bytes_sent() - before
+        same[name] = torch.equal(result.view(torch.int32), values.view(torch.int32))
+    return same, sent
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_group_of_one_rank_is_the_identity_and_sends_nothing(world_size):
+    for same, sent in run_ranks(_alone, world_size, world_size):
+        assert all(same.values())
+        assert set(sent.values()) == {0}
+
+
+def _groups(rank):
+    """Pairs {0, 1} and {2, 3}, as a group, a state and a mesh; and what a stranger gets."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine, other = pairs[rank // 2], pairs[1 - rank // 2]
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "dp"))
+    bucket = make_bucket()
+    seen = []
+    for name in HOOKS:
+        if name not in FOREIGN:
+            for group in (mine, mesh["dp"], None):
+                seen.append(run_hook(name, bucket, torch.tensor([float(rank)]), group=group).item())
+    bucket.set_buffer(torch.ones(1))
+    for state in (other, "group", mesh):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            fp16_compress_hook(state, bucket)
+        seen.append(str(caught.value))
+    return seen
+
+
+def test_groups_average_among_themselves_and_strangers_are_refused():
+    hooks = len(HOOKS) - len(FOREIGN)
+    for rank, seen in enumerate(run_ranks(_groups, 4, timeout=120)):
+        *means, stranger, text, two_dimensions = seen
+        pair = 0.5 if rank < 2 else 2.5
+        assert means == [pair, pair, 1.5] * hooks
+        assert f"rank {rank} is not a member" in stranger
+        assert "got str" in text
+        assert "2 dimensions" in two_dimensions
+
+
+def _states(rank):
+    bucket = make_bucket()
+    bucket.set_buffer(torch.ones(1))
+    messages = []
+    for hook, state in [
+        (allreduce_hook, CompressState(wire_dtype=torch.float16)),
+        (fp16_compress_hook, CompressState(wire_dtype=torch.bfloat16)),
+    ]:
+        with pytest.raises(ValueError, match="wire_dtype") as caught:
+            hook(state, bucket)
+        messages.append(str(caught.value))
+    same = compress_hook(CompressState(wire_dtype=torch.float16), bucket).wait().item()
+    return messages, same
+
+
+def test_a_hook_refuses_a_state_that_asks_for_another_dtype():
+    (allreduce, fp16), same = run_ranks(_states, 1)[0]
+    assert "torch.float16" in allreduce
+    assert "torch.float16" in fp16
+    assert "torch.bfloat16" in fp16
+    assert same == 1.0

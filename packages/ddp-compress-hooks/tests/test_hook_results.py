@@ -1,0 +1,47 @@
+"""Every hook, every bucket dtype: the mean, in place, in the bucket's dtype, the same bits on every rank."""
+
+import pytest
+import torch
+from dist_utils.testing import run_ranks
+from hook_buckets import HOOKS, error_bound, make_bucket, run_hook
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+# More than one piece of a 16-bit wire and no multiple of the world size; and fewer elements than ranks.
+SIZES = [4_300_003, 2]
+
+
+def _inputs(world_size, dtype, size):
+    generator = torch.Generator().manual_seed(size)
+    return [torch.randn(size, generator=generator).to(dtype) for _ in range(world_size)]
+
+
+def _run_all(rank, world_size):
+    bucket = make_bucket()
+    seen = {}
+    for dtype in DTYPES:
+        for size in SIZES:
+            inputs = _inputs(world_size, dtype, size)
+            exact = sum(tensor.double() for tensor in inputs) / world_size
+            for name in HOOKS:
+                result = run_hook(name, bucket, inputs[rank].clone())
+                excess = ((result.double() - exact).abs() / error_bound(name, inputs)).max().item()
+                bits = result.view(torch.uint8).sum(dtype=torch.int64).item()
+                sample = result[:: max(1, size // 1000)].clone()
+                seen[name, dtype, size] = (excess, bits, sample)
+    return seen
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request):
+    return run_ranks(_run_all, request.param, request.param, timeout=240)
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_mean_within_the_derived_bound_and_bitwise_equal(ranks, name):
+    for dtype in DTYPES:
+        for size in SIZES:
+            (_, bits, sample), *others = results = [rank[name, dtype, size] for rank in ranks]
+            assert all(excess <= 1 for excess, _, _ in results), (dtype, size)
+            for _, other_bits, other_sample in others:
+                assert bits == other_bits
+                assert torch.equal(sample, other_sample)
