@@ -2,6 +2,8 @@
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
 from ddp_compress_hooks import (
     CompressState,
     allreduce_hook,
@@ -11,7 +13,6 @@ from ddp_compress_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
-from torch.nn.parallel import DistributedDataParallel
 
 
 def foreign_hook(state, bucket):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_compress_hooks import CompressState, allreduce_hook, compress_hook, fp16_compress_hook
-from dist_utils.testing import run_ranks, tcp_bytes_sent
 from hook_buckets import FOREIGN, HOOKS, make_bucket, run_hook, state_of
 from torch.distributed.device_mesh import init_device_mesh
+
+from ddp_compress_hooks import CompressState, allreduce_hook, compress_hook, fp16_compress_hook
+from dist_utils.testing import run_ranks, tcp_bytes_sent
 
 
 def _error(name, bucket, tensor):
@@ -33,8 +34,8 @@ def _edges(rank):
             seen[name, "complex"] = run_hook(name, bucket, complex_).tolist()
         own_shape = torch.full((2, 3), float(rank))
         seen[name, "2-D"] = run_hook(name, bucket, own_shape).tolist()
+    bucket.set_buffer(torch.ones(2, dtype=torch.complex64))
     with pytest.raises(TypeError, match="real gradients"):
-        bucket.set_buffer(torch.ones(2, dtype=torch.complex64))
         HOOKS[FOREIGN[0]][0](None, bucket)
     return seen
 
@@ -108,8 +109,10 @@ def _groups(rank):
     seen = []
     for name in HOOKS:
         if name not in FOREIGN:
-            for group in (mine, mesh["dp"], None):
-                seen.append(run_hook(name, bucket, torch.tensor([float(rank)]), group=group).item())
+            seen += [
+                run_hook(name, bucket, torch.tensor([float(rank)]), group=group).item()
+                for group in (mine, mesh["dp"], None)
+            ]
     bucket.set_buffer(torch.ones(1))
     for state in (other, "group", mesh):
         with pytest.raises((TypeError, ValueError)) as caught:

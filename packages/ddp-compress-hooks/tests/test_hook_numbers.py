@@ -1,12 +1,15 @@
 """Large, small, not finite: what the mean becomes where 16 bits run out."""
 
+import math
+
 import pytest
 import torch
+from hook_buckets import FOREIGN, HOOKS, make_bucket, run_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
 from ddp_compress_hooks import CompressState, bf16_compress_hook, fp16_compress_hook
 from ddp_compress_hooks.ring import largest_share
 from dist_utils.testing import run_ranks
-from hook_buckets import FOREIGN, HOOKS, make_bucket, run_hook
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 INF, NAN = float("inf"), float("nan")
 FP16 = [name for name in HOOKS if "fp16" in name and name not in FOREIGN]
@@ -36,9 +39,7 @@ def _run(rank, world_size):
     seen["exact"] = {"large": large.clamp(-65504, 65504).double().mean(0), "small": small.double().mean(0)}
 
     over = [7e4, -4e5, 1.0, 6e4] if rank == 0 else [7e4, 0.0, 1.0, 6e4]
-    seen["saturate"] = {
-        mode: _saturate(bucket, over, fp16_compress_hook, mode) for mode in ("wire", "fp32")
-    }
+    seen["saturate"] = {mode: _saturate(bucket, over, fp16_compress_hook, mode) for mode in ("wire", "fp32")}
     special = [NAN, INF, -INF, 1e38]
     seen["saturate special"] = {
         mode: _saturate(bucket, special, fp16_compress_hook, mode)[0] for mode in ("wire", "fp32")
@@ -74,7 +75,7 @@ def test_pytorch_turns_the_same_values_infinite_where_it_casts_before_it_divides
 def test_nan_and_infinities_stay_visible(ranks, name):
     for rank in ranks:
         nan, inf, mean, minus = rank[name, "special"].tolist()
-        assert nan != nan
+        assert math.isnan(nan)
         assert (inf, minus) == (INF, -INF)
         assert mean == pytest.approx((1 + 3 * (WORLD_SIZE - 1)) / WORLD_SIZE, rel=2**-7)
 
@@ -116,7 +117,7 @@ def test_saturate_clamps_finite_values_and_counts_them(ranks):
 @pytest.mark.parametrize("mode", ["wire", "fp32"])
 def test_saturate_leaves_what_was_not_finite(ranks, mode):
     nan, inf, minus, finite = ranks[1]["saturate special"][mode]
-    assert nan != nan
+    assert math.isnan(nan)
     assert (inf, minus) == (INF, -INF)
     assert finite == pytest.approx(torch.finfo(torch.float16).max, rel=2**-9)
 

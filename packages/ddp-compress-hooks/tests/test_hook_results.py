@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from dist_utils.testing import run_ranks
 from hook_buckets import HOOKS, error_bound, make_bucket, run_hook
+
+from dist_utils.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # More than one piece of a 16-bit wire and no multiple of the world size; and fewer elements than ranks.

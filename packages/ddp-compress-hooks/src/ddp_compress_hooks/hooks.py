@@ -132,7 +132,9 @@ def check_gradient_dtype(gradient: torch.Tensor) -> None:
         raise TypeError(f"a gradient bucket must be of a floating-point dtype, got {gradient.dtype}")
 
 
-def _average(name: str, state: CompressState, bucket: GradBucket, wire_dtype: torch.dtype | None) -> torch.futures.Future[torch.Tensor]:
+def _average(
+    name: str, state: CompressState, bucket: GradBucket, wire_dtype: torch.dtype | None
+) -> torch.futures.Future[torch.Tensor]:
     """Average ``bucket`` in ``wire_dtype`` (``None``: its own dtype).
 
     Returns a future of the buffer; under ``torch.compile``, where nobody waits, the gradient.

@@ -74,13 +74,13 @@ def _compress_wrapper(name: str, hook: CommHook, wire_dtype: torch.dtype, if_all
         raise TypeError(f"{name} wraps a communication hook, got {type(hook).__name__}")
     full_name = f"{name}({getattr(hook, '__qualname__', type(hook).__qualname__)})"
 
-    def wrapped_hook(hook_state: Any, bucket: GradBucket) -> Any:
+    def wrapped_hook(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if hook is allreduce_hook:
             return if_allreduce(hook_state, bucket)
         if compiled.is_pair(bucket):
             gradient, parameter = bucket
             pair: Any = (gradient if _is_alone(hook_state) else _compress(gradient, wire_dtype), parameter)
-            return gradient.copy_(_first(hook(hook_state, pair)))
+            return gradient.copy_(_first(hook(hook_state, pair)))  # type: ignore[return-value]
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)
         if buffer.is_sparse:

@@ -1,0 +1,78 @@
+"""A peer that dies while gradients travel: an error on every survivor, and no wrong step."""
+
+import os
+import time
+
+import pytest
+import torch
+from hook_buckets import HOOKS, state_of
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_utils.testing import run_ranks
+
+GROUP_TIMEOUT = 15.0
+
+
+class DieInBackward(torch.autograd.Function):
+    """The identity; its backward ends the process, after later layers' buckets are on their way."""
+
+    @staticmethod
+    def forward(ctx, x, dies):
+        ctx.dies = dies
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.dies:
+            os._exit(3)
+        return grad, None
+
+
+def _peer_dies(rank, name):
+    layers = torch.nn.ModuleList(torch.nn.Linear(300, 300) for _ in range(4))
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+            self.dies = False
+
+        def forward(self, x):
+            for index, layer in enumerate(self.layers):
+                x = layer(x)
+                if index == 1:
+                    x = DieInBackward.apply(x, self.dies)
+            return x
+
+    net = Net()
+    model = DistributedDataParallel(net, bucket_cap_mb=0.3)
+    model.register_comm_hook(state_of(name), HOOKS[name][0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(2, 300)).sum().backward()
+        optimizer.step()
+
+    step()
+    step()
+    before = [parameter.clone() for parameter in model.parameters()]
+    net.dies = rank == 1
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        step()
+    seconds = time.monotonic() - start
+    unchanged = all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+    return unchanged, seconds
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook/fp32", "fp16_compress_wrapper(foreign)"],
+)
+def test_survivors_raise_within_the_timeout_and_keep_their_parameters(name):
+    first, died, last = run_ranks(_peer_dies, 3, name, may_die={1}, group_timeout=GROUP_TIMEOUT)
+    assert died is None
+    for unchanged, seconds in (first, last):
+        assert unchanged
+        assert seconds < GROUP_TIMEOUT + 5

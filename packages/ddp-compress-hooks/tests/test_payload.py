@@ -1,0 +1,42 @@
+"""Pieces of a bucket: cut the same everywhere, cast in place, and back."""
+
+import pytest
+import torch
+
+from ddp_compress_hooks.payload import PIECE_BYTES, Piece, pieces
+
+SIZES = [1, 2, 65_535, 65_536, 65_537, 200_001]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_encode_divides_in_full_precision_and_decode_gives_it_back(dtype, wire, size):
+    original = torch.randn(size, dtype=torch.float64).to(dtype)
+    precision = torch.promote_types(dtype, wire)
+    expected = (original.to(precision) / 3).to(wire)
+    piece = Piece(original.clone(), wire)
+    piece.encode(3)
+    assert torch.equal(piece.payload, expected)
+    piece.decode()
+    assert torch.equal(piece.values, expected.to(dtype))
+
+
+def test_a_16_bit_payload_and_what_arrives_live_in_the_piece_itself():
+    values = torch.randn(1000)
+    piece = Piece(values, torch.float16)
+    start, end = values.data_ptr(), values.data_ptr() + values.nbytes
+    spare = piece.spare(1000)
+    assert piece.payload.data_ptr() == start
+    assert spare.data_ptr() == start + piece.payload.nbytes
+    assert spare.data_ptr() + spare.nbytes == end
+    assert piece.spare(1001).numel() == 1001  # beside it when it does not fit
+
+
+def test_a_large_bucket_is_cut_evenly_into_pieces_of_limited_size():
+    values = torch.empty(6_553_600)
+    parts = pieces(values, torch.float16)
+    assert len(parts) == 4
+    assert all(part.payload.nbytes <= PIECE_BYTES for part in parts)
+    assert torch.cat([part.values for part in parts]).data_ptr() != values.data_ptr()
+    assert sum(part.values.numel() for part in parts) == values.numel()
