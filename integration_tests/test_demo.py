@@ -1,0 +1,69 @@
+"""The example of the documentation, as its reader would run it."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "docs" / "examples" / "train_digits.py"
+for needed in ("matplotlib", "sklearn", "tqdm"):
+    pytest.importorskip(needed, reason=f"the demo needs {needed}")
+
+ROW = re.compile(r"^(\S+) +(\S+) +(\S+) +(\d+\.\d+) +(\d\.\d+) +(\d\.\de[+-]\d+) +(yes|NO)$", re.MULTILINE)
+
+
+def _torchrun(*arguments):
+    return [sys.executable, "-m", "torch.distributed.run", *arguments]
+
+
+def _run(command, folder):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def test_every_hook_trains_and_the_16_bit_ones_send_half(tmp_path):
+    process = _run(_torchrun("--standalone", "--nproc-per-node=2", str(SCRIPT), "--epochs=6"), tmp_path)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    rows = {row[0]: row[1:] for row in ROW.findall(output)}
+    assert len(rows) == 9, output
+    for hook, (_, share, _, accuracy, error, equal) in rows.items():
+        assert equal == "yes"
+        assert float(accuracy) > 0.9, hook
+        sends_half = "16" in hook or "saturate" in hook
+        if sys.platform == "linux":
+            expected = 0.5 if sends_half else 1.0
+            # Above the payload: the headers of Gloo's messages, on buckets of a few KiB here.
+            assert expected <= float(share) + 0.01 < expected + 0.06, hook
+        limit = 3 * 2**-8 if "bf16" in hook else 3 * 2**-11 if sends_half else 2**-20
+        assert float(error) < limit, hook
+    assert (tmp_path / "build" / "train_digits.png").stat().st_size > 10_000
+    assert str(tmp_path / "build" / "train_digits.png") in output
+
+
+def test_the_same_file_runs_on_two_nodes(tmp_path):
+    with_store = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:29477", "--rdzv-id=demo"]
+    command = _torchrun(
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        *with_store,
+        str(SCRIPT),
+        "--hook=bf16_compress_hook",
+        "--epochs=1",
+    )
+    nodes = [_run(command, tmp_path) for _ in range(2)]
+    outputs = [node.communicate(timeout=180)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert sorted(len(ROW.findall(output)) for output in outputs) == [0, 2]
+
+
+def test_bad_arguments_say_what_is_wrong(tmp_path):
+    process = _run(_torchrun("--standalone", "--nproc-per-node=1", str(SCRIPT), "--hook=int3"), tmp_path)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "invalid choice: 'int3'" in output

@@ -1,0 +1,158 @@
+"""Checks of the monorepo. ``nox --list`` shows the sessions; arguments after ``--`` go to the tool."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+
+import nox
+from nox.virtualenv import PassthroughEnv
+from packaging.requirements import Requirement
+
+nox.needs_version = ">=2025.2.9"
+
+DEFAULT_TORCH = "2.13.0"
+SUPPORTED_TORCH = ["2.6.0", "2.9.1", DEFAULT_TORCH, "2.15.0"]
+# TORCH_VERSIONS="2.6.0 2.15.0" nox: those instead, wherever torch is a parameter.
+CHOSEN_TORCH = os.environ.get("TORCH_VERSIONS", "").split()
+
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "mypy"]
+for name in ("unit", "integration"):
+    nox.options.sessions += [f"{name}({version})" for version in CHOSEN_TORCH or [DEFAULT_TORCH]]
+
+ROOT = Path(__file__).parent
+PACKAGES = {
+    path.parent.name: nox.project.load_toml(path) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+SOURCES = [f"packages/{package}/src" for package in PACKAGES]
+TESTS = [f"packages/{package}/tests" for package in PACKAGES]
+
+DEMO_NEEDS = ["matplotlib", "scikit-learn", "tqdm"]
+
+# Every spawned rank imports torch anew, which takes half the time with byte code at hand.
+ENV: dict[str, str | None] = {"UV_COMPILE_BYTECODE": "1", "PYTHONDONTWRITEBYTECODE": None}
+if "PIP_FIND_LINKS" in os.environ:  # a local folder of wheels, which uv knows by another name
+    ENV["UV_FIND_LINKS"] = os.environ.get("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
+
+
+def install(
+    session: nox.Session, *extra: str, torch: str = DEFAULT_TORCH, packages: list[str] | None = None
+) -> None:
+    """Put one torch, the packages (all, editable) and ``extra`` into the venv, in one resolution."""
+    editable = [arg for package in packages or PACKAGES for arg in ("-e", f"packages/{package}[test]")]
+    session.install(f"torch=={torch}", *editable, *extra, env=ENV)
+
+
+def needed(package: str) -> list[str]:
+    """Return ``package`` and those of its siblings that it needs."""
+    found = [package]
+    for text in PACKAGES[package]["project"]["dependencies"]:
+        if (sibling := Requirement(text).name) in PACKAGES:
+            found += [name for name in needed(sibling) if name not in found]
+    return found
+
+
+def torches(versions: list[str]) -> list[nox.param]:
+    """Return the parameters of a session that runs once per torch version."""
+    return [nox.param(version, id=version) for version in CHOSEN_TORCH or versions]
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's rules and format."""
+    session.install("ruff==0.17.5", env=ENV)
+    session.run("ruff", "check", *session.posargs)
+    session.run("ruff", "format", "--check")
+
+
+@nox.session
+def mypy(session: nox.Session) -> None:
+    """Types of every package, strictly."""
+    install(session, "mypy==2.4.1")
+    session.run("mypy", *(session.posargs or SOURCES))
+
+
+@nox.session
+@nox.parametrize("torch", torches(SUPPORTED_TORCH))
+def unit(session: nox.Session, torch: str) -> None:
+    """Unit tests of every package, with one torch."""
+    install(session, torch=torch)
+    session.run("pytest", *(session.posargs or TESTS), env=ENV)
+
+
+@nox.session
+@nox.parametrize("torch", torches([DEFAULT_TORCH]))
+def integration(session: nox.Session, torch: str) -> None:
+    """Training jobs through several packages: NCCL where there are GPUs enough, else Gloo."""
+    env = ENV
+    if isinstance(session.virtualenv, PassthroughEnv):  # --no-venv: the host's own torch, nothing to install
+        env = {**ENV, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
+    else:
+        install(session, *DEMO_NEEDS, torch=torch)
+    session.run("python", "-m", "pytest", "integration_tests", *session.posargs, env=env, external=True)
+
+
+@nox.session(default=False)
+@nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
+def alone(session: nox.Session, package: str) -> None:
+    """Unit tests of one package, with only what it declares."""
+    install(session, packages=needed(package))
+    session.run("pytest", f"packages/{package}/tests", *session.posargs, env=ENV)
+
+
+@nox.session(default=False, venv_backend="uv")
+def lowest(session: nox.Session) -> None:
+    """Unit tests with the lowest version of everything that the packages declare."""
+    editable = [arg for package in PACKAGES for arg in ("-e", f"packages/{package}[test]")]
+    session.install("--resolution=lowest-direct", *editable, env=ENV)
+    session.run("pytest", *(session.posargs or TESTS), env=ENV)
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """An sdist and a wheel of every package in dist/, checked, and each wheel tried in a venv of its own."""
+    session.install("build[uv]", "twine", "uv", env=ENV)
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for package in PACKAGES:
+        session.run(
+            "python", "-m", "build", "--installer=uv", "--outdir=dist", f"packages/{package}", silent=True
+        )
+    session.run("twine", "check", "--strict", *sorted(map(str, ROOT.glob("dist/*"))))
+    for package in PACKAGES:
+        module = package.replace("-", "_")
+        (wheel,) = ROOT.glob(f"dist/{module}-*.whl")
+        venv = Path(session.create_tmp()) / package
+        python = str(venv / ("Scripts" if os.name == "nt" else "bin") / "python")
+        session.run("uv", "venv", "--quiet", "--clear", str(venv))
+        # From dist/ come the wheel's siblings, which no index may have yet.
+        where = ["--python", python, "--find-links", "dist"]
+        session.run("uv", "pip", "install", "--quiet", *where, f"torch=={DEFAULT_TORCH}", str(wheel), env=ENV)
+        version = wheel.name.split("-")[1]
+        check = f"import {module} as m; assert m.__version__ == {version!r}, m.__version__"
+        session.run(python, "-W", "ignore", "-c", check, external=True)
+        session.log(f"{wheel.name} installs and imports on its own")
+
+
+@nox.session(default=False)
+def demo(session: nox.Session) -> None:
+    """Train a small model through every hook: ``-- --hook NAME --nproc-per-node N --epochs N``."""
+    install(session, *DEMO_NEEDS)
+    launcher = argparse.ArgumentParser(add_help=False)
+    launcher.add_argument("--nproc-per-node", default="2")
+    options, rest = launcher.parse_known_args(session.posargs)
+    torchrun = ["python", "-m", "torch.distributed.run", "--standalone"]
+    ranks = f"--nproc-per-node={options.nproc_per_node}"
+    session.run(*torchrun, ranks, "docs/examples/train_digits.py", *rest, env={**ENV, "OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
+def docs(session: nox.Session) -> None:
+    """The documentation site, in docs/_build/html."""
+    install(session, "furo", "myst-parser", "sphinx")
+    session.run(
+        "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs
+    )
