@@ -41,7 +41,6 @@ from dist_utils.testing import tcp_bytes_sent
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-
 # What to pass to register_comm_hook: a function that makes the state, and the hook.
 HOOKS: dict[str, tuple[Any, CommHook] | None] = {
     "none": None,

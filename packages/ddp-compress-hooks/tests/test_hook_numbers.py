@@ -132,7 +132,6 @@ def test_saturate_holds_at_the_end_of_fp32_too(ranks, mode):
 @pytest.mark.parametrize("world_size", [2, 3, 5, 7, 64, 1000])
 def test_no_order_of_summing_the_largest_shares_overflows(dtype, world_size):
     share = torch.tensor(largest_share(dtype, world_size), dtype=dtype)
-    assert share.item() == largest_share(dtype, world_size)
     assert share.item() * world_size <= torch.finfo(dtype).max
     total = torch.zeros((), dtype=dtype)
     for _ in range(world_size):

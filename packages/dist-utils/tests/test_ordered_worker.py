@@ -100,6 +100,25 @@ def test_no_thread_outlives_its_worker_or_the_process_group():
         assert seen == {"unused": 0, "name": "garbage", "garbage": 0, "closed": ("closed", 0), "destroyed": 0}
 
 
+def _unequal_ranks(rank):
+    """Workers made and dropped in turn, on a group of ranks that have different numbers of groups."""
+    dist.new_group([0, 2])  # ranks 0 and 2 now have one more than rank 1
+    pair = dist.new_group([0, 1])
+    if rank == 2:
+        return None
+    totals = []
+    for _ in range(20):
+        with OrderedWorker(pair) as worker:
+            one = torch.ones(1)
+            worker.submit(lambda group, one=one: dist.all_reduce(one, group=group)).wait()
+            totals.append(one.item())
+    return totals
+
+
+def test_workers_come_and_go_on_ranks_with_different_numbers_of_groups():
+    assert run_ranks(_unequal_ranks, 3) == [[2.0] * 20, [2.0] * 20, None]
+
+
 def _one_rank_fails(rank):
     """Rank 1's second job raises before it communicates; its peer waits in the collective."""
     worker = OrderedWorker()

@@ -55,9 +55,8 @@ def average_uncompressed(
 def largest_share(wire_dtype: torch.dtype, world_size: int) -> float:
     """Return about the largest value of which ``world_size`` still sum to a finite one, in any order."""
     limits = torch.finfo(wire_dtype)
-    # One epsilon less, so that rounding to the nearest cannot end above.
-    share = torch.tensor(limits.max / world_size * (1 - limits.eps), dtype=torch.float64)
-    return share.to(wire_dtype).item()
+    # Two epsilons less, so that a cast to the nearest value of the dtype cannot end above.
+    return limits.max / world_size * (1 - 2 * limits.eps)
 
 
 def _when_all_have(

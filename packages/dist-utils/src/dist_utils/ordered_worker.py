@@ -9,7 +9,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["OrderedWorker"]
 
 T = TypeVar("T")
+
+_private_groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""How many private groups were made from a group: the same number on all of its ranks."""
 
 _STOP_SECONDS = 5.0
 """How long closing waits for a job in progress. Its thread is a daemon, so the interpreter can exit."""
@@ -131,14 +134,16 @@ class OrderedWorker:
 
     def _private_group(self) -> dist.ProcessGroup:
         group = self._process_group
-        private = dist.new_group(
-            dist.get_process_group_ranks(group),
-            timeout=torch_compat.group_timeout(group, torch.device("cpu")),
+        ranks = dist.get_process_group_ranks(group)
+        number = _private_groups_made.get(group, 0)
+        _private_groups_made[group] = number + 1
+        return torch_compat.new_named_group(
+            # The first rank, because torch may give disjoint groups one name.
+            f"{group.group_name}:{ranks[0]}/ordered-worker-{number}",
+            ranks,
             backend=dist.get_backend_config(group),
-            use_local_synchronization=True,
-            group_desc=self._name,
+            timeout=torch_compat.group_timeout(group, torch.device("cpu")),
         )
-        return cast("dist.ProcessGroup", private)
 
     def _enqueue(
         self, job: Callable[[dist.ProcessGroup], T], device: torch.device
@@ -228,7 +233,7 @@ class _Lane:
 
     def _destroy_group(self) -> None:
         group = self._group()
-        if group is not None:
+        if group is not None and torch_compat.GROUPS_END_WITHOUT_GIL:  # else it ends with all the others
             # The main thread may have destroyed every group just now.
             with contextlib.suppress(AssertionError, RuntimeError, ValueError):
                 dist.destroy_process_group(group)

@@ -16,16 +16,24 @@ from torch._C._distributed_c10d import GradBucket
 
 # Public names for these arrive with torch.distributed's functional API; until then this module is it.
 from torch.distributed import _functional_collectives as _functional
+from torch.distributed import distributed_c10d as _c10d
 
 __all__ = [
+    "GROUPS_END_WITHOUT_GIL",
     "GradBucket",
     "all_gather_single",
     "functional_all_gather",
     "functional_all_reduce",
     "functional_all_to_all_single",
     "group_timeout",
+    "new_named_group",
     "reduce_scatter_single",
 ]
+
+GROUPS_END_WITHOUT_GIL: bool = hasattr(dist.ProcessGroup, "shutdown")
+"""Whether a group may be destroyed as soon as its last collective returned. In torch 2.6 the destructor
+joins Gloo's threads while it holds the GIL, and such a thread may be waiting for the GIL to drop the
+collective's tensors: a deadlock (seen with 2.6.0 in every long run; never with 2.9.1 or newer)."""
 
 
 def all_gather_single(
@@ -86,6 +94,36 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta |
         return None
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None
+
+
+def new_named_group(
+    name: str, ranks: list[int], *, backend: str, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """Make a process group of ``ranks``, which alone take part, under a name that the caller chooses.
+
+    ``new_group(use_local_synchronization=True)`` makes up the name from the number of groups that a rank
+    has at the moment. Where that differs between ranks the new group hangs, and after a group was
+    destroyed its name, and with it the addresses left in the store, are used again. torch 2.15 has mended
+    the first of the two.
+
+    Args:
+        name: The same on all ``ranks``, and never used before in this job.
+        ranks: Global ranks in group order, this one among them.
+        backend: As for ``init_process_group``.
+        timeout: Of its collectives; ``None`` for torch's default.
+
+    Cost:
+        Collective among ``ranks``: returns when they are connected.
+    """
+    rank = ranks.index(dist.get_rank())
+    helper: Any = _c10d._new_process_group_helper  # noqa: SLF001
+    store = _c10d._get_default_store()  # noqa: SLF001
+    limit = timeout or _c10d.default_pg_timeout
+    group, _ = helper(
+        len(ranks), rank, ranks, dist.Backend(backend), store, name, timeout=limit, group_desc=name
+    )
+    _c10d._world.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}  # noqa: SLF001
+    return cast("dist.ProcessGroup", group)
 
 
 def functional_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,0 +1,350 @@
+"""ddp-compress-hooks against PyTorch's hooks of the same names: time, memory, error; loopback and slow links.
+
+    python benchmarks/bench_compress_hooks.py              # everything, a few minutes; hosts need root
+    python benchmarks/bench_compress_hooks.py time --world-sizes 2 --repeats 5
+
+One 25 MiB bucket of fp32 on Gloo. Writes results/compress_hooks.json and .png beside this file.
+Times are of the slowest rank, from the hook's call until its future is complete; every repeat runs all
+hooks, in turns forwards and backwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from emulated_hosts import EmulationUnavailableError, address, emulated_hosts
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as pytorch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compress_hooks import (
+    CompressState,
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from dist_utils.testing import run_ranks
+
+RESULTS = Path(__file__).parent / "results"
+ELEMENTS = 25 * 2**20 // 4
+PORT = 29811
+
+# name: (PyTorch's hook, ours, our options). The last two have no counterpart in PyTorch and stand
+# against its hook of the same dtype.
+PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+    "allreduce_hook": (pytorch.allreduce_hook, allreduce_hook, {}),
+    "fp16_compress_hook": (pytorch.fp16_compress_hook, fp16_compress_hook, {}),
+    "bf16_compress_hook": (pytorch.bf16_compress_hook, bf16_compress_hook, {}),
+    "fp16_compress_wrapper": (
+        pytorch.fp16_compress_wrapper(pytorch.allreduce_hook),
+        fp16_compress_wrapper(allreduce_hook),
+        {},
+    ),
+    "bf16_compress_wrapper": (
+        pytorch.bf16_compress_wrapper(pytorch.allreduce_hook),
+        bf16_compress_wrapper(allreduce_hook),
+        {},
+    ),
+    "fp16, sum in fp32": (pytorch.fp16_compress_hook, fp16_compress_hook, {"accumulate": "fp32"}),
+    "bf16, sum in fp32": (pytorch.bf16_compress_hook, bf16_compress_hook, {"accumulate": "fp32"}),
+}
+ERROR_SCALES = [1e-7, 1e-3, 1.0, 1e4]
+
+
+def sides() -> dict[str, Callable[[Any], torch.futures.Future[torch.Tensor]]]:
+    """Return every hook to measure, as functions of a bucket."""
+    found: dict[str, Callable[[Any], torch.futures.Future[torch.Tensor]]] = {}
+    for name, (theirs, ours, options) in PAIRS.items():
+        state = CompressState(**options) if options else None
+        if not options:  # else it is there already
+            found[f"pytorch/{name}"] = lambda bucket, hook=theirs: hook(None, bucket)
+        found[f"ours/{name}"] = lambda bucket, hook=ours, state=state: hook(state, bucket)
+    return found
+
+
+class OneParameter(torch.nn.Module):
+    """A model whose gradient is one bucket of 25 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(ELEMENTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return something whose gradient is not zero."""
+        return (self.weight * x).sum()
+
+
+def real_bucket() -> Any:
+    """Return the GradBucket that DDP hands to its hook."""
+    captured = []
+
+    def capture(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        captured.append(bucket)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = DistributedDataParallel(OneParameter(), bucket_cap_mb=64, gradient_as_bucket_view=True)
+    model.register_comm_hook(None, capture)
+    model(torch.ones(())).backward()
+    return captured[0]
+
+
+def measure_time(rank: int, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of every hook's every run."""
+    bucket, hooks = real_bucket(), sides()
+    source = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank))
+    seconds: dict[str, list[float]] = {name: [] for name in hooks}
+    for repeat in range(-1, repeats):  # the first round warms up
+        for name in list(hooks) if repeat % 2 else reversed(hooks):
+            bucket.buffer().copy_(source)
+            dist.barrier()
+            began = time.perf_counter()
+            hooks[name](bucket).wait()
+            if repeat >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def measure_memory(rank: int, name: str) -> float:
+    """Return by how many MiB one run of a hook raises the process's peak; for a fresh process."""
+    bucket, hook = real_bucket(), sides()[name]
+    large = bucket.buffer()
+    large.copy_(torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank)))
+    bucket.set_buffer(torch.ones(1000))  # loads code, starts threads
+    hook(bucket).wait()
+    bucket.set_buffer(large)
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    hook(bucket).wait()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise RuntimeError(f"no {field} in /proc/self/status")
+
+
+def measure_error(rank: int) -> dict[str, list[float]]:
+    """Return every hook's relative error against the exact mean, for normal gradients of several scales."""
+    bucket, hooks = real_bucket(), sides()
+    errors: dict[str, list[float]] = {name: [] for name in hooks}
+    for scale in ERROR_SCALES:
+        source = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank)) * scale
+        exact = source.double()
+        dist.all_reduce(exact)
+        exact /= dist.get_world_size()
+        for name, hook in hooks.items():
+            bucket.buffer().copy_(source)
+            result = hook(bucket).wait().double()
+            errors[name].append(float((result - exact).norm() / exact.norm()))
+    return errors
+
+
+def slowest(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
+    """Return median and quartiles of the slowest rank's times, in ms."""
+    summary = {}
+    for name in ranks[0]:
+        times = [1e3 * max(repeat) for repeat in zip(*(rank[name] for rank in ranks), strict=True)]
+        low, median, high = statistics.quantiles(times, n=4)
+        summary[name] = {"median_ms": round(median, 2), "quartiles_ms": [round(low, 2), round(high, 2)]}
+    return summary
+
+
+def on_hosts(count: int, repeats: int) -> dict[str, Any]:
+    """Measure times with one rank on each of ``count`` emulated hosts with 1 Gbit/s links."""
+    with tempfile.TemporaryDirectory() as folder, emulated_hosts(count) as hosts:
+        command = [sys.executable, "-W", "ignore", __file__, "rank", folder, f"--repeats={repeats}"]
+        ranks = [
+            subprocess.Popen(
+                [*("ip", "netns", "exec", host), *command],
+                env={
+                    **os.environ,
+                    "GLOO_SOCKET_IFNAME": "eth0",
+                    "OMP_NUM_THREADS": "1",
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",
+                    "MASTER_ADDR": address(0),
+                    "MASTER_PORT": str(PORT),
+                    "RANK": str(index),
+                    "WORLD_SIZE": str(count),
+                },
+            )
+            for index, host in enumerate(hosts)
+        ]
+        try:
+            codes = [rank.wait(timeout=600) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise RuntimeError(f"ranks on emulated hosts ended with {codes}")
+        times = [json.loads((Path(folder) / f"{index}.json").read_text()) for index in range(count)]
+    return slowest(times)
+
+
+def be_a_rank(folder: Path, repeats: int) -> None:
+    """Be one rank on an emulated host."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    (folder / f"{rank}.json").write_text(json.dumps(measure_time(rank, repeats)))
+    dist.destroy_process_group()
+
+
+def report(results: dict[str, Any]) -> None:
+    """Print both sides and their ratio."""
+    for kind in ("loopback", "hosts"):
+        for world_size, times in results.get(kind, {}).items():
+            unit = "loopback ranks" if kind == "loopback" else "hosts with 1 Gbit/s links"
+            print(f"\n{world_size} {unit}: ms, median [quartiles]")
+            plain = times["ours/allreduce_hook"]["median_ms"]
+            for name, (_, _, options) in PAIRS.items():
+                theirs = times[f"pytorch/{_counterpart(name)}" if options else f"pytorch/{name}"]
+                ours = times[f"ours/{name}"]
+                print(
+                    f"  {name:<24}{_ms(ours):<24}pytorch {_ms(theirs):<24}"
+                    f"ours/pytorch {ours['median_ms'] / theirs['median_ms']:.2f}   "
+                    f"faster than allreduce_hook {plain / ours['median_ms']:.2f}x"
+                )
+    for world_size, memory in results.get("memory_mib", {}).items():
+        print(f"\n{world_size} ranks: extra peak memory of the worst rank, MiB")
+        for name, mib in memory.items():
+            print(f"  {name:<32}{mib:6.1f}")
+    for world_size, errors in results.get("relative_error", {}).items():
+        print(f"\n{world_size} ranks: relative error for gradients of scale {ERROR_SCALES}")
+        for name, values in errors.items():
+            print(f"  {name:<32}" + "".join(f"{value:12.4e}" for value in values))
+
+
+def _ms(times: dict[str, Any]) -> str:
+    low, high = times["quartiles_ms"]
+    return f"{times['median_ms']:.1f} [{low:.1f}, {high:.1f}]"
+
+
+def _counterpart(name: str) -> str:
+    return f"{name.split(',', maxsplit=1)[0]}_compress_hook"
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw the times of both sides."""
+    import matplotlib as mpl  # noqa: PLC0415 - ranks need no plots
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    panels = [
+        (f"{world_size} {title}", times)
+        for kind, title in (("loopback", "ranks, loopback"), ("hosts", "hosts, 1 Gbit/s links"))
+        for world_size, times in results.get(kind, {}).items()
+    ]
+    if not panels:
+        return
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(4 * len(panels), 4.5), layout="constrained", squeeze=False
+    )
+    for axis, (title, times) in zip(axes[0], panels, strict=True):
+        for offset, side, colour in ((-0.2, "pytorch", "tab:gray"), (0.2, "ours", "tab:blue")):
+            for place, name in enumerate(PAIRS):
+                if (entry := times.get(f"{side}/{name}")) is not None:
+                    low, high = entry["quartiles_ms"]
+                    middle = entry["median_ms"]
+                    axis.barh(
+                        place + offset,
+                        middle,
+                        0.4,
+                        xerr=[[max(0, middle - low)], [max(0, high - middle)]],
+                        color=colour,
+                        label=side if place == 0 else None,
+                    )
+        axis.set(title=title, xlabel="ms for a 25 MiB bucket")
+        axis.set_yticks(range(len(PAIRS)), PAIRS if axis is axes[0][0] else [""] * len(PAIRS))
+        axis.invert_yaxis()
+        axis.legend()
+    figure.savefig(path, dpi=110)
+
+
+def cpu_name() -> str:
+    """Return the processor's name, where Linux tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def main() -> None:
+    """Run the chosen parts, print and store what they give."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "part", nargs="?", choices=["all", "time", "memory", "error", "hosts", "rank"], default="all"
+    )
+    parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
+    options = parser.parse_args()
+    if options.part == "rank":
+        be_a_rank(options.folder, options.repeats)
+        return
+    results: dict[str, Any] = {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.system()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "bucket_mib": ELEMENTS * 4 / 2**20,
+        "repeats": options.repeats,
+    }
+    wants = {options.part} if options.part != "all" else {"time", "memory", "error", "hosts"}
+    sizes = options.world_sizes
+    if "time" in wants:
+        results["loopback"] = {
+            size: slowest(run_ranks(measure_time, size, options.repeats, timeout=900)) for size in sizes
+        }
+    if "hosts" in wants:
+        try:
+            results["hosts"] = {size: on_hosts(size, options.repeats) for size in sizes}
+        except EmulationUnavailableError as error:
+            print(f"SKIPPED the emulated hosts: {error}", file=sys.stderr)
+            if options.part == "hosts":
+                raise SystemExit(1) from None
+    if "memory" in wants:
+        names = [f"{side}/{name}" for name in PAIRS for side in ("pytorch", "ours")]
+        results["memory_mib"] = {
+            size: {
+                name: round(max(run_ranks(measure_memory, size, name, timeout=120)), 1)
+                for name in names
+                if name.startswith("ours") or not PAIRS[name.removeprefix("pytorch/")][2]
+            }
+            for size in sizes
+        }
+    if "error" in wants:
+        results["error_scales"] = ERROR_SCALES
+        results["relative_error"] = {size: run_ranks(measure_error, size, timeout=300)[0] for size in sizes}
+    report(results)
+    if options.part == "all":
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "compress_hooks.json").write_text(json.dumps(results, indent=1) + "\n")
+        draw(results, RESULTS / "compress_hooks.png")
+        print(f"\nwritten: {RESULTS / 'compress_hooks.json'} and .png")
+
+
+if __name__ == "__main__":
+    main()
