@@ -205,12 +205,15 @@ def show(runs: list[Run], plot: Path) -> None:
             f"{run.hook:<38}{sent:>14}{share:>9}{1e3 * run.step_seconds:>9.2f}"
             f"{run.accuracy:>10.3f}{run.gradient_error:>13.1e}{'yes' if run.ranks_equal else 'NO':>13}"
         )
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, (curves, gaps) = plt.subplots(2, figsize=(8, 8), sharex=True, layout="constrained")
     for run in runs:
-        axes.plot(run.losses, label=run.hook, linewidth=1)
-    axes.set(xlabel="step", ylabel="training loss, mean of the ranks", yscale="log")
-    axes.set_title(f"Handwritten digits, {dist.get_world_size()} ranks, {dist.get_backend()}")
-    axes.legend(fontsize="small")
+        curves.plot(run.losses, label=run.hook, linewidth=1)
+        gap = [abs(loss - plain) for loss, plain in zip(run.losses, reference.losses, strict=True)]
+        gaps.plot(gap, label=run.hook, linewidth=1)
+    curves.set(ylabel="training loss, mean of the ranks", yscale="log")
+    curves.set_title(f"Handwritten digits, {dist.get_world_size()} ranks, {dist.get_backend()}")
+    curves.legend(fontsize="small")
+    gaps.set(xlabel="step", ylabel=f"distance from {reference.hook}", yscale="log")
     plot.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(plot, dpi=120)
     print(f"\nloss curves: {plot.resolve()}")

@@ -30,6 +30,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, not in its __all__
 
+from dist_utils import torch_compat
+
 __all__ = ["RankDied", "RankTraceback", "RanksHung", "run_ranks", "tcp_bytes_sent"]
 
 _STACK_SECONDS = 2.0
@@ -148,15 +150,15 @@ class _Ranks:
             self._start(rank)
             result = self.fn(rank, *self.args)
             torch.save(result, self._path("result", rank))
+            if not torch_compat.GROUPS_END_WITHOUT_GIL:
+                _exit(0)  # the group cannot be ended safely, neither now nor at interpreter exit
             if dist.is_initialized():
                 dist.destroy_process_group()
         except Exception as error:  # noqa: BLE001 - raised again by the parent
             failure = _Failure(time.time(), _picklable(error), traceback.format_exc())
             self._path("failure", rank).write_bytes(pickle.dumps(failure))
-            sys.stdout.flush()
-            sys.stderr.flush()
             # No clean-up: it could wait for a peer, and closed connections tell the peers at once.
-            os._exit(1)
+            _exit(1)
 
     def _start(self, rank: int) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -205,6 +207,12 @@ class _Ranks:
 
     def _path(self, kind: str, rank: int) -> Path:
         return self.folder / f"{kind}-{rank}"
+
+
+def _exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _picklable(error: Exception) -> Exception:
