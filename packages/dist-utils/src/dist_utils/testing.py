@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -152,6 +153,8 @@ class _Ranks:
             torch.save(result, self._path("result", rank))
             if not torch_compat.GROUPS_END_WITHOUT_GIL:
                 _exit(0)  # the group cannot be ended safely, neither now nor at interpreter exit
+            # A DDP model is a cycle that keeps its group, whose threads would run into interpreter exit.
+            gc.collect()
             if dist.is_initialized():
                 dist.destroy_process_group()
         except Exception as error:  # noqa: BLE001 - raised again by the parent
@@ -238,10 +241,15 @@ def _wait(processes: Sequence[BaseProcess], ranks: _Ranks, timeout: float, may_d
                 f"ranks {hung} of {len(processes)} did not finish within {timeout:g} s\n" + "\n".join(stacks)
             )
         for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
-            if rank not in may_die and not ranks.succeeded(rank):
+            if rank not in may_die and not _ended_well(processes[rank], ranks, rank):
                 # The others may be about to fail for the same reason, or be the reason.
                 wait_for_any(list(running), timeout=_SETTLE_SECONDS)
                 raise _first_failure(processes, ranks, may_die)
+
+
+def _ended_well(process: BaseProcess, ranks: _Ranks, rank: int) -> bool:
+    process.join()  # its sentinel is ready a moment before its exit code
+    return process.exitcode == 0 and ranks.succeeded(rank)
 
 
 def _first_failure(processes: Sequence[BaseProcess], ranks: _Ranks, may_die: Collection[int]) -> Exception:
@@ -253,11 +261,12 @@ def _first_failure(processes: Sequence[BaseProcess], ranks: _Ranks, may_die: Col
         "\n".join(f"\nrank {rank} raised:\n{failure.text}" for rank, failure in failures.items())
     )
     for rank, process in enumerate(processes):
-        gone = process.exitcode is not None and rank not in failures and not ranks.succeeded(rank)
-        if gone and rank not in may_die:
+        gone = process.exitcode is not None and rank not in failures
+        if gone and rank not in may_die and not _ended_well(process, ranks, rank):
             code = process.exitcode or 0
             how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            death = RankDied(f"rank {rank} of {len(processes)} ended without a result: {how}")
+            when = "died after it had returned" if ranks.succeeded(rank) else "ended without a result"
+            death = RankDied(f"rank {rank} of {len(processes)} {when}: {how}")
             death.__cause__ = cause if failures else None
             return death
     first = min(failures.values(), key=lambda failure: failure.when)
