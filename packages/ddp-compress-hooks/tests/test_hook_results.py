@@ -7,8 +7,8 @@ from hook_buckets import HOOKS, error_bound, make_bucket, run_hook
 from dist_utils.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# More than one piece of a 16-bit wire and no multiple of the world size; and fewer elements than ranks.
-SIZES = [4_300_003, 2]
+# Several pieces of a 16-bit wire and no multiple of the world size; and fewer elements than ranks.
+SIZES = [9_000_003, 2]
 
 
 def _inputs(world_size, dtype, size):

@@ -7,15 +7,10 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["Clamp", "Piece", "blocks", "pieces"]
+__all__ = ["Clamp", "Piece", "block_scratch", "blocks", "pieces"]
 
 Clamp: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Brings values into the range of the wire dtype, before the cast."""
-
-PIECE_BYTES = 4 << 20
-"""Wire bytes of a piece on CPU. While one is on the wire the next is cast, but each costs a round of
-messages: 25 MiB buckets on 1 Gbit/s links and on loopback were both near their best at four pieces
-(benchmarks/results/compress_hooks.json has the result of that choice)."""
 
 _BLOCK = 1 << 16
 """Elements that are cast in one go on CPU, so that the temporary stays in the core's cache."""
@@ -28,6 +23,12 @@ def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
     else:
         cut = (torch.split(tensor, _BLOCK) for tensor in tensors)
         yield from zip(*cut, strict=True)
+
+
+def block_scratch(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return room for one block of ``tensor``, for all of its blocks: fresh room each would be paged in anew."""
+    length = tensor.numel() if tensor.device.type != "cpu" else min(_BLOCK, tensor.numel())
+    return tensor.new_empty(length, dtype=dtype)
 
 
 class Piece:
@@ -68,8 +69,9 @@ class Piece:
             torch.div(self.values, divisor, out=self.payload)  # one kernel, no temporary on a GPU
             return
         # Front to back: a block of the payload lies at or before its values, never on unread ones.
+        scratch = block_scratch(self.values, precision)
         for values, payload in blocks(self.values, self.payload):
-            share = values.to(precision) / divisor
+            share = torch.div(values.to(precision), divisor, out=scratch[: values.numel()])
             payload.copy_(share if clamp is None else clamp(share))
 
     def decode(self) -> None:
@@ -79,16 +81,17 @@ class Piece:
                 self.values.copy_(self.payload)
             return
         # Back to front, for the same reason.
+        scratch = block_scratch(self.payload, self.payload.dtype)
         for values, payload in reversed(list(blocks(self.values, self.payload))):
-            values.copy_(payload.clone())
+            values.copy_(scratch[: payload.numel()].copy_(payload))
 
 
-def pieces(values: torch.Tensor, wire_dtype: torch.dtype) -> list[Piece]:
-    """Cut flat ``values`` into pieces of equal length, the same on every rank.
+def pieces(values: torch.Tensor, wire_dtype: torch.dtype, most_bytes: int) -> list[Piece]:
+    """Cut flat ``values`` into equal pieces of at most ``most_bytes`` on the wire, the same on every rank.
 
     One piece off the CPU, where a stream overlaps by itself.
     """
     count = 1
     if values.device.type == "cpu":
-        count = max(1, -(-values.numel() * wire_dtype.itemsize // PIECE_BYTES))
+        count = max(1, -(-values.numel() * wire_dtype.itemsize // most_bytes))
     return [Piece(part, wire_dtype) for part in values.tensor_split(count)]
