@@ -26,7 +26,7 @@ def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def block_scratch(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return room for one block of ``tensor``, for all of its blocks: fresh room each would be paged in anew."""
+    """Return room for any one block of ``tensor``. Fresh room for each block would be paged in anew."""
     length = tensor.numel() if tensor.device.type != "cpu" else min(_BLOCK, tensor.numel())
     return tensor.new_empty(length, dtype=dtype)
 

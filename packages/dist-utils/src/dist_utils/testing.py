@@ -6,6 +6,7 @@ its traceback, and a hang ends at a timeout with the place where each rank hung.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -16,6 +17,7 @@ import socket
 import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -151,17 +153,22 @@ class _Ranks:
             self._start(rank)
             result = self.fn(rank, *self.args)
             torch.save(result, self._path("result", rank))
-            if not torch_compat.GROUPS_END_WITHOUT_GIL:
-                _exit(0)  # the group cannot be ended safely, neither now nor at interpreter exit
-            # A DDP model is a cycle that keeps its group, whose threads would run into interpreter exit.
+            # A DDP model is a cycle, and keeps its group.
             gc.collect()
-            if dist.is_initialized():
+            if dist.is_initialized() and torch_compat.GROUPS_END_WITHOUT_GIL:
                 dist.destroy_process_group()
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()  # a leaked thread is a hang, as it would be at a normal exit
         except Exception as error:  # noqa: BLE001 - raised again by the parent
             failure = _Failure(time.time(), _picklable(error), traceback.format_exc())
             self._path("failure", rank).write_bytes(pickle.dumps(failure))
             # No clean-up: it could wait for a peer, and closed connections tell the peers at once.
-            _exit(1)
+            _flush_and_exit(1)
+        atexit._run_exitfuncs()  # noqa: SLF001 - coverage's, for one
+        # Not through the interpreter's teardown: a Gloo thread that still drops a callback's objects
+        # there aborts the process (seen about once in a hundred ranks).
+        _flush_and_exit(0)
 
     def _start(self, rank: int) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -212,7 +219,7 @@ class _Ranks:
         return self.folder / f"{kind}-{rank}"
 
 
-def _exit(code: int) -> None:
+def _flush_and_exit(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,0 +1,36 @@
+"""What really goes over the wire, counted by the kernel: the payload of a ring, at every way to sum."""
+
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist_utils.testing import run_ranks, tcp_bytes_sent
+from hook_buckets import HOOKS, make_bucket, run_hook
+
+ELEMENTS = 3_000_000
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts sent bytes (GPU or not)")
+
+
+def _count(rank):
+    bucket = make_bucket()
+    sent = {}
+    for name in HOOKS:
+        run_hook(name, bucket, torch.ones(10))  # makes groups and connections
+        dist.barrier()
+        before = tcp_bytes_sent()
+        run_hook(name, bucket, torch.ones(ELEMENTS))
+        dist.barrier()
+        sent[name] = tcp_bytes_sent() - before
+    return sent
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sent_bytes_are_those_of_a_ring_in_the_wire_dtype(world_size):
+    ranks = run_ranks(_count, world_size, timeout=120)
+    for name, (_, wire, _) in HOOKS.items():
+        payload = 2 * (world_size - 1) / world_size * ELEMENTS * (wire or torch.float32).itemsize
+        for sent in ranks:
+            # Above it: Gloo's message headers, and the barrier. Below: a ring's segments are not all equal.
+            assert 0.999 * payload < sent[name] < 1.01 * payload, name
