@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from dist_utils.testing import run_ranks, tcp_bytes_sent
 from hook_buckets import HOOKS, make_bucket, run_hook
+
+from dist_utils.testing import run_ranks, tcp_bytes_sent
 
 ELEMENTS = 3_000_000
 
