@@ -12,12 +12,12 @@ from ddp_compress_hooks.state import CompressState
 
 __all__ = ["average", "average_uncompressed", "largest_share"]
 
-_PIECE_BYTES_PER_PAIR = 5 << 17
-"""Wire bytes of a piece, for each of the W^2 pairs of ranks. While one piece is on the wire the next is
-cast, but every piece costs messages between all ranks, and a long ring overlaps by itself. For 25 MiB
-buckets that makes five pieces on two ranks and two on four: the most that did not lose to PyTorch's hook
-on loopback, where every message costs a core that the ranks share. On 1 Gbit/s links more would gain 1 to
-4 % (two to sixteen pieces were tried)."""
+_PIECE_BYTES_PER_RANK = 2 << 20
+"""Wire bytes of a piece, times the number of ranks. While one piece is on the wire the next is cast, but
+every piece costs a ring's round of messages, and a long ring overlaps by itself. For 25 MiB buckets that
+makes four pieces on two ranks and two on four: the most that did not lose to PyTorch's hook on loopback,
+where every message costs a core that the ranks share. On 1 Gbit/s links twice as many would gain 2 % (one
+to sixteen pieces were tried)."""
 
 
 def average(
@@ -35,7 +35,7 @@ def average(
     clamp = state.clamp(largest_share(wire_dtype, world_size))
     # With nothing to cast there is nothing to overlap with the wire.
     nothing_to_cast = wire_dtype == values.dtype
-    most_bytes = world_size**2 * _PIECE_BYTES_PER_PAIR
+    most_bytes = world_size * _PIECE_BYTES_PER_RANK
     parts = [Piece(values, wire_dtype)] if nothing_to_cast else pieces(values, wire_dtype, most_bytes)
     arrivals = []
     for piece in parts:
