@@ -308,6 +308,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
     options = parser.parse_args()
+    if options.repeats < 2:
+        parser.error("--repeats must be at least 2, for the quartiles")
     if options.part == "rank":
         be_a_rank(options.folder, options.repeats)
         return

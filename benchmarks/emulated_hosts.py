@@ -54,7 +54,7 @@ def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[str]]:
                 "ip", "-n", host, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch
             )
             # Before its namespace, or the name can linger. Its other end goes with it.
-            stack.callback(_run, "ip", "-n", host, "link", "del", "eth0")
+            stack.callback(_try, "ip", "-n", host, "link", "del", "eth0")
             _run("ip", "-n", host, "addr", "add", f"{address(index)}/24", "dev", "eth0")
             for namespace, link in ((host, "eth0"), (host, "lo"), (switch, port)):
                 _run("ip", "-n", namespace, "link", "set", link, "up")
@@ -67,10 +67,15 @@ def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[str]]:
 
 def _namespace(name: str, stack: contextlib.ExitStack) -> None:
     _run("ip", "netns", "add", name)
-    stack.callback(_run, "ip", "netns", "del", name)
+    stack.callback(_try, "ip", "netns", "del", name)
 
 
 def _run(*command: str) -> None:
+    if error := _try(*command):
+        raise EmulationUnavailableError(f"{' '.join(command)}: {error}")
+
+
+def _try(*command: str) -> str:
+    """Return the command's complaint, empty if it had none."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise EmulationUnavailableError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"

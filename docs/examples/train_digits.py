@@ -11,6 +11,7 @@ ddp-compress-hooks: scikit-learn, matplotlib, tqdm.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import time
@@ -106,6 +107,7 @@ def make_model(device: torch.device) -> nn.Module:
 
 def train(name: str, device: torch.device, epochs: int, batch: int) -> Run:
     """Train with one hook; every rank returns the same numbers, but for times and bytes."""
+    gc.collect()  # the last run's model and its connections: their bytes must not count here
     rank, world_size = dist.get_rank(), dist.get_world_size()
     digits, test = Digits.load(device)
     model = DistributedDataParallel(make_model(device), bucket_cap_mb=0.25)

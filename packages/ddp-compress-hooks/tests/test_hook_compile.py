@@ -7,9 +7,14 @@ import torch.distributed as dist
 from hook_buckets import FOREIGN, HOOKS, state_of
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_compress_hooks import CompressState, fp16_compress_hook
 from dist_utils.testing import run_ranks
 
 NAMES = [name for name in HOOKS if name not in FOREIGN]
+
+
+def _saturating(accumulate):
+    return CompressState(accumulate=accumulate, saturate=True)
 
 
 def _loss(model, rank):
@@ -30,11 +35,14 @@ def _compiled(rank, backend):
     seen = {}
     torch._dynamo.config.optimize_ddp = "python_reducer"
     torch._dynamo.config.compiled_autograd = True
-    for name in NAMES:
+    for name in [*NAMES, "saturate wire", "saturate fp32"]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = DistributedDataParallel(_net())
-        model.register_comm_hook(state_of(name), HOOKS[name][0])
+        if name.startswith("saturate"):
+            model.register_comm_hook(_saturating(name.split()[1]), fp16_compress_hook)
+        else:
+            model.register_comm_hook(state_of(name), HOOKS[name][0])
         compiled = torch.compile(model, backend=backend, fullgraph=True)
         for _ in range(2):
             model.zero_grad()
@@ -52,9 +60,10 @@ def _compiled(rank, backend):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_backward(backend):
     first, second = run_ranks(_compiled, 2, backend, timeout=400)
-    for name in NAMES:
+    for name in first:
         (error, breaks, captured, gradient), (_, _, _, other) = first[name], second[name]
-        assert error < {torch.bfloat16: 3 * 2**-8, torch.float16: 3 * 2**-11}.get(HOOKS[name][1], 2**-20)
+        wire = HOOKS[name][1] if name in HOOKS else torch.float16
+        assert error < {torch.bfloat16: 3 * 2**-8, torch.float16: 3 * 2**-11}.get(wire, 2**-20)
         assert breaks == {}
         assert captured > 0
         assert torch.equal(gradient, other)

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from hook_buckets import FOREIGN, HOOKS, make_bucket, run_hook, state_of
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CompressState, allreduce_hook, compress_hook, fp16_compress_hook
 from dist_utils.testing import run_ranks, tcp_bytes_sent
@@ -23,7 +24,10 @@ def _edges(rank):
     bucket = make_bucket()
     seen = {}
     for name in HOOKS:
-        seen[name, "empty"] = run_hook(name, bucket, torch.empty(0)).numel()
+        dist.barrier()
+        before = tcp_bytes_sent()
+        empty = run_hook(name, bucket, torch.empty(0)).numel()
+        seen[name, "empty"] = empty + tcp_bytes_sent() - before
         values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[rank] * 2
         sparse = torch.sparse_coo_tensor([[rank, 3]], values, (5,))
         bucket.set_buffer(sparse)
@@ -46,7 +50,7 @@ def edges():
 
 
 @pytest.mark.parametrize("name", HOOKS)
-def test_empty_bucket(edges, name):
+def test_empty_bucket_sends_nothing(edges, name):
     assert [rank[name, "empty"] for rank in edges] == [0, 0]
 
 
@@ -72,6 +76,30 @@ def test_complex_bucket_is_averaged(edges, name):
 @pytest.mark.parametrize("name", HOOKS)
 def test_shape_is_kept(edges, name):
     assert [rank[name, "2-D"] for rank in edges] == [[[0.5] * 3] * 2] * 2
+
+
+def _embedding(rank):
+    """A sparse gradient through the whole of DDP, beside a dense one."""
+    seen = {}
+    for name in HOOKS:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 2))
+        model = DistributedDataParallel(net)
+        model.register_comm_hook(state_of(name), HOOKS[name][0])
+        model(torch.tensor([rank, 5])).sum().backward()
+        gradient = net[0].weight.grad
+        seen[name] = gradient.is_sparse, gradient.to_dense()
+    return seen
+
+
+def test_sparse_embedding_trains_through_every_hook():
+    for rank in run_ranks(_embedding, 2):
+        _, expected = rank["allreduce_hook"]
+        assert (expected.abs().sum(1) > 0).nonzero().flatten().tolist() == [0, 1, 5]
+        for is_sparse, gradient in rank.values():
+            assert is_sparse
+            assert torch.equal(gradient[[0, 1]] * 2, gradient[[5, 5]])
+            assert torch.equal(gradient, expected)
 
 
 def _alone(rank, world_size):

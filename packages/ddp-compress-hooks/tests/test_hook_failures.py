@@ -1,7 +1,9 @@
 """A peer that dies while gradients travel: an error on every survivor, and no wrong step."""
 
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,12 +25,14 @@ class DieInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        if ctx.dies:
+        if ctx.dies == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif ctx.dies:
             os._exit(3)
         return grad, None
 
 
-def _peer_dies(rank, name):
+def _peer_dies(rank, name, how):
     layers = torch.nn.ModuleList(torch.nn.Linear(300, 300) for _ in range(4))
 
     class Net(torch.nn.Module):
@@ -57,7 +61,7 @@ def _peer_dies(rank, name):
     step()
     step()
     before = [parameter.clone() for parameter in model.parameters()]
-    net.dies = rank == 1
+    net.dies = how if rank == 1 else False
     start = time.monotonic()
     with pytest.raises(RuntimeError):
         step()
@@ -71,8 +75,29 @@ def _peer_dies(rank, name):
     ["allreduce_hook", "fp16_compress_hook", "bf16_compress_hook/fp32", "fp16_compress_wrapper(foreign)"],
 )
 def test_survivors_raise_within_the_timeout_and_keep_their_parameters(name):
-    first, died, last = run_ranks(_peer_dies, 3, name, may_die={1}, group_timeout=GROUP_TIMEOUT)
+    first, died, last = run_ranks(_peer_dies, 3, name, "exits", may_die={1}, group_timeout=GROUP_TIMEOUT)
     assert died is None
     for unchanged, seconds in (first, last):
         assert unchanged
         assert seconds < GROUP_TIMEOUT + 5
+
+
+def _peer_stops(rank, name, pids):
+    """As a peer that dies, but with its connections open: only the group's timeout can tell."""
+    if rank == 1:
+        Path(pids).write_text(str(os.getpid()))
+    try:
+        return _peer_dies(rank, name, "stops")
+    finally:
+        if rank == 0:
+            os.kill(int(Path(pids).read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("name", ["bf16_compress_hook", "bf16_compress_hook/fp32"])
+def test_a_peer_that_stops_raises_at_the_timeout_and_changes_no_parameter(name, tmp_path):
+    ranks = run_ranks(
+        _peer_stops, 3, name, str(tmp_path / "pid"), may_die={1}, group_timeout=5.0, timeout=60.0
+    )
+    for unchanged, seconds in (ranks[0], ranks[2]):
+        assert unchanged
+        assert seconds < 15

@@ -60,12 +60,9 @@ def test_ddp_takes_the_hook_and_logs_its_name(registered, name):
 def test_the_profiler_shows_a_range_for_every_bucket(registered, name):
     _, ranges = registered[name]
     hook = HOOKS[name][0].__qualname__
-    if "(allreduce_hook)" in hook:
-        hook = hook.replace("wrapper(allreduce_hook)", "hook")  # which it is
-    assert [shown for shown in ranges if shown.startswith(hook)] == [
-        f"{hook}:bucket_{i}" for i in range(len(ranges))
-    ]
-    assert len(ranges) > 1
+    mine = [shown for shown in ranges if shown.startswith(f"{hook}:bucket_")]
+    assert mine == [f"{hook}:bucket_{index}" for index in range(len(mine))]
+    assert len(mine) > 1
 
 
 def test_wrappers_are_named_after_what_they_wrap():

@@ -159,6 +159,20 @@ def test_the_first_error_is_given_to_every_later_job_and_ends_the_peers_wait():
     assert peer_seconds < 20, "the peer hears of it long before its timeout"
 
 
+def _exits(rank):
+    worker = OrderedWorker()
+    messages = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            worker.submit(lambda group: sys.exit(4)).wait()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_job_that_exits_is_an_error_and_no_hang():
+    assert all("SystemExit(4)" in message for message in run_ranks(_exits, 1)[0])
+
+
 def _peer_dies(rank):
     worker = OrderedWorker()
 

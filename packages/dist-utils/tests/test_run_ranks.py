@@ -62,6 +62,28 @@ def test_an_error_that_does_not_pickle_keeps_its_name_and_text():
         run_ranks(_fail_oddly, 1, backend=None)
 
 
+def _fail_as_pytest_does(rank):
+    with pytest.raises(ValueError, match="never"):
+        pass
+
+
+def test_a_failed_check_of_pytest_comes_back_too():
+    with pytest.raises(RuntimeError, match="Failed: DID NOT RAISE") as caught:  # it does not pickle
+        run_ranks(_fail_as_pytest_does, 1, backend=None)
+    assert "in _fail_as_pytest_does" in str(caught.value.__cause__)
+
+
+def _init_by_itself(rank):
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_a_function_may_make_its_process_group_from_the_environment():
+    assert run_ranks(_init_by_itself, 2, backend=None) == [2.0, 2.0]
+
+
 def _die(rank, how):
     if rank == 0:
         dist.barrier()

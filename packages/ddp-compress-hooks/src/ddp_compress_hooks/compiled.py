@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from ddp_compress_hooks.ring import largest_share
+from ddp_compress_hooks.payload import Clamp, largest_share, largest_share_for_fp32_sum
 from ddp_compress_hooks.state import CompressState
 from dist_utils import torch_compat
 
@@ -37,19 +37,21 @@ def average(
         return gradient
     wire_dtype = wire_dtype or gradient.dtype
     share = gradient.to(torch.promote_types(gradient.dtype, wire_dtype)) / world_size
-    clamp = state.clamp(largest_share(wire_dtype, world_size))
+    in_fp32 = state.accumulate == "fp32" and wire_dtype.itemsize == 2
+    limit = largest_share_for_fp32_sum if in_fp32 else largest_share
+    clamp = state.clamp(limit(wire_dtype, world_size))
     payload = (share if clamp is None else clamp(share)).to(wire_dtype)
-    if state.accumulate == "fp32" and wire_dtype.itemsize == 2:
-        mean = _sum_in_fp32(payload, group)
-    else:
-        mean = torch_compat.functional_all_reduce(payload, group)
-    return gradient.copy_(mean)
+    if in_fp32:
+        clamp = state.clamp(torch.finfo(wire_dtype).max)
+        return gradient.copy_(_sum_in_fp32(payload, group, clamp))
+    return gradient.copy_(torch_compat.functional_all_reduce(payload, group))
 
 
-def _sum_in_fp32(payload: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _sum_in_fp32(payload: torch.Tensor, group: dist.ProcessGroup, clamp: Clamp | None) -> torch.Tensor:
     world_size = group.size()
     padded = pad(payload.flatten(), (0, -payload.numel() % world_size))
     received = torch_compat.functional_all_to_all_single(padded, group)
-    shard = received.view(world_size, -1).sum(0, dtype=torch.float32).to(payload.dtype)
+    total = received.view(world_size, -1).sum(0, dtype=torch.float32)
+    shard = (total if clamp is None else clamp(total)).to(payload.dtype)
     gathered = torch_compat.functional_all_gather(shard, group)
     return gathered[: payload.numel()].view_as(payload)

@@ -14,6 +14,7 @@ __all__ = [
     "allreduce_hook",
     "bf16_compress_hook",
     "check_gradient_dtype",
+    "completed",
     "compress_hook",
     "fp16_compress_hook",
 ]
@@ -151,7 +152,7 @@ def _average(
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)
         if group.size() == 1 or buffer.numel() == 0:
-            return _completed(buffer)
+            return completed(buffer)
         if buffer.is_sparse:
             return ring.average_uncompressed(group, buffer)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
@@ -168,7 +169,8 @@ def _average(
         return state.worker.submit(job, device=buffer.device)
 
 
-def _completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future that is complete: nothing to average."""
     on_cpu = buffer.device.type == "cpu"
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=None if on_cpu else [buffer.device]

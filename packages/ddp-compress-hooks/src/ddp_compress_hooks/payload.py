@@ -7,7 +7,15 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ["Clamp", "Piece", "block_scratch", "blocks", "pieces"]
+__all__ = [
+    "Clamp",
+    "Piece",
+    "block_scratch",
+    "blocks",
+    "largest_share",
+    "largest_share_for_fp32_sum",
+    "pieces",
+]
 
 Clamp: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Brings values into the range of the wire dtype, before the cast."""
@@ -95,3 +103,20 @@ def pieces(values: torch.Tensor, wire_dtype: torch.dtype, most_bytes: int) -> li
     if values.device.type == "cpu":
         count = max(1, -(-values.numel() * wire_dtype.itemsize // most_bytes))
     return [Piece(part, wire_dtype) for part in values.tensor_split(count)]
+
+
+def largest_share(wire_dtype: torch.dtype, world_size: int) -> float:
+    """Return about the largest value of which ``world_size`` still sum to a finite one.
+
+    In any order of additions in ``wire_dtype``.
+    """
+    limits = torch.finfo(wire_dtype)
+    # Two epsilons less, so that a cast to the nearest value of the dtype cannot end above.
+    return limits.max / world_size * (1 - 2 * limits.eps)
+
+
+def largest_share_for_fp32_sum(wire_dtype: torch.dtype, world_size: int) -> float:
+    """Return the largest share that fits ``wire_dtype`` and of which ``world_size`` sum finitely in fp32."""
+    largest: float = torch.finfo(wire_dtype).max
+    fits = largest * world_size <= torch.finfo(torch.float32).max
+    return largest if fits else largest_share(wire_dtype, world_size)

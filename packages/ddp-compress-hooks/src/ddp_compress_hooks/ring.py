@@ -7,10 +7,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_compress_hooks.payload import Piece, pieces
+from ddp_compress_hooks.payload import Piece, largest_share, pieces
 from ddp_compress_hooks.state import CompressState
 
-__all__ = ["average", "average_uncompressed", "largest_share"]
+__all__ = ["average", "average_uncompressed"]
 
 _PIECE_BYTES_PER_RANK = 2 << 20
 """Wire bytes of a piece, times the number of ranks. While one piece is on the wire the next is cast, but
@@ -59,13 +59,6 @@ def average_uncompressed(
     work: Any = dist.all_reduce(buffer, group=group, async_op=True)
     reduced: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
     return reduced
-
-
-def largest_share(wire_dtype: torch.dtype, world_size: int) -> float:
-    """Return about the largest value of which ``world_size`` still sum to a finite one, in any order."""
-    limits = torch.finfo(wire_dtype)
-    # Two epsilons less, so that a cast to the nearest value of the dtype cannot end above.
-    return limits.max / world_size * (1 - 2 * limits.eps)
 
 
 def _when_all_have(

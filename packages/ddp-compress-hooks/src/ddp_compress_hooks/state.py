@@ -66,8 +66,8 @@ class CompressState:
         self.accumulate: Accumulate = accumulate
         self.saturate = saturate
         self._worker: OrderedWorker | None = None
-        # A tensor, because counting on a GPU must not wait for it.
-        self._saturated = torch.zeros((), dtype=torch.int64)
+        # A tensor where the gradients are, because counting on a GPU must not wait for it.
+        self._saturated: torch.Tensor | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -84,8 +84,18 @@ class CompressState:
 
     @property
     def saturated(self) -> int:
-        """How many values this rank has clamped so far. Waits for the GPU if they were there."""
-        return int(self._saturated.item())
+        """How many values this rank has clamped in the backward passes that are done."""
+        return 0 if self._saturated is None else int(self._saturated.item())
+
+    def close(self) -> None:
+        """End the thread and the private group of ``accumulate="fp32"``; a later bucket makes new ones.
+
+        Otherwise they end with the state, or with ``destroy_process_group``. After an error in
+        communication this is how every rank makes a fresh start.
+        """
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
 
     def clamp(self, limit: float) -> Clamp | None:
         """Return what clamps finite values at ``limit`` and counts them; ``None`` unless ``saturate``."""
@@ -94,8 +104,8 @@ class CompressState:
 
         def clamp(values: torch.Tensor) -> torch.Tensor:
             excess = (values.abs() > limit) & values.isfinite()
-            if self._saturated.device != values.device:
-                self._saturated = self._saturated.to(values.device)
+            if self._saturated is None:
+                self._saturated = torch.zeros((), dtype=torch.int64, device=values.device)
             self._saturated += excess.sum()
             return torch.where(excess, values.clamp(-limit, limit), values)
 

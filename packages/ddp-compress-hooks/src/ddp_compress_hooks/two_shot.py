@@ -10,8 +10,14 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from ddp_compress_hooks.payload import Clamp, Piece, block_scratch, blocks, pieces
-from ddp_compress_hooks.ring import largest_share
+from ddp_compress_hooks.payload import (
+    Clamp,
+    Piece,
+    block_scratch,
+    blocks,
+    largest_share_for_fp32_sum,
+    pieces,
+)
 from ddp_compress_hooks.state import CompressState
 
 __all__ = ["average"]
@@ -28,10 +34,8 @@ def average(
 
     A job for an OrderedWorker. One piece's hops run beside the casts and sums of its neighbours.
     """
-    largest = torch.finfo(wire_dtype).max
-    sums_fit = largest * group.size() <= torch.finfo(torch.float32).max
-    clamp_share = state.clamp(largest if sums_fit else largest_share(wire_dtype, group.size()))
-    clamp_sum = state.clamp(largest)
+    clamp_share = state.clamp(largest_share_for_fp32_sum(wire_dtype, group.size()))
+    clamp_sum = state.clamp(torch.finfo(wire_dtype).max)
     exchanges = [
         _exchange(piece, group, clamp_share, clamp_sum, index)
         for index, piece in enumerate(pieces(values, wire_dtype, _PIECE_BYTES))

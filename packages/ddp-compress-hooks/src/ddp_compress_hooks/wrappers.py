@@ -15,6 +15,7 @@ from ddp_compress_hooks.hooks import (
     allreduce_hook,
     bf16_compress_hook,
     check_gradient_dtype,
+    completed,
     fp16_compress_hook,
 )
 from ddp_compress_hooks.state import CompressState, as_state
@@ -74,35 +75,51 @@ def _compress_wrapper(name: str, hook: CommHook, wire_dtype: torch.dtype, if_all
         raise TypeError(f"{name} wraps a communication hook, got {type(hook).__name__}")
     full_name = f"{name}({getattr(hook, '__qualname__', type(hook).__qualname__)})"
 
+    # Not a cast around allreduce_hook but the hook that divides before its own cast.
+    inner, cast_to = (if_allreduce, None) if hook is allreduce_hook else (hook, wire_dtype)
+
     def wrapped_hook(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if hook is allreduce_hook:
-            return if_allreduce(hook_state, bucket)
         if compiled.is_pair(bucket):
-            gradient, parameter = bucket
-            pair: Any = (gradient if _is_alone(hook_state) else _compress(gradient, wire_dtype), parameter)
-            return gradient.copy_(_first(hook(hook_state, pair)))  # type: ignore[return-value]
-        buffer = bucket.buffer()
-        check_gradient_dtype(buffer)
-        if buffer.is_sparse:
-            return hook(hook_state, bucket)
-
+            return _run_on_pair(inner, cast_to, hook_state, bucket)  # type: ignore[return-value]
         with record_function(f"{full_name}:bucket_{bucket.index()}"):
-            if not _is_alone(hook_state):
-                bucket.set_buffer(_compress(buffer, wire_dtype))
-            future = hook(hook_state, bucket)
-
-        def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
-            # Into the original buffer, which bucket.buffer() no longer is.
-            result = _first(done.value())
-            if result is not buffer:
-                buffer.copy_(result.view_as(buffer))
-            bucket.set_buffer(buffer)
-            return buffer
-
-        return future.then(decompress)
+            return _run_on_bucket(inner, cast_to, hook_state, bucket)
 
     wrapped_hook.__qualname__ = full_name  # what DDP logs
     return wrapped_hook
+
+
+def _run_on_bucket(
+    hook: CommHook, cast_to: torch.dtype | None, hook_state: Any, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    buffer = bucket.buffer()
+    check_gradient_dtype(buffer)
+    if cast_to is None or buffer.is_sparse:
+        return hook(hook_state, bucket)
+    if buffer.numel() == 0:
+        return completed(buffer)
+    if not _is_alone(hook_state):
+        bucket.set_buffer(_compress(buffer, cast_to))
+
+    def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
+        # Into the original buffer, which bucket.buffer() no longer is.
+        result = _first(done.value())
+        if result is not buffer:
+            buffer.copy_(result.view_as(buffer))
+        bucket.set_buffer(buffer)
+        return buffer
+
+    return hook(hook_state, bucket).then(decompress)
+
+
+def _run_on_pair(
+    hook: CommHook, cast_to: torch.dtype | None, hook_state: Any, pair: tuple[torch.Tensor, torch.Tensor]
+) -> torch.Tensor:
+    """Do the same under ``torch.compile``, to a gradient and its parameter."""
+    gradient, parameter = pair
+    inner: Any = pair
+    if cast_to is not None and not _is_alone(hook_state):
+        inner = (_compress(gradient, cast_to), parameter)
+    return gradient.copy_(_first(hook(hook_state, inner)))
 
 
 def _compress(gradient: torch.Tensor, wire_dtype: torch.dtype) -> torch.Tensor:

@@ -71,6 +71,7 @@ class OrderedWorker:
         self._name = name
         self._lane: _Lane | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
+        self._stream_error: Exception | None = None
         self._closed = False
 
     @property
@@ -80,8 +81,8 @@ class OrderedWorker:
 
     @property
     def error(self) -> Exception | None:
-        """The first error of a CPU job, or ``None``. Once set, no later job runs."""
-        return None if self._lane is None else self._lane.error
+        """The first error of a job, or ``None``. Once set, no later job runs."""
+        return self._stream_error if self._lane is None else self._lane.error or self._stream_error
 
     def submit(
         self, job: Callable[[dist.ProcessGroup], T], *, device: torch.device | str = "cpu"
@@ -91,7 +92,8 @@ class OrderedWorker:
         Args:
             job: Called with the process group it must use for every collective. On CPU it runs on
                 the worker's thread; on an accelerator it runs here and now, with the side stream as
-                the current stream, and must not synchronise with the host.
+                the current stream, and must not synchronise with the host. Tensors it uses must live
+                until its future is complete.
             device: Where the job's tensors live.
 
         Returns:
@@ -116,7 +118,9 @@ class OrderedWorker:
         return self._lane.submit(job)
 
     def close(self) -> None:
-        """Finish the queued jobs, then end the thread and the private group. Closing twice is harmless.
+        """Finish the queued jobs, then end the thread and the private group; closing twice is harmless.
+
+        On torch 2.6 the group ends with ``destroy_process_group``.
 
         Waits a few seconds at most: a job that hangs on a dead peer is left to its timeout.
         """
@@ -149,15 +153,23 @@ class OrderedWorker:
         self, job: Callable[[dist.ProcessGroup], T], device: torch.device
     ) -> torch.futures.Future[T]:
         accelerator: Any = torch.get_device_module(device)
+        device = torch.empty(0, device=device).device  # with its index
         if device not in self._streams:
             self._streams[device] = accelerator.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(accelerator.current_stream(device))
-        future: torch.futures.Future[T] = torch.futures.Future(devices=[device])
+        done: torch.futures.Future[T] = torch.futures.Future(devices=[device])
+        result = done.then(_value)
         with accelerator.stream(stream):
-            # The future records the side stream here; whoever waits for it makes its stream wait.
-            future.set_result(job(self._process_group))
-        return future
+            if self._stream_error is None:
+                try:
+                    # The future records the side stream here; whoever waits for it makes its stream wait.
+                    done.set_result(job(self._process_group))
+                except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
+                    self._stream_error = error
+            if self._stream_error is not None:
+                done.set_exception(self._stream_error)  # type: ignore[arg-type] # torch's annotation
+        return result
 
 
 class _Job(NamedTuple):
@@ -209,9 +221,9 @@ class _Lane:
     def _settle(self, job: _Job) -> None:
         try:
             result = self._run_in_group(job)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
             if self.error is None:
-                self.error = error
+                self.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 # The peers wait in this job's collectives: closing our connections tells them. The
                 # frames of the traceback would keep the group, and so the connections, alive.
                 traceback.clear_frames(error.__traceback__)
@@ -234,8 +246,8 @@ class _Lane:
     def _destroy_group(self) -> None:
         group = self._group()
         if group is not None and torch_compat.GROUPS_END_WITHOUT_GIL:  # else it ends with all the others
-            # The main thread may have destroyed every group just now.
-            with contextlib.suppress(AssertionError, RuntimeError, ValueError):
+            # The main thread may be destroying every group just now, in any of torch's registries.
+            with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
 
 

@@ -93,8 +93,10 @@ def run_ranks(
         RanksHung: A rank did not finish in time. The stacks of its threads are in the message (on
             systems with signals).
         RankDied: A rank's process ended without a result. The message has its exit code or signal.
-        Exception: What ``fn`` raised first, of the same type. Its ``__cause__`` is a
+        BaseException: What ``fn`` raised first, of the same type. Its ``__cause__`` is a
             :class:`RankTraceback` with the tracebacks of all ranks that failed until then.
+
+    Processes that ``fn`` itself starts are not killed with it.
 
     Cost:
         A few seconds: every process imports torch. Group small checks into one call.
@@ -129,7 +131,7 @@ def run_ranks(
 
 class _Failure(NamedTuple):
     when: float
-    error: Exception
+    error: BaseException
     text: str
 
 
@@ -157,12 +159,13 @@ class _Ranks:
             gc.collect()
             if dist.is_initialized() and torch_compat.GROUPS_END_WITHOUT_GIL:
                 dist.destroy_process_group()
-            for thread in threading.enumerate():
-                if thread is not threading.current_thread() and not thread.daemon:
-                    thread.join()  # a leaked thread is a hang, as it would be at a normal exit
-        except Exception as error:  # noqa: BLE001 - raised again by the parent
+            # As the interpreter does at its end: a leaked thread is a hang here as it would be there.
+            threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001
+        except BaseException as error:  # noqa: BLE001 - raised again by the parent; pytest's are no Exception
             failure = _Failure(time.time(), _picklable(error), traceback.format_exc())
-            self._path("failure", rank).write_bytes(pickle.dumps(failure))
+            unfinished = self._path("unfinished", rank)
+            unfinished.write_bytes(pickle.dumps(failure))
+            unfinished.replace(self._path("failure", rank))  # whole, or not there
             # No clean-up: it could wait for a peer, and closed connections tell the peers at once.
             _flush_and_exit(1)
         atexit._run_exitfuncs()  # noqa: SLF001 - coverage's, for one
@@ -179,7 +182,10 @@ class _Ranks:
             "LOCAL_WORLD_SIZE": self.world_size,
         }
         os.environ.update({name: str(value) for name, value in ranks.items()})
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
+        # With the last of them, init_process_group("gloo") in fn uses the store that there is.
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port), TORCHELASTIC_USE_AGENT_STORE="True"
+        )
         if self.backend is None:
             return
         if self.backend == "nccl":
@@ -225,7 +231,7 @@ def _flush_and_exit(code: int) -> None:
     os._exit(code)
 
 
-def _picklable(error: Exception) -> Exception:
+def _picklable(error: BaseException) -> BaseException:
     try:
         pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
     except Exception:  # noqa: BLE001 - an exception class may refuse in any way
@@ -250,7 +256,10 @@ def _wait(processes: Sequence[BaseProcess], ranks: _Ranks, timeout: float, may_d
         for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
             if rank not in may_die and not _ended_well(processes[rank], ranks, rank):
                 # The others may be about to fail for the same reason, or be the reason.
-                wait_for_any(list(running), timeout=_SETTLE_SECONDS)
+                settled = time.monotonic() + _SETTLE_SECONDS
+                while running and (seconds := settled - time.monotonic()) > 0:
+                    for other in wait_for_any(list(running), timeout=seconds):
+                        running = {sentinel: r for sentinel, r in running.items() if sentinel != other}
                 raise _first_failure(processes, ranks, may_die)
 
 
@@ -259,7 +268,9 @@ def _ended_well(process: BaseProcess, ranks: _Ranks, rank: int) -> bool:
     return process.exitcode == 0 and ranks.succeeded(rank)
 
 
-def _first_failure(processes: Sequence[BaseProcess], ranks: _Ranks, may_die: Collection[int]) -> Exception:
+def _first_failure(
+    processes: Sequence[BaseProcess], ranks: _Ranks, may_die: Collection[int]
+) -> BaseException:
     """Make the error to raise: a rank that died explains the others' errors, else the earliest counts."""
     failures = {
         rank: failure for rank in range(len(processes)) if (failure := ranks.failure(rank)) is not None

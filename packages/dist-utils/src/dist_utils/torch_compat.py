@@ -14,7 +14,7 @@ import torch.distributed as dist
 # torch.distributed.GradBucket is this class, but type checkers do not find it there.
 from torch._C._distributed_c10d import GradBucket
 
-# Public names for these arrive with torch.distributed's functional API; until then this module is it.
+# The traceable collectives have no public names up to torch 2.15.
 from torch.distributed import _functional_collectives as _functional
 from torch.distributed import distributed_c10d as _c10d
 
@@ -104,7 +104,7 @@ def new_named_group(
     ``new_group(use_local_synchronization=True)`` makes up the name from the number of groups that a rank
     has at the moment. Where that differs between ranks the new group hangs, and after a group was
     destroyed its name, and with it the addresses left in the store, are used again. torch 2.15 has mended
-    the first of the two.
+    the first of the two. The public replacement would be that call; no version takes a name yet.
 
     Args:
         name: The same on all ``ranks``, and never used before in this job.
