@@ -76,7 +76,7 @@ def error_bound(name, inputs):
     subnormal. Each addition in the wire dtype errs by u of a partial sum, which is at most the sum of
     the magnitudes; a sum in fp32 errs by its own, smaller u instead and is rounded once. A wrapped
     foreign hook casts before it divides: one more rounding. The last cast, to the bucket's dtype, errs
-    by that one's u.
+    by that one's u, or half its smallest subnormal.
     """
     _, wire, options = HOOKS[name]
     world_size = len(inputs)
@@ -84,7 +84,7 @@ def error_bound(name, inputs):
     wire = wire or dtype
     magnitude = sum(tensor.double().abs() for tensor in inputs) / world_size
     unit = torch.finfo(wire).eps / 2
-    tiny = torch.finfo(wire).smallest_normal * torch.finfo(wire).eps
+    tiny = max(torch.finfo(kind).smallest_normal * torch.finfo(kind).eps for kind in (wire, dtype))
     if (options or {}).get("accumulate") == "fp32" and wire.itemsize == 2:
         roundings = 2 + world_size * torch.finfo(torch.float32).eps / torch.finfo(wire).eps
     else:
