@@ -37,7 +37,7 @@ def average(
         return gradient
     wire_dtype = wire_dtype or gradient.dtype
     share = gradient.to(torch.promote_types(gradient.dtype, wire_dtype)) / world_size
-    in_fp32 = state.accumulate == "fp32" and wire_dtype.itemsize == 2
+    in_fp32 = state.sums_in_fp32(wire_dtype)
     limit = largest_share_for_fp32_sum if in_fp32 else largest_share
     clamp = state.clamp(limit(wire_dtype, world_size))
     payload = (share if clamp is None else clamp(share)).to(wire_dtype)

@@ -157,7 +157,7 @@ def _average(
             return ring.average_uncompressed(group, buffer)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
         wire_dtype = wire_dtype or values.dtype
-        if state.accumulate == "wire" or wire_dtype.itemsize > 2:
+        if not state.sums_in_fp32(wire_dtype):
             return ring.average(state, group, buffer, values, wire_dtype)
 
         _check_point_to_point(group, buffer.device)

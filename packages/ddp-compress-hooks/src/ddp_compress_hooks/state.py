@@ -97,6 +97,10 @@ class CompressState:
             self._worker.close()
             self._worker = None
 
+    def sums_in_fp32(self, wire_dtype: torch.dtype) -> bool:
+        """Tell whether shares in ``wire_dtype`` are summed in fp32; wider ones need no help."""
+        return self.accumulate == "fp32" and wire_dtype.itemsize == 2
+
     def clamp(self, limit: float) -> Clamp | None:
         """Return what clamps finite values at ``limit`` and counts them; ``None`` unless ``saturate``."""
         if not self.saturate:
