@@ -33,11 +33,18 @@ def test_a_16_bit_payload_and_what_arrives_live_in_the_piece_itself():
     assert piece.spare(1001).numel() == 1001  # beside it when it does not fit
 
 
-def test_a_large_bucket_is_cut_evenly_into_pieces_of_limited_size():
+def test_a_large_bucket_is_cut_into_pieces_of_limited_size_with_shorter_ends():
     values = torch.arange(6_553_603.0)
     parts = pieces(values, torch.float16, 4 << 20)
-    assert len(parts) == 4
-    assert all(part.payload.nbytes <= 4 << 20 for part in parts)
-    sizes = [part.values.numel() for part in parts]
-    assert max(sizes) - min(sizes) <= 1
+    first, *middle, last = [part.values.numel() for part in parts]
+    assert len(middle) == 3
+    assert max(middle) * 2 <= 4 << 20
+    assert max(middle) - min(middle) <= 1
+    assert abs(2 * first - middle[0]) <= 2
+    assert abs(2 * last - middle[0]) <= 2
     assert torch.equal(torch.cat([part.values for part in parts]), values)
+
+
+def test_a_small_bucket_is_one_piece():
+    assert len(pieces(torch.zeros(2 << 20), torch.float16, 4 << 20)) == 1
+    assert len(pieces(torch.zeros(0), torch.float16, 4 << 20)) == 1
