@@ -251,4 +251,5 @@ def test_the_interpreter_exits_with_an_open_worker():
         timeout=60,
         check=False,
     )
-    assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1"  # some versions of Gloo print before it
