@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["GroupLike", "global_rank", "group_rank", "resolve_group"]
+__all__ = ["GroupLike", "collective_device", "device_types", "global_rank", "group_rank", "resolve_group"]
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 """What every function here accepts as a group: ``None`` is the default group (WORLD)."""
@@ -94,3 +95,16 @@ def global_rank(group: GroupLike, group_rank: int) -> int:
     if not 0 <= group_rank < len(ranks):
         raise ValueError(f"group rank {group_rank} is out of range for a group of {len(ranks)} ranks {ranks}")
     return ranks[group_rank]
+
+
+def device_types(group: dist.ProcessGroup) -> list[str]:
+    """Return the types of the devices whose tensors the backends of ``group`` can send, as in ``["cpu"]``."""
+    return [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+
+
+def collective_device(group: dist.ProcessGroup) -> torch.device:
+    """Return a device for small tensors of one's own: the CPU if ``group`` serves it."""
+    types = device_types(group)
+    if "cpu" in types:
+        return torch.device("cpu")
+    return torch.device(types[0], torch.get_device_module(types[0]).current_device())

@@ -1,0 +1,486 @@
+"""Every kind of container keeps its type, its attributes and its identity; nothing is lost in silence."""
+
+import dataclasses
+import enum
+import functools
+import time
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import attrs
+import pytest
+import tensordict
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence
+
+from dist_utils import apply_to_tensors, register_container
+
+
+def double(tensor):
+    return tensor * 2
+
+
+def one():
+    return torch.ones(1)
+
+
+Point = namedtuple("Point", "x y")
+Nothing = namedtuple("Nothing", [])
+
+
+class TypedPoint(NamedTuple):
+    x: Any
+    y: Any = 3
+
+
+class ShiftedPoint(Point):
+    """A named tuple whose constructor does more than take the fields."""
+
+    def __new__(cls, x):
+        return super().__new__(cls, x, "shifted")
+
+
+class Items(list):
+    def __init__(self, values, label):
+        super().__init__(values)
+        self.label = label
+
+
+class PairOf(tuple):  # noqa: SLOT001 - it has attributes on purpose
+    pass
+
+
+class Config(dict):
+    """A dict subclass with another constructor and a ``__setitem__`` that must not be used."""
+
+    def __init__(self, number):
+        super().__init__(tensor=torch.full((1,), float(number)))
+        self.number = number
+
+    def __setitem__(self, key, value):
+        raise AssertionError("written by hand")
+
+
+class ModelOutput(OrderedDict):
+    """Like Hugging Face's: a dataclass, an OrderedDict and attributes that mirror its items."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) is not None:
+                OrderedDict.__setitem__(self, field.name, getattr(self, field.name))
+
+    def __setitem__(self, key, value):
+        super().__setitem__(key, value)
+        super().__setattr__(key, value)
+
+    def __delitem__(self, *args, **kwargs):
+        raise AssertionError("items cannot be deleted")
+
+
+@dataclasses.dataclass
+class Output(ModelOutput):
+    loss: Any = None
+    logits: Any = None
+    hidden: Any = None
+
+
+@dataclasses.dataclass
+class Plain:
+    a: Any
+    b: Any = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    a: Any
+    b: Any = 2
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    a: Any
+    b: Any = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlots:
+    a: Any
+    b: Any = 2
+
+
+@dataclasses.dataclass
+class Derived:
+    """Upstream 2.13 raises on ``init=False`` and runs ``__post_init__`` two more times."""
+
+    a: Any
+    start: dataclasses.InitVar[Any]
+    b: Any = dataclasses.field(init=False)
+    made: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self, start):
+        self.b = start * 3
+        self.made += 1
+        self.extra = "kept"
+
+
+@attrs.define
+class AttrsSlots:
+    a: Any
+    b: Any = attrs.field(init=False, default=2)
+
+
+@attrs.frozen(slots=False)
+class AttrsFrozen:
+    a: Any
+    b: Any = 2
+
+
+KEEPS_TYPE = {
+    "list": lambda t: [t, 1],
+    "tuple": lambda t: (t, "a"),
+    "dict": lambda t: {"a": t, 2: None},
+    "set": lambda t: {t, "a"},
+    "frozenset": lambda t: frozenset([t, "a"]),
+    "deque": lambda t: deque([1, t], maxlen=3),
+    "OrderedDict": lambda t: OrderedDict(a=t, b=1),
+    "defaultdict": lambda t: defaultdict(list, a=t),
+    "Counter": lambda t: Counter(a=t),
+    "namedtuple": lambda t: Point(t, 2),
+    "NamedTuple": TypedPoint,
+    "namedtuple with another constructor": ShiftedPoint,
+    "structseq": lambda t: torch.return_types.max((t, 5)),
+    "list subclass": lambda t: Items([t, 1], "label"),
+    "tuple subclass": lambda t: PairOf((t, 1)),
+    "mappingproxy": lambda t: MappingProxyType({"a": t}),
+    "UserDict": lambda t: UserDict(a=t),
+    "UserList": lambda t: UserList([t, 1]),
+    "SimpleNamespace": lambda t: SimpleNamespace(a=t, b=1),
+    "dataclass": Plain,
+    "frozen dataclass": Frozen,
+    "slots dataclass": Slots,
+    "frozen slots dataclass": FrozenSlots,
+    "dataclass with InitVar": lambda t: Derived(t, 2),
+    "ModelOutput": lambda t: Output(loss=t),
+    "attrs with slots": AttrsSlots,
+    "frozen attrs": AttrsFrozen,
+}
+
+
+def tensors_in(container):
+    found = []
+
+    def note(tensor):
+        found.append(tensor)
+        return tensor
+
+    apply_to_tensors(note, container)
+    return found
+
+
+@pytest.mark.parametrize("name", KEEPS_TYPE)
+@pytest.mark.parametrize("nested", [False, True])
+def test_type_is_kept_the_tensor_replaced_and_the_original_untouched(name, nested):
+    tensor = one()
+    original = KEEPS_TYPE[name]((tensor,) if nested else tensor)
+    changed = apply_to_tensors(double, original)
+    assert type(changed) is type(original)
+    assert changed is not original
+    assert [t.item() for t in tensors_in(changed)] == [2]
+    assert tensors_in(original)[0] is tensor
+    assert tensor.item() == 1
+
+
+@pytest.mark.parametrize("make", KEEPS_TYPE.values(), ids=KEEPS_TYPE)
+def test_the_same_object_comes_back_when_nothing_changed(make):
+    original = [make(one()), make(None)]
+    assert apply_to_tensors(lambda tensor: tensor, original) is original
+    assert apply_to_tensors(double, original)[1] is original[1]
+
+
+def test_details_of_the_standard_containers_are_kept():
+    ordered = OrderedDict(a=one(), b=1)
+    ordered.move_to_end("a")
+    assert list(apply_to_tensors(double, ordered)) == ["b", "a"]
+    assert apply_to_tensors(double, defaultdict(list, a=one()))["new"] == []
+    assert apply_to_tensors(double, deque([one()], maxlen=3)).maxlen == 3
+    assert apply_to_tensors(double, ShiftedPoint(one())).y == "shifted"
+    assert apply_to_tensors(double, Nothing()) == Nothing()
+    assert type(apply_to_tensors(double, (torch.Size([2]), one()))[0]) is torch.Size
+    now = time.localtime()
+    assert apply_to_tensors(double, [now, one()])[0] is now
+
+
+def test_hidden_fields_of_a_structseq_are_kept():
+    now = time.localtime()
+    with_tensor = time.struct_time([one(), *now[1:]], {"tm_zone": "X", "tm_gmtoff": 5})
+    changed = apply_to_tensors(double, with_tensor)
+    assert (changed[0].item(), changed.tm_zone, changed.tm_gmtoff) == (2, "X", 5)
+
+
+def test_attributes_of_subclasses_are_kept_and_walked():
+    items = Items([one()], "label")
+    items.mask = one()
+    pair = PairOf([one()])
+    pair.label = "pair"
+    config = Config(7)
+    changed_items, changed_pair, changed_config = apply_to_tensors(double, [items, pair, config])
+    assert (changed_items.label, changed_items.mask.item(), changed_items[0].item()) == ("label", 2, 2)
+    assert (changed_pair.label, changed_pair[0].item()) == ("pair", 2)
+    assert (changed_config.number, changed_config["tensor"].item()) == (7, 14)
+
+
+def test_the_attributes_of_a_model_output_follow_its_items():
+    output = Output(loss=one(), logits=(one(), one()))
+    changed = apply_to_tensors(double, output)
+    assert changed.loss is changed["loss"]
+    assert changed.logits is changed["logits"]
+    assert changed.hidden is None
+    assert list(changed) == ["loss", "logits"]
+    assert changed.loss.item() == 2
+
+
+def test_dataclasses_are_copied_without_their_constructor():
+    original = Derived(one(), 2)
+    original.cache = [one()]
+    changed = apply_to_tensors(double, original)
+    assert (changed.a.item(), changed.b, changed.made, changed.extra) == (2, 6, 1, "kept")
+    assert changed.cache[0].item() == 2
+    assert original.cache[0].item() == 1
+
+
+def test_an_init_false_tensor_of_a_dataclass_is_reached():
+    assert apply_to_tensors(double, Derived(1, one())).b.item() == 6
+
+
+def test_a_slot_that_was_never_set_stays_unset():
+    @dataclasses.dataclass(slots=True)
+    class Partial:
+        a: Any
+        b: Any = dataclasses.field(init=False)
+
+    changed = apply_to_tensors(double, Partial(one()))
+    assert changed.a.item() == 2
+    assert not hasattr(changed, "b")
+
+
+def test_a_dataclass_that_is_an_exception():
+    @dataclasses.dataclass
+    class Failure(Exception):  # noqa: N818
+        where: Any
+
+    assert apply_to_tensors(double, Failure(one())).where.item() == 2
+
+
+def test_classes_modules_and_enum_members_are_never_copied():
+    class Mode(enum.Enum):
+        A = (1, 2)
+
+    module = torch.nn.Linear(1, 1)
+    leaves = [Plain, Point, Mode.A, module, "text", None, 1.5, range(3)]
+    changed = apply_to_tensors(double, [*leaves, one()])
+    assert all(new is old for new, old in zip(changed, leaves, strict=False))
+
+
+def test_the_indices_of_a_packed_sequence_follow_its_data():
+    packed = pack_padded_sequence(torch.ones(3, 2, 4), torch.tensor([2, 3]), enforce_sorted=False)
+    cast = apply_to_tensors(lambda tensor: tensor.to(torch.bfloat16), {"x": packed})["x"]
+    assert type(cast) is type(packed)
+    assert cast.data.dtype == torch.bfloat16
+    assert torch.equal(cast.batch_sizes, packed.batch_sizes)
+    assert torch.equal(cast.sorted_indices, packed.sorted_indices)
+    assert apply_to_tensors(lambda tensor: tensor, packed) is packed
+    moved = apply_to_tensors(lambda tensor: tensor.to("meta"), packed)
+    assert (moved.sorted_indices.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+    assert apply_to_tensors(lambda tensor: tensor.shape, packed).data == packed.data.shape
+
+
+def test_tensordicts_and_tensorclasses():
+    @tensordict.tensorclass
+    class Batch:
+        x: torch.Tensor
+        name: str
+
+    inner = tensordict.TensorDict({"b": torch.ones(3, 2)}, batch_size=[3])
+    original = tensordict.TensorDict({"a": torch.ones(3), "n": inner}, batch_size=[3], device="cpu")
+    changed = apply_to_tensors(double, [original])[0]
+    assert (changed["a"].sum(), changed["n", "b"].sum()) == (6, 12)
+    assert (original["a"].sum(), original["n", "b"].sum()) == (3, 6)
+    assert (type(changed), changed.batch_size, changed.device.type) == (type(original), (3,), "cpu")
+    moved = apply_to_tensors(lambda tensor: tensor.to("meta"), original)
+    assert {moved.device.type, moved["a"].device.type, moved["n", "b"].device.type} == {"meta"}
+    assert apply_to_tensors(lambda tensor: tensor, original) is original
+    assert apply_to_tensors(double, original.lock_()).is_locked
+
+    batch = apply_to_tensors(double, Batch(torch.ones(3), "n", batch_size=[3]))
+    assert (type(batch), batch.x.sum(), batch.name, batch.batch_size) == (Batch, 6, "n", (3,))
+
+    stack = tensordict.lazy_stack([inner, inner.clone()])
+    assert apply_to_tensors(double, stack)["b"].sum() == 24
+
+
+def test_what_is_shared_stays_shared_and_each_tensor_is_seen_once():
+    tensor, calls = one(), []
+    shared = [tensor]
+
+    def note(value):
+        calls.append(value)
+        return value * 2
+
+    changed = apply_to_tensors(note, {"a": shared, "b": (shared, tensor)})
+    assert len(calls) == 1
+    assert changed["a"] is changed["b"][0]
+    assert changed["b"][1] is changed["a"][0]
+
+
+def test_temporary_children_are_not_mistaken_for_each_other():
+    class Fresh:
+        """Makes new tensors whenever it is looked at: their addresses repeat unless they are kept."""
+
+        def __init__(self, number):
+            self.number = number
+
+    register_container(
+        Fresh,
+        lambda fresh: [torch.full((1,), float(fresh.number))],
+        lambda _, values: Fresh(int(values[0].item())),
+    )
+    changed = apply_to_tensors(double, [Fresh(number) for number in range(100)])
+    assert [fresh.number for fresh in changed] == [2 * number for number in range(100)]
+
+
+@pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: {"a": x}, lambda x: (x,), Plain])
+def test_ten_thousand_levels(wrap):
+    nested = [one()]
+    for _ in range(10_000):
+        nested = wrap(nested)
+    changed = apply_to_tensors(double, nested)
+    for _ in range(10_000):
+        changed = changed.a if isinstance(changed, Plain) else changed["a" if type(changed) is dict else 0]
+    assert changed[0].item() == 2
+
+
+def test_a_cycle_is_an_error_with_its_path():
+    inner = {"name": "x", "parts": [1, 2]}
+    inner["parts"].append(inner)
+    with pytest.raises(ValueError, match=r"a dict contains itself, at container\[1\]\.a\['parts'\]\[2\]$"):
+        apply_to_tensors(double, [0, Plain(inner)])
+    myself = SimpleNamespace()
+    myself.me = myself
+    with pytest.raises(ValueError, match=r"a SimpleNamespace contains itself, at container\.me$"):
+        apply_to_tensors(double, myself)
+
+
+def test_the_path_of_a_deep_cycle_is_short():
+    innermost = []
+    nested = innermost
+    for _ in range(5000):
+        nested = [nested]
+    innermost.append(nested)
+    with pytest.raises(ValueError, match=r"container(\[0\]){10} \.\.\. 4981 more \.\.\. (\[0\]){10}$"):
+        apply_to_tensors(double, nested)
+
+
+def test_a_set_does_not_shrink_in_silence():
+    with pytest.raises(ValueError, match="a set of 2 elements would shrink to 1"):
+        apply_to_tensors(lambda tensor: tensor.shape, {one(), one()})
+    with pytest.raises(ValueError, match="a frozenset of 2 elements would shrink to 1"):
+        apply_to_tensors(lambda _: None, frozenset([one(), one()]))
+
+
+def test_fn_may_return_anything_and_its_errors_pass_through():
+    assert apply_to_tensors(torch.numel, {"a": [torch.ones(3)]}) == {"a": [3]}
+    assert apply_to_tensors(torch.numel, torch.ones(3)) == 3
+    with pytest.raises(ZeroDivisionError):
+        apply_to_tensors(lambda _: 1 / 0, [one()])
+
+
+class Hidden:
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+    def look(self):
+        return self
+
+
+HOLDERS = {
+    ".inner.weight": lambda t: Hidden(inner=Hidden(weight=t)),
+    ".parts['a'][1]": lambda t: Hidden(parts={"a": (0, t)}),
+    "._parameters['weight']": lambda _: torch.nn.Linear(1, 1, bias=False),
+    " -> list[0]": lambda t: iter([t]),
+    " -> tuple[0]": lambda t: functools.partial(double, t),
+    " locals['.0'] -> tuple[0]": lambda t: (x for x in (t,)),
+    ".__closure__[0] -> Tensor": lambda t: lambda: t,
+    " -> Tensor": lambda t: t.item,
+    ".__self__.weight": lambda t: Hidden(weight=t).look,
+}
+
+
+@pytest.mark.parametrize("where", HOLDERS)
+def test_strict_refuses_tensors_out_of_reach_with_their_path(where):
+    holder = HOLDERS[where](one())
+    original = {"k": [0, holder]}
+    with pytest.raises(TypeError) as caught:
+        apply_to_tensors(double, original, strict=True)
+    assert f"at container['k'][1]{where}" in str(caught.value)
+    assert apply_to_tensors(double, original) is original  # without strict it is left alone
+
+
+def test_strict_refuses_a_root_that_holds_a_tensor():
+    with pytest.raises(TypeError, match=r"^container, a Hidden, holds a tensor .* at container\.w"):
+        apply_to_tensors(double, Hidden(w=one()), strict=True)
+
+
+def test_strict_accepts_what_holds_no_tensor():
+    loop = Hidden(name="a", device=torch.device("cpu"), dtype=torch.float32, fn=double)
+    loop.me = loop
+    harmless = [loop, range(3), slice(1), iter("ab"), (x for x in "ab"), len, torch, Plain, print, None]
+    assert apply_to_tensors(double, [harmless, one()], strict=True)[0] is harmless
+
+
+class Lazy:
+    __slots__ = ("label", "parts")
+
+    def __init__(self, parts):
+        self.parts = parts
+        self.label = "lazy"
+
+    def __setattr__(self, name, value):
+        if name == "label" and value != "lazy":
+            raise AssertionError
+        object.__setattr__(self, name, value)
+
+
+class LazyChild(Lazy):
+    def __init__(self):
+        super().__init__([torch.full((1,), 3.0)])
+
+
+def test_a_registered_class_and_its_subclasses_are_walked():
+    register_container(Lazy)
+    assert apply_to_tensors(double, [Lazy([one()])], strict=True)[0].parts[0].item() == 2
+    changed = apply_to_tensors(double, LazyChild())
+    assert (type(changed), changed.parts[0].item(), changed.label) == (LazyChild, 6, "lazy")
+    register_container(Lazy, lambda lazy: lazy.parts, lambda _, parts: Lazy([*parts, "again"]))
+    assert apply_to_tensors(double, Lazy([one()])).parts[1] == "again"
+    unchanged = Lazy([1])
+    assert apply_to_tensors(double, unchanged) is unchanged
+
+
+def test_a_path_through_a_registered_class_counts_its_contents():
+    class Box:
+        def __init__(self, content):
+            self.content = content
+
+    register_container(Box, lambda box: box.content, lambda _, content: Box(content))
+    box = Box([1])
+    box.content.append(box)
+    with pytest.raises(ValueError, match=r"Box contains itself, at container\[1\]"):
+        apply_to_tensors(double, box)
+
+
+def test_register_container_refuses_what_it_cannot_use():
+    with pytest.raises(TypeError, match="needs a class"):
+        register_container("Lazy")
+    with pytest.raises(TypeError, match="both flatten and unflatten"):
+        register_container(Hidden, lambda hidden: [hidden])

@@ -1,0 +1,161 @@
+"""Everything moves to the device, by the side stream where there is one."""
+
+import dataclasses
+from collections import Counter, defaultdict, deque
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_sequence
+
+from dist_utils import device_moves, recursive_to, to_kwargs
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@dataclasses.dataclass
+class Batch:
+    x: Any
+    rest: Any
+
+
+def devices(*tensors):
+    return {tensor.device.type for tensor in tensors}
+
+
+def test_containers_that_pytorch_leaves_behind_are_moved():
+    batch = Batch(torch.ones(2), deque([torch.ones(2)], maxlen=3))
+    (moved,) = recursive_to(batch, "meta", False)
+    assert type(moved) is Batch
+    assert devices(moved.x, moved.rest[0]) == {"meta"}
+    assert moved.rest.maxlen == 3
+    (moved,) = recursive_to({torch.ones(2)}, "meta", False)
+    assert devices(*moved) == {"meta"}
+
+
+def test_containers_that_pytorch_damages_are_kept():
+    (moved,) = recursive_to([defaultdict(list, a=torch.ones(2)), Counter(a=1)], "meta", False)
+    assert moved[0].default_factory is list
+    assert moved[1] == Counter(a=1)
+
+
+def test_what_is_there_already_is_the_same_object():
+    for batch in ([torch.ones(2)], (torch.ones(2),), {"a": torch.ones(2)}, Batch(torch.ones(2), None)):
+        assert recursive_to(batch, "cpu", True)[0] is batch
+    packed = pack_sequence([torch.ones(2)])
+    assert recursive_to(packed, torch.device("cpu"), True)[0] is packed
+
+
+def test_a_call_without_arguments_is_one_call():
+    assert to_kwargs((), None, "cpu", False) == (((),), ({},))
+    assert to_kwargs((), {}, "cpu", True) == (((),), ({},))
+    x = torch.ones(2)
+    (args,), (kwargs,) = to_kwargs((), {"x": x}, "cpu", False)
+    assert (args, kwargs["x"] is x) == ((), True)
+
+
+def test_arguments_that_share_a_tensor_share_it_on_the_device():
+    x = torch.ones(2)
+    (args,), (kwargs,) = to_kwargs((x,), {"x": x}, "meta", False)
+    assert args[0] is kwargs["x"]
+
+
+class Recorder:
+    """Stands for an accelerator's module where there is none, and writes down what happens in order."""
+
+    def __init__(self):
+        self.events = []
+        self.inside = []
+
+    def current_device(self):
+        return 0
+
+    def current_stream(self, device):
+        return RecordedStream(self, "current")
+
+    def Stream(self, device):  # noqa: N802 - torch's name
+        return RecordedStream(self, "side")
+
+    def stream(self, stream):
+        return stream
+
+
+class RecordedStream:
+    def __init__(self, recorder, name):
+        self.recorder, self.name = recorder, name
+
+    def __enter__(self):
+        self.recorder.events.append(f"enter {self.name}")
+
+    def __exit__(self, *_):
+        self.recorder.events.append(f"leave {self.name}")
+
+    def wait_stream(self, other):
+        self.recorder.events.append(f"{self.name} waits for {other.name}")
+
+
+class Recorded(torch.Tensor):
+    """A CPU tensor that writes down its copies and who uses it."""
+
+    recorder: Recorder
+
+    def to(self, *args, **kwargs):
+        self.recorder.events.append(f"copy {args[0]} {kwargs}")
+        return self
+
+    def is_pinned(self):
+        return True
+
+    def record_stream(self, stream):
+        self.recorder.events.append(f"used on {stream.name}")
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(Recorded, "recorder", recorder, raising=False)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: recorder)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+    device_moves._copy_stream.cache_clear()
+    yield recorder
+    device_moves._copy_stream.cache_clear()
+
+
+def test_copies_to_an_accelerator_use_a_side_stream_that_the_current_stream_waits_for(recorder):
+    recursive_to([torch.ones(2).as_subclass(Recorded)], "cuda", True)
+    assert recorder.events == [
+        "enter side",
+        "copy cuda:0 {'non_blocking': True}",  # the memory is pinned
+        "leave side",
+        "current waits for side",
+        "used on current",
+    ]
+
+
+def test_no_side_stream_unless_asked_for_and_for_an_accelerator(recorder):
+    recursive_to([torch.ones(2).as_subclass(Recorded)], "cuda", False)
+    assert recorder.events == ["copy cuda {}"]
+    recursive_to([torch.ones(2).as_subclass(Recorded)], "meta", True)
+    assert recorder.events[1:] == ["copy meta {}"]
+
+
+@needs_gpu
+@pytest.mark.parametrize("pinned", [False, True])
+def test_side_stream_copies_arrive_before_they_are_used(pinned):
+    sources = [torch.full((1 << 22,), float(value)) for value in range(8)]
+    if pinned:
+        sources = [source.pin_memory() for source in sources]
+    for _ in range(5):
+        (moved,) = recursive_to(sources, "cuda", True)
+        sums = [tensor.sum() for tensor in moved]
+        del moved  # whose memory the next round may get only when the sums are done
+        assert [total.item() for total in sums] == [value * float(1 << 22) for value in range(8)]
+
+
+@needs_gpu
+def test_a_packed_sequence_on_a_gpu():
+    packed = pack_sequence([torch.ones(3), torch.ones(2)], enforce_sorted=False)
+    (moved,) = recursive_to(packed, "cuda", True)
+    assert (moved.data.device.type, moved.sorted_indices.device.type) == ("cuda", "cuda")
+    assert moved.batch_sizes.device.type == "cpu"

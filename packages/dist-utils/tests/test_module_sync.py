@@ -1,0 +1,300 @@
+"""Modules are compared on every rank, and end bitwise equal to the source's."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import utils as pytorch
+
+from dist_utils import (
+    TensorMismatchError,
+    module_sync,
+    sync_module_states,
+    sync_params_and_buffers,
+    verify_param_shape_across_processes,
+)
+from dist_utils.testing import RankDied, run_ranks
+
+BUCKET = 250 << 20
+
+
+class Everything(torch.nn.Module):
+    """Every kind of parameter and buffer, with values that depend on the seed."""
+
+    def __init__(self, seed):
+        super().__init__()
+        random = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(shape, generator=random)  # noqa: E731
+        self.linear = torch.nn.Linear(300, 400)  # the weight is large enough to travel by itself
+        self.frozen = torch.nn.Parameter(draw(3), requires_grad=False)
+        self.tied = self.linear.bias
+        self.scalar = torch.nn.Parameter(draw())
+        self.fp16 = torch.nn.Parameter(draw(5).half())
+        self.transposed = torch.nn.Parameter(draw(4, 3).t())
+        self.image = torch.nn.Parameter(draw(2, 3, 4, 4).to(memory_format=torch.channels_last))
+        self.wide = torch.nn.Parameter(draw(300, 300).t())  # large and not contiguous
+        with torch.no_grad():
+            for parameter in self.linear.parameters():
+                parameter.copy_(draw(*parameter.shape))
+        buffers = {
+            "flags": draw(5) > 0,
+            "complex": torch.complex(draw(3), draw(3)),
+            "conjugate": torch.complex(draw(3), draw(3)).conj(),
+            "negative": torch.complex(draw(3), draw(3)).conj().imag,
+            "ids": torch.randint(100, (7,), generator=random),
+            "bf16": draw(3).bfloat16(),
+            "float8": draw(9).to(torch.float8_e4m3fn),
+            "fp64": draw(2).double(),
+            "empty": draw(0, 4),
+            "coo": _sparse(draw).to_sparse(),
+            "uncoalesced": torch.sparse_coo_tensor([[1, 1, 0]], draw(3), (4,)),
+            "csr": _sparse(draw).to_sparse_csr(),
+            "csc": _sparse(draw).to_sparse_csc(),
+            "bsr": _sparse(draw).to_sparse_bsr((2, 2)),
+            "bsc": _sparse(draw).to_sparse_bsc((2, 2)),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer, persistent=name != "ids")
+
+
+def _sparse(draw):
+    dense = draw(4, 4)
+    return dense * (dense > 0)  # another number of elements for every seed
+
+
+def _states(module):
+    return {
+        name: tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
+
+
+def _differing(mine, wanted):
+    """Names of the tensors that are not bitwise equal."""
+    return [
+        name
+        for name in wanted
+        if mine[name].dtype != wanted[name].dtype or not torch.equal(_bits(mine[name]), _bits(wanted[name]))
+    ]
+
+
+def _bits(tensor):
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _caught(kind, fn, *args, **kwargs):
+    try:
+        fn(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    return None
+
+
+def _sync_everything(rank):
+    group = dist.group.WORLD
+    seen = {}
+    for bucket in (BUCKET, 64, 1):
+        for src in (0, 1):
+            module = Everything(rank)
+            layouts = [t.stride() for t in module.parameters()]
+            ids = [id(t) for t in [*module.parameters(), *module.buffers()]]
+            sync_module_states(module, group, bucket, src, ())
+            assert [t.stride() for t in module.parameters()] == layouts
+            assert [id(t) for t in [*module.parameters(), *module.buffers()]] == ids
+            assert module.tied is module.linear.bias
+            seen[bucket, src] = _differing(_states(module), _states(Everything(src)))
+    return seen
+
+
+def test_every_kind_of_tensor_ends_bitwise_equal_to_the_sources():
+    for seen in run_ranks(_sync_everything, 3):
+        assert seen == {(bucket, src): [] for bucket in (BUCKET, 64, 1) for src in (0, 1)}
+
+
+def _choices(rank):
+    seen = {}
+    mine, source = _states(Everything(rank)), _states(Everything(0))
+
+    module = Everything(rank)
+    sync_module_states(module, None, BUCKET, 0, {"linear.bias", "scalar", "flags"})
+    states = _states(module)
+    # "linear.bias" is "tied" under its second name.
+    seen["ignored"] = _differing(states, source) == (["tied", "scalar", "flags"] if rank else [])
+    seen["ignored are untouched"] = all(
+        torch.equal(states[name], mine[name]) for name in ("tied", "scalar", "flags")
+    )
+
+    module = Everything(rank)
+    sync_module_states(module, None, BUCKET, 0, (), False)
+    buffers = [name for name, _ in module.named_buffers() if name != "empty"]
+    seen["no buffers"] = _differing(_states(module), source) == (buffers if rank else [])
+
+    module = Everything(rank)
+    sync_params_and_buffers(None, list(module.parameters()), BUCKET, 0)
+    parameters = dict(module.named_parameters())
+    seen["list"] = not _differing(parameters, {name: source[name] for name in parameters})
+
+    ours, theirs = torch.nn.Linear(5, 5), torch.nn.Linear(5, 5)
+    theirs.load_state_dict(ours.state_dict())
+    sync_module_states(ours, None, BUCKET, 1, ())
+    pytorch._sync_module_states(theirs, dist.group.WORLD, BUCKET, 1, ())
+    seen["as PyTorch's"] = torch.equal(ours.weight, theirs.weight) and torch.equal(ours.bias, theirs.bias)
+
+    # In a group of ranks 1 and 2, src=0 is rank 1.
+    group = dist.new_group([1, 2])
+    lone = dist.new_group([0])
+    module = Everything(rank)
+    sync_module_states(module, lone if rank == 0 else group, BUCKET, 0, ())
+    seen["subgroup"] = not _differing(_states(module), _states(Everything(min(rank, 1))))
+
+    seen["src"] = _caught(ValueError, sync_module_states, module, None, BUCKET, 3, ())
+    seen["bucket"] = _caught(ValueError, sync_module_states, module, None, 0, 0, ())
+    seen["lazy"] = _caught(ValueError, sync_module_states, torch.nn.LazyLinear(3), None, BUCKET, 0, ())
+    on_meta = torch.nn.Linear(2, 2, device="meta")
+    seen["meta"] = _caught(ValueError, sync_module_states, on_meta, None, BUCKET, 0, ())
+    seen["no tensor"] = _caught(TypeError, sync_params_and_buffers, None, [1.0], BUCKET, 0)
+    if rank == 0:
+        seen["left out"] = _caught(ValueError, sync_module_states, module, group, BUCKET, 0, ())
+    sync_module_states(torch.nn.ReLU(), None, BUCKET, 0, ())
+    return seen
+
+
+@pytest.fixture(scope="module")
+def choices():
+    return run_ranks(_choices, 3)
+
+
+@pytest.mark.parametrize(
+    "what", ["ignored", "ignored are untouched", "no buffers", "list", "as PyTorch's", "subgroup"]
+)
+def test_sync(choices, what):
+    assert [seen[what] for seen in choices] == [True] * 3
+
+
+def test_bad_arguments_are_refused_before_communication(choices):
+    for seen in choices:
+        assert "group rank 3 is out of range" in seen["src"]
+        assert "must be positive, got 0" in seen["bucket"]
+        assert "weight is not initialised yet" in seen["lazy"]
+        assert "weight is on the meta device" in seen["meta"]
+        assert seen["no tensor"] == "module_states[0] is a float, not a tensor"
+    assert "rank 0 is not a member" in choices[0]["left out"]
+
+
+class Logger:
+    def set_error_and_log(self, message):
+        self.message = message
+
+
+MISMATCHES = {
+    "shape": lambda rank: [torch.ones(2), torch.ones(2 + rank)],
+    "ndim": lambda rank: [torch.ones(2), torch.ones((1,) * (1 + rank))],
+    "dtype": lambda rank: [torch.ones(2), torch.ones(2, dtype=[torch.float32, torch.float16][rank % 2])],
+    "stride": lambda rank: [torch.ones(2), torch.ones(3, 3) if rank != 1 else torch.ones(3, 3).t()],
+    "requires_grad": lambda rank: [torch.ones(2), torch.ones(2, requires_grad=rank == 2)],
+    "layout": lambda rank: [torch.ones(2), torch.ones(2).to_sparse() if rank == 1 else torch.ones(2)],
+    "count": lambda rank: [torch.ones(2)] * (2 - rank // 2),
+    "none there": lambda rank: [torch.ones(2)] * (rank % 2),
+}
+
+
+def _mismatches(rank):
+    seen = {}
+    for name, make in MISMATCHES.items():
+        logger = Logger()
+        error = _caught(TensorMismatchError, verify_param_shape_across_processes, None, make(rank), logger)
+        assert error == logger.message
+        seen[name] = error
+    tensors = MISMATCHES["shape"](rank)
+    seen["names"] = _caught(
+        TensorMismatchError, verify_param_shape_across_processes, None, tensors, names=["a.weight", "a.bias"]
+    )
+    verify_param_shape_across_processes(None, [])
+    verify_param_shape_across_processes(dist.group.WORLD, [torch.ones(2, 3), torch.eye(3).to_sparse()])
+    seen["type"] = _caught(TypeError, verify_param_shape_across_processes, None, [torch.ones(1), None])
+    seen["names do not fit"] = _caught(
+        ValueError, verify_param_shape_across_processes, None, [torch.ones(1)], names=[]
+    )
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2 + rank))
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    seen["module"] = _caught(TensorMismatchError, sync_module_states, module, None, BUCKET, 0, ())
+    seen["untouched"] = all(map(torch.equal, before, module.parameters()))
+    # Members of a group are named by their rank in WORLD.
+    group = dist.new_group([1, 2])
+    if rank:
+        seen["subgroup"] = _caught(
+            TensorMismatchError, verify_param_shape_across_processes, group, [torch.ones(rank)]
+        )
+    return seen
+
+
+@pytest.fixture(scope="module")
+def mismatches():
+    return run_ranks(_mismatches, 3)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    {
+        "shape": "first at tensor 1: rank 0 has shape (2,), torch.float32 on cpu, stride (1,), requires_grad "
+        "False (2 tensors); rank 1 has shape (3,), torch.float32",
+        "ndim": "first at tensor 1: rank 0 has shape (1,), torch.float32 on cpu, stride (1,)",
+        "dtype": "torch.float16",
+        "stride": "rank 1 has shape (3, 3), torch.float32 on cpu, stride (1, 3)",
+        "requires_grad": "rank 2 has shape (2,), torch.float32 on cpu, stride (1,), requires_grad True",
+        "layout": "rank 1 has shape (2,), torch.float32 on cpu, layout torch.sparse_coo",
+        "count": "rank 2 has none there (1 tensors)",
+        "none there": "first at tensor 0: rank 0 has none there (0 tensors); rank 1 has shape (2,)",
+        "names": "first at tensor 1 (a.bias): rank 0",
+        "module": "first at tensor 2 (1.weight): rank 0 has shape (2, 3)",
+    }.items(),
+)
+def test_every_rank_raises_the_same_error_with_both_sides(mismatches, what, expected):
+    messages = {seen[what] for seen in mismatches}
+    assert len(messages) == 1
+    assert expected in messages.pop()
+
+
+def test_a_mismatch_changes_nothing(mismatches):
+    assert [seen["untouched"] for seen in mismatches] == [True] * 3
+
+
+def test_a_subgroup_names_global_ranks(mismatches):
+    assert "rank 1 has shape (1,)" in mismatches[1]["subgroup"]
+    assert "rank 2 has shape (2,)" in mismatches[2]["subgroup"]
+    assert mismatches[1]["subgroup"] == mismatches[2]["subgroup"]
+
+
+def test_wrong_types_are_refused_before_communication(mismatches):
+    for seen in mismatches:
+        assert seen["type"] == "tensors[1] is a NoneType, not a tensor"
+        assert seen["names do not fit"] == "0 names for 1 tensors"
+
+
+def _die(rank):
+    dist.barrier()
+    if rank == 2:
+        module_sync.dist.broadcast = lambda *_, **__: exit_now()
+    module = torch.nn.Sequential(*[torch.nn.Linear(600, 600) for _ in range(20)])
+    began = time.monotonic()
+    try:
+        sync_module_states(module, None, BUCKET, 0, ())
+    except RuntimeError as error:
+        return type(error).__name__, time.monotonic() - began
+    return None
+
+
+def exit_now():
+    import os  # noqa: PLC0415 - only the rank that dies
+
+    os._exit(9)
+
+
+def test_every_survivor_gets_an_error_when_a_rank_dies_during_sync():
+    results = run_ranks(_die, 3, may_die=[2], group_timeout=15)
+    for result in (results[0], results[1]):
+        assert result is not None, "a survivor went on"
+        assert result[1] < 60
+    assert isinstance(results[2], RankDied) or results[2] is None

@@ -1,0 +1,129 @@
+"""Memory is given back and taken again, and never under another tensor's feet."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from dist_utils import alloc_storage, data_ptr_allocated, free_storage
+
+
+def test_both_return_whether_they_did_something():
+    tensor = torch.ones(3, 2)
+    assert alloc_storage(tensor, tensor.shape) is False
+    assert free_storage(tensor) is True
+    assert free_storage(tensor) is False
+    assert alloc_storage(tensor, (3, 2)) is True
+    tensor.fill_(2)
+    assert tensor.sum() == 12
+
+
+def test_they_work_right_after_the_import():
+    """PyTorch's need another import first."""
+    program = (
+        "import torch, dist_utils; t = torch.ones(3);"
+        "assert dist_utils.free_storage(t) and dist_utils.alloc_storage(t, t.shape)"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+@pytest.mark.parametrize("part", [slice(0, 2), slice(2, 4), slice(0, 4, 2)], ids=["front", "back", "strided"])
+def test_a_view_of_a_larger_storage_is_not_freed(part):
+    base = torch.arange(4.0)
+    with pytest.raises(ValueError, match="would take the memory of other tensors"):
+        free_storage(base[part])
+    assert torch.equal(base, torch.arange(4.0))
+
+
+def test_a_shrunk_tensor_is_not_freed():
+    with pytest.raises(ValueError, match="shape \\(2,\\)"):
+        free_storage(torch.ones(4).resize_(2))
+
+
+def test_detached_and_transposed_tensors_cover_their_storage():
+    assert free_storage(torch.ones(3, 2, requires_grad=True).detach())
+    assert free_storage(torch.ones(3, 2).t())
+    parameter = torch.nn.Parameter(torch.ones(3))
+    assert free_storage(parameter)
+    assert alloc_storage(parameter, parameter.shape)
+
+
+@pytest.mark.parametrize("size", [(1,), (2, 1), ()])
+def test_a_size_that_does_not_fit_is_refused(size):
+    tensor = torch.ones(4)
+    free_storage(tensor)
+    with pytest.raises(ValueError, match=r"needs 16"):
+        alloc_storage(tensor, size)
+    assert not data_ptr_allocated(tensor)
+
+
+def test_offset_and_stride_count():
+    tensor = torch.ones(10)[2:8:2]  # elements 2, 4 and 6
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="needs 28"):
+        alloc_storage(tensor, (6,))
+    assert alloc_storage(tensor, (7,))
+
+
+def test_more_than_needed_is_allocated_and_tuples_lists_and_sizes_are_taken():
+    for size in [(8,), [8], torch.Size([2, 4])]:
+        tensor = torch.ones(4)
+        free_storage(tensor)
+        assert alloc_storage(tensor, size)
+        assert tensor.untyped_storage().nbytes() == 32
+
+
+def test_an_allocated_storage_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="has 16 bytes already"):
+        alloc_storage(torch.ones(4), (8,))
+
+
+def test_empty_tensors():
+    empty = torch.ones(0, 3)
+    assert free_storage(empty) is False
+    assert alloc_storage(empty, empty.shape) is False
+    assert data_ptr_allocated(empty) is False
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [lambda: torch.from_numpy(np.ones(3)), lambda: torch.ones(3).share_memory_()],
+    ids=["numpy", "shared"],
+)
+def test_memory_that_belongs_to_something_else_is_refused(foreign):
+    with pytest.raises(TypeError, match="cannot be resized"):
+        free_storage(foreign())
+    with pytest.raises(TypeError, match="cannot be resized"):
+        alloc_storage(foreign(), (9,))
+
+
+def test_what_has_no_storage_is_refused():
+    with pytest.raises(TypeError, match="sparse_coo"):
+        free_storage(torch.eye(2).to_sparse())
+    with pytest.raises(TypeError, match="expected a tensor, got list"):
+        free_storage([1.0])
+
+
+def test_data_ptr_allocated():
+    tensor = torch.ones(3)
+    assert data_ptr_allocated(tensor)
+    free_storage(tensor)
+    assert not data_ptr_allocated(tensor)
+    assert not data_ptr_allocated(torch.ones(3, device="meta"))
+
+
+def test_under_compile_nothing_happens_and_the_graph_is_whole():
+    @torch.compile(backend="eager", fullgraph=True)
+    def step(x):
+        y = x * 2
+        freed = free_storage(x)
+        allocated = alloc_storage(x, x.shape)
+        return y + 1, freed, allocated
+
+    x = torch.ones(3)
+    result, freed, allocated = step(x)
+    assert torch.equal(result, torch.full((3,), 3.0))
+    assert (freed, allocated) == (False, False)
+    assert torch.equal(x, torch.ones(3))
