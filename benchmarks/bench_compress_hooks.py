@@ -14,20 +14,19 @@ import argparse
 import ctypes
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from emulated_hosts import EmulationUnavailableError, address, emulated_hosts
+from machine import describe_machine
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as pytorch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -287,15 +286,6 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def cpu_name() -> str:
-    """Return the processor's name, where Linux tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
-
-
 def main() -> None:
     """Run the chosen parts, print and store what they give."""
     parser = argparse.ArgumentParser(
@@ -314,9 +304,7 @@ def main() -> None:
         be_a_rank(options.folder, options.repeats)
         return
     results: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.system()},
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **describe_machine(),
         "bucket_mib": ELEMENTS * 4 / 2**20,
         "repeats": options.repeats,
     }

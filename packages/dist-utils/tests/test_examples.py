@@ -3,6 +3,10 @@
 import doctest
 import importlib
 import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ import torch
 import dist_utils
 
 MODULES = [f"dist_utils.{module.name}" for module in pkgutil.iter_modules(dist_utils.__path__)]
+README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -22,3 +27,25 @@ def test_docstrings(module):
 def test_there_are_examples():
     found = doctest.DocTestFinder().find(importlib.import_module("dist_utils.call_arguments"))
     assert sum(len(test.examples) for test in found) >= 3
+
+
+def _readme_block(containing):
+    blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = [block for block in blocks if containing in block]
+    return block
+
+
+def test_the_readmes_batch_example(tmp_path):
+    script = tmp_path / "batch.py"
+    script.write_text(_readme_block("class Batch"))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert done.stdout == "torch.bfloat16 torch.int64\n"
+
+
+def test_the_readmes_test_on_real_ranks(tmp_path):
+    (tmp_path / "test_mine.py").write_text(_readme_block("test_mine.py"))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout

@@ -239,16 +239,18 @@ def _buckets(tensors: list[torch.Tensor], most_bytes: int) -> Iterator[list[torc
     """Group tensors of one dtype and device; by sizes alone, so alike on every rank."""
     filling: defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     room: defaultdict[tuple[torch.dtype, torch.device], int] = defaultdict(lambda: most_bytes)
+    alone = min(_ALONE_BYTES, most_bytes)
     for tensor in tensors:
-        if tensor.nbytes >= min(_ALONE_BYTES, most_bytes):
+        size = tensor.nbytes
+        if size >= alone:
             yield [tensor]
             continue
         kind = tensor.dtype, tensor.device
-        if tensor.nbytes > room[kind]:
+        if size > room[kind]:
             yield filling.pop(kind)
             del room[kind]
         filling[kind].append(tensor)
-        room[kind] -= tensor.nbytes
+        room[kind] -= size
     yield from filling.values()
 
 
@@ -262,7 +264,7 @@ def _broadcast_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor], src:
     if in_place:
         flat = bucket[0].detach().reshape(-1)
     elif is_source:
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
     else:
         flat = bucket[0].new_empty(sum(map(torch.numel, bucket)))
     work: Any = dist.broadcast(flat.view(torch.uint8), global_rank(group, src), group, async_op=True)
@@ -272,7 +274,7 @@ def _broadcast_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor], src:
     if not in_place and not is_source:
         parts = torch.split(flat, [tensor.numel() for tensor in bucket])
         for tensor, part in zip(bucket, parts, strict=True):
-            tensor.copy_(part.view(tensor.shape))
+            tensor.copy_(part.view_as(tensor))
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:

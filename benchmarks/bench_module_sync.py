@@ -1,0 +1,98 @@
+"""dist_utils.sync_module_states against PyTorch's function: two loopback ranks on Gloo, 200 parameters.
+
+    python benchmarks/bench_module_sync.py
+
+Every repeat runs all functions, in turns forwards and backwards; a time is that of the slowest rank. "with
+verification" compares the ranks' modules first. Writes results/module_sync.json beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from machine import describe_machine
+from torch.distributed import utils as pytorch
+
+from dist_utils import sync_module_states
+from dist_utils.testing import run_ranks
+
+RESULTS = Path(__file__).parent / "results" / "module_sync.json"
+BUCKET = 250 << 20
+WIDTHS = [512, 64, 4]
+"""200 parameters each: 100 square matrices of this width and 100 vectors."""
+
+
+class Layers(torch.nn.Module):
+    """Matrices and vectors in turns."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.all = torch.nn.ParameterList(
+            torch.randn(shape) for _ in range(100) for shape in ((width, width), (width,))
+        )
+
+
+def measure(rank: int, width: int, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of every function's every run."""
+    torch.manual_seed(rank)
+    module = Layers(width)
+    group = dist.group.WORLD
+    assert group is not None
+    parameters = list(module.parameters())
+
+    def theirs_verified() -> None:
+        pytorch._verify_param_shape_across_processes(group, parameters)  # noqa: SLF001 - what is compared with
+        pytorch._sync_module_states(module, group, BUCKET, 0, ())  # noqa: SLF001
+
+    sides = {
+        "ours": lambda: sync_module_states(module, group, BUCKET, 0, (), verify=False),
+        "pytorch": lambda: pytorch._sync_module_states(module, group, BUCKET, 0, ()),  # noqa: SLF001
+        "ours, with verification": lambda: sync_module_states(module, group, BUCKET, 0, ()),
+        "pytorch, with verification": theirs_verified,
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(-2, repeats):  # the first rounds warm up
+        for name in list(sides) if repeat % 2 else reversed(sides):
+            dist.barrier()
+            began = time.perf_counter()
+            sides[name]()
+            if repeat >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def main() -> None:
+    """Measure everything, print and store it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=41)
+    options = parser.parse_args()
+    results: dict[str, Any] = {**describe_machine(), "repeats": options.repeats, "ms": {}}
+    for width in WIDTHS:
+        ranks = run_ranks(measure, 2, width, options.repeats, timeout=300)
+        table = {}
+        for name in ranks[0]:
+            times = [1e3 * max(repeat) for repeat in zip(*(rank[name] for rank in ranks), strict=True)]
+            low, median, high = statistics.quantiles(times, n=4)
+            table[name] = {"median_ms": round(median, 2), "quartiles_ms": [round(low, 2), round(high, 2)]}
+        mib = 100 * (width * width + width) * 4 / 2**20
+        results["ms"][f"{mib:.1f} MiB"] = table
+        print(f"\n200 parameters, {mib:.1f} MiB: ms, median [quartiles]")
+        for name, entry in table.items():
+            low, high = entry["quartiles_ms"]
+            ratio = entry["median_ms"] / table[name.replace("ours", "pytorch")]["median_ms"]
+            print(f"  {name:<28}{entry['median_ms']:7.2f} [{low:.2f}, {high:.2f}]   / pytorch {ratio:.2f}")
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nwritten: {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Where a benchmark ran."""
+
+from __future__ import annotations
+
+import os
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return the date, the machine and the versions, for the head of a result file."""
+    return {
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "machine": {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system()},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
