@@ -17,6 +17,7 @@ import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=300)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    results: dict[str, Any] = {**describe_machine(), "repeats": options.repeats, "us_per_tensor": {}}
+    results: dict[str, Any] = {
+        **describe_machine(),
+        "peers": {name: version(name) for name in ("optree", "lightning-utilities", "accelerate")},
+        "repeats": options.repeats,
+        "us_per_tensor": {},
+    }
     for batch_name, make in BATCHES.items():
         batch = make()
         fit = [name for name, run in PEERS.items() if works(lambda b, run=run: run(TASKS["cast"], b), batch)]
