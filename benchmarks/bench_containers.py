@@ -3,8 +3,8 @@
     pip install optree lightning-utilities accelerate
     python benchmarks/bench_containers.py
 
-Every repeat runs all functions, in turns forwards and backwards. Writes results/containers.json beside this
-file. "keep" returns each tensor itself, which leaves the function's own cost; "cast" makes new tensors. A
+Every repeat runs all functions, in turns forwards and backwards. Writes results/containers.json and
+.png beside this file. "keep" returns each tensor itself, which leaves the function's own cost; "cast" makes new tensors. A
 peer that leaves the batch's tensors as they were, or gives back something of another type, has no number.
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 import optree
 import torch
 from accelerate.utils import recursively_apply
+from bar_charts import draw_bars
 from lightning_utilities.core.apply_func import apply_to_collection
 from machine import describe_machine
 from torch.distributed import utils as pytorch
@@ -186,7 +187,12 @@ def main() -> None:
                     f"   ours is {ours / entry['median_us']:.2f} of it"
                 )
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\nwritten: {RESULTS}")
+    walks = {
+        name: {peer: (entry["median_us"], entry["quartiles_us"]) for peer, entry in table["keep"].items()}
+        for name, table in results["us_per_tensor"].items()
+    }
+    draw_bars(walks, "us a tensor, walk only", RESULTS.with_suffix(".png"))
+    print(f"\nwritten: {RESULTS} and .png")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/bench_module_sync.py
 
 Every repeat runs all functions, in turns forwards and backwards; a time is that of the slowest rank. "with
-verification" compares the ranks' modules first. Writes results/module_sync.json beside this file.
+verification" compares the ranks' modules first. Writes results/module_sync.json and
+.png beside this file.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bar_charts import draw_bars
 from machine import describe_machine
 from torch.distributed import utils as pytorch
 
@@ -83,15 +85,23 @@ def main() -> None:
             times = [1e3 * max(repeat) for repeat in zip(*(rank[name] for rank in ranks), strict=True)]
             low, median, high = statistics.quantiles(times, n=4)
             table[name] = {"median_ms": round(median, 2), "quartiles_ms": [round(low, 2), round(high, 2)]}
-        mib = 100 * (width * width + width) * 4 / 2**20
-        results["ms"][f"{mib:.1f} MiB"] = table
-        print(f"\n200 parameters, {mib:.1f} MiB: ms, median [quartiles]")
+        kib = 100 * (width * width + width) * 4 / 2**10
+        size = f"{kib:.0f} KiB" if kib < 2**10 else f"{kib / 2**10:.1f} MiB"
+        results["ms"][size] = table
+        print(f"\n200 parameters, {size}: ms, median [quartiles]")
         for name, entry in table.items():
             low, high = entry["quartiles_ms"]
             ratio = entry["median_ms"] / table[name.replace("ours", "pytorch")]["median_ms"]
             print(f"  {name:<28}{entry['median_ms']:7.2f} [{low:.2f}, {high:.2f}]   / pytorch {ratio:.2f}")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\nwritten: {RESULTS}")
+    panels = {
+        f"200 parameters, {size}": {
+            name: (entry["median_ms"], entry["quartiles_ms"]) for name, entry in table.items()
+        }
+        for size, table in results["ms"].items()
+    }
+    draw_bars(panels, "ms", RESULTS.with_suffix(".png"))
+    print(f"\nwritten: {RESULTS} and .png")
 
 
 if __name__ == "__main__":

@@ -3,18 +3,22 @@
 import dataclasses
 import enum
 import functools
+import gc
+import logging
 import time
+import weakref
 from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import attrs
+import numpy as np
 import pytest
 import tensordict
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
-from dist_utils import apply_to_tensors, register_container
+from dist_utils import apply_to_tensors, cast_forward_inputs, recursive_to, register_container
 
 
 def double(tensor):
@@ -269,14 +273,138 @@ def test_a_dataclass_that_is_an_exception():
     class Failure(Exception):  # noqa: N818
         where: Any
 
-    assert apply_to_tensors(double, Failure(one())).where.item() == 2
+    original = Failure(one())
+    original.__cause__ = ValueError("why")
+    changed = apply_to_tensors(double, original)
+    assert changed.where.item() == 2
+    assert changed.args is original.args
+    assert changed.__cause__ is original.__cause__
+
+
+def test_an_object_with_a_state_that_a_copy_would_lose_is_refused():
+    @dataclasses.dataclass
+    class Weighted(float):
+        value: Any
+
+        def __new__(cls, value):
+            return super().__new__(cls, 3.5)
+
+    weighted = Weighted(1)
+    assert apply_to_tensors(double, [weighted])[0] is weighted
+    with pytest.raises(TypeError, match=r"Weighted cannot be copied .* it is also a float"):
+        apply_to_tensors(double, Weighted(one()))
+
+
+class Delegating:
+    """Has slots, and answers for everything else with what it wraps."""
+
+    __slots__ = ("inner", "unset")
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(object.__getattribute__(self, "inner"), name)
+
+
+def test_getattr_is_never_asked():
+    register_container(Delegating)
+    inner = SimpleNamespace(secret=one(), unset=one())
+    changed = apply_to_tensors(double, Delegating(inner))
+    assert (changed.inner.secret.item(), inner.secret.item()) == (2, 1)
+    with pytest.raises(AttributeError):
+        object.__getattribute__(changed, "unset")
+
+
+def test_properties_and_cached_properties_do_not_run():
+    @attrs.define
+    class Lazy:
+        a: Any
+
+        @functools.cached_property
+        def costly(self):
+            raise AssertionError("ran")
+
+    class Base:
+        __slots__ = ("hidden",)
+
+    @dataclasses.dataclass(slots=True)
+    class Over(Base):
+        a: Any
+
+        @property
+        def hidden(self):
+            raise AssertionError("ran")
+
+    over = Over(one())
+    Base.hidden.__set__(over, one())
+    assert apply_to_tensors(double, Lazy(one())).a.item() == 2
+    assert Base.hidden.__get__(apply_to_tensors(double, over)).item() == 2
+
+
+def test_a_dictionary_that_is_its_own_dict_stays_so():
+    class AttrDict(dict):
+        def __init__(self, **items):
+            super().__init__(items)
+            self.__dict__ = self
+
+    changed = apply_to_tensors(double, AttrDict(x=one()))
+    changed.y = 5
+    assert (changed.x.item(), changed["x"].item(), changed["y"]) == (2, 2, 5)
+    assert changed.__dict__ is changed
+
+
+def test_a_cached_hash_is_not_copied():
+    @attrs.frozen(cache_hash=True)
+    class Keyed:
+        a: Any
+
+    original = Keyed(one())
+    hash(original)
+    changed = apply_to_tensors(torch.numel, original)
+    assert hash(changed) == hash(Keyed(1))
+
+
+def test_subclasses_that_override_the_methods_of_their_base():
+    class Liar(set):
+        def __iter__(self):
+            return iter(())
+
+        def __len__(self):
+            return 0
+
+    changed = apply_to_tensors(double, Liar([one()]))
+    assert [t.item() for t in set.__iter__(changed)] == [2]
+
+
+def test_a_named_tuple_with_a_field_of_structseqs_name():
+    Odd = namedtuple("Odd", "n_sequence_fields")
+    assert apply_to_tensors(double, Odd(one())).n_sequence_fields.item() == 2
+
+
+def test_classes_are_not_kept_alive():
+    @dataclasses.dataclass
+    class Brief:
+        a: Any
+
+    apply_to_tensors(double, Brief(one()))
+    gone = weakref.ref(Brief)
+    del Brief
+    gc.collect()
+    assert gone() is None
 
 
 def test_classes_modules_and_enum_members_are_never_copied():
-    class Mode(enum.Enum):
-        A = (1, 2)
+    @dataclasses.dataclass
+    class Fields:
+        tensor: Any = dataclasses.field(default_factory=one)
+
+    class Mode(Fields, enum.Enum):
+        A = ()
 
     module = torch.nn.Linear(1, 1)
+    module.register_buffer("more", one())
+    Mode.A.tensor = one()
     leaves = [Plain, Point, Mode.A, module, "text", None, 1.5, range(3)]
     changed = apply_to_tensors(double, [*leaves, one()])
     assert all(new is old for new, old in zip(changed, leaves, strict=False))
@@ -315,6 +443,18 @@ def test_tensordicts_and_tensorclasses():
     batch = apply_to_tensors(double, Batch(torch.ones(3), "n", batch_size=[3]))
     assert (type(batch), batch.x.sum(), batch.name, batch.batch_size) == (Batch, 6, "n", (3,))
 
+    changed = apply_to_tensors(lambda tensor: tensor * 2 if tensor.ndim == 1 else tensor, original)
+    assert changed["n"] is original["n"]
+    both = apply_to_tensors(double, [inner, tensordict.TensorDict({"n": inner}, batch_size=[3])])
+    assert both[0]["b"] is both[1]["n", "b"]
+    nested = tensordict.TensorDict({"n": inner.clone().lock_()}, batch_size=[3])
+    assert apply_to_tensors(double, nested)["n"].is_locked
+    with_device = tensordict.TensorDict({"n": inner.to("cpu")}, batch_size=[3])
+    changed = apply_to_tensors(double, with_device)
+    assert (changed.device, changed["n"].device) == (None, torch.device("cpu"))
+
+    ragged = tensordict.lazy_stack([inner, tensordict.TensorDict({"b": torch.ones(3, 5)}, batch_size=[3])])
+    assert [entry["b"].sum().item() for entry in apply_to_tensors(double, ragged).tensordicts] == [12, 30]
     stack = tensordict.lazy_stack([inner, inner.clone()])
     assert apply_to_tensors(double, stack)["b"].sum() == 24
 
@@ -431,8 +571,35 @@ def test_strict_refuses_a_root_that_holds_a_tensor():
         apply_to_tensors(double, Hidden(w=one()), strict=True)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: {t: 1},
+        lambda t: {(t,): 1},
+        lambda t: defaultdict(lambda: t),
+        lambda t: [np.array([None, t, {}], dtype=object)],
+        lambda t: [Hidden(by_tensor={t: 1})],
+    ],
+    ids=["key", "tuple key", "factory", "object array", "key out of reach"],
+)
+def test_strict_looks_into_keys_factories_and_object_arrays(make):
+    with pytest.raises(TypeError, match="out of reach"):
+        apply_to_tensors(double, [make(one())], strict=True)
+
+
+def test_strict_looks_at_no_object_twice():
+    graph = [Hidden(name=str(number)) for number in range(2000)]
+    holders = [Hidden(graph=graph) for _ in range(2000)]
+    began = time.monotonic()
+    apply_to_tensors(double, holders, strict=True)
+    assert time.monotonic() - began < 5  # four million visits would take longer
+
+
 def test_strict_accepts_what_holds_no_tensor():
-    loop = Hidden(name="a", device=torch.device("cpu"), dtype=torch.float32, fn=double)
+    logging.getLogger("a").tensor = one()  # not the object's own
+    loop = Hidden(
+        log=logging.getLogger("a"), name="a", device=torch.device("cpu"), dtype=torch.float32, fn=double
+    )
     loop.me = loop
     harmless = [loop, range(3), slice(1), iter("ab"), (x for x in "ab"), len, torch, Plain, print, None]
     assert apply_to_tensors(double, [harmless, one()], strict=True)[0] is harmless
@@ -484,3 +651,34 @@ def test_register_container_refuses_what_it_cannot_use():
         register_container("Lazy")
     with pytest.raises(TypeError, match="both flatten and unflatten"):
         register_container(Hidden, lambda hidden: [hidden])
+
+
+def test_under_compile_plain_containers_are_part_of_the_graph():
+    def moved(batch):
+        (there,) = recursive_to(batch, "cpu", False)
+        (cast,), kwargs = cast_forward_inputs(torch.float64, there, k=[1])
+        return apply_to_tensors(double, [cast, kwargs])
+
+    ids = torch.tensor([3])
+    batch = {"x": [one(), (one(), 3, None)], "p": Point(one(), "a"), "ids": ids}
+    compiled = torch.compile(moved, backend="eager", fullgraph=True)(batch)
+    eager = moved(batch)
+    assert [t.dtype for t in tensors_in(compiled)] == [t.dtype for t in tensors_in(eager)]
+    assert all(map(torch.equal, tensors_in(compiled), tensors_in(eager)))
+    assert [type(part) for part in compiled[0].values()] == [type(part) for part in eager[0].values()]
+
+
+def test_under_compile_dataclasses_are_part_of_the_graph():
+    try:
+        torch.compile(lambda x: Plain(x), backend="eager", fullgraph=True)(one())  # noqa: PLW0108 - traced
+    except torch._dynamo.exc.Unsupported:
+        pytest.skip("this torch cannot trace the construction of a dataclass")
+    fn = torch.compile(lambda batch: apply_to_tensors(double, batch), backend="eager", fullgraph=True)
+    changed = fn(Plain(one(), [one()]))
+    assert (type(changed), changed.a.item(), changed.b[0].item()) == (Plain, 2, 2)
+
+
+def test_under_compile_other_containers_break_the_graph_and_are_right():
+    fn = torch.compile(lambda batch: apply_to_tensors(double, batch), backend="eager")
+    changed = fn(deque([one()], maxlen=3))
+    assert (changed[0].item(), changed.maxlen) == (2, 3)

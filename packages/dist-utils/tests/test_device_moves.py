@@ -133,6 +133,24 @@ def test_copies_to_an_accelerator_use_a_side_stream_that_the_current_stream_wait
     ]
 
 
+def test_pageable_memory_is_copied_blocking(recorder, monkeypatch):
+    monkeypatch.setattr(Recorded, "is_pinned", lambda _: False)
+    recursive_to([torch.ones(2).as_subclass(Recorded)], "cuda", True)
+    assert recorder.events[1] == "copy cuda:0 {'non_blocking': False}"
+
+
+def test_only_copies_from_the_cpu_use_the_side_stream(recorder):
+    source = torch.ones(2, device="meta").as_subclass(Recorded)
+    recursive_to([source], "cuda", True)
+    assert recorder.events == ["copy cuda {}"]
+
+
+def test_an_accelerator_without_streams_gets_plain_copies(recorder, monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda _: torch.mps)
+    recursive_to([torch.ones(2).as_subclass(Recorded)], "cuda", True)
+    assert recorder.events == ["copy cuda {}"]
+
+
 def test_no_side_stream_unless_asked_for_and_for_an_accelerator(recorder):
     recursive_to([torch.ones(2).as_subclass(Recorded)], "cuda", False)
     assert recorder.events == ["copy cuda {}"]

@@ -9,12 +9,12 @@ from torch.distributed import utils as pytorch
 
 from dist_utils import (
     TensorMismatchError,
-    module_sync,
     sync_module_states,
     sync_params_and_buffers,
     verify_param_shape_across_processes,
 )
-from dist_utils.testing import RankDied, run_ranks
+from dist_utils.tensor_broadcasts import _buckets
+from dist_utils.testing import run_ranks
 
 BUCKET = 250 << 20
 
@@ -153,6 +153,19 @@ def _choices(rank):
     seen["lazy"] = _caught(ValueError, sync_module_states, torch.nn.LazyLinear(3), None, BUCKET, 0, ())
     on_meta = torch.nn.Linear(2, 2, device="meta")
     seen["meta"] = _caught(ValueError, sync_module_states, on_meta, None, BUCKET, 0, ())
+    expanded = torch.nn.Module()
+    expanded.register_buffer("rows", torch.ones(3).expand(2, 3))
+    seen["expanded"] = _caught(ValueError, sync_module_states, expanded, None, BUCKET, 0, ())
+    seen["mkldnn"] = _caught(
+        ValueError, sync_params_and_buffers, None, [torch.ones(2).to_mkldnn()], BUCKET, 0
+    )
+    for verify in (True, False):
+        seen["types", verify] = [
+            _caught(TypeError, sync_module_states, module, None, 2.5, 0, (), verify=verify),
+            _caught(TypeError, sync_module_states, module, None, BUCKET, True, (), verify=verify),
+            _caught(TypeError, sync_module_states, module, None, BUCKET, 0, "weight", verify=verify),
+            _caught(TypeError, sync_module_states, "module", None, BUCKET, 0, (), verify=verify),
+        ]
     seen["no tensor"] = _caught(TypeError, sync_params_and_buffers, None, [1.0], BUCKET, 0)
     if rank == 0:
         seen["left out"] = _caught(ValueError, sync_module_states, module, group, BUCKET, 0, ())
@@ -174,10 +187,18 @@ def test_sync(choices, what):
 
 def test_bad_arguments_are_refused_before_communication(choices):
     for seen in choices:
-        assert "group rank 3 is out of range" in seen["src"]
+        assert "src 3 is out of range for a group of 3 ranks" in seen["src"]
         assert "must be positive, got 0" in seen["bucket"]
         assert "weight is not initialised yet" in seen["lazy"]
         assert "weight is on the meta device" in seen["meta"]
+        assert "rows is expanded" in seen["expanded"]
+        assert "has layout torch._mkldnn" in seen["mkldnn"]
+        for verify in (True, False):
+            bucket, src, ignore, no_module = seen["types", verify]
+            assert bucket == "broadcast_bucket_size must be an int, got 2.5"
+            assert src == "src must be an int, got True"
+            assert "not one string" in ignore
+            assert "module is a str" in no_module
         assert seen["no tensor"] == "module_states[0] is a float, not a tensor"
     assert "rank 0 is not a member" in choices[0]["left out"]
 
@@ -185,6 +206,128 @@ def test_bad_arguments_are_refused_before_communication(choices):
 class Logger:
     def set_error_and_log(self, message):
         self.message = message
+
+
+class Renamed(torch.nn.Module):
+    """The same parameters, registered in another order or tied otherwise on every rank."""
+
+    def __init__(self, names):
+        super().__init__()
+        one, two = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.zeros(2))
+        for name, parameter in zip(names, (one, two, two), strict=False):
+            setattr(self, name, parameter)
+
+
+def _one_sided(rank):
+    """Ranks that differ in what a comparison of shapes does not see, or of which one cannot take part."""
+    linear = torch.nn.Linear(2, 2)
+    elsewhere = {
+        "lazy": torch.nn.LazyLinear(2),
+        "meta": torch.nn.Linear(2, 2, device="meta"),
+    }
+    calls = {
+        "order": (Renamed(["q", "k"] if rank else ["k", "q"]), BUCKET, 0, ()),
+        "ties": (Renamed(["x", "y", "z"] if rank else ["y", "z", "x"]), BUCKET, 0, ()),
+        "ignored": (Renamed(["a", "b"]), BUCKET, 0, {"a" if rank else "b"}),
+        "bucket": (linear, BUCKET + rank, 0, ()),
+        "src": (linear, BUCKET, rank % 2, ()),
+        "src range": (linear, BUCKET, 5 * rank, ()),
+        **{name: (module if rank == 1 else linear, BUCKET, 0, ()) for name, module in elsewhere.items()},
+    }
+    seen, began = {}, time.monotonic()
+    for name, (module, bucket, src, ignore) in calls.items():
+        try:
+            sync_module_states(module, None, bucket, src, ignore)
+        except (TensorMismatchError, ValueError) as error:
+            seen[name] = type(error).__name__, str(error)
+    lists = [torch.ones(2), torch.ones(3)][:: 1 if rank else -1]
+    seen["list"] = _caught(TensorMismatchError, sync_params_and_buffers, None, lists, BUCKET, 0)
+    wrong = [torch.ones(1), None if rank == 1 else torch.ones(1)]
+    seen["no tensor"] = _caught(
+        (TensorMismatchError, TypeError), verify_param_shape_across_processes, None, wrong
+    )
+    seen["seconds"] = time.monotonic() - began
+
+    # Without the comparison, on modules that are alike.
+    module = Everything(rank)
+    sync_module_states(module, None, BUCKET, 0, (), verify=False)
+    sync_params_and_buffers(None, list(module.parameters()), BUCKET, 0, verify=False)
+    seen["unverified"] = not _differing(_states(module), _states(Everything(0)))
+
+    # A write into a tensor's own memory is one that autograd notices.
+    weight = torch.nn.Parameter(torch.full((300, 300), 1.0 + rank))
+    x = torch.ones(300, requires_grad=True)
+    loss = (weight @ x).sum()
+    sync_params_and_buffers(None, [weight], BUCKET, 0)
+    seen["version"] = _caught(RuntimeError, loss.backward)
+
+    # A tied buffer is sent once and honours each of its names.
+    tied = torch.nn.Module()
+    tied.register_buffer("first", torch.full((2,), float(rank)))
+    tied.register_buffer("second", tied.first)
+    sync_module_states(tied, None, BUCKET, 0, {"second"})
+    seen["tied buffer"] = tied.first.tolist() == [rank, rank]
+    sync_module_states(tied, None, BUCKET, 0, ())
+    seen["tied buffer sent"] = tied.first.tolist() == [0, 0] and tied.second is tied.first
+    return seen
+
+
+@pytest.fixture(scope="module")
+def one_sided():
+    return run_ranks(_one_sided, 2, group_timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    {
+        "order": "rank 0 has k of shape (2,)",
+        "ties": "rank 0 has y of shape (2,)",
+        "ignored": "rank 0 has a of shape (2,)",
+        "bucket": f"rank 0 was called with broadcast_bucket_size {BUCKET}, src 0, rank 1 with",
+        "src": "src 0, rank 1 with",
+    }.items(),
+)
+def test_ranks_that_differ_in_more_than_shapes_all_raise(one_sided, what, expected):
+    first, second = one_sided
+    assert first[what] == second[what]
+    assert first[what][0] == "TensorMismatchError"
+    assert expected in first[what][1]
+
+
+@pytest.mark.parametrize("what", ["lazy", "meta", "src range"])
+def test_a_rank_that_cannot_take_part_tells_the_others(one_sided, what):
+    (kind, message), (own_kind, own) = (seen[what] for seen in one_sided)
+    assert (kind, own_kind) == ("TensorMismatchError", "ValueError")
+    assert message == f"rank 1 cannot go on: ValueError: {own}"
+    assert one_sided[0]["no tensor"] == f"rank 1 cannot go on: TypeError: {one_sided[1]['no tensor']}"
+
+
+def test_nobody_waits_for_a_timeout(one_sided):
+    assert max(seen["seconds"] for seen in one_sided) < 20
+
+
+def test_lists_are_compared_too(one_sided):
+    assert all("first at tensor 0: rank 0 has module_states[0] of shape (3,)" in s["list"] for s in one_sided)
+
+
+def test_without_the_comparison(one_sided):
+    assert all(seen["unverified"] for seen in one_sided)
+
+
+def test_autograd_notices_a_tensor_written_in_its_own_memory(one_sided):
+    assert one_sided[0]["version"] is None  # the source is not written
+    assert "modified by an inplace operation" in one_sided[1]["version"]
+
+
+def test_tied_buffers(one_sided):
+    assert all(seen["tied buffer"] and seen["tied buffer sent"] for seen in one_sided)
+
+
+def test_tensors_are_put_into_messages_by_size():
+    small, large = torch.ones(10), torch.ones(1000)
+    doubles = torch.ones(10, dtype=torch.float64)
+    sizes = [[t.nbytes for t in bucket] for bucket in _buckets([small, small, large, doubles, small], 100)]
+    assert sizes == [[4000], [40, 40], [80], [40]]  # a message of two, at most 100 bytes
 
 
 MISMATCHES = {
@@ -247,8 +390,8 @@ def mismatches():
         "layout": "rank 1 has shape (2,), torch.float32 on cpu, layout torch.sparse_coo",
         "count": "rank 2 has none there (1 tensors)",
         "none there": "first at tensor 0: rank 0 has none there (0 tensors); rank 1 has shape (2,)",
-        "names": "first at tensor 1 (a.bias): rank 0",
-        "module": "first at tensor 2 (1.weight): rank 0 has shape (2, 3)",
+        "names": "first at tensor 1: rank 0 has a.bias of shape (2,)",
+        "module": "first at tensor 2: rank 0 has 1.weight of shape (2, 3)",
     }.items(),
 )
 def test_every_rank_raises_the_same_error_with_both_sides(mismatches, what, expected):
@@ -276,7 +419,7 @@ def test_wrong_types_are_refused_before_communication(mismatches):
 def _die(rank):
     dist.barrier()
     if rank == 2:
-        module_sync.dist.broadcast = lambda *_, **__: exit_now()
+        dist.broadcast = lambda *_, **__: exit_now()
     module = torch.nn.Sequential(*[torch.nn.Linear(600, 600) for _ in range(20)])
     began = time.monotonic()
     try:
@@ -297,4 +440,3 @@ def test_every_survivor_gets_an_error_when_a_rank_dies_during_sync():
     for result in (results[0], results[1]):
         assert result is not None, "a survivor went on"
         assert result[1] < 60
-    assert isinstance(results[2], RankDied) or results[2] is None

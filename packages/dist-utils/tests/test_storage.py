@@ -32,9 +32,28 @@ def test_they_work_right_after_the_import():
 @pytest.mark.parametrize("part", [slice(0, 2), slice(2, 4), slice(0, 4, 2)], ids=["front", "back", "strided"])
 def test_a_view_of_a_larger_storage_is_not_freed(part):
     base = torch.arange(4.0)
-    with pytest.raises(ValueError, match="would take the memory of other tensors"):
+    with pytest.raises(ValueError, match="could take the memory of other tensors"):
         free_storage(base[part])
     assert torch.equal(base, torch.arange(4.0))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda base: base[:2].expand(2, 2), lambda base: base.as_strided((2, 2), (1, 1))],
+    ids=["expanded", "overlapping"],
+)
+def test_a_view_with_as_many_elements_as_its_base_is_not_freed(view):
+    base = torch.arange(4.0)
+    with pytest.raises(ValueError, match="could take the memory of other tensors"):
+        free_storage(view(base))
+    assert torch.equal(base, torch.arange(4.0))
+
+
+def test_negative_sizes_are_refused():
+    tensor = torch.ones(4)
+    free_storage(tensor)
+    with pytest.raises(ValueError, match="negative"):
+        alloc_storage(tensor, (-2, -2))
 
 
 def test_a_shrunk_tensor_is_not_freed():
@@ -102,8 +121,11 @@ def test_memory_that_belongs_to_something_else_is_refused(foreign):
 def test_what_has_no_storage_is_refused():
     with pytest.raises(TypeError, match="sparse_coo"):
         free_storage(torch.eye(2).to_sparse())
-    with pytest.raises(TypeError, match="expected a tensor, got list"):
-        free_storage([1.0])
+    for function in (free_storage, data_ptr_allocated):
+        with pytest.raises(TypeError, match="expected a tensor, got list"):
+            function([1.0])
+    with pytest.raises(TypeError, match="sparse_coo"):
+        data_ptr_allocated(torch.eye(2).to_sparse())
 
 
 def test_data_ptr_allocated():

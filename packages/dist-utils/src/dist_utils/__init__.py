@@ -1,15 +1,11 @@
 """torch.distributed.utils in public: containers, storage, module sync; and ordered work on process groups."""
 
+from dist_utils.agreement import TensorMismatchError, verify_param_shape_across_processes
 from dist_utils.call_arguments import cast_forward_inputs, pack_kwargs, unpack_kwargs
 from dist_utils.checks import p_assert
 from dist_utils.containers import apply_to_tensors, register_container
 from dist_utils.device_moves import recursive_to, to_kwargs
-from dist_utils.module_sync import (
-    TensorMismatchError,
-    sync_module_states,
-    sync_params_and_buffers,
-    verify_param_shape_across_processes,
-)
+from dist_utils.module_sync import sync_module_states, sync_params_and_buffers
 from dist_utils.module_tree import get_root_modules
 from dist_utils.ordered_worker import OrderedWorker
 from dist_utils.process_groups import GroupLike, global_rank, group_rank, resolve_group

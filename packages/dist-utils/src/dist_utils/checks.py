@@ -25,6 +25,9 @@ def p_assert(cond: object, s: str, raise_assertion_error: bool = True) -> None:
 
     Source:
         ``torch.distributed.utils._p_assert``, which prints to standard output.
+
+    Example:
+        >>> p_assert(True, "never seen")
     """
     if not cond:
         _logger.error(s, stack_info=True, stacklevel=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from operator import is_
 from typing import Any, TypeVar, overload
@@ -9,7 +10,8 @@ from typing import Any, TypeVar, overload
 import torch
 
 from dist_utils.container_kinds import LEAF, TENSOR, Kind, kind_of, register_container
-from dist_utils.hidden_tensors import hidden_tensor
+from dist_utils.hidden_tensors import HiddenTensors
+from dist_utils.traced_containers import traced
 
 __all__ = ["apply_to_tensors", "register_container"]
 
@@ -19,6 +21,9 @@ T = TypeVar("T")
 _MISSING: Any = object()
 _OPEN: Any = object()
 """Stands for the result of a container whose children are being walked."""
+
+_opaque_walk: Any = None
+"""The walk, hidden from Dynamo."""
 
 
 @overload
@@ -46,7 +51,9 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
     - Where nothing changed the same object comes back, and what was shared stays shared: ``fn`` is called
       once for a tensor that occurs several times.
     - Dictionary keys are left alone, and so is any other object: modules, generators, your own classes.
-      With ``strict`` it is an error if such an object holds a tensor.
+      With ``strict`` it is an error if a key or such an object holds a tensor.
+    - While ``torch.compile`` traces, lists, tuples, dictionaries, named tuples and dataclasses are part of
+      the graph, built by their constructors; other containers break it.
     - Of a ``PackedSequence`` ``fn`` gets the data; the indices follow it to its device.
 
     Args:
@@ -73,12 +80,31 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
         >>> apply_to_tensors(torch.neg, {"x": [torch.ones(2)], "name": "a"})
         {'x': [tensor([-1., -1.])], 'name': 'a'}
     """
+    if torch.compiler.is_dynamo_compiling():
+        return traced(fn, container, otherwise=_walk_untraced)
+    return _walk_untraced(fn, container, strict=strict)
+
+
+def _walk_untraced(fn: Callable[[torch.Tensor], Any], container: Any, *, strict: bool = False) -> Any:
+    # Dynamo may trace the walk too, and gets some containers wrong. Not loaded just to be switched off.
+    global _opaque_walk  # noqa: PLW0603 - functools.cache is not for what Dynamo may trace
+    if "torch._dynamo" not in sys.modules:
+        return _walk(fn, container, strict=strict)
+    if _opaque_walk is None:
+        _opaque_walk = torch.compiler.disable(_walk)  # type: ignore[no-untyped-call]
+    return _opaque_walk(fn, container, strict=strict)
+
+
+def _walk(  # noqa: C901 - one loop: a call per tensor would double its cost
+    fn: Callable[[torch.Tensor], Any], container: Any, *, strict: bool = False
+) -> Any:
     # By identity of containers and tensors: what became of them. Their ids stay theirs, because the lists
     # in ``walked`` keep every child alive, also those that exist only while we look.
     results: dict[int, Any] = {}
     walked: list[list[Any]] = []
     kinds: dict[type, Kind] = {}
     frames: list[tuple[Any, Kind, list[Any], Any, list[Any]]] = []
+    hidden = HiddenTensors() if strict else None
 
     obj: Any = None
     kind = LEAF
@@ -92,17 +118,17 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
             if child_kind is None:
                 child_kind = kinds[cls] = kind_of(cls)
             if child_kind is LEAF:
-                if strict and (where := hidden_tensor(child)) is not None:
+                if hidden is not None and (where := hidden.path_in(child)) is not None:
                     path = _path(frames, kind, obj, replaced)
-                    raise TypeError(
-                        f"{path}, a {cls.__qualname__}, holds a tensor out of reach, at {path}{where}: use "
-                        "register_container for its class, or take the tensor out"
-                    )
+                    raise _out_of_reach(path, cls, f"{path}{where}")
                 replaced.append(child)
                 continue
             result = results.get(id(child), _MISSING)
             if result is _MISSING:
                 if child_kind is not TENSOR:
+                    if hidden is not None and hidden.path_in(child_kind.aside(child)) is not None:
+                        path = _path(frames, kind, obj, replaced)
+                        raise _out_of_reach(path, cls, "a key or its factory")
                     frames.append((obj, kind, children, rest, replaced))
                     results[id(child)] = _OPEN
                     obj, kind, children = child, child_kind, child_kind.children(child)
@@ -121,6 +147,13 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
             results[id(obj)] = result
             obj, kind, children, rest, replaced = frames.pop()
             replaced.append(result)
+
+
+def _out_of_reach(path: str, cls: type, where: str) -> TypeError:
+    return TypeError(
+        f"{path}, a {cls.__qualname__}, holds a tensor out of reach, at {where}: use register_container for "
+        "its class, or take the tensor out"
+    )
 
 
 def _path(

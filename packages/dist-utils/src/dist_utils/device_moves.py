@@ -9,6 +9,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from dist_utils.containers import apply_to_tensors
+from dist_utils.torch_compat import is_accelerator
 
 __all__ = ["recursive_to", "to_kwargs"]
 
@@ -61,7 +62,7 @@ def recursive_to(
         device(type='meta')
     """
     target = torch.device(target_device)
-    beside = use_side_stream_for_tensor_copies and _is_accelerator(target)
+    beside = use_side_stream_for_tensor_copies and _has_streams(target)
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device == target:
@@ -105,10 +106,10 @@ def to_kwargs(
     return (args,), (named,)
 
 
-def _is_accelerator(device: torch.device) -> bool:
-    # torch 2.6 raises when asked for the current accelerator of a machine without any.
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator is not None and accelerator.type == device.type
+def _has_streams(device: torch.device) -> bool:
+    module = torch.get_device_module(device) if is_accelerator(device) else None
+    # MPS has none of them.
+    return all(hasattr(module, name) for name in ("Stream", "stream", "current_stream", "current_device"))
 
 
 @cache

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
+import sys
 from collections.abc import Iterator
+from reprlib import repr as short_repr
 from types import (
     CoroutineType,
     FunctionType,
@@ -15,34 +18,37 @@ from typing import Any
 
 import torch
 
-from dist_utils.container_kinds import slots_of
+from dist_utils.attribute_objects import named_attributes
 
-__all__ = ["hidden_tensor"]
+__all__ = ["HiddenTensors"]
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, ModuleType)
+# Loggers lead to everything that any handler holds.
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, logging.Logger)
 
 
-def hidden_tensor(obj: object) -> str | None:
-    """Return the path from ``obj`` to a tensor that it holds, or ``None``.
+class HiddenTensors:
+    """A search that looks at no object twice."""
 
-    Looks at attributes, slots and at whatever else the garbage collector says an object refers to; of a
-    function at its defaults and what its closure captured, not at its globals.
-    """
-    if isinstance(obj, _PLAIN):
+    def __init__(self) -> None:
+        self._seen: dict[int, object] = {}  # the objects too, so that no id is used again
+
+    def path_in(self, obj: object) -> str | None:
+        """Return the path from ``obj`` to a tensor that it holds, ``""`` if it is one, or ``None``.
+
+        Looks at attributes, slots and at whatever else the garbage collector says an object refers to; of a
+        function at its defaults and what its closure captured, not at its globals.
+        """
+        waiting = [("", obj)]
+        while waiting:
+            path, holder = waiting.pop()
+            if isinstance(holder, torch.Tensor):
+                return path
+            if isinstance(holder, _PLAIN) or id(holder) in self._seen:
+                continue
+            self._seen[id(holder)] = holder
+            # The last is looked at first.
+            waiting += [(path + name, value) for name, value in reversed(list(_held(holder)))]
         return None
-    seen = {id(obj)}
-    alive = [obj]  # so that no id is used again
-    waiting = [("", obj)]
-    while waiting:
-        path, holder = waiting.pop()
-        for name, value in _held(holder):
-            if isinstance(value, torch.Tensor):
-                return path + name
-            if not isinstance(value, _PLAIN) and id(value) not in seen:
-                seen.add(id(value))
-                alive.append(value)
-                waiting.append((path + name, value))
-    return None
 
 
 def _held(obj: Any) -> Iterator[tuple[str, Any]]:
@@ -56,13 +62,19 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
         frame = obj.gi_frame if isinstance(obj, GeneratorType) else obj.cr_frame
         yield " locals", frame and frame.f_locals
     elif isinstance(obj, dict):
-        yield from ((f"[{key!r}]", value) for key, value in dict.items(obj))
+        yield from ((f"[{short_repr(key)}]", value) for key, value in dict.items(obj))
+        yield from ((f" key {short_repr(key)}", key) for key in dict.keys(obj))
     elif isinstance(obj, (list, tuple)):
         yield from ((f"[{index}]", value) for index, value in enumerate(obj))
+    elif _is_object_array(obj):
+        yield from ((f".flat[{index}]", value) for index, value in enumerate(obj.flat))
     else:
-        yield from ((f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items())
-        for name, member in slots_of(type(obj)).items():
-            if hasattr(obj, name):
-                yield f".{name}", member.__get__(obj)
+        yield from ((f".{name}", value) for name, value in named_attributes(obj))
         # Also what C code holds, as in iterators and partial functions.
         yield from ((f" -> {type(value).__name__}", value) for value in gc.get_referents(obj))
+
+
+def _is_object_array(obj: Any) -> bool:
+    """Whether it is a NumPy array of objects, which hides them from the garbage collector."""
+    numpy: Any = sys.modules.get("numpy")
+    return numpy is not None and isinstance(obj, numpy.ndarray) and obj.dtype == object

@@ -17,15 +17,16 @@ def replace_by_prefix(
     """Replace a prefix of the keys of a state dict, in place and without a change of their order.
 
     All keys are renamed at once, so a new key may be the old key of another entry. Keys that are no
-    strings stay. The state dict's ``_metadata`` (the versions of its modules) is renamed alike; there, a
-    renamed module takes the place of its former wrapper.
+    strings stay. The state dict gets a new ``_metadata`` (the versions of its modules) with names renamed
+    alike; there, a module takes the place of its former wrapper.
 
     Args:
         state_dict: What ``module.state_dict()`` returned, or any dictionary.
         old_prefix: With its dot, as in ``"module."``. ``""`` puts ``new_prefix`` before every key.
         new_prefix: With its dot; ``""`` to take ``old_prefix`` away.
-        on_collision: If a new key is the key of an entry that is not renamed: ``"raise"``,
-            ``"overwrite"`` that entry, or ``"keep"`` it and drop the renamed one.
+        on_collision: If a new key is the key of an entry that is not renamed, or a module gets the name
+            of one with another version: ``"raise"``, ``"overwrite"`` what is there, or ``"keep"`` it and
+            drop what is renamed.
 
     Raises:
         ValueError: The prefixes are equal, ``on_collision`` is none of the three, or keys collide. Then
@@ -44,36 +45,56 @@ def replace_by_prefix(
         raise ValueError(f"old_prefix and new_prefix are both {old_prefix!r}")
     if on_collision not in ("raise", "overwrite", "keep"):
         raise ValueError(f"on_collision must be 'raise', 'overwrite' or 'keep', got {on_collision!r}")
-    new_keys = {
+    keys = {
         key: new_prefix + key[len(old_prefix) :]
         for key in state_dict
         if isinstance(key, str) and key.startswith(old_prefix)
     }
-    collisions = {new: old for old, new in new_keys.items() if new in state_dict and new not in new_keys}
-    if collisions and on_collision == "raise":
-        new, old = next(iter(collisions.items()))
-        raise ValueError(
-            f"{old!r} would become {new!r}, which the state dict has already "
-            f"({len(collisions)} such keys): see on_collision"
-        )
-    dropped = set(collisions if on_collision == "overwrite" else collisions.values())
-    renamed = {new_keys.get(key, key): value for key, value in state_dict.items() if key not in dropped}
-    metadata = getattr(state_dict, "_metadata", None)
-
+    key_clashes = {old for old, new in keys.items() if new in state_dict and new not in keys}
+    metadata = getattr(state_dict, "_metadata", {})
+    modules = {
+        name: (new_prefix + _dotted(name)[len(old_prefix) :]).removesuffix(".")
+        for name in metadata
+        if _dotted(name).startswith(old_prefix)
+    }
+    # A module takes the place of its former wrapper; of another module only if both have one version.
+    module_clashes = {
+        old
+        for old, new in modules.items()
+        if new in metadata
+        and new not in modules
+        and metadata[new] != metadata[old]
+        and not old.startswith(_dotted(new))
+    }
+    if on_collision == "raise":
+        for what, names, clashes in (("key", keys, key_clashes), ("version of", modules, module_clashes)):
+            for old in sorted(clashes):
+                raise ValueError(
+                    f"{what} {old!r} would become {names[old]!r}, which is there already (as are "
+                    f"{len(clashes) - 1} others): see on_collision"
+                )
+    renamed = _renamed(state_dict, keys, key_clashes, keep=on_collision == "keep")
     state_dict.clear()
     state_dict.update(renamed)
-    if metadata is not None:
-        _rename_modules(metadata, old_prefix, new_prefix)
+    if modules:
+        # A new object: copies of a state dict, as load_state_dict makes them, share the old one.
+        new_metadata = type(metadata)()
+        new_metadata.update(_renamed(metadata, modules, module_clashes, keep=on_collision == "keep"))
+        state_dict._metadata = new_metadata  # type: ignore[attr-defined] # noqa: SLF001 - no other way
 
 
-def _rename_modules(metadata: dict[str, Any], old_prefix: str, new_prefix: str) -> None:
-    """Rename module names, which have no dot at their end; the root's is empty."""
-    kept, renamed = {}, {}
-    for name, value in metadata.items():
-        prefix = f"{name}." if name else ""
-        if prefix.startswith(old_prefix):
-            renamed[(new_prefix + prefix[len(old_prefix) :]).removesuffix(".")] = value
-        else:
-            kept[name] = value
-    metadata.clear()
-    metadata.update(kept | renamed)
+def _dotted(module: str) -> str:
+    """Return what the keys of a module begin with. The root's name is empty."""
+    return f"{module}." if module else ""
+
+
+def _renamed(
+    mapping: dict[Any, Any], names: dict[Any, str], clashes: set[Any], *, keep: bool
+) -> dict[Any, Any]:
+    dropped = clashes if keep else set()
+    replaced = {new for old, new in names.items() if new not in names and old not in dropped}
+    return {
+        names.get(key, key): value
+        for key, value in mapping.items()
+        if key not in dropped and key not in replaced
+    }

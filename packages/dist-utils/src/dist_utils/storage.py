@@ -22,8 +22,8 @@ def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
         ``torch.compile`` always ``False``: nothing is done while tracing.
 
     Raises:
-        ValueError: The tensor needs more elements than ``size`` has, or its storage is allocated with
-            another size.
+        ValueError: ``size`` has a negative number, the tensor needs more elements than it has, or its
+            storage is allocated with another size.
         TypeError: The tensor has no storage (a sparse one), or one that cannot be resized (NumPy's
             memory, memory shared between processes).
 
@@ -41,6 +41,8 @@ def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
     if torch.compiler.is_dynamo_compiling():
         return False
     storage = _resizable_storage(tensor)
+    if any(length < 0 for length in size):
+        raise ValueError(f"size {tuple(size)} has a negative number")
     wanted = prod(size) * tensor.element_size()
     if storage.nbytes() == wanted:
         return False
@@ -72,7 +74,7 @@ def free_storage(tensor: torch.Tensor) -> bool:
         ``False``: nothing is done while tracing.
 
     Raises:
-        ValueError: The tensor is a view of a larger storage.
+        ValueError: The tensor is a view of a larger storage, or has gaps or overlaps in memory.
         TypeError: The tensor has no storage (a sparse one), or one that cannot be resized (NumPy's
             memory, memory shared between processes).
 
@@ -91,10 +93,11 @@ def free_storage(tensor: torch.Tensor) -> bool:
     if storage.nbytes() == 0:
         return False
     covered = tensor.numel() * tensor.element_size()
-    if tensor.storage_offset() != 0 or covered != storage.nbytes():
+    if not covered == _bytes_needed(tensor) == storage.nbytes():
         raise ValueError(
-            f"freeing a tensor of shape {tuple(tensor.shape)} at offset {tensor.storage_offset()}, which has "
-            f"{covered} bytes of a storage of {storage.nbytes()}, would take the memory of other tensors"
+            f"a tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()} and offset "
+            f"{tensor.storage_offset()} does not cover exactly its storage of {storage.nbytes()} bytes: "
+            "freeing it could take the memory of other tensors"
         )
     storage.resize_(0)
     return True
@@ -103,18 +106,32 @@ def free_storage(tensor: torch.Tensor) -> bool:
 def data_ptr_allocated(tensor: torch.Tensor) -> bool:
     """Return whether there is memory behind a tensor: not after :func:`free_storage`, not on meta.
 
+    Args:
+        tensor: A strided tensor of any device.
+
+    Raises:
+        TypeError: It is no tensor, or has no storage (a sparse one).
+
     Source:
         ``torch.distributed.utils._data_ptr_allocated``.
+
+    Example:
+        >>> data_ptr_allocated(torch.ones(3)), data_ptr_allocated(torch.ones(3, device="meta"))
+        (True, False)
     """
-    return tensor.untyped_storage().data_ptr() > 0
+    return _storage(tensor).data_ptr() > 0
 
 
-def _resizable_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
     if tensor.layout != torch.strided:
         raise TypeError(f"a tensor with layout {tensor.layout} has no storage of its own")
-    storage = tensor.untyped_storage()
+    return tensor.untyped_storage()
+
+
+def _resizable_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    storage = _storage(tensor)
     if not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared()):
         raise TypeError(
             f"the storage of a tensor of shape {tuple(tensor.shape)} cannot be resized: its memory belongs "

@@ -26,6 +26,7 @@ __all__ = [
     "functional_all_reduce",
     "functional_all_to_all_single",
     "group_timeout",
+    "is_accelerator",
     "new_named_group",
     "reduce_scatter_single",
 ]
@@ -80,6 +81,15 @@ def reduce_scatter_single(
     """
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return cast("dist.Work | None", scatter(output, input, op, group=group, async_op=async_op))
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device is of the machine's kind of accelerator.
+
+    torch 2.6 raises when asked for the current accelerator where there is none.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator is not None and accelerator.type == device.type
 
 
 def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

@@ -1,0 +1,101 @@
+"""Objects seen as their instance attributes: read, copied and written past any code of their classes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import UserDict, UserList
+from types import BuiltinFunctionType, MemberDescriptorType, SimpleNamespace
+from typing import Any
+
+__all__ = ["blank", "holds_attributes", "named_attributes", "set_attributes", "slots_of"]
+
+_ATTRS_HASH = "_attrs_cached_hash"
+"""Where the attrs package keeps a hash of the contents; ``None`` has it computed anew."""
+
+
+def holds_attributes(cls: type) -> bool:
+    """Whether objects of a class are containers because of their attributes."""
+    return (
+        dataclasses.is_dataclass(cls)
+        or hasattr(cls, "__attrs_attrs__")
+        or issubclass(cls, (SimpleNamespace, UserDict, UserList))
+    )
+
+
+def slots_of(cls: type) -> list[Any]:
+    """Return the descriptors of all ``__slots__``, also of a base's that a subclass hides."""
+    return [
+        member
+        for base in cls.__mro__
+        if "__slots__" in vars(base)
+        for member in vars(base).values()
+        if isinstance(member, MemberDescriptorType)
+    ]
+
+
+def named_attributes(obj: Any) -> list[tuple[str, Any]]:
+    """Return names and values of what is set: in the instance's dictionary first, then in its slots."""
+    own = _own_dict(obj)
+    # Some dictionaries are their own __dict__: what is in them is walked as items.
+    inside = [] if own is None or own is obj else list(own.items())
+    return inside + [(member.__name__, value) for member, value in _filled_slots(obj)]
+
+
+def set_attributes(new: Any, original: Any, values: list[Any]) -> None:
+    """Give a new object the original's attributes with other values, in :func:`named_attributes`' order."""
+    own, count = _own_dict(original), 0
+    if own is original and own is not None:
+        object.__setattr__(new, "__dict__", new)
+    elif own:
+        count = len(own)
+        # Past __setattr__, which frozen classes refuse and others use to compute.
+        target = object.__getattribute__(new, "__dict__")
+        target.update(zip(own, values[:count], strict=True))
+        if _ATTRS_HASH in target:
+            target[_ATTRS_HASH] = None
+    for (member, _), value in zip(_filled_slots(original), values[count:], strict=True):
+        member.__set__(new, None if member.__name__ == _ATTRS_HASH else value)
+
+
+def blank(original: Any, *safe: type) -> Any:
+    """Return a new object of the original's class, without attributes, that no Python code has seen.
+
+    Args:
+        original: An instance.
+        *safe: Built-in classes whose state the caller will restore.
+
+    Raises:
+        TypeError: The object has a state in a class written in C, which a copy would lose.
+    """
+    cls = type(original)
+    maker = next(base for base in cls.__mro__ if isinstance(vars(base).get("__new__"), BuiltinFunctionType))
+    make: Any = vars(maker)["__new__"]
+    if isinstance(original, BaseException):
+        new = make(cls, *original.args)
+        new.args, new.__cause__, new.__context__ = original.args, original.__cause__, original.__context__
+        new.__suppress_context__ = original.__suppress_context__
+        return new.with_traceback(original.__traceback__)
+    if maker not in (object, SimpleNamespace, *safe):
+        raise TypeError(
+            f"a {cls.__qualname__} cannot be copied without its constructor, because it is also a "
+            f"{maker.__name__}: use register_container with two functions"
+        )
+    return make(cls)
+
+
+def _own_dict(obj: Any) -> dict[str, Any] | None:
+    """Return the instance's dictionary, and never what ``__getattr__`` or a wrapped object says."""
+    if not type(obj).__dictoffset__:
+        return None
+    own: dict[str, Any] = object.__getattribute__(obj, "__dict__")
+    return own
+
+
+def _filled_slots(obj: Any) -> list[tuple[Any, Any]]:
+    filled, cls = [], type(obj)
+    for member in slots_of(cls):
+        try:
+            filled.append((member, member.__get__(obj, cls)))
+        except AttributeError:  # noqa: PERF203 - never set; hasattr would run __getattr__
+            continue
+    return filled

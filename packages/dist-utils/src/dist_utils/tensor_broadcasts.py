@@ -1,0 +1,167 @@
+"""Many tensors from one rank to all: small ones together, large ones in their own memory, sparse in parts."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dist_utils.process_groups import global_rank
+
+__all__ = ["broadcast_tensors", "why_not_sendable"]
+
+_ALONE_BYTES = 256 << 10
+"""A tensor this large is broadcast by itself, from and into its own memory; copies into a common buffer
+cost more than a message of its own from about here on (Gloo on loopback)."""
+
+_IN_FLIGHT = 4
+"""Broadcasts under way at once: enough to keep the wire busy, and so many buffers at most."""
+
+_SPARSE_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+
+
+def why_not_sendable(tensor: torch.Tensor) -> str | None:
+    """Return why :func:`broadcast_tensors` cannot send or receive a tensor, or ``None`` if it can."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return "is not initialised yet: run a forward pass first"
+    if tensor.is_meta:
+        return "is on the meta device and has no values"
+    if tensor.layout not in (torch.strided, torch.sparse_coo, *_SPARSE_ROWS, *_SPARSE_COLUMNS):
+        return f"has layout {tensor.layout}, which cannot be sent"
+    if tensor.is_quantized or not _can_copy(tensor.dtype):
+        return f"has dtype {tensor.dtype}, which cannot be copied"
+    if tensor.layout == torch.strided and _shares_elements(tensor):
+        return "is expanded: several of its elements are one in memory"
+    if tensor.layout == torch.sparse_coo and tensor.dtype.itemsize == 1 and not tensor.is_coalesced():
+        return f"is not coalesced, and {tensor.dtype} cannot be"
+    return None
+
+
+def broadcast_tensors(
+    group: dist.ProcessGroup, tensors: list[torch.Tensor], bucket_bytes: int, src: int
+) -> None:
+    """Give every rank the values of group rank ``src``, in place and outside of autograd.
+
+    Args:
+        group: The ranks.
+        tensors: Alike on every rank, and sendable.
+        bucket_bytes: Up to which small tensors are put into one message.
+        src: The rank in the group.
+    """
+    if group.size() == 1:
+        return
+    dense = [tensor for tensor in tensors if tensor.layout == torch.strided and tensor.numel()]
+    under_way: deque[Iterator[None]] = deque()
+    with torch.no_grad():
+        for bucket in _buckets(dense, bucket_bytes):
+            broadcast = _broadcast_bucket(group, bucket, src)
+            next(broadcast)
+            under_way.append(broadcast)
+            if len(under_way) == _IN_FLIGHT:
+                next(under_way.popleft(), None)
+        for broadcast in under_way:
+            next(broadcast, None)
+        for tensor in tensors:
+            if tensor.layout != torch.strided:
+                _broadcast_sparse(group, tensor, bucket_bytes, src)
+
+
+def _buckets(tensors: list[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
+    """Group tensors of one dtype and device; by sizes alone, so alike on every rank."""
+    filling: defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    room: defaultdict[tuple[torch.dtype, torch.device], int] = defaultdict(lambda: most_bytes)
+    alone = min(_ALONE_BYTES, most_bytes)
+    for tensor in tensors:
+        size = tensor.nbytes
+        if size >= alone:
+            yield [tensor]
+            continue
+        kind = tensor.dtype, tensor.device
+        if size > room[kind]:
+            yield filling.pop(kind)
+            del room[kind]
+        filling[kind].append(tensor)
+        room[kind] -= size
+    yield from filling.values()
+
+
+def _broadcast_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor], src: int) -> Iterator[None]:
+    """Broadcast tensors of one dtype in one message, pausing while it is on the wire.
+
+    As bytes, which every backend can send.
+    """
+    is_source = group.rank() == src
+    in_place = len(bucket) == 1 and _is_plain_memory(bucket[0])
+    if in_place:
+        flat = bucket[0].detach().flatten()
+    elif is_source:
+        flat = torch.cat([tensor.flatten() for tensor in bucket])
+    else:
+        flat = bucket[0].new_empty(sum(map(torch.numel, bucket)))
+    work: Any = dist.broadcast(flat.view(torch.uint8), global_rank(group, src), group, async_op=True)
+    yield
+
+    work.wait()
+    if is_source:
+        return
+    if in_place:
+        if not bucket[0].is_inference():  # autograd would not notice that the memory was written
+            torch.autograd.graph.increment_version(bucket[0])
+        return
+    parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+    for tensor, part in zip(bucket, parts, strict=True):
+        tensor.copy_(part.view_as(tensor))
+
+
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+@cache
+def _can_copy(dtype: torch.dtype) -> bool:
+    """Whether torch can do more with a dtype than name it: some integers of fewer than 8 bits it cannot."""
+    try:
+        torch.empty(2, dtype=dtype)[::2].copy_(torch.empty(1, dtype=dtype))
+    except (NotImplementedError, RuntimeError):
+        return False
+    return True
+
+
+def _broadcast_sparse(group: dist.ProcessGroup, tensor: torch.Tensor, bucket_bytes: int, src: int) -> None:
+    """Broadcast the parts of a sparse tensor, of which ranks may have different numbers of elements."""
+    is_source = group.rank() == src
+    parts = _sparse_parts(tensor) if is_source else []
+    shapes = [[(part.shape, part.dtype) for part in parts]]
+    dist.broadcast_object_list(shapes, global_rank(group, src), group)
+    if not is_source:
+        parts = [torch.empty(shape, dtype=dtype, device=tensor.device) for shape, dtype in shapes[0]]
+    broadcast_tensors(group, parts, bucket_bytes, src)
+    if is_source:
+        return
+    if tensor.layout == torch.sparse_coo:
+        indices, values = parts
+        tensor.copy_(torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=True))
+    else:
+        compressed, plain, values = parts
+        received = torch.sparse_compressed_tensor(
+            compressed, plain, values, tensor.shape, layout=tensor.layout
+        )
+        tensor.resize_as_sparse_(received).copy_(received)
+
+
+def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.layout == torch.sparse_coo:
+        coalesced = tensor.coalesce()
+        return [coalesced.indices(), coalesced.values()]
+    if tensor.layout in _SPARSE_ROWS:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
