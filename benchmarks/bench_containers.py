@@ -4,8 +4,9 @@
     python benchmarks/bench_containers.py
 
 Every repeat runs all functions, in turns forwards and backwards. Writes results/containers.json and
-.png beside this file. "keep" returns each tensor itself, which leaves the function's own cost; "cast" makes new tensors. A
-peer that leaves the batch's tensors as they were, or gives back something of another type, has no number.
+.png beside this file. "keep" returns each tensor itself, which leaves the function's own cost; "cast" makes
+new tensors. A peer that leaves the batch's tensors as they were, or gives back something of another type,
+has no number.
 """
 
 from __future__ import annotations

@@ -144,9 +144,9 @@ def _first_difference(everyone: list[Claim], ranks: list[int]) -> str:
 
 
 def _description(tensor: torch.Tensor) -> str:
-    text = f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device.type}"
-    if tensor.layout == torch.strided:
-        text += f", stride {tensor.stride()}"
-    else:
-        text += f", layout {tensor.layout}"
-    return f"{text}, requires_grad {tensor.requires_grad}"
+    dense = tensor.layout is torch.strided
+    memory = f"stride {tensor.stride()}" if dense else f"layout {tensor.layout}"
+    return (
+        f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device.type}, {memory}, "
+        f"requires_grad {tensor.requires_grad}"
+    )

@@ -7,7 +7,7 @@ from collections import UserDict, UserList
 from types import BuiltinFunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any
 
-__all__ = ["blank", "holds_attributes", "named_attributes", "set_attributes", "slots_of"]
+__all__ = ["blank", "holds_attributes", "maker_of", "named_attributes", "set_attributes", "slot_places"]
 
 _ATTRS_HASH = "_attrs_cached_hash"
 """Where the attrs package keeps a hash of the contents; ``None`` has it computed anew."""
@@ -22,26 +22,29 @@ def holds_attributes(cls: type) -> bool:
     )
 
 
-def slots_of(cls: type) -> list[Any]:
-    """Return the descriptors of all ``__slots__``, also of a base's that a subclass hides."""
-    return [
-        member
-        for base in cls.__mro__
+def slot_places(cls: type) -> tuple[tuple[int, str], ...]:
+    """Return where the ``__slots__`` of a class are: which of its bases, and the name there.
+
+    Also those of a base that a subclass hides. Not the descriptors, which would keep the class alive.
+    """
+    return tuple(
+        (depth, name)
+        for depth, base in enumerate(cls.__mro__)
         if "__slots__" in vars(base)
-        for member in vars(base).values()
+        for name, member in vars(base).items()
         if isinstance(member, MemberDescriptorType)
-    ]
+    )
 
 
-def named_attributes(obj: Any) -> list[tuple[str, Any]]:
+def named_attributes(obj: Any, places: tuple[tuple[int, str], ...]) -> list[tuple[str, Any]]:
     """Return names and values of what is set: in the instance's dictionary first, then in its slots."""
     own = _own_dict(obj)
     # Some dictionaries are their own __dict__: what is in them is walked as items.
     inside = [] if own is None or own is obj else list(own.items())
-    return inside + [(member.__name__, value) for member, value in _filled_slots(obj)]
+    return inside + [(member.__name__, value) for member, value in _filled_slots(obj, places)]
 
 
-def set_attributes(new: Any, original: Any, values: list[Any]) -> None:
+def set_attributes(new: Any, original: Any, values: list[Any], places: tuple[tuple[int, str], ...]) -> None:
     """Give a new object the original's attributes with other values, in :func:`named_attributes`' order."""
     own, count = _own_dict(original), 0
     if own is original and own is not None:
@@ -53,29 +56,36 @@ def set_attributes(new: Any, original: Any, values: list[Any]) -> None:
         target.update(zip(own, values[:count], strict=True))
         if _ATTRS_HASH in target:
             target[_ATTRS_HASH] = None
-    for (member, _), value in zip(_filled_slots(original), values[count:], strict=True):
+    for (member, _), value in zip(_filled_slots(original, places), values[count:], strict=True):
         member.__set__(new, None if member.__name__ == _ATTRS_HASH else value)
 
 
-def blank(original: Any, *safe: type) -> Any:
+def maker_of(cls: type) -> type:
+    """Return the class written in C, among the bases of ``cls``, whose ``__new__`` makes its objects."""
+    return next(base for base in cls.__mro__ if isinstance(vars(base).get("__new__"), BuiltinFunctionType))
+
+
+def blank(original: Any, maker: type, *safe: type) -> Any:
     """Return a new object of the original's class, without attributes, that no Python code has seen.
 
     Args:
         original: An instance.
+        maker: As :func:`maker_of` says.
         *safe: Built-in classes whose state the caller will restore.
 
     Raises:
         TypeError: The object has a state in a class written in C, which a copy would lose.
     """
     cls = type(original)
-    maker = next(base for base in cls.__mro__ if isinstance(vars(base).get("__new__"), BuiltinFunctionType))
+    if maker is object:
+        return object.__new__(cls)
     make: Any = vars(maker)["__new__"]
     if isinstance(original, BaseException):
         new = make(cls, *original.args)
         new.args, new.__cause__, new.__context__ = original.args, original.__cause__, original.__context__
         new.__suppress_context__ = original.__suppress_context__
         return new.with_traceback(original.__traceback__)
-    if maker not in (object, SimpleNamespace, *safe):
+    if maker not in (SimpleNamespace, *safe):
         raise TypeError(
             f"a {cls.__qualname__} cannot be copied without its constructor, because it is also a "
             f"{maker.__name__}: use register_container with two functions"
@@ -91,11 +101,12 @@ def _own_dict(obj: Any) -> dict[str, Any] | None:
     return own
 
 
-def _filled_slots(obj: Any) -> list[tuple[Any, Any]]:
+def _filled_slots(obj: Any, places: tuple[tuple[int, str], ...]) -> list[tuple[Any, Any]]:
     filled, cls = [], type(obj)
-    for member in slots_of(cls):
+    for depth, name in places:
+        member = vars(cls.__mro__[depth])[name]
         try:
             filled.append((member, member.__get__(obj, cls)))
-        except AttributeError:  # noqa: PERF203 - never set; hasattr would run __getattr__
+        except AttributeError:  # never set; hasattr would ask __getattr__
             continue
     return filled

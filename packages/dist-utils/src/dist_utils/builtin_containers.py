@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from reprlib import repr as short_repr
 from typing import Any, NamedTuple
 
-from dist_utils.attribute_objects import blank
+from dist_utils.attribute_objects import blank, maker_of
 
 __all__ = ["Content", "content_of", "indices"]
 
@@ -45,7 +45,7 @@ def _dict_content(base: Any) -> Content:
     factory = vars(base).get("default_factory")
 
     def make(obj: Any, values: list[Any]) -> Any:
-        new = blank(obj, base, dict)
+        new = blank(obj, maker_of(type(obj)), base, dict)
         for key, value in zip(base.keys(obj), values, strict=True):
             base.__setitem__(new, key, value)
         if factory is not None:
@@ -85,13 +85,13 @@ def _set_content(base: Any) -> Content:
 def _make_list(obj: Any, values: list[Any]) -> Any:
     if type(obj) is list:
         return values
-    new = blank(obj, list)
+    new = blank(obj, maker_of(type(obj)), list)
     list.extend(new, values)
     return new
 
 
 def _make_deque(obj: Any, values: list[Any]) -> Any:
-    new = blank(obj, deque)
+    new = blank(obj, maker_of(type(obj)), deque)
     deque.__init__(new, values, obj.maxlen)
     return new
 

@@ -12,9 +12,10 @@ import torch
 from dist_utils.attribute_objects import (
     blank,
     holds_attributes,
+    maker_of,
     named_attributes,
     set_attributes,
-    slots_of,
+    slot_places,
 )
 from dist_utils.builtin_containers import Content, content_of, indices
 from dist_utils.special_containers import SPECIAL
@@ -101,27 +102,27 @@ def kind_of(cls: type) -> Kind:
 
 
 def _find_kind(cls: type) -> Kind:
-    content = content_of(cls)
+    content, places = content_of(cls), slot_places(cls)
     registered = next((base for base in cls.__mro__ if base in _registered), None)
     special = next((parts for fits, parts in SPECIAL if fits(cls)), None)
     if registered is not None:
-        kind = _registered[registered] or _attribute_kind(content)
+        kind = _registered[registered] or _attribute_kind(content, places, maker_of(cls))
     elif issubclass(cls, torch.Tensor):
         kind = TENSOR
     elif issubclass(cls, (torch.nn.Module, enum.Enum)):  # shared by identity, never copied
         kind = LEAF
     elif special is not None:
         kind = Kind(*special)
-    elif content is not None and not cls.__dictoffset__ and not slots_of(cls):
+    elif content is not None and not cls.__dictoffset__ and not places:
         kind = Kind(*content)
     elif content is not None or holds_attributes(cls):
-        kind = _attribute_kind(content)
+        kind = _attribute_kind(content, places, maker_of(cls))
     else:
         kind = LEAF
     return kind
 
 
-def _attribute_kind(content: Content | None) -> Kind:
+def _attribute_kind(content: Content | None, places: tuple[tuple[int, str], ...], maker: type) -> Kind:
     """Return the kind of objects with attributes, which may be built-in containers too."""
 
     def values(obj: Any) -> list[Any]:
@@ -129,15 +130,16 @@ def _attribute_kind(content: Content | None) -> Kind:
 
     def rebuild(obj: Any, children: list[Any]) -> Any:
         inside = len(values(obj))
-        new = content.make(obj, children[:inside]) if content else blank(obj)
-        set_attributes(new, obj, children[inside:])
+        new = content.make(obj, children[:inside]) if content else blank(obj, maker)
+        set_attributes(new, obj, children[inside:], places)
         return new
 
     return Kind(
-        children=lambda obj: values(obj) + [value for _, value in named_attributes(obj)],
+        children=lambda obj: values(obj) + [value for _, value in named_attributes(obj, places)],
         rebuild=rebuild,
         names=lambda obj: (
-            (content.names(obj) if content else []) + [f".{name}" for name, _ in named_attributes(obj)]
+            (content.names(obj) if content else [])
+            + [f".{name}" for name, _ in named_attributes(obj, places)]
         ),
         aside=content.aside if content else lambda _: [],
     )

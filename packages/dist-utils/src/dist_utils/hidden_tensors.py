@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dist_utils.attribute_objects import named_attributes
+from dist_utils.attribute_objects import named_attributes, slot_places
 
 __all__ = ["HiddenTensors"]
 
@@ -69,7 +69,7 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
     elif _is_object_array(obj):
         yield from ((f".flat[{index}]", value) for index, value in enumerate(obj.flat))
     else:
-        yield from ((f".{name}", value) for name, value in named_attributes(obj))
+        yield from ((f".{name}", value) for name, value in named_attributes(obj, slot_places(type(obj))))
         # Also what C code holds, as in iterators and partial functions.
         yield from ((f" -> {type(value).__name__}", value) for value in gc.get_referents(obj))
 

@@ -31,12 +31,13 @@ def why_not_sendable(tensor: torch.Tensor) -> str | None:
         return "is not initialised yet: run a forward pass first"
     if tensor.is_meta:
         return "is on the meta device and has no values"
-    if tensor.layout not in (torch.strided, torch.sparse_coo, *_SPARSE_ROWS, *_SPARSE_COLUMNS):
-        return f"has layout {tensor.layout}, which cannot be sent"
     if tensor.is_quantized or not _can_copy(tensor.dtype):
         return f"has dtype {tensor.dtype}, which cannot be copied"
-    if tensor.layout == torch.strided and _shares_elements(tensor):
-        return "is expanded: several of its elements are one in memory"
+    if tensor.layout is torch.strided:
+        shared = not tensor.is_contiguous() and _shares_elements(tensor)
+        return "is expanded: several of its elements are one in memory" if shared else None
+    if tensor.layout not in (torch.sparse_coo, *_SPARSE_ROWS, *_SPARSE_COLUMNS):
+        return f"has layout {tensor.layout}, which cannot be sent"
     if tensor.layout == torch.sparse_coo and tensor.dtype.itemsize == 1 and not tensor.is_coalesced():
         return f"is not coalesced, and {tensor.dtype} cannot be"
     return None
