@@ -1,0 +1,255 @@
+"""Buffers, strides, conventions, operations, errors and hangs."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+import dist_autograd_collectives as dac
+from dist_utils.testing import run_ranks
+
+
+def _caught(kind, fn, *args, **kwargs):
+    try:
+        fn(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    return None
+
+
+def _strides(rank):
+    """Different strides on different ranks, and cotangents with stride 0."""
+    seen = {}
+    base = torch.arange(6.0).view(2, 3) + 10 * rank
+    x = base.t().contiguous().t() if rank else base.clone()
+    x.requires_grad_()
+    (first, second) = dac.all_gather(x)
+    seen["all_gather"] = torch.equal(first, torch.arange(6.0).view(2, 3))
+    seen["second"] = torch.equal(second, torch.arange(6.0).view(2, 3) + 10)
+    cotangent = torch.arange(6.0).view(3, 2).t() if rank else torch.arange(6.0).view(2, 3)
+    torch.autograd.backward([first, second], [cotangent, cotangent])
+    right = torch.arange(6.0).view(3, 2).t() + torch.arange(6.0).view(2, 3)
+    seen["backward"] = torch.equal(x.grad, right)
+    for name, call in {
+        "broadcast": lambda x: dac.broadcast(x, 0),
+        "reduce": lambda x: dac.reduce(x, 0),
+        "gather": lambda x: torch.stack(dac.gather(x, 0)),
+    }.items():
+        x.grad = None
+        call(x).sum().backward()  # cotangents are expanded ones
+        seen[name] = x.grad.unique().tolist()
+    return seen
+
+
+def test_strides_do_not_matter():
+    first, second = run_ranks(_strides, 2)
+    for seen in (first, second):
+        assert seen["all_gather"]
+        assert seen["second"]
+        assert seen["backward"]
+    assert (first["broadcast"], second["broadcast"]) == ([2], [0])
+    assert (first["reduce"], second["reduce"]) == ([1], [1])
+    assert (first["gather"], second["gather"]) == ([1], [1])
+
+
+def _buffers(rank):
+    seen = {}
+    x = torch.full((2,), 1.0 + rank, requires_grad=True)
+    buffer = torch.empty(2)
+    first = dac.all_to_all_single(buffer, x)
+    second = dac.all_to_all_single(buffer, 10 * x)  # the same buffer again
+    (first + second).sum().backward()
+    seen["reused"] = x.grad.tolist()
+    wide = torch.zeros(2, 2)
+    result = dac.reduce_scatter(wide[:, 0], [x, x])
+    seen["strided"] = torch.equal(wide[:, 0], result.detach()) and wide[:, 1].tolist() == [0, 0]
+    out = [torch.empty(1 + rank), torch.empty(1 + rank)]
+    dac.all_to_all(out, [torch.full((1 + other,), float(rank)) for other in range(2)])
+    seen["uneven"] = [entry.tolist() for entry in out]
+    whole = torch.empty(2, 2)
+    seen["base"] = dac._all_gather_base(whole, x).tolist() == whole.tolist() == [[1, 1], [2, 2]]
+    seen["same"] = torch.equal(whole, dac.all_gather_base(torch.empty(2, 2), x))
+    return seen
+
+
+def test_buffers_are_filled_and_may_be_used_again():
+    for rank, seen in enumerate(run_ranks(_buffers, 2)):
+        assert seen["reused"] == [11, 11]
+        assert seen["strided"]
+        assert seen["uneven"] == [[0.0] * (1 + rank), [1.0] * (1 + rank)]
+        assert seen["base"]
+        assert seen["same"]
+
+
+def _conventions(rank):
+    """Every rank computes the same loss: the gradient of one of them, and W times that."""
+    w = torch.tensor([1.0, 2.0, 3.0])
+    seen = {}
+    for grad in ("sum", "replicated"):
+        x = (torch.arange(3.0) + 1 + rank).requires_grad_()
+        calls = {
+            "all_reduce": lambda x, grad=grad: dac.all_reduce(x, grad=grad),
+            "avg": lambda x, grad=grad: dac.all_reduce(x, "avg", grad=grad),
+            "max": lambda x, grad=grad: dac.all_reduce(x, "max", grad=grad),
+            "all_gather": lambda x, grad=grad: sum(dac.all_gather(x, grad=grad)),
+            "broadcast": lambda x, grad=grad: dac.broadcast(x, 1, grad=grad),
+        }
+        for name, call in calls.items():
+            (first,) = torch.autograd.grad((w * call(x) ** 2).sum(), x, create_graph=True)
+            # Replicated again: the squared norm of the gradient of all ranks.
+            norm = dac.all_reduce((first**2).sum(), grad=grad)
+            (second,) = torch.autograd.grad(norm, x)
+            seen[grad, name] = first.tolist(), second.tolist()
+    return seen
+
+
+def test_the_replicated_convention_counts_the_loss_once():
+    size, w = 2, torch.tensor([1.0, 2.0, 3.0])
+    found = run_ranks(_conventions, size)
+    xs = [(torch.arange(3.0) + 1 + rank).requires_grad_() for rank in range(size)]
+    values = {
+        "all_reduce": sum(xs),
+        "avg": sum(xs) / size,
+        "max": torch.stack(xs).amax(0),
+        "all_gather": sum(xs),
+        "broadcast": xs[1] + 0 * xs[0],
+    }
+    for name, value in values.items():
+        first = torch.autograd.grad((w * value**2).sum(), xs, create_graph=True)
+        norm = sum((gradient**2).sum() for gradient in first)
+        second = torch.autograd.grad(norm, xs)
+        for rank in range(size):
+            once, twice = found[rank]["replicated", name]
+            assert once == pytest.approx(first[rank].tolist(), rel=1e-6), name
+            assert twice == pytest.approx(second[rank].tolist(), rel=1e-6), name
+            assert found[rank]["sum", name][0] == pytest.approx((size * first[rank]).tolist(), rel=1e-6)
+
+
+def _operations(rank):
+    seen = {}
+    nan = float("nan")
+    x = torch.tensor([1.0, nan, 2.0, nan] if rank else [nan, nan, 2.0, 1.0], requires_grad=True)
+    for op in ("max", "min"):
+        x.grad = None
+        result = dac.all_reduce(x, op)
+        result.sum().backward()
+        seen[op] = result.isnan().tolist(), x.grad.tolist()
+    factor = 2.0 + rank
+    x = torch.ones(2, requires_grad=True)
+    result = dac.all_reduce(x, dist._make_nccl_premul_sum(factor))
+    result.sum().backward()
+    seen["premul"] = result.tolist(), x.grad.tolist()
+    bits = torch.tensor([1 + rank, 3])
+    seen["bits"] = [dac.all_reduce(bits, op).tolist() for op in ("band", "bor", "bxor")]
+    seen["ints"] = [dac.all_reduce(bits, op).tolist() for op in ("sum", "avg", "max", "product")]
+    seen["float bits"] = _caught(TypeError, dac.all_reduce, x, "bor")
+    seen["complex max"] = _caught(TypeError, dac.all_reduce, x + 0j, "max")
+    seen["unknown"] = _caught(TypeError, dac.all_reduce, x, "median")
+    half = torch.full((3,), 0.5, dtype=torch.float16, requires_grad=True)
+    dac.all_reduce(half, ReduceOp.PRODUCT).sum().backward()
+    seen["half"] = half.grad.dtype == torch.float16 and half.grad.tolist() == [1, 1, 1]
+    return seen
+
+
+def test_operations_and_what_they_do_not_mean():
+    first, second = run_ranks(_operations, 2)
+    for seen in (first, second):
+        assert seen["max"][0] == [True, True, False, True]
+        assert seen["premul"][0] == [5, 5]
+        assert seen["bits"] == [[0, 3], [3, 3], [3, 0]]
+        assert seen["ints"] == [[3, 6], [1, 3], [2, 3], [2, 9]]
+        assert "BOR has no meaning for torch.float32" in seen["float bits"]
+        assert "complex numbers have no order" in seen["complex max"]
+        assert "got 'median'" in seen["unknown"]
+        assert seen["half"]
+    # Holders of a NaN share the gradient of 2 (two ranks' losses), as do equal extrema.
+    assert first["max"][1] == first["min"][1] == [2, 1, 1, 0]
+    assert second["max"][1] == second["min"][1] == [0, 1, 1, 2]
+    assert (first["premul"][1], second["premul"][1]) == ([4, 4], [6, 6])
+
+
+def _errors(rank):
+    x = torch.ones(2)
+    pair = dist.new_group([0, 1])
+    seen = {
+        "src": _caught(ValueError, dac.broadcast, x, 7),
+        "both": _caught(ValueError, dac.broadcast, x, 0, group_src=0),
+        "neither": _caught(ValueError, dac.reduce, x),
+        "group_dst": _caught(ValueError, dac.gather, x, group_dst=3),
+        "grad": _caught(ValueError, dac.all_reduce, x, grad="mean"),
+        "list": _caught(ValueError, dac.reduce_scatter, x, [x]),
+        "shapes": _caught(ValueError, dac.reduce_scatter, x, [x, x, torch.ones(3)]),
+        "split sum": _caught(ValueError, dac.all_to_all_single, x, x, [1, 1, 1], [1, 1, 0]),
+        "equal split": _caught(ValueError, dac.all_to_all_single, x, x),
+        "gathered": _caught(ValueError, dac.all_gather_base, torch.ones(4), x),
+        "source": _caught(ValueError, dac.scatter, None, rank),
+    }
+    if rank == 2:
+        seen["member"] = _caught(ValueError, dac.all_reduce, x, group=pair)
+    return seen
+
+
+def test_bad_input_is_refused_before_communication():
+    found = run_ranks(_errors, 3)
+    for rank, seen in enumerate(found):
+        assert "rank 7 is not a member" in seen["src"]
+        assert seen["both"] == "give either src or group_src"
+        assert seen["neither"] == "give either dst or group_dst"
+        assert "group_dst 3 is out of range for a group of 3 ranks" in seen["group_dst"]
+        assert "'mean'" in seen["grad"]
+        assert "must have 3 tensors" in seen["list"]
+        assert "(3,)" in seen["shapes"]
+        assert (
+            "output_split_sizes must be 3 numbers" in seen["split sum"] or "add up to 2" in seen["split sum"]
+        )
+        assert "cannot be split into 3 equal parts" in seen["equal split"]
+        assert "4 elements, but 3 ranks send 2 each" in seen["gathered"]
+        assert "the source needs a list of 3 tensors" in seen["source"], rank
+    assert "rank 2 is not a member" in found[2]["member"]
+
+
+def _unused(rank, cure):
+    x = torch.ones(2, requires_grad=True)
+    y = dac.all_reduce(x)
+    loss = y.sum() if rank == 0 else (x * 3).sum()  # rank 1 does not use its output
+    if cure:
+        loss = dac.connect(loss, y)
+    began = time.monotonic()
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        return "error", str(error), time.monotonic() - began
+    return "right", x.grad.tolist(), time.monotonic() - began
+
+
+def test_an_unused_output_hangs_until_the_timeout_and_connect_cures_it():
+    alone, _ = run_ranks(_unused, 2, False, group_timeout=4)
+    assert alone[0] == "error"
+    first, second = run_ranks(_unused, 2, True, group_timeout=4)
+    assert first[:2] == ("right", [1, 1])
+    assert second[:2] == ("right", [4, 4])
+
+
+def _receivers(rank, anchor):
+    x = torch.ones(2, requires_grad=rank == 0)
+    y = dac.broadcast(x, 0, anchor=anchor)
+    if not y.requires_grad:
+        return None
+    y.sum().backward()
+    return None if x.grad is None else x.grad.tolist()
+
+
+def test_an_anchor_lets_ranks_without_a_gradient_take_part():
+    assert run_ranks(_receivers, 2, True) == [[2, 2], None]
+
+
+def test_connect_adds_nothing_from_what_it_connects():
+    loss = torch.tensor(2.0, requires_grad=True)
+    broken = torch.tensor([float("nan"), float("inf")], requires_grad=True)
+    connected = dac.connect(loss, broken, broken + 0j)
+    connected.backward()
+    assert connected.item() == 2
+    assert loss.grad == 1
+    assert broken.grad.tolist() == [0, 0]

@@ -1,0 +1,98 @@
+"""Values and gradients of first and second order against one process that has all ranks' inputs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from collective_cases import CASES, inputs, loss
+from torch.distributed.device_mesh import DeviceMesh
+
+from dist_utils.testing import run_ranks
+
+GROUPS = {"world": [0, 1, 2], "1 and 2": [1, 2], "0 and 2": [0, 2], "alone": [1]}
+# A few dozen roundings at the most, each of half an epsilon of numbers no larger than the largest result.
+ROUNDINGS = 64
+
+
+def simulated(case, ranks, shape, dtype):
+    """Return all ranks' outputs, gradients and second-order gradients."""
+    xs = [inputs(rank, shape, dtype).requires_grad_() for rank in ranks]
+    outputs = case.simulate(xs)
+    total = sum(loss(rank, out) for rank, out in zip(ranks, outputs, strict=True))
+    first = torch.autograd.grad(total, xs, create_graph=True, materialize_grads=True)
+    if not case.second_order:
+        return outputs, first, None
+    scalar = sum(loss(rank + 7, [gradient]) for rank, gradient in zip(ranks, first, strict=True))
+    scalar = scalar + sum((0 * x).abs().sum() for x in xs)  # some have no path
+    second = torch.autograd.grad(scalar, xs, materialize_grads=True)
+    return outputs, first, second
+
+
+def measured(case, rank, group, ranks, shape, dtype):
+    x = inputs(rank, shape, dtype).requires_grad_()
+    outputs = case.call(x, group, ranks)
+    if not case.second_order:
+        # Not autograd.grad, which on a rank without a path to x would not even begin.
+        loss(rank, outputs).backward()
+        return outputs, torch.zeros_like(x) if x.grad is None else x.grad, None
+    (first,) = torch.autograd.grad(loss(rank, outputs), x, create_graph=True)
+    (second,) = torch.autograd.grad(loss(rank + 7, [first]), x)
+    return outputs, first, second
+
+
+def distance(ours, right):
+    """Return the largest difference in roundings, or infinity where shapes, dtypes or NaNs differ."""
+    if ours.shape != right.shape or ours.dtype != right.dtype:
+        return float("inf")
+    if not ours.numel():
+        return 0.0
+    difference = torch.where(ours == right, 0, ours - right).abs().nan_to_num(nan=float("inf"))
+    scale = right.abs().nan_to_num().max().clamp(min=1).item()
+    return difference.max().item() / scale / torch.finfo(ours.dtype).eps
+
+
+def _compare(rank, shape, dtype, names):
+    groups = {name: dist.new_group(ranks) for name, ranks in GROUPS.items()}
+    found = {}
+    for group_name, ranks in GROUPS.items():
+        if rank not in ranks:
+            continue
+        group = groups[group_name]
+        if group_name == "0 and 2":
+            group = DeviceMesh.from_group(group, "cpu")
+        for name in names:
+            case, mine = CASES[name], ranks.index(rank)
+            outputs, first, second = measured(case, rank, group, ranks, shape, dtype)
+            all_outputs, all_first, all_second = simulated(case, ranks, shape, dtype)
+            errors = [distance(a, b) for a, b in zip(outputs, all_outputs[mine], strict=True)]
+            found[group_name, name] = (
+                max(errors),
+                distance(first, all_first[mine]),
+                distance(second, all_second[mine]) if case.second_order else 0.0,
+            )
+    return found
+
+
+# Linear ones only: the others have no meaning or no tie rule there.
+COMPLEX = [name for name, case in CASES.items() if case.linear]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "names"),
+    [
+        ((2, 3), torch.float64, list(CASES)),
+        ((), torch.float64, [name for name in CASES if "single" not in name]),
+        ((0, 3), torch.float64, [name for name in CASES if "uneven" not in name]),
+        ((2, 3), torch.complex128, COMPLEX),
+        ((2, 3), torch.float32, list(CASES)),
+        ((2, 3), torch.bfloat16, COMPLEX),
+    ],
+    ids=["float64", "0-dim", "empty", "complex128", "float32", "bfloat16"],
+)
+def test_values_and_gradients_of_both_orders(shape, dtype, names):
+    wrong = {
+        (rank, *key): errors
+        for rank, found in enumerate(run_ranks(_compare, 3, shape, dtype, names, timeout=170))
+        for key, errors in found.items()
+        if max(errors) > ROUNDINGS
+    }
+    assert not wrong
