@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import GroupLike, resolve_group
+from dist_utils.torch_compat import traceable_collectives
 
 __all__ = ["Members", "linear", "members"]
-
-_traceable: Any = torch.ops._c10d_functional  # noqa: SLF001 - the collectives that torch.compile sees
 
 _SMALL_BYTES = 64 << 10
 """Up to here a sum for one rank is sent as a sum for all: twice the bytes, but one message less."""
@@ -168,22 +167,24 @@ def _run(
     elif name == "own if root":
         result = x.clone() if who.rank == root else torch.zeros_like(x)
     elif name == "exchange":
-        result = _send(_traceable.all_to_all_single, x, list(output_splits), list(input_splits), who.group)
+        result = _send(
+            traceable_collectives.all_to_all_single, x, list(output_splits), list(input_splits), who.group
+        )
     elif name == "all_gather":
-        result = _send(_traceable.all_gather_into_tensor, x, who.size, who.group)
+        result = _send(traceable_collectives.all_gather_into_tensor, x, who.size, who.group)
     elif name == "reduce_scatter":
-        result = _send(_traceable.reduce_scatter_tensor, x, "sum", who.size, who.group)
+        result = _send(traceable_collectives.reduce_scatter_tensor, x, "sum", who.size, who.group)
     elif name == "all_reduce":
-        result = _send(_traceable.all_reduce, x, "sum", who.group)
+        result = _send(traceable_collectives.all_reduce, x, "sum", who.group)
     elif name == "broadcast":
-        result = _send(_traceable.broadcast, x, root, who.group)
+        result = _send(traceable_collectives.broadcast, x, root, who.group)
     else:
         result = _reduce(x, who, root)
     return result
 
 
 def _send(collective: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    result: torch.Tensor = _traceable.wait_tensor(collective(x, *arguments))
+    result: torch.Tensor = traceable_collectives.wait_tensor(collective(x, *arguments))
     return result
 
 

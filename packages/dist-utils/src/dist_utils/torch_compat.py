@@ -29,7 +29,12 @@ __all__ = [
     "is_accelerator",
     "new_named_group",
     "reduce_scatter_single",
+    "traceable_collectives",
 ]
+
+traceable_collectives: Any = torch.ops._c10d_functional  # noqa: SLF001
+"""The collectives as operators that ``torch.compile`` sees: out of place, started at once, waited for by
+``wait_tensor``, groups by name. The public functions over them come with gradients of their own."""
 
 GROUPS_END_WITHOUT_GIL: bool = hasattr(dist.ProcessGroup, "shutdown")
 """Whether a group may be destroyed as soon as its last collective returned. In torch 2.6 the destructor
