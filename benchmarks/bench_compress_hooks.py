@@ -14,7 +14,6 @@ import argparse
 import ctypes
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 from emulated_hosts import EmulationUnavailableError, address, emulated_hosts
 from machine import describe_machine
+from timings import slowest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as pytorch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -162,16 +162,6 @@ def measure_error(rank: int) -> dict[str, list[float]]:
             result = hook(bucket).wait().double()
             errors[name].append(float((result - exact).norm() / exact.norm()))
     return errors
-
-
-def slowest(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
-    """Return median and quartiles of the slowest rank's times, in ms."""
-    summary = {}
-    for name in ranks[0]:
-        times = [1e3 * max(repeat) for repeat in zip(*(rank[name] for rank in ranks), strict=True)]
-        low, median, high = statistics.quantiles(times, n=4)
-        summary[name] = {"median_ms": round(median, 2), "quartiles_ms": [round(low, 2), round(high, 2)]}
-    return summary
 
 
 def on_hosts(count: int, repeats: int) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from bar_charts import draw_bars
 from machine import describe_machine
+from timings import slowest
 from torch.distributed import utils as pytorch
 
 from dist_utils import sync_module_states
@@ -79,12 +79,7 @@ def main() -> None:
     options = parser.parse_args()
     results: dict[str, Any] = {**describe_machine(), "repeats": options.repeats, "ms": {}}
     for width in WIDTHS:
-        ranks = run_ranks(measure, 2, width, options.repeats, timeout=300)
-        table = {}
-        for name in ranks[0]:
-            times = [1e3 * max(repeat) for repeat in zip(*(rank[name] for rank in ranks), strict=True)]
-            low, median, high = statistics.quantiles(times, n=4)
-            table[name] = {"median_ms": round(median, 2), "quartiles_ms": [round(low, 2), round(high, 2)]}
+        table = slowest(run_ranks(measure, 2, width, options.repeats, timeout=300))
         kib = 100 * (width * width + width) * 4 / 2**10
         size = f"{kib:.0f} KiB" if kib < 2**10 else f"{kib / 2**10:.1f} MiB"
         results["ms"][size] = table

@@ -253,3 +253,16 @@ def test_connect_adds_nothing_from_what_it_connects():
     assert connected.item() == 2
     assert loss.grad == 1
     assert broken.grad.tolist() == [0, 0]
+
+
+def _large(rank):
+    """More than is sent as a sum for all, and no multiple of the world size."""
+    x = (torch.arange(50_001.0) + rank).requires_grad_()
+    total = dac.reduce(x, 1)
+    (2 * total).sum().backward()
+    expected = 2 * torch.arange(50_001.0) + 1 if rank == 1 else torch.zeros(50_001)
+    return torch.equal(total, expected) and torch.equal(x.grad, torch.full((50_001,), 2.0))
+
+
+def test_a_large_sum_for_one_rank():
+    assert run_ranks(_large, 2) == [True, True]

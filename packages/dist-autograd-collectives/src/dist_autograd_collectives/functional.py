@@ -6,10 +6,18 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from dist_autograd_collectives.linear import Members, linear, members
+from dist_autograd_collectives.arguments import (
+    anchored,
+    check_list,
+    checked_splits,
+    filled,
+    is_replicated,
+    root_in_group,
+    shapes,
+)
+from dist_autograd_collectives.linear import Members, linear, members, splits_to_root, zeros_after
 from dist_autograd_collectives.reductions import (
     ReduceOperation,
     is_sum,
@@ -17,8 +25,8 @@ from dist_autograd_collectives.reductions import (
     reduce_stacked,
     scaled_for_sum,
 )
-from dist_autograd_collectives.transport import all_reduced, as_real, joined, reduce_scattered
-from dist_utils import GroupLike, group_rank, resolve_group
+from dist_autograd_collectives.transport import all_reduced, as_real, averaged, joined, reduce_scattered
+from dist_utils import GroupLike, resolve_group
 from dist_utils.process_groups import collective_device
 
 __all__ = [
@@ -76,9 +84,7 @@ def all_reduce(
         >>> total = all_reduce(tensor)  # doctest: +SKIP
     """
     name, factor = parse(op, tensor)
-    return all_reduced(
-        _anchored(tensor, anchor), members(group), name, factor, replicated=_is_replicated(grad)
-    )
+    return all_reduced(anchored(tensor, anchor), members(group), name, factor, replicated=is_replicated(grad))
 
 
 def broadcast(
@@ -112,9 +118,9 @@ def broadcast(
     Source:
         ``torch.distributed.nn.functional.broadcast``; torch's functional collectives have no gradient here.
     """
-    root = _root(group, src, group_src, "src")
-    kind = "replicated broadcast" if _is_replicated(grad) else "broadcast"
-    return as_real(_anchored(tensor, anchor), lambda x: linear(x, kind, members(group), root=root))
+    root = root_in_group(group, src, group_src, "src")
+    kind = "replicated broadcast" if is_replicated(grad) else "broadcast"
+    return as_real(anchored(tensor, anchor), lambda x: linear(x, kind, members(group), root=root))
 
 
 def reduce(
@@ -151,22 +157,19 @@ def reduce(
     Source:
         ``torch.distributed.nn.functional.reduce``, whose gradient ignores ``op``.
     """
-    _is_replicated(grad)
+    is_replicated(grad)
     name, factor = parse(op, tensor)
-    root, who = _root(group, dst, group_dst, "dst"), members(group)
-    tensor = _anchored(tensor, anchor)
+    root, who = root_in_group(group, dst, group_dst, "dst"), members(group)
+    tensor = anchored(tensor, anchor)
     if is_sum(name):
         scaled = scaled_for_sum(tensor, name, factor)
         total = as_real(scaled, lambda x: linear(x, "reduce", who, root=root))
-        if name != "AVG":
-            return total
-        whole = total.is_floating_point() or total.is_complex()
-        return total / who.size if whole else torch.div(total, who.size, rounding_mode="trunc")
+        return averaged(total, who) if name == "AVG" else total
     # At the destination from all ranks' tensors.
     stacked = _to_root(tensor.flatten(), who, root)
     if who.rank == root:
         return reduce_stacked(stacked.view(who.size, *tensor.shape), name)
-    return _zeros_after(stacked, tensor)
+    return zeros_after(stacked, tensor)
 
 
 def all_gather(
@@ -193,7 +196,7 @@ def all_gather(
     Source:
         ``torch.distributed.nn.functional.all_gather``.
     """
-    return _all_gathered(_anchored(tensor, anchor), members(group), grad).unbind(0)
+    return _all_gathered(anchored(tensor, anchor), members(group), grad).unbind(0)
 
 
 def all_gather_base(
@@ -228,8 +231,8 @@ def all_gather_base(
             f"output_tensor has {output_tensor.numel()} elements, but {who.size} ranks send "
             f"{input_tensor.numel()} each"
         )
-    return _filled(
-        output_tensor, _all_gathered(_anchored(input_tensor, anchor), who, grad).view(output_tensor.shape)
+    return filled(
+        output_tensor, _all_gathered(anchored(input_tensor, anchor), who, grad).view(output_tensor.shape)
     )
 
 
@@ -260,12 +263,12 @@ def gather(
     Source:
         ``torch.distributed.nn.functional.gather``.
     """
-    _is_replicated(grad)
-    root, who = _root(group, dst, group_dst, "dst", default=0), members(group)
-    parts = _to_root(_anchored(tensor, anchor).flatten(), who, root)
+    is_replicated(grad)
+    root, who = root_in_group(group, dst, group_dst, "dst", default=0), members(group)
+    parts = _to_root(anchored(tensor, anchor).flatten(), who, root)
     if who.rank == root:
         return parts.view(who.size, *tensor.shape).unbind(0)
-    return tuple(_zeros_after(parts, tensor) for _ in range(who.size))
+    return tuple(zeros_after(parts, tensor) for _ in range(who.size))
 
 
 def scatter(
@@ -302,26 +305,25 @@ def scatter(
     Source:
         ``torch.distributed.nn.functional.scatter``, which fails on the ``None`` that it documents.
     """
-    _is_replicated(grad)
-    root, who = _root(group, src, group_src, "src", default=0), members(group)
+    is_replicated(grad)
+    root, who = root_in_group(group, src, group_src, "src", default=0), members(group)
     given = list(tensors) if tensors else []
     if given:
-        _check_list("tensors", given, who)
+        check_list("tensors", given, who)
     elif who.rank == root:
         raise ValueError(f"the source needs a list of {who.size} tensors")
     if like is None:
         like = _described(given[0] if given else None, who, root, group)
     count = like.numel()
     if who.rank == root:
-        sent, splits = torch.stack(given).flatten(), (count,) * who.size
+        sent = torch.stack(given).flatten()
     else:
         # Nothing is sent, but the list is part of the graph: its gradient is zeros, not None.
         sent = joined([entry.flatten()[:0] for entry in given or [like.detach()]])
-        splits = (0,) * who.size
-    expected = tuple(count if rank == root else 0 for rank in range(who.size))
+    from_root, to_all = splits_to_root(count, who, root)  # the other way round
     received = as_real(
-        _anchored(sent, anchor),
-        lambda x: linear(x, "exchange", who, input_splits=splits, output_splits=expected),
+        anchored(sent, anchor),
+        lambda x: linear(x, "exchange", who, input_splits=to_all, output_splits=from_root),
     )
     return received.view(like.shape)
 
@@ -357,12 +359,12 @@ def reduce_scatter(
     Source:
         ``torch.distributed.nn.functional.reduce_scatter``, whose gradient ignores ``op``.
     """
-    _is_replicated(grad)
+    is_replicated(grad)
     who = members(group)
-    _check_list("input_list", input_list, who, like=output)
+    check_list("input_list", input_list, who, like=output)
     name, factor = parse(op, output)
-    return _filled(
-        output, reduce_scattered(_anchored(torch.stack(list(input_list)), anchor), who, name, factor)
+    return filled(
+        output, reduce_scattered(anchored(torch.stack(list(input_list)), anchor), who, name, factor)
     )
 
 
@@ -394,16 +396,16 @@ def all_to_all(
     Source:
         ``torch.distributed.nn.functional.all_to_all``.
     """
-    _is_replicated(grad)
+    is_replicated(grad)
     who = members(group)
     for label, entries in (
         ("output_tensor_list", output_tensor_list),
         ("input_tensor_list", input_tensor_list),
     ):
         if len(entries) != who.size or len({entry.dtype for entry in entries}) != 1:
-            raise ValueError(f"{label} must have {who.size} tensors of one dtype, got {_shapes(entries)}")
+            raise ValueError(f"{label} must have {who.size} tensors of one dtype, got {shapes(entries)}")
     received = as_real(
-        _anchored(joined(input_tensor_list), anchor),
+        anchored(joined(input_tensor_list), anchor),
         lambda x: linear(
             x,
             "exchange",
@@ -414,7 +416,7 @@ def all_to_all(
     )
     parts: tuple[torch.Tensor, ...] = torch.split(received, [entry.numel() for entry in output_tensor_list])
     return tuple(
-        _filled(entry, part.view(entry.shape)) for entry, part in zip(output_tensor_list, parts, strict=True)
+        filled(entry, part.view(entry.shape)) for entry, part in zip(output_tensor_list, parts, strict=True)
     )
 
 
@@ -451,107 +453,26 @@ def all_to_all_single(
     Source:
         ``torch.distributed.nn.functional.all_to_all_single``.
     """
-    _is_replicated(grad)
+    is_replicated(grad)
     who = members(group)
-    outgoing = _splits("input", input, input_split_sizes, who)
-    incoming = _splits("output", output, output_split_sizes, who)
+    outgoing = checked_splits("input", input, input_split_sizes, who)
+    incoming = checked_splits("output", output, output_split_sizes, who)
     received = as_real(
-        _anchored(input, anchor),
+        anchored(input, anchor),
         lambda x: linear(x, "exchange", who, input_splits=outgoing, output_splits=incoming),
     )
-    return _filled(output, received)
-
-
-def _anchored(tensor: torch.Tensor, anchor: bool) -> torch.Tensor:
-    """Return the tensor, or if there is no gradient to give a copy that asks for one nobody reads."""
-    differentiable = tensor.is_floating_point() or tensor.is_complex()
-    if anchor and differentiable and not tensor.requires_grad:
-        return tensor.detach().requires_grad_()
-    return tensor
-
-
-def _is_replicated(grad: str) -> bool:
-    if grad not in ("sum", "replicated"):
-        raise ValueError(f"grad must be 'sum' or 'replicated', got {grad!r}")
-    return grad == "replicated"
-
-
-def _root(
-    group: GroupLike, rank: int | None, in_group: int | None, what: str, *, default: int | None = None
-) -> int:
-    """Return the root's rank in the group."""
-    if rank is None and in_group is None:
-        rank = default
-    if (rank is None) == (in_group is None):
-        raise ValueError(f"give either {what} or group_{what}")
-    if rank is not None:
-        return group_rank(group, rank)
-    size = dist.get_world_size(resolve_group(group))
-    if in_group is None or not 0 <= in_group < size:
-        raise ValueError(f"group_{what} {in_group} is out of range for a group of {size} ranks")
-    return in_group
+    return filled(output, received)
 
 
 def _all_gathered(tensor: torch.Tensor, who: Members, grad: Convention) -> torch.Tensor:
-    kind = "replicated all_gather" if _is_replicated(grad) else "all_gather"
+    kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
     return as_real(tensor.unsqueeze(0), lambda x: linear(x, kind, who))
 
 
 def _to_root(flat: torch.Tensor, who: Members, root: int) -> torch.Tensor:
     """Send a flat tensor to the root, which gets all ranks' one after the other; the others nothing."""
-    to_root = tuple(flat.numel() if rank == root else 0 for rank in range(who.size))
-    from_all = (flat.numel() if who.rank == root else 0,) * who.size
+    to_root, from_all = splits_to_root(flat.numel(), who, root)
     return as_real(flat, lambda x: linear(x, "exchange", who, input_splits=to_root, output_splits=from_all))
-
-
-def _zeros_after(nothing: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return zeros whose backward runs the collective's, which the other ranks wait for."""
-    zeros = torch.zeros_like(like, memory_format=torch.contiguous_format, requires_grad=False)
-    return zeros + nothing.sum().to(like.dtype)
-
-
-def _filled(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Copy a result into the caller's buffer, which stays another tensor and may be used again."""
-    if buffer.shape != result.shape or buffer.dtype != result.dtype:
-        raise ValueError(
-            f"the output is {buffer.dtype} of shape {tuple(buffer.shape)}, the result {result.dtype} of "
-            f"{tuple(result.shape)}"
-        )
-    with torch.no_grad():
-        buffer.detach().copy_(result.detach())
-    return result
-
-
-def _splits(label: str, tensor: torch.Tensor, sizes: Sequence[int] | None, who: Members) -> tuple[int, ...]:
-    length = tensor.shape[0] if tensor.ndim else 0
-    if not sizes:
-        if tensor.ndim == 0 or length % who.size:
-            raise ValueError(
-                f"{label} of shape {tuple(tensor.shape)} cannot be split into {who.size} equal parts"
-            )
-        return (length // who.size,) * who.size
-    if len(sizes) != who.size or sum(sizes) != length or min(sizes) < 0:
-        raise ValueError(
-            f"{label}_split_sizes must be {who.size} numbers that add up to {length}, got {list(sizes)}"
-        )
-    return tuple(sizes)
-
-
-def _check_list(
-    label: str, entries: Sequence[torch.Tensor], who: Members, *, like: torch.Tensor | None = None
-) -> None:
-    like = like if like is not None else entries[0]
-    if len(entries) != who.size or any(
-        entry.shape != like.shape or entry.dtype != like.dtype for entry in entries
-    ):
-        raise ValueError(
-            f"{label} must have {who.size} tensors of {like.dtype} and shape {tuple(like.shape)}, got "
-            f"{_shapes(entries)}"
-        )
-
-
-def _shapes(entries: Sequence[torch.Tensor]) -> str:
-    return ", ".join(f"{entry.dtype} {tuple(entry.shape)}" for entry in entries) or "none"
 
 
 _DTYPES = [

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from dist_utils import GroupLike, resolve_group
 from dist_utils.torch_compat import traceable_collectives
 
-__all__ = ["Members", "linear", "members"]
+__all__ = ["Members", "linear", "members", "padded_parts", "splits_to_root", "zeros_after"]
 
 _SMALL_BYTES = 64 << 10
 """Up to here a sum for one rank is sent as a sum for all: twice the bytes, but one message less."""
@@ -60,6 +60,19 @@ _TRANSPOSES = {
 }
 
 
+class _Call(NamedTuple):
+    """Which collective, and everything that it needs beside its tensor."""
+
+    kind: str
+    who: Members
+    root: int
+    input_splits: tuple[int, ...]
+    output_splits: tuple[int, ...]
+
+    def transposed(self) -> _Call:
+        return _Call(_TRANSPOSES[self.kind], self.who, self.root, self.output_splits, self.input_splits)
+
+
 def linear(
     tensor: torch.Tensor,
     kind: str,
@@ -82,41 +95,51 @@ def linear(
         input_splits: Of an exchange: lengths along dimension 0 for each rank.
         output_splits: Likewise, from each rank.
     """
+    return _applied(tensor, _Call(kind, who, root, input_splits, output_splits))
+
+
+def splits_to_root(length: int, who: Members, root: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return input and output splits of an exchange in which every rank sends ``length`` to the root."""
+    to_root = tuple(length if rank == root else 0 for rank in range(who.size))
+    from_all = (length if who.rank == root else 0,) * who.size
+    return to_root, from_all
+
+
+def padded_parts(x: torch.Tensor, who: Members) -> torch.Tensor:
+    """Return all elements in W rows of one length, zeros at the end."""
+    length = -(-x.numel() // who.size)
+    padded = torch.nn.functional.pad(x.flatten(), (0, length * who.size - x.numel()))
+    return padded.view(who.size, length)
+
+
+def zeros_after(received: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return zeros that are made from what a collective gave this rank, though no element of it is used.
+
+    So its backward, which the other ranks wait for, runs on this rank, and no compiler leaves it out.
+    """
+    zeros = torch.zeros_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+    return zeros + received.flatten()[:0].sum().to(like.dtype)
+
+
+def _applied(tensor: torch.Tensor, call: _Call) -> torch.Tensor:
     function = _Collective if torch.compiler.is_compiling() else _CollectiveWithForwardMode
-    result: torch.Tensor = function.apply(  # type: ignore[no-untyped-call]
-        tensor, kind, who, root, input_splits, output_splits
-    )
+    result: torch.Tensor = function.apply(tensor, call)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(
-        tensor: torch.Tensor,
-        kind: str,
-        who: Members,
-        root: int,
-        input_splits: tuple[int, ...],
-        output_splits: tuple[int, ...],
-    ) -> torch.Tensor:
-        return _run(tensor.contiguous(), kind, who, root, input_splits, output_splits)
+    def forward(tensor: torch.Tensor, call: _Call) -> torch.Tensor:
+        return _run(tensor.contiguous(), call)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG004
-        _, ctx.kind, ctx.who, ctx.root, ctx.input_splits, ctx.output_splits = inputs
+        _, ctx.call = inputs
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
         # Even if this rank needs no gradient: the others wait for it.
-        gradient = linear(
-            cotangent,
-            _TRANSPOSES[ctx.kind],
-            ctx.who,
-            root=ctx.root,
-            input_splits=ctx.output_splits,
-            output_splits=ctx.input_splits,
-        )
-        return gradient, None, None, None, None, None
+        return _applied(cotangent, ctx.call.transposed()), None
 
 
 class _CollectiveWithForwardMode(_Collective):
@@ -124,42 +147,21 @@ class _CollectiveWithForwardMode(_Collective):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
-        return linear(
-            tangent,
-            ctx.kind,
-            ctx.who,
-            root=ctx.root,
-            input_splits=ctx.input_splits,
-            output_splits=ctx.output_splits,
-        )
+        return _applied(tangent, ctx.call)
 
     @staticmethod
     def vmap(
         info: Any,  # noqa: ARG004 - torch's signature
         in_dims: tuple[int, ...],
         tensor: torch.Tensor,
-        kind: str,
-        who: Members,
-        root: int,
-        input_splits: tuple[int, ...],
-        output_splits: tuple[int, ...],
+        call: _Call,
     ) -> tuple[torch.Tensor, int]:
-        batch_last = tensor.movedim(in_dims[0], -1)
-        result = linear(
-            batch_last, kind, who, root=root, input_splits=input_splits, output_splits=output_splits
-        )
-        return result, tensor.ndim - 1
+        return _applied(tensor.movedim(in_dims[0], -1), call), tensor.ndim - 1
 
 
-def _run(
-    x: torch.Tensor,
-    kind: str,
-    who: Members,
-    root: int,
-    input_splits: tuple[int, ...],
-    output_splits: tuple[int, ...],
-) -> torch.Tensor:
-    name = kind.removeprefix("replicated ")
+def _run(x: torch.Tensor, call: _Call) -> torch.Tensor:
+    who, root = call.who, call.root
+    name = call.kind.removeprefix("replicated ")
     if name == "copy" or who.size == 1:
         result = x.clone()
     elif name == "own part":
@@ -167,9 +169,8 @@ def _run(
     elif name == "own if root":
         result = x.clone() if who.rank == root else torch.zeros_like(x)
     elif name == "exchange":
-        result = _send(
-            traceable_collectives.all_to_all_single, x, list(output_splits), list(input_splits), who.group
-        )
+        splits = list(call.output_splits), list(call.input_splits)
+        result = _send(traceable_collectives.all_to_all_single, x, *splits, who.group)
     elif name == "all_gather":
         result = _send(traceable_collectives.all_gather_into_tensor, x, who.size, who.group)
     elif name == "reduce_scatter":
@@ -191,15 +192,10 @@ def _send(collective: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 def _reduce(x: torch.Tensor, who: Members, root: int) -> torch.Tensor:
     """Sum to one rank. The traceable collectives have no reduce; in two steps it sends as little."""
     if x.nbytes <= _SMALL_BYTES:
-        total = _run(x, "all_reduce", who, 0, (), ())
+        total = _run(x, _Call("all_reduce", who, root, (), ()))
     else:
-        length = -(-x.numel() // who.size)
-        padded = torch.nn.functional.pad(x.flatten(), (0, length * who.size - x.numel()))
-        part = _run(padded, "reduce_scatter", who, 0, (), ())
-        to_root = tuple(length if rank == root else 0 for rank in range(who.size))
-        from_all = (length if who.rank == root else 0,) * who.size
-        total = _run(part, "exchange", who, 0, to_root, from_all)
+        part = _run(padded_parts(x, who), _Call("reduce_scatter", who, root, (), ())).flatten()
+        total = _run(part, _Call("exchange", who, root, *splits_to_root(part.numel(), who, root)))
     if who.rank == root:
         return total.flatten()[: x.numel()].view(x.shape)
-    # Made from the received, or a compiler would leave the collective out on this rank.
-    return torch.zeros_like(x) + total.flatten()[:0].sum().to(x.dtype)
+    return zeros_after(total, x)

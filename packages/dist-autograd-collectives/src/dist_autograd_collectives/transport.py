@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dist_autograd_collectives.linear import Members, linear
+from dist_autograd_collectives.linear import Members, linear, padded_parts
 from dist_autograd_collectives.reductions import is_sum, reduce_stacked, scaled_for_sum
 
-__all__ = ["all_reduced", "as_real", "joined", "reduce_scattered", "sent_in_parts"]
+__all__ = ["all_reduced", "as_real", "averaged", "joined", "reduce_scattered", "sent_in_parts"]
 
 
 def as_real(tensor: torch.Tensor, collective: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -47,7 +47,7 @@ def reduce_scattered(parts: torch.Tensor, who: Members, name: str, factor: objec
         return reduce_stacked(sent_in_parts(parts, who), name)
     parts = scaled_for_sum(parts, name, factor)
     total = as_real(parts, lambda x: linear(x, "reduce_scatter", who))[0]
-    return _averaged(total, who) if name == "AVG" else total
+    return averaged(total, who) if name == "AVG" else total
 
 
 def all_reduced(
@@ -58,15 +58,14 @@ def all_reduced(
     if is_sum(name):
         tensor = scaled_for_sum(tensor, name, factor)
         total = as_real(tensor, lambda x: linear(x, f"{prefix}all_reduce", who))
-        return _averaged(total, who) if name == "AVG" else total
-    length = -(-tensor.numel() // who.size)
-    padded = torch.nn.functional.pad(tensor.flatten(), (0, length * who.size - tensor.numel()))
-    part = reduce_scattered(padded.view(who.size, length), who, name, factor)
+        return averaged(total, who) if name == "AVG" else total
+    part = reduce_scattered(padded_parts(tensor, who), who, name, factor)
     whole = as_real(part, lambda x: linear(x, f"{prefix}all_gather", who))
     return whole[: tensor.numel()].view(tensor.shape)
 
 
-def _averaged(total: torch.Tensor, who: Members) -> torch.Tensor:
+def averaged(total: torch.Tensor, who: Members) -> torch.Tensor:
+    """Divide a sum by the number of ranks, integers towards zero."""
     if total.is_floating_point() or total.is_complex():
         return total / who.size
     return torch.div(total, who.size, rounding_mode="trunc")

@@ -68,7 +68,8 @@ def replace_by_prefix(
     }
     if on_collision == "raise":
         for what, names, clashes in (("key", keys, key_clashes), ("version of", modules, module_clashes)):
-            for old in sorted(clashes):
+            if clashes:
+                old = min(clashes)
                 raise ValueError(
                     f"{what} {old!r} would become {names[old]!r}, which is there already (as are "
                     f"{len(clashes) - 1} others): see on_collision"

@@ -1,0 +1,101 @@
+"""Arguments of the collectives: refused before communication, or brought into the form that is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from dist_autograd_collectives.linear import Members
+from dist_utils import GroupLike, group_rank, resolve_group
+
+__all__ = [
+    "anchored",
+    "check_list",
+    "checked_splits",
+    "filled",
+    "is_replicated",
+    "root_in_group",
+    "shapes",
+]
+
+
+def anchored(tensor: torch.Tensor, anchor: bool) -> torch.Tensor:
+    """Return the tensor, or if there is no gradient to give a copy that asks for one nobody reads."""
+    differentiable = tensor.is_floating_point() or tensor.is_complex()
+    if anchor and differentiable and not tensor.requires_grad:
+        return tensor.detach().requires_grad_()
+    return tensor
+
+
+def is_replicated(grad: str) -> bool:
+    """Return which of the two conventions it is; raises if it is neither."""
+    if grad not in ("sum", "replicated"):
+        raise ValueError(f"grad must be 'sum' or 'replicated', got {grad!r}")
+    return grad == "replicated"
+
+
+def root_in_group(
+    group: GroupLike, rank: int | None, in_group: int | None, what: str, *, default: int | None = None
+) -> int:
+    """Return the root's rank in the group."""
+    if rank is None and in_group is None:
+        rank = default
+    if (rank is None) == (in_group is None):
+        raise ValueError(f"give either {what} or group_{what}")
+    if rank is not None:
+        return group_rank(group, rank)
+    size = dist.get_world_size(resolve_group(group))
+    if in_group is None or not 0 <= in_group < size:
+        raise ValueError(f"group_{what} {in_group} is out of range for a group of {size} ranks")
+    return in_group
+
+
+def filled(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Copy a result into the caller's buffer, which stays another tensor and may be used again."""
+    if buffer.shape != result.shape or buffer.dtype != result.dtype:
+        raise ValueError(
+            f"the output is {buffer.dtype} of shape {tuple(buffer.shape)}, the result {result.dtype} of "
+            f"{tuple(result.shape)}"
+        )
+    with torch.no_grad():
+        buffer.detach().copy_(result.detach())
+    return result
+
+
+def checked_splits(
+    label: str, tensor: torch.Tensor, sizes: Sequence[int] | None, who: Members
+) -> tuple[int, ...]:
+    """Return W lengths that add up to dimension 0, equal ones if none are given; raises if they do not."""
+    length = tensor.shape[0] if tensor.ndim else 0
+    if not sizes:
+        if tensor.ndim == 0 or length % who.size:
+            raise ValueError(
+                f"{label} of shape {tuple(tensor.shape)} cannot be split into {who.size} equal parts"
+            )
+        return (length // who.size,) * who.size
+    if len(sizes) != who.size or sum(sizes) != length or min(sizes) < 0:
+        raise ValueError(
+            f"{label}_split_sizes must be {who.size} numbers that add up to {length}, got {list(sizes)}"
+        )
+    return tuple(sizes)
+
+
+def check_list(
+    label: str, entries: Sequence[torch.Tensor], who: Members, *, like: torch.Tensor | None = None
+) -> None:
+    """Raise unless there are W tensors of one shape and dtype: of ``like``, or of the first."""
+    like = like if like is not None else entries[0]
+    if len(entries) != who.size or any(
+        entry.shape != like.shape or entry.dtype != like.dtype for entry in entries
+    ):
+        raise ValueError(
+            f"{label} must have {who.size} tensors of {like.dtype} and shape {tuple(like.shape)}, got "
+            f"{shapes(entries)}"
+        )
+
+
+def shapes(entries: Sequence[torch.Tensor]) -> str:
+    """Describe tensors in an error."""
+    return ", ".join(f"{entry.dtype} {tuple(entry.shape)}" for entry in entries) or "none"
