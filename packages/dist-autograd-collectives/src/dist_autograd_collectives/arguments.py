@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
-from dist_autograd_collectives.linear import Members
-from dist_utils import GroupLike, group_rank, resolve_group
+from dist_autograd_collectives.calls import Members
+from dist_utils import GroupLike, group_rank
 
 __all__ = [
     "anchored",
@@ -37,7 +36,13 @@ def is_replicated(grad: str) -> bool:
 
 
 def root_in_group(
-    group: GroupLike, rank: int | None, in_group: int | None, what: str, *, default: int | None = None
+    group: GroupLike,
+    who: Members,
+    rank: int | None,
+    in_group: int | None,
+    what: str,
+    *,
+    default: int | None = None,
 ) -> int:
     """Return the root's rank in the group."""
     if rank is None and in_group is None:
@@ -46,9 +51,8 @@ def root_in_group(
         raise ValueError(f"give either {what} or group_{what}")
     if rank is not None:
         return group_rank(group, rank)
-    size = dist.get_world_size(resolve_group(group))
-    if in_group is None or not 0 <= in_group < size:
-        raise ValueError(f"group_{what} {in_group} is out of range for a group of {size} ranks")
+    if in_group is None or not 0 <= in_group < who.size:
+        raise ValueError(f"group_{what} {in_group} is out of range for a group of {who.size} ranks")
     return in_group
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 from torch.distributed import ReduceOp
 
+from dist_autograd_collectives.agreement import agree, agree_on_splits
 from dist_autograd_collectives.arguments import (
     anchored,
     check_list,
@@ -17,15 +18,12 @@ from dist_autograd_collectives.arguments import (
     root_in_group,
     shapes,
 )
-from dist_autograd_collectives.linear import Members, linear, members, splits_to_root, zeros_after
-from dist_autograd_collectives.reductions import (
-    ReduceOperation,
-    is_sum,
-    parse,
-    reduce_stacked,
-    scaled_for_sum,
-)
-from dist_autograd_collectives.transport import all_reduced, as_real, averaged, joined, reduce_scattered
+from dist_autograd_collectives.calls import Call, Members, members, splits_to_root
+from dist_autograd_collectives.connecting import zeros_after
+from dist_autograd_collectives.linear import linear
+from dist_autograd_collectives.reductions import Reduction, ReduceOperation
+from dist_autograd_collectives.steps import Step, collective
+from dist_autograd_collectives.transport import joined, reduced_for_all, reduced_for_each, sent
 from dist_utils import GroupLike, resolve_group
 from dist_utils.process_groups import collective_device
 
@@ -43,8 +41,10 @@ __all__ = [
 ]
 
 Convention: TypeAlias = Literal["sum", "replicated"]
+T = TypeVar("T")
 
 
+@collective
 def all_reduce(
     tensor: torch.Tensor,
     op: ReduceOperation = ReduceOp.SUM,
@@ -52,7 +52,8 @@ def all_reduce(
     *,
     grad: Convention = "sum",
     anchor: bool = False,
-) -> torch.Tensor:
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
     """Reduce a tensor over all ranks; every rank gets the result, as a new tensor.
 
     Gradient of rank r, where g_s is rank s's cotangent, G = sum over s of g_s, and W the world size:
@@ -68,10 +69,16 @@ def all_reduce(
             computes the same loss and that is counted once.
         anchor: Take part in backward even if ``tensor`` needs no gradient here. For when only some ranks'
             tensors need one: without it the others wait for this rank, which never comes.
+        check: Compare first what the ranks call and with what: one all-gather of 33 bytes. ``None`` for
+            what the environment variable ``DIST_AUTOGRAD_CHECK`` says (``1`` for yes). Nothing is compared
+            while ``torch.compile`` traces.
 
     Raises:
         TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
         ValueError: This rank is not in the group, or ``grad`` is unknown. Before communication.
+        TensorMismatchError: With ``check``: on every rank, if the ranks' calls do not fit each other.
+        CollectiveError: In backward, with the function's name, if that collective fails: other ranks never
+            came to it, say.
 
     Cost:
         Forward and backward each 2 (W - 1) / W of the tensor's bytes; backward of sums with
@@ -83,10 +90,15 @@ def all_reduce(
     Example:
         >>> total = all_reduce(tensor)  # doctest: +SKIP
     """
-    name, factor = parse(op, tensor)
-    return all_reduced(anchored(tensor, anchor), members(group), name, factor, replicated=is_replicated(grad))
+    who, replicated = members(group), is_replicated(grad)
+    reduction = Reduction.parse(op, tensor)
+    tensor = anchored(tensor, anchor)
+    title = f"all_reduce({reduction.name})"
+    agree(check, who, f"{title}, {grad}", [tensor])
+    return reduced_for_all(tensor, who, reduction, title, _itself, replicated=replicated)
 
 
+@collective
 def broadcast(
     tensor: torch.Tensor,
     src: int | None = None,
@@ -95,7 +107,8 @@ def broadcast(
     group_src: int | None = None,
     grad: Convention = "sum",
     anchor: bool = False,
-) -> torch.Tensor:
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
     """Give every rank the tensor of rank ``src``, as a new tensor.
 
     Gradient: sum over s of g_s at the source (its own g with ``grad="replicated"``), zeros elsewhere.
@@ -107,6 +120,7 @@ def broadcast(
         group_src: The source's rank in the group, in place of ``src``.
         grad: As in :func:`all_reduce`.
         anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
 
     Raises:
         ValueError: This rank or the source is not in the group, not exactly one of ``src`` and
@@ -118,11 +132,15 @@ def broadcast(
     Source:
         ``torch.distributed.nn.functional.broadcast``; torch's functional collectives have no gradient here.
     """
-    root = root_in_group(group, src, group_src, "src")
+    who = members(group)
+    root = root_in_group(group, who, src, group_src, "src")
     kind = "replicated broadcast" if is_replicated(grad) else "broadcast"
-    return as_real(anchored(tensor, anchor), lambda x: linear(x, kind, members(group), root=root))
+    tensor = anchored(tensor, anchor)
+    agree(check, who, f"broadcast from {root}, {grad}", [tensor])
+    return sent(tensor, Call(kind, who, "broadcast", root), _itself)
 
 
+@collective
 def reduce(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -132,7 +150,8 @@ def reduce(
     group_dst: int | None = None,
     grad: Convention = "sum",
     anchor: bool = False,
-) -> torch.Tensor:
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
     """Reduce a tensor over all ranks to rank ``dst``; the others get zeros.
 
     Gradient: as :func:`all_reduce`, with G the cotangent of ``dst``. The other ranks' outputs are
@@ -146,6 +165,7 @@ def reduce(
         group_dst: The destination's rank in the group, in place of ``dst``.
         grad: Both conventions agree here: only one rank has the result.
         anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
 
     Raises:
         TypeError: As :func:`all_reduce`.
@@ -158,27 +178,36 @@ def reduce(
         ``torch.distributed.nn.functional.reduce``, whose gradient ignores ``op``.
     """
     is_replicated(grad)
-    name, factor = parse(op, tensor)
-    root, who = root_in_group(group, dst, group_dst, "dst"), members(group)
+    who = members(group)
+    root = root_in_group(group, who, dst, group_dst, "dst")
+    reduction = Reduction.parse(op, tensor)
     tensor = anchored(tensor, anchor)
-    if is_sum(name):
-        scaled = scaled_for_sum(tensor, name, factor)
-        total = as_real(scaled, lambda x: linear(x, "reduce", who, root=root))
-        return averaged(total, who) if name == "AVG" else total
-    # At the destination from all ranks' tensors.
-    stacked = _to_root(tensor.flatten(), who, root)
-    if who.rank == root:
-        return reduce_stacked(stacked.view(who.size, *tensor.shape), name)
-    return zeros_after(stacked, tensor)
+    title = f"reduce({reduction.name})"
+    agree(check, who, f"{title} to {root}", [tensor])
+    if reduction.is_sum:
+        return sent(
+            reduction.scaled(tensor),
+            Call("reduce", who, title, root),
+            lambda total: reduction.averaged(total, who.size),
+        )
+
+    def reduced(stacked: torch.Tensor) -> torch.Tensor:
+        if who.rank == root:
+            return reduction.reduced(stacked.view(who.size, *tensor.shape))
+        return zeros_after(stacked, tensor)
+
+    return _to_root(tensor.flatten(), who, root, title, reduced)
 
 
+@collective
 def all_gather(
     tensor: torch.Tensor,
     group: GroupLike = None,
     *,
     grad: Convention = "sum",
     anchor: bool = False,
-) -> tuple[torch.Tensor, ...]:
+    check: bool | None = None,
+) -> Step[tuple[torch.Tensor, ...]]:
     """Give every rank all ranks' tensors, in rank order.
 
     Gradient of rank r: sum over s of the cotangent that rank s has for entry r; with
@@ -189,6 +218,7 @@ def all_gather(
         group: As in :func:`all_reduce`.
         grad: As in :func:`all_reduce`.
         anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
 
     Cost:
         W - 1 times the tensor's bytes forward and backward; with ``"replicated"`` nothing backward.
@@ -196,9 +226,13 @@ def all_gather(
     Source:
         ``torch.distributed.nn.functional.all_gather``.
     """
-    return _all_gathered(anchored(tensor, anchor), members(group), grad).unbind(0)
+    who = members(group)
+    tensor = anchored(tensor, anchor)
+    agree(check, who, f"all_gather, {grad}", [tensor])
+    return _to_all(tensor.unsqueeze(0), who, grad, "all_gather", lambda stacked: stacked.unbind(0))
 
 
+@collective
 def all_gather_base(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -206,7 +240,8 @@ def all_gather_base(
     *,
     grad: Convention = "sum",
     anchor: bool = False,
-) -> torch.Tensor:
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
     """Gather into one tensor: :func:`all_gather` whose result has the shape of ``output_tensor``.
 
     Args:
@@ -215,6 +250,7 @@ def all_gather_base(
         group: As in :func:`all_reduce`.
         grad: As in :func:`all_reduce`.
         anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output_tensor``.
@@ -231,11 +267,18 @@ def all_gather_base(
             f"output_tensor has {output_tensor.numel()} elements, but {who.size} ranks send "
             f"{input_tensor.numel()} each"
         )
-    return filled(
-        output_tensor, _all_gathered(anchored(input_tensor, anchor), who, grad).view(output_tensor.shape)
+    tensor = anchored(input_tensor, anchor)
+    agree(check, who, f"all_gather_base, {grad}", [tensor])
+    return _to_all(
+        tensor.flatten(),
+        who,
+        grad,
+        "all_gather_base",
+        lambda flat: filled(output_tensor, flat.view(output_tensor.shape)),
     )
 
 
+@collective
 def gather(
     tensor: torch.Tensor,
     dst: int | None = None,
@@ -244,7 +287,8 @@ def gather(
     group_dst: int | None = None,
     grad: Convention = "sum",
     anchor: bool = False,
-) -> tuple[torch.Tensor, ...]:
+    check: bool | None = None,
+) -> Step[tuple[torch.Tensor, ...]]:
     """Give rank ``dst`` all ranks' tensors, in rank order; the others get zeros.
 
     Gradient of rank r: the cotangent that ``dst`` has for entry r.
@@ -256,6 +300,7 @@ def gather(
         group_dst: The destination's rank in the group, in place of ``dst``.
         grad: Both conventions agree here.
         anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
 
     Raises:
         ValueError: As :func:`broadcast`.
@@ -264,13 +309,20 @@ def gather(
         ``torch.distributed.nn.functional.gather``.
     """
     is_replicated(grad)
-    root, who = root_in_group(group, dst, group_dst, "dst", default=0), members(group)
-    parts = _to_root(anchored(tensor, anchor).flatten(), who, root)
-    if who.rank == root:
-        return parts.view(who.size, *tensor.shape).unbind(0)
-    return tuple(zeros_after(parts, tensor) for _ in range(who.size))
+    who = members(group)
+    root = root_in_group(group, who, dst, group_dst, "dst", default=0)
+    tensor = anchored(tensor, anchor)
+    agree(check, who, f"gather to {root}", [tensor])
+
+    def unstacked(parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if who.rank == root:
+            return parts.view(who.size, *tensor.shape).unbind(0)
+        return tuple(zeros_after(parts, tensor) for _ in range(who.size))
+
+    return _to_root(tensor.flatten(), who, root, "gather", unstacked)
 
 
+@collective
 def scatter(
     tensors: Sequence[torch.Tensor] | None,
     src: int | None = None,
@@ -280,7 +332,8 @@ def scatter(
     like: torch.Tensor | None = None,
     grad: Convention = "sum",
     anchor: bool = False,
-) -> torch.Tensor:
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
     """Give each rank its tensor from the list of rank ``src``.
 
     Gradient: at the source, entry r gets rank r's cotangent; lists of other ranks get zeros.
@@ -294,6 +347,7 @@ def scatter(
             ranks; otherwise the source sends a description first.
         grad: Both conventions agree here.
         anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
 
     Raises:
         ValueError: The list has not W entries of one shape and dtype, or is missing at the source; and as
@@ -306,28 +360,29 @@ def scatter(
         ``torch.distributed.nn.functional.scatter``, which fails on the ``None`` that it documents.
     """
     is_replicated(grad)
-    root, who = root_in_group(group, src, group_src, "src", default=0), members(group)
+    who = members(group)
+    root = root_in_group(group, who, src, group_src, "src", default=0)
     given = list(tensors) if tensors else []
     if given:
-        check_list("tensors", given, who)
+        check_list("tensors", given, who, like=like)
     elif who.rank == root:
         raise ValueError(f"the source needs a list of {who.size} tensors")
     if like is None:
-        like = _described(given[0] if given else None, who, root, group)
-    count = like.numel()
+        like = _described(given[0] if given else None, who, root)
     if who.rank == root:
-        sent = torch.stack(given).flatten()
+        parts = torch.stack(given).flatten()
     else:
         # Nothing is sent, but the list is part of the graph: its gradient is zeros, not None.
-        sent = joined([entry.flatten()[:0] for entry in given or [like.detach()]])
-    from_root, to_all = splits_to_root(count, who, root)  # the other way round
-    received = as_real(
-        anchored(sent, anchor),
-        lambda x: linear(x, "exchange", who, input_splits=to_all, output_splits=from_root),
-    )
-    return received.view(like.shape)
+        parts = joined([entry.flatten()[:0] for entry in given or [like.detach()]])
+    parts = anchored(parts, anchor)
+    agree(check, who, f"scatter from {root} of {like.dtype} {tuple(like.shape)}", [parts[:0]])
+    from_root, to_all = splits_to_root(like.numel(), who, root)  # the other way round
+    call = Call("scatter", who, "scatter", root, input_splits=to_all, output_splits=from_root)
+    shape = like.shape
+    return sent(parts, call, lambda received: received.view(shape))
 
 
+@collective
 def reduce_scatter(
     output: torch.Tensor,
     input_list: Sequence[torch.Tensor],
@@ -336,7 +391,8 @@ def reduce_scatter(
     *,
     grad: Convention = "sum",
     anchor: bool = False,
-) -> torch.Tensor:
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
     """Reduce the ``r``-th tensors of all ranks' lists to rank ``r``.
 
     Gradient of entry s: as :func:`all_reduce`, with G the cotangent of rank s.
@@ -348,6 +404,7 @@ def reduce_scatter(
         group: As in :func:`all_reduce`.
         grad: Both conventions agree here: the results differ between ranks.
         anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output``.
@@ -362,12 +419,14 @@ def reduce_scatter(
     is_replicated(grad)
     who = members(group)
     check_list("input_list", input_list, who, like=output)
-    name, factor = parse(op, output)
-    return filled(
-        output, reduce_scattered(anchored(torch.stack(list(input_list)), anchor), who, name, factor)
-    )
+    reduction = Reduction.parse(op, output)
+    parts = anchored(torch.stack(list(input_list)), anchor)
+    title = f"reduce_scatter({reduction.name})"
+    agree(check, who, title, [parts])
+    return reduced_for_each(parts, who, reduction, title, lambda part: filled(output, part))
 
 
+@collective
 def all_to_all(
     output_tensor_list: Sequence[torch.Tensor],
     input_tensor_list: Sequence[torch.Tensor],
@@ -375,7 +434,8 @@ def all_to_all(
     *,
     grad: Convention = "sum",
     anchor: bool = False,
-) -> tuple[torch.Tensor, ...]:
+    check: bool | None = None,
+) -> Step[tuple[torch.Tensor, ...]]:
     """Send the ``r``-th tensor of the list to rank ``r``; the shapes may all differ.
 
     Gradient: the cotangents travel back the same way.
@@ -386,6 +446,7 @@ def all_to_all(
         group: As in :func:`all_reduce`.
         grad: Both conventions agree here.
         anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
 
     Returns:
         New tensors that autograd sees, with the contents of ``output_tensor_list``.
@@ -404,22 +465,21 @@ def all_to_all(
     ):
         if len(entries) != who.size or len({entry.dtype for entry in entries}) != 1:
             raise ValueError(f"{label} must have {who.size} tensors of one dtype, got {shapes(entries)}")
-    received = as_real(
-        anchored(joined(input_tensor_list), anchor),
-        lambda x: linear(
-            x,
-            "exchange",
-            who,
-            input_splits=tuple(entry.numel() for entry in input_tensor_list),
-            output_splits=tuple(entry.numel() for entry in output_tensor_list),
-        ),
-    )
-    parts: tuple[torch.Tensor, ...] = torch.split(received, [entry.numel() for entry in output_tensor_list])
-    return tuple(
-        filled(entry, part.view(entry.shape)) for entry, part in zip(output_tensor_list, parts, strict=True)
-    )
+    outgoing = tuple(entry.numel() for entry in input_tensor_list)
+    incoming = tuple(entry.numel() for entry in output_tensor_list)
+    flat = anchored(joined(input_tensor_list), anchor)
+    agree(check, who, "all_to_all", [flat[:0]])
+    agree_on_splits(check, who, outgoing, incoming)
+
+    def separated(received: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = zip(output_tensor_list, torch.split(received, incoming), strict=True)
+        return tuple(filled(entry, part.view(entry.shape)) for entry, part in parts)
+
+    call = Call("exchange", who, "all_to_all", input_splits=outgoing, output_splits=incoming)
+    return sent(flat, call, separated)
 
 
+@collective
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,  # noqa: A002 - torch's name for it
@@ -429,7 +489,8 @@ def all_to_all_single(
     *,
     grad: Convention = "sum",
     anchor: bool = False,
-) -> torch.Tensor:
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
     """Split a tensor along dimension 0 and send the ``r``-th part to rank ``r``.
 
     Gradient: the cotangents travel back the same way.
@@ -442,6 +503,7 @@ def all_to_all_single(
         group: As in :func:`all_reduce`.
         grad: Both conventions agree here.
         anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output``.
@@ -457,22 +519,36 @@ def all_to_all_single(
     who = members(group)
     outgoing = checked_splits("input", input, input_split_sizes, who)
     incoming = checked_splits("output", output, output_split_sizes, who)
-    received = as_real(
-        anchored(input, anchor),
-        lambda x: linear(x, "exchange", who, input_splits=outgoing, output_splits=incoming),
-    )
-    return filled(output, received)
+    tensor = anchored(input, anchor)
+    agree(check, who, "all_to_all_single", [tensor[:0]])
+    agree_on_splits(check, who, outgoing, incoming)
+    call = Call("exchange", who, "all_to_all_single", input_splits=outgoing, output_splits=incoming)
+    return sent(tensor, call, lambda received: filled(output, received))
 
 
-def _all_gathered(tensor: torch.Tensor, who: Members, grad: Convention) -> torch.Tensor:
+def _itself(result: torch.Tensor) -> torch.Tensor:
+    return result
+
+
+def _to_all(
+    tensor: torch.Tensor,
+    who: Members,
+    grad: Convention,
+    title: str,
+    after: Callable[[torch.Tensor], T | Step[T]],
+) -> Step[T]:
+    """Send a tensor to all ranks, which get all ranks' one after the other along dimension 0."""
     kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
-    return as_real(tensor.unsqueeze(0), lambda x: linear(x, kind, who))
+    return sent(tensor, Call(kind, who, title), after)
 
 
-def _to_root(flat: torch.Tensor, who: Members, root: int) -> torch.Tensor:
+def _to_root(
+    flat: torch.Tensor, who: Members, root: int, title: str, after: Callable[[torch.Tensor], T | Step[T]]
+) -> Step[T]:
     """Send a flat tensor to the root, which gets all ranks' one after the other; the others nothing."""
     to_root, from_all = splits_to_root(flat.numel(), who, root)
-    return as_real(flat, lambda x: linear(x, "exchange", who, input_splits=to_root, output_splits=from_all))
+    call = Call("gather", who, title, root, input_splits=to_root, output_splits=from_all)
+    return sent(flat, call, after)
 
 
 _DTYPES = [
@@ -481,13 +557,13 @@ _DTYPES = [
 ]
 
 
-def _described(first: torch.Tensor | None, who: Members, root: int, group: GroupLike) -> torch.Tensor:
+def _described(first: torch.Tensor | None, who: Members, root: int) -> torch.Tensor:
     """Return an empty stand-in for what the source will send, as the source describes it."""
-    device = first.device if first is not None else collective_device(resolve_group(group))
+    device = first.device if first is not None else collective_device(resolve_group(who.group))
     header = [0] * 18
     if who.rank == root and first is not None:
         header[:2] = _DTYPES.index(first.dtype), first.ndim
         header[2 : 2 + first.ndim] = first.shape
     sent = torch.tensor(header, dtype=torch.int64, device=device)
-    code, ndim, *shape = linear(sent, "broadcast", who, root=root).tolist()
+    code, ndim, *shape = linear(sent, Call("broadcast", who, "scatter", root)).tolist()
     return torch.empty(shape[:ndim], dtype=_DTYPES[code], device=device)

@@ -8,39 +8,14 @@ together from these and from torch's own operations.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from dist_utils import GroupLike, resolve_group
-from dist_utils.torch_compat import traceable_collectives
+from dist_autograd_collectives import eager, traced
+from dist_autograd_collectives.calls import Call, Wait
 
-__all__ = ["Members", "linear", "members", "padded_parts", "splits_to_root", "zeros_after"]
-
-_SMALL_BYTES = 64 << 10
-"""Up to here a sum for one rank is sent as a sum for all: twice the bytes, but one message less."""
-
-
-class Members(NamedTuple):
-    """Who takes part.
-
-    Attributes:
-        group: The process group's name, by which the traceable collectives know it.
-        size: The number of ranks.
-        rank: This rank in the group.
-    """
-
-    group: str
-    size: int
-    rank: int
-
-
-def members(group: GroupLike) -> Members:
-    """Return who takes part; raises as :func:`dist_utils.resolve_group`."""
-    resolved = resolve_group(group)
-    return Members(resolved.group_name, dist.get_world_size(resolved), dist.get_rank(resolved))
-
+__all__ = ["CollectiveError", "Flight", "linear"]
 
 _TRANSPOSES = {
     # The total loss is the sum of all ranks' losses.
@@ -50,6 +25,8 @@ _TRANSPOSES = {
     "exchange": "exchange",
     "broadcast": "reduce",
     "reduce": "broadcast",
+    "gather": "scatter",
+    "scatter": "gather",
     # The loss is one number that all ranks compute alike: nothing is added up over them.
     "replicated all_reduce": "copy",
     "copy": "replicated all_reduce",
@@ -60,77 +37,87 @@ _TRANSPOSES = {
 }
 
 
-class _Call(NamedTuple):
-    """Which collective, and everything that it needs beside its tensor."""
-
-    kind: str
-    who: Members
-    root: int
-    input_splits: tuple[int, ...]
-    output_splits: tuple[int, ...]
-
-    def transposed(self) -> _Call:
-        return _Call(_TRANSPOSES[self.kind], self.who, self.root, self.output_splits, self.input_splits)
+class CollectiveError(RuntimeError):
+    """The collective that is another one's backward failed: most often other ranks never came to it."""
 
 
-def linear(
-    tensor: torch.Tensor,
-    kind: str,
-    who: Members,
-    *,
-    root: int = 0,
-    input_splits: tuple[int, ...] = (),
-    output_splits: tuple[int, ...] = (),
-) -> torch.Tensor:
-    """Run a linear collective that autograd sees.
-
-    Args:
-        tensor: This rank's input. All collectives but the elementwise ones work along dimension 0.
-        kind: ``"all_reduce"`` (sum), ``"all_gather"`` (concatenated), ``"reduce_scatter"`` (sum),
-            ``"exchange"`` (all to all), ``"broadcast"`` from the root, ``"reduce"`` to the root (sum, zeros
-            elsewhere), ``"copy"`` (nothing happens), ``"own part"`` of equal parts, ``"own if root"``
-            (zeros elsewhere); the ``"replicated"`` ones differ in their transpose.
-        who: The ranks.
-        root: A rank in the group.
-        input_splits: Of an exchange: lengths along dimension 0 for each rank.
-        output_splits: Likewise, from each rank.
-    """
-    return _applied(tensor, _Call(kind, who, root, input_splits, output_splits))
-
-
-def splits_to_root(length: int, who: Members, root: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return input and output splits of an exchange in which every rank sends ``length`` to the root."""
-    to_root = tuple(length if rank == root else 0 for rank in range(who.size))
-    from_all = (length if who.rank == root else 0,) * who.size
-    return to_root, from_all
-
-
-def padded_parts(x: torch.Tensor, who: Members) -> torch.Tensor:
-    """Return all elements in W rows of one length, zeros at the end."""
-    length = -(-x.numel() // who.size)
-    padded = torch.nn.functional.pad(x.flatten(), (0, length * who.size - x.numel()))
-    return padded.view(who.size, length)
-
-
-def zeros_after(received: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return zeros that are made from what a collective gave this rank, though no element of it is used.
-
-    So its backward, which the other ranks wait for, runs on this rank, and no compiler leaves it out.
-    """
-    zeros = torch.zeros_like(like, memory_format=torch.contiguous_format, requires_grad=False)
-    return zeros + received.flatten()[:0].sum().to(like.dtype)
-
-
-def _applied(tensor: torch.Tensor, call: _Call) -> torch.Tensor:
+def linear(tensor: torch.Tensor, call: Call) -> torch.Tensor:
+    """Run a linear collective that autograd sees."""
     function = _Collective if torch.compiler.is_compiling() else _CollectiveWithForwardMode
     result: torch.Tensor = function.apply(tensor, call)  # type: ignore[no-untyped-call]
     return result
 
 
+class Flight:
+    """A linear collective between its launch and its arrival, for autograd two operations.
+
+    Backward runs them the other way round: the arrival's launches the transposed collective, and what was
+    computed between the two runs its backward before the launch's waits for it. Between them only an empty
+    tensor is handed on, so that nobody reads what has not arrived.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.wait: Wait | None = None
+        self.backwards: Flight | None = None
+
+    def launch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Begin; return what :meth:`arrive` wants."""
+        token: torch.Tensor = _Launch.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return token
+
+    def arrive(self, token: torch.Tensor) -> torch.Tensor:
+        """Wait for the result."""
+        result: torch.Tensor = _Arrive.apply(token, self)  # type: ignore[no-untyped-call]
+        return result
+
+    def take(self) -> Wait:
+        """Return what waits for the result, which may be done once."""
+        wait, self.wait = self.wait, None
+        if wait is None:
+            raise RuntimeError(f"{self.call.title} was waited for twice, or its backward ran in two threads")
+        return wait
+
+    def __del__(self) -> None:
+        """Wait for what nobody waited for: other ranks' messages must not be left lying."""
+        if self.wait is not None:
+            self.wait()
+
+
+def _begin(tensor: torch.Tensor, call: Call) -> Wait:
+    """Start a collective on this rank's tensor."""
+    x = tensor.contiguous()
+    name = call.kind.removeprefix("replicated ")
+    if name == "own part":
+        result = x.tensor_split(call.who.size)[call.who.rank].clone()
+    elif name == "own if root" and call.who.rank != call.root:
+        result = torch.zeros_like(x)
+    elif name in ("copy", "own if root") or call.who.size == 1:
+        result = x.clone()
+    else:
+        begin = traced.begin if torch.compiler.is_compiling() else eager.begin
+        return begin(name, x, call)
+    return lambda: result
+
+
+def _transposed(call: Call) -> Call:
+    return call._replace(
+        kind=_TRANSPOSES[call.kind], input_splits=call.output_splits, output_splits=call.input_splits
+    )
+
+
+def _explained(error: RuntimeError, call: Call) -> CollectiveError:
+    return CollectiveError(
+        f"the backward of {call.title} failed on rank {call.who.rank} of {call.who.size} in its group. If other "
+        "ranks did not come to it: does every rank use its result (see connect), and does every rank's tensor "
+        f"need a gradient (see anchor=True)? The cause: {error}"
+    )
+
+
 class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(tensor: torch.Tensor, call: _Call) -> torch.Tensor:
-        return _run(tensor.contiguous(), call)
+    def forward(tensor: torch.Tensor, call: Call) -> torch.Tensor:
+        return _begin(tensor, call)()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG004
@@ -139,63 +126,68 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
         # Even if this rank needs no gradient: the others wait for it.
-        return _applied(cotangent, ctx.call.transposed()), None
+        return linear(cotangent, _transposed(ctx.call)), None
 
 
 class _CollectiveWithForwardMode(_Collective):
-    """The same, with the rules that ``torch.compile`` refuses to trace."""
+    """The same, with what ``torch.compile`` refuses to trace."""
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        try:
+            return _Collective.backward(ctx, cotangent)
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise _explained(error, ctx.call) from error
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *_: Any) -> torch.Tensor:
-        return _applied(tangent, ctx.call)
+        return linear(tangent, ctx.call)
 
     @staticmethod
     def vmap(
         info: Any,  # noqa: ARG004 - torch's signature
         in_dims: tuple[int, ...],
         tensor: torch.Tensor,
-        call: _Call,
+        call: Call,
     ) -> tuple[torch.Tensor, int]:
-        return _applied(tensor.movedim(in_dims[0], -1), call), tensor.ndim - 1
+        return linear(tensor.movedim(in_dims[0], -1), call), tensor.ndim - 1
 
 
-def _run(x: torch.Tensor, call: _Call) -> torch.Tensor:
-    who, root = call.who, call.root
-    name = call.kind.removeprefix("replicated ")
-    if name == "copy" or who.size == 1:
-        result = x.clone()
-    elif name == "own part":
-        result = x.tensor_split(who.size)[who.rank].clone()
-    elif name == "own if root":
-        result = x.clone() if who.rank == root else torch.zeros_like(x)
-    elif name == "exchange":
-        splits = list(call.output_splits), list(call.input_splits)
-        result = _send(traceable_collectives.all_to_all_single, x, *splits, who.group)
-    elif name == "all_gather":
-        result = _send(traceable_collectives.all_gather_into_tensor, x, who.size, who.group)
-    elif name == "reduce_scatter":
-        result = _send(traceable_collectives.reduce_scatter_tensor, x, "sum", who.size, who.group)
-    elif name == "all_reduce":
-        result = _send(traceable_collectives.all_reduce, x, "sum", who.group)
-    elif name == "broadcast":
-        result = _send(traceable_collectives.broadcast, x, root, who.group)
-    else:
-        result = _reduce(x, who, root)
-    return result
+class _Launch(torch.autograd.Function):
+    @staticmethod
+    def forward(tensor: torch.Tensor, flight: Flight) -> torch.Tensor:
+        flight.wait = _begin(tensor, flight.call)
+        return tensor.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG004
+        _, ctx.flight = inputs
+
+    @staticmethod
+    def backward(ctx: Any, token: torch.Tensor) -> Any:
+        flight: Flight = ctx.flight
+        backwards, flight.backwards = flight.backwards, None
+        if backwards is None:
+            raise RuntimeError(f"the backward of {flight.call.title} runs in two threads at once")
+        try:
+            return backwards.arrive(token), None
+        except RuntimeError as error:
+            raise _explained(error, flight.call) from error
 
 
-def _send(collective: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    result: torch.Tensor = traceable_collectives.wait_tensor(collective(x, *arguments))
-    return result
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(token: torch.Tensor, flight: Flight) -> torch.Tensor:  # noqa: ARG004
+        return flight.take()()
 
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG004
+        _, ctx.flight = inputs
 
-def _reduce(x: torch.Tensor, who: Members, root: int) -> torch.Tensor:
-    """Sum to one rank. The traceable collectives have no reduce; in two steps it sends as little."""
-    if x.nbytes <= _SMALL_BYTES:
-        total = _run(x, _Call("all_reduce", who, root, (), ()))
-    else:
-        part = _run(padded_parts(x, who), _Call("reduce_scatter", who, root, (), ())).flatten()
-        total = _run(part, _Call("exchange", who, root, *splits_to_root(part.numel(), who, root)))
-    if who.rank == root:
-        return total.flatten()[: x.numel()].view(x.shape)
-    return zeros_after(total, x)
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        flight: Flight = ctx.flight
+        flight.backwards = Flight(_transposed(flight.call))
+        return flight.backwards.launch(cotangent), None

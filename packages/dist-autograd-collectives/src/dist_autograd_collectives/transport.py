@@ -1,24 +1,28 @@
-"""Tensors of any dtype, stride and shape as the linear collectives want them."""
+"""Steps that several functions are made of: tensors of any dtype, stride and shape, and reductions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
-from dist_autograd_collectives.linear import Members, linear, padded_parts
-from dist_autograd_collectives.reductions import is_sum, reduce_stacked, scaled_for_sum
+from dist_autograd_collectives.calls import Call, Members, padded_parts
+from dist_autograd_collectives.reductions import Reduction
+from dist_autograd_collectives.steps import Step
 
-__all__ = ["all_reduced", "as_real", "averaged", "joined", "reduce_scattered", "sent_in_parts"]
+__all__ = ["joined", "reduced_for_all", "reduced_for_each", "sent"]
+
+T = TypeVar("T")
 
 
-def as_real(tensor: torch.Tensor, collective: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Run a linear collective on a complex tensor's real and imaginary parts: not every backend knows it."""
+def sent(tensor: torch.Tensor, call: Call, after: Callable[[torch.Tensor], T | Step[T]]) -> Step[T]:
+    """Send a tensor; a complex one as real and imaginary parts, since not every backend knows it."""
     if not tensor.is_complex():
-        return collective(tensor)
+        return Step(tensor, call, after)
     # Not view_as_real: gradients of any stride come back through this.
-    parts = collective(torch.stack((tensor.real, tensor.imag), -1))
-    return torch.complex(parts[..., 0], parts[..., 1])
+    parts = torch.stack((tensor.real, tensor.imag), -1)
+    return Step(parts, call, lambda received: after(torch.complex(received[..., 0], received[..., 1])))
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -31,41 +35,46 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return flat
 
 
-def sent_in_parts(parts: torch.Tensor, who: Members) -> torch.Tensor:
-    """Send the ``r``-th of the parts along dimension 0 to rank ``r``; return all ranks' for this one."""
-    splits = (parts.shape[0] // who.size,) * who.size
-    return as_real(parts, lambda x: linear(x, "exchange", who, input_splits=splits, output_splits=splits))
-
-
-def reduce_scattered(parts: torch.Tensor, who: Members, name: str, factor: object) -> torch.Tensor:
-    """Reduce the ``r``-th of the W entries along dimension 0 to rank ``r``.
+def reduced_for_each(
+    parts: torch.Tensor,
+    who: Members,
+    op: Reduction,
+    title: str,
+    after: Callable[[torch.Tensor], T | Step[T]],
+) -> Step[T]:
+    """Reduce the ``r``-th of W entries along dimension 0 to rank ``r``.
 
     What is no sum is reduced where it ends, from all ranks' parts: the bytes of a ring, and torch's own
     gradients.
     """
-    if not is_sum(name):
-        return reduce_stacked(sent_in_parts(parts, who), name)
-    parts = scaled_for_sum(parts, name, factor)
-    total = as_real(parts, lambda x: linear(x, "reduce_scatter", who))[0]
-    return averaged(total, who) if name == "AVG" else total
+    if op.is_sum:
+        return sent(
+            op.scaled(parts),
+            Call("reduce_scatter", who, title),
+            lambda total: after(op.averaged(total[0], who.size)),
+        )
+    splits = (1,) * who.size
+    call = Call("exchange", who, title, input_splits=splits, output_splits=splits)
+    return sent(parts, call, lambda received: after(op.reduced(received)))
 
 
-def all_reduced(
-    tensor: torch.Tensor, who: Members, name: str, factor: object, *, replicated: bool
-) -> torch.Tensor:
+def reduced_for_all(
+    tensor: torch.Tensor,
+    who: Members,
+    op: Reduction,
+    title: str,
+    after: Callable[[torch.Tensor], T | Step[T]],
+    *,
+    replicated: bool,
+) -> Step[T]:
     """Reduce a tensor for all ranks."""
     prefix = "replicated " if replicated else ""
-    if is_sum(name):
-        tensor = scaled_for_sum(tensor, name, factor)
-        total = as_real(tensor, lambda x: linear(x, f"{prefix}all_reduce", who))
-        return averaged(total, who) if name == "AVG" else total
-    part = reduce_scattered(padded_parts(tensor, who), who, name, factor)
-    whole = as_real(part, lambda x: linear(x, f"{prefix}all_gather", who))
-    return whole[: tensor.numel()].view(tensor.shape)
+    if op.is_sum:
+        call = Call(f"{prefix}all_reduce", who, title)
+        return sent(op.scaled(tensor), call, lambda total: after(op.averaged(total, who.size)))
 
+    def then_for_all(part: torch.Tensor) -> Step[T]:
+        call = Call(f"{prefix}all_gather", who, title)
+        return sent(part, call, lambda whole: after(whole[: tensor.numel()].view(tensor.shape)))
 
-def averaged(total: torch.Tensor, who: Members) -> torch.Tensor:
-    """Divide a sum by the number of ranks, integers towards zero."""
-    if total.is_floating_point() or total.is_complex():
-        return total / who.size
-    return torch.div(total, who.size, rounding_mode="trunc")
+    return reduced_for_each(padded_parts(tensor, who), who, op, title, then_for_all)

@@ -1,0 +1,72 @@
+"""Whether the ranks' calls fit each other, compared before a collective if that is asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from dist_autograd_collectives.calls import Members
+from dist_utils import TensorMismatchError, resolve_group
+from dist_utils.agreement import Claim, require_agreement
+from dist_utils.process_groups import collective_device
+from dist_utils.torch_compat import all_gather_single
+
+__all__ = ["agree", "agree_on_splits"]
+
+_VARIABLE = "DIST_AUTOGRAD_CHECK"
+
+
+def agree(
+    check: bool | None,
+    who: Members,
+    arguments: str,
+    tensors: Sequence[torch.Tensor],
+    *,
+    uneven_dim: int | None = None,
+) -> None:
+    """Raise on every rank if the ranks' calls, or shapes, dtypes or needs of a gradient differ.
+
+    Args:
+        check: Whether to compare; ``None`` for what the environment says.
+        who: The ranks.
+        arguments: What is called, and everything beside tensors that must be equal.
+        tensors: This rank's.
+        uneven_dim: A dimension whose length may differ.
+    """
+    if not _wanted(check):
+        return
+    claim = Claim([("", _description(tensor, uneven_dim)) for tensor in tensors], arguments)
+    require_agreement(resolve_group(who.group), claim)
+
+
+def agree_on_splits(
+    check: bool | None, who: Members, outgoing: Sequence[int], incoming: Sequence[int]
+) -> None:
+    """Raise on every rank unless each rank expects as much from each as that one sends."""
+    if not _wanted(check) or who.size == 1:
+        return
+    group = resolve_group(who.group)
+    own = torch.tensor([*outgoing, *incoming], dtype=torch.int64, device=collective_device(group))
+    everyone = own.new_empty(who.size * own.numel())
+    all_gather_single(everyone, own, group)
+    matrices = everyone.view(who.size, 2, who.size)
+    sent, expected = matrices[:, 0], matrices[:, 1].T
+    for sender, receiver in (sent != expected).nonzero().tolist():
+        raise TensorMismatchError(
+            f"rank {sender} of the group sends {int(sent[sender, receiver])} to rank {receiver}, which "
+            f"expects {int(expected[sender, receiver])}"
+        )
+
+
+def _wanted(check: bool | None) -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return os.environ.get(_VARIABLE, "") not in ("", "0") if check is None else check
+
+
+def _description(tensor: torch.Tensor, uneven_dim: int | None) -> str:
+    shape = ["any" if dim == uneven_dim else str(length) for dim, length in enumerate(tensor.shape)]
+    needs = "needs a gradient" if tensor.requires_grad and torch.is_grad_enabled() else "needs no gradient"
+    return f"shape ({', '.join(shape)}), {tensor.dtype} on {tensor.device.type}, which {needs}"
