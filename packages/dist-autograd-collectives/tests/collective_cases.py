@@ -1,5 +1,6 @@
 """Every collective twice: as a call on each rank, and as arithmetic on all ranks' inputs in one process."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +131,130 @@ def _even_single(x, group, ranks):
     return [dac.all_to_all_single(torch.empty_like(stacked), stacked, group=group)]
 
 
+def _last_stacked(x, count):
+    """As many entries as asked for, along a new last dimension."""
+    return x.unsqueeze(-1) * torch.arange(1, count + 1).to(x.dtype)
+
+
+def _sizes(size):
+    """Unequal lengths, one of them 0 where there are several ranks."""
+    return [3 - min(rank, 3) if rank else 1 for rank in range(size)] if size < 4 else [1, 2, 0, 3]
+
+
+def _reduce_scatter_dim(op, sizes):
+    def count(size):
+        return sum(sizes(size)) if sizes else 2 * size
+
+    def call(x, group, ranks):
+        size = len(ranks)
+        y = _last_stacked(x, count(size))
+        return [dac.reduce_scatter_dim(y, op.lower(), -1, sizes=sizes and sizes(size), group=group)]
+
+    def simulate(xs):
+        size = len(xs)
+        total = _reduced(torch.stack([_last_stacked(x, count(size)) for x in xs]), op)
+        return [[part] for part in torch.split(total, sizes(size) if sizes else 2, -1)]
+
+    return Case(call, simulate, linear=op in ("SUM", "AVG"))
+
+
+def _uneven_part(x, rank):
+    return _last_stacked(x, 3)[..., : _sizes(4)[rank]]
+
+
+def _simulate_all_to_all_dim(xs):
+    """From the last dimension to the first one."""
+    sent = [_last_stacked(x, 2 * len(xs)).split(2, -1) for x in xs]
+    return [[torch.cat([parts[rank] for parts in sent], 0)] for rank in range(len(xs))]
+
+
+def _call_uneven_dim(x, group, ranks):
+    sent = _uneven(ranks.index(dist.get_rank()), len(ranks))
+    y = _last_stacked(x, sum(sent))
+    return [dac.all_to_all_dim(y, -1, -1, input_sizes=sent, output_sizes="auto", group=group)]
+
+
+def _simulate_uneven_dim(xs):
+    size = len(xs)
+    sent = [_last_stacked(x, sum(_uneven(r, size))).split(_uneven(r, size), -1) for r, x in enumerate(xs)]
+    return [[torch.cat([parts[rank] for parts in sent], -1)] for rank in range(size)]
+
+
+def _call_lengths_differ(x, group, ranks):
+    """Each rank has another length along the dimension that is joined."""
+    mine = ranks.index(dist.get_rank())
+    y = torch.stack([_last_stacked(x, len(ranks))] * (mine + 1))
+    return [dac.all_to_all_dim(y, -1, 0, output_sizes="auto", group=group)]
+
+
+def _simulate_lengths_differ(xs):
+    sent = [torch.stack([_last_stacked(x, len(xs))] * (rank + 1)).split(1, -1) for rank, x in enumerate(xs)]
+    return [[torch.cat([parts[rank] for parts in sent], 0)] for rank in range(len(xs))]
+
+
+def _permute(pairs):
+    def simulate(xs):
+        source = {there: here for here, there in pairs(len(xs))}
+        return [[xs[source[rank]] if rank in source else torch.zeros_like(x)] for rank, x in enumerate(xs)]
+
+    return Case(lambda x, group, ranks: [dac.permute(x, pairs(len(ranks)), group=group)], simulate)
+
+
+def _several(x):
+    """Tensors of several shapes."""
+    return [_last_stacked(x, 2), x.unsqueeze(0), 3 * _last_stacked(x, 1)]
+
+
+def _coalesced(op):
+    return Case(
+        lambda x, group, ranks: list(dac.all_reduce_coalesced(_several(x), op.lower(), group=group)),
+        lambda xs: [
+            [_reduced(torch.stack(each), op) for each in zip(*map(_several, xs), strict=True)] for _ in xs
+        ],
+        linear=op in ("SUM", "AVG"),
+    )
+
+
+def _simulate_gather_coalesced(xs):
+    return [[torch.cat(each, -1) for each in zip(*map(_several, xs), strict=True)] for _ in xs]
+
+
+def _call_scatter_coalesced(x, group, ranks):
+    return list(
+        dac.reduce_scatter_dim_coalesced(
+            [_last_stacked(x, len(ranks)), _last_stacked(x, 2 * len(ranks))], dim=-1, group=group
+        )
+    )
+
+
+def _simulate_scatter_coalesced(xs):
+    totals = [sum(_last_stacked(x, count * len(xs)) for x in xs).split(count, -1) for count in (1, 2)]
+    return [list(parts) for parts in zip(*totals, strict=True)]
+
+
+def _started(case):
+    """The same case with every collective started first and waited for later."""
+
+    def call(x, group, ranks):
+        originals = {name: getattr(dac, name) for name in ("all_reduce", "all_gather", "reduce", "scatter")}
+        originals["all_to_all_dim"] = dac.all_to_all_dim
+        try:
+            for name, function in originals.items():
+                setattr(dac, name, functools.partial(_start_and_wait, function))
+            return case.call(x, group, ranks)
+        finally:
+            for name, function in originals.items():
+                setattr(dac, name, function)
+
+    return Case(call, case.simulate, case.linear, case.second_order)
+
+
+def _start_and_wait(function, *args, **kwargs):
+    handle = dac.start(function, *args, **kwargs)
+    assert handle.wait() is handle.wait()
+    return handle.wait()
+
+
 CASES = {
     **{f"all_reduce {op}": _all_reduce(op) for op in OPERATIONS},
     **{f"reduce {op}": _reduce(op, LAST) for op in OPERATIONS},
@@ -159,7 +284,52 @@ CASES = {
     ),
     "all_to_all_single": Case(_even_single, lambda xs: [[torch.stack(out)] for out in _all_to_all(xs)]),
     "all_to_all_single, uneven": Case(_call_uneven, _simulate_uneven),
+    "all_gather_cat": Case(
+        lambda x, group, ranks: [dac.all_gather_cat(_last_stacked(x, 2), -1, group=group)],
+        lambda xs: [[torch.cat([_last_stacked(x, 2) for x in xs], -1)] for _ in xs],
+    ),
+    "all_gather_cat, uneven": Case(
+        lambda x, group, ranks: [
+            dac.all_gather_cat(
+                _uneven_part(x, ranks.index(dist.get_rank())), -1, sizes=_sizes(4)[: len(ranks)], group=group
+            )
+        ],
+        lambda xs: [[torch.cat([_uneven_part(x, rank) for rank, x in enumerate(xs)], -1)] for _ in xs],
+    ),
+    "all_gather_cat, auto": Case(
+        lambda x, group, ranks: [
+            dac.all_gather_cat(
+                torch.stack([x] * (1 + ranks.index(dist.get_rank()))), sizes="auto", group=group
+            )
+        ],
+        lambda xs: [[torch.stack([x for rank, x in enumerate(xs) for _ in range(1 + rank)])] for _ in xs],
+    ),
+    "all_gather_stack": Case(
+        lambda x, group, ranks: [dac.all_gather_stack(x, -1, group=group)],
+        lambda xs: [[torch.stack(xs, -1)] for _ in xs],
+    ),
+    **{f"reduce_scatter_dim {op}": _reduce_scatter_dim(op, None) for op in OPERATIONS},
+    "reduce_scatter_dim, uneven": _reduce_scatter_dim("SUM", _sizes),
+    "reduce_scatter_dim MAX, uneven": _reduce_scatter_dim("MAX", _sizes),
+    "all_to_all_dim": Case(
+        lambda x, group, ranks: [dac.all_to_all_dim(_last_stacked(x, 2 * len(ranks)), -1, 0, group=group)],
+        _simulate_all_to_all_dim,
+    ),
+    "all_to_all_dim, uneven": Case(_call_uneven_dim, _simulate_uneven_dim),
+    "all_to_all_dim, lengths differ": Case(_call_lengths_differ, _simulate_lengths_differ),
+    "permute ring": _permute(lambda size: [(rank, (rank + 1) % size) for rank in range(size)]),
+    "permute some": _permute(lambda size: [(0, size - 1)]),
+    "all_reduce_coalesced SUM": _coalesced("SUM"),
+    "all_reduce_coalesced MAX": _coalesced("MAX"),
+    "all_gather_cat_coalesced": Case(
+        lambda x, group, ranks: list(dac.all_gather_cat_coalesced(_several(x), -1, group=group)),
+        _simulate_gather_coalesced,
+    ),
+    "reduce_scatter_dim_coalesced": Case(_call_scatter_coalesced, _simulate_scatter_coalesced),
 }
+for _name in ("all_reduce SUM", "all_reduce MAX", "all_gather", "reduce SUM", "scatter last, None elsewhere"):
+    CASES[f"started {_name}"] = _started(CASES[_name])
+CASES["started all_to_all_dim"] = _started(CASES["all_to_all_dim"])
 
 
 def inputs(rank, shape, dtype, *, ties=True):
@@ -183,11 +353,15 @@ def weights(rank, outputs):
     ]
 
 
-def loss(rank, outputs):
-    """Return a number that is not linear in the outputs."""
+def loss(rank, outputs, strides="plain"):
+    """Return a number that is not linear in the outputs, whose cotangents have other strides on odd ranks."""
     total = 0
     for output, weight in zip(outputs, weights(rank, outputs), strict=True):
         y = output.real + output.imag if output.is_complex() else output
         w = weight.real if weight.is_complex() else weight
+        if strides == "transposed" and rank % 2:  # its cotangent is transposed in memory
+            y, w = y.movedim(0, -1).contiguous(), w.movedim(0, -1)
         total = total + (w * (y + y * y / 2)).sum()
+        if strides == "expanded":  # whose cotangent has strides of 0, and no other part
+            total = y.sum() * (rank + 1)
     return total

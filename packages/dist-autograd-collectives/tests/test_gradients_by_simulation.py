@@ -8,16 +8,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dist_utils.testing import run_ranks
 
-GROUPS = {"world": [0, 1, 2], "1 and 2": [1, 2], "0 and 2": [0, 2], "alone": [1]}
+GROUPS = {"1 and 2": [1, 2], "0 and 2": [0, 2], "alone": [1]}
 # A few dozen roundings at the most, each of half an epsilon of numbers no larger than the largest result.
 ROUNDINGS = 64
 
 
-def simulated(case, ranks, shape, dtype):
+def simulated(case, ranks, shape, dtype, strides):
     """Return all ranks' outputs, gradients and second-order gradients."""
     xs = [inputs(rank, shape, dtype).requires_grad_() for rank in ranks]
     outputs = case.simulate(xs)
-    total = sum(loss(rank, out) for rank, out in zip(ranks, outputs, strict=True))
+    total = sum(loss(rank, out, strides) for rank, out in zip(ranks, outputs, strict=True))
     first = torch.autograd.grad(total, xs, create_graph=True, materialize_grads=True)
     if not case.second_order:
         return outputs, first, None
@@ -27,14 +27,17 @@ def simulated(case, ranks, shape, dtype):
     return outputs, first, second
 
 
-def measured(case, rank, group, ranks, shape, dtype):
-    x = inputs(rank, shape, dtype).requires_grad_()
+def measured(case, rank, group, ranks, shape, dtype, strides):
+    x = inputs(rank, shape, dtype)
+    if strides == "transposed" and rank % 2:
+        x = x.movedim(0, -1).contiguous().movedim(-1, 0)
+    x.requires_grad_()
     outputs = case.call(x, group, ranks)
     if not case.second_order:
         # Not autograd.grad, which on a rank without a path to x would not even begin.
-        loss(rank, outputs).backward()
+        loss(rank, outputs, strides).backward()
         return outputs, torch.zeros_like(x) if x.grad is None else x.grad, None
-    (first,) = torch.autograd.grad(loss(rank, outputs), x, create_graph=True)
+    (first,) = torch.autograd.grad(loss(rank, outputs, strides), x, create_graph=True)
     (second,) = torch.autograd.grad(loss(rank + 7, [first]), x)
     return outputs, first, second
 
@@ -50,10 +53,11 @@ def distance(ours, right):
     return difference.max().item() / scale / torch.finfo(ours.dtype).eps
 
 
-def _compare(rank, shape, dtype, names):
-    groups = {name: dist.new_group(ranks) for name, ranks in GROUPS.items()}
+def _compare(rank, shape, dtype, names, strides):
+    members = {"world": list(range(dist.get_world_size())), **GROUPS}
+    groups = {name: dist.new_group(ranks) for name, ranks in members.items()}
     found = {}
-    for group_name, ranks in GROUPS.items():
+    for group_name, ranks in members.items():
         if rank not in ranks:
             continue
         group = groups[group_name]
@@ -61,8 +65,8 @@ def _compare(rank, shape, dtype, names):
             group = DeviceMesh.from_group(group, "cpu")
         for name in names:
             case, mine = CASES[name], ranks.index(rank)
-            outputs, first, second = measured(case, rank, group, ranks, shape, dtype)
-            all_outputs, all_first, all_second = simulated(case, ranks, shape, dtype)
+            outputs, first, second = measured(case, rank, group, ranks, shape, dtype, strides)
+            all_outputs, all_first, all_second = simulated(case, ranks, shape, dtype, strides)
             errors = [distance(a, b) for a, b in zip(outputs, all_outputs[mine], strict=True)]
             found[group_name, name] = (
                 max(errors),
@@ -76,22 +80,28 @@ def _compare(rank, shape, dtype, names):
 COMPLEX = [name for name, case in CASES.items() if case.linear]
 
 
+HAS_A_LAST_DIM = [name for name in CASES if "single" not in name and "all_to_all_dim" not in name]
+
+
 @pytest.mark.parametrize(
-    ("shape", "dtype", "names"),
+    ("world_size", "shape", "dtype", "names", "strides"),
     [
-        ((2, 3), torch.float64, list(CASES)),
-        ((), torch.float64, [name for name in CASES if "single" not in name]),
-        ((0, 3), torch.float64, [name for name in CASES if "uneven" not in name]),
-        ((2, 3), torch.complex128, COMPLEX),
-        ((2, 3), torch.float32, list(CASES)),
-        ((2, 3), torch.bfloat16, COMPLEX),
+        (4, (2, 3), torch.float64, list(CASES), "plain"),
+        (3, (2, 3), torch.float64, list(CASES), "transposed"),
+        (3, (2, 3), torch.float64, list(CASES), "expanded"),
+        (3, (), torch.float64, HAS_A_LAST_DIM, "plain"),
+        (3, (0, 3), torch.float64, [name for name in CASES if "single, uneven" not in name], "plain"),
+        (3, (2, 3), torch.complex128, COMPLEX, "plain"),
+        (3, (2, 3), torch.float32, list(CASES), "plain"),
+        (3, (2, 3), torch.bfloat16, COMPLEX, "plain"),
     ],
-    ids=["float64", "0-dim", "empty", "complex128", "float32", "bfloat16"],
+    ids=["float64", "transposed", "expanded", "0-dim", "empty", "complex128", "float32", "bfloat16"],
 )
-def test_values_and_gradients_of_both_orders(shape, dtype, names):
+def test_values_and_gradients_of_both_orders(world_size, shape, dtype, names, strides):
+    ranks = run_ranks(_compare, world_size, shape, dtype, names, strides, timeout=50)
     wrong = {
         (rank, *key): errors
-        for rank, found in enumerate(run_ranks(_compare, 3, shape, dtype, names, timeout=170))
+        for rank, found in enumerate(ranks)
         for key, errors in found.items()
         if max(errors) > ROUNDINGS
     }

@@ -1,5 +1,10 @@
 """Collectives that autograd sees, with the right gradient for every reduce op."""
 
+from dist_autograd_collectives.coalesced import (
+    all_gather_cat_coalesced,
+    all_reduce_coalesced,
+    reduce_scatter_dim_coalesced,
+)
 from dist_autograd_collectives.connecting import connect
 from dist_autograd_collectives.functional import (
     all_gather,
@@ -13,21 +18,43 @@ from dist_autograd_collectives.functional import (
     reduce_scatter,
     scatter,
 )
+from dist_autograd_collectives.linear import CollectiveError
+from dist_autograd_collectives.out_of_place import (
+    all_gather_cat,
+    all_gather_stack,
+    all_to_all_dim,
+    copy_to_group,
+    permute,
+    reduce_scatter_dim,
+)
+from dist_autograd_collectives.steps import Handle, start
 
 _all_gather_base = all_gather_base
 
 __all__ = [
+    "CollectiveError",
+    "Handle",
     "all_gather",
     "all_gather_base",
+    "all_gather_cat",
+    "all_gather_cat_coalesced",
+    "all_gather_stack",
     "all_reduce",
+    "all_reduce_coalesced",
     "all_to_all",
+    "all_to_all_dim",
     "all_to_all_single",
     "broadcast",
     "connect",
+    "copy_to_group",
     "gather",
+    "permute",
     "reduce",
     "reduce_scatter",
+    "reduce_scatter_dim",
+    "reduce_scatter_dim_coalesced",
     "scatter",
+    "start",
 ]
 
 __version__ = "0.1.0"

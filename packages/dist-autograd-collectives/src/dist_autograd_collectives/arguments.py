@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -10,14 +11,21 @@ from dist_autograd_collectives.calls import Members
 from dist_utils import GroupLike, group_rank
 
 __all__ = [
+    "Convention",
     "anchored",
     "check_list",
-    "checked_splits",
+    "check_one_kind",
+    "checked_dim",
+    "checked_sizes",
     "filled",
     "is_replicated",
     "root_in_group",
     "shapes",
+    "sizes_of_others",
 ]
+
+Convention: TypeAlias = Literal["sum", "replicated"]
+"""What the total loss is: the sum of the ranks' losses, or one loss that all ranks compute."""
 
 
 def anchored(tensor: torch.Tensor, anchor: bool) -> torch.Tensor:
@@ -63,27 +71,41 @@ def filled(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
             f"the output is {buffer.dtype} of shape {tuple(buffer.shape)}, the result {result.dtype} of "
             f"{tuple(result.shape)}"
         )
-    with torch.no_grad():
-        buffer.detach().copy_(result.detach())
+    buffer.detach().copy_(result.detach())
     return result
 
 
-def checked_splits(
-    label: str, tensor: torch.Tensor, sizes: Sequence[int] | None, who: Members
-) -> tuple[int, ...]:
-    """Return W lengths that add up to dimension 0, equal ones if none are given; raises if they do not."""
-    length = tensor.shape[0] if tensor.ndim else 0
+def checked_dim(ndim: int, dim: int) -> int:
+    """Return a dimension counted from the front; raises if there is none."""
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dim {dim} is out of range for a tensor of {ndim} dimensions")
+    return dim % ndim
+
+
+def checked_sizes(label: str, length: int, sizes: Sequence[int] | None, who: Members) -> tuple[int, ...]:
+    """Return W lengths that add up to one, equal ones if none are given; raises if they do not."""
     if not sizes:
-        if tensor.ndim == 0 or length % who.size:
-            raise ValueError(
-                f"{label} of shape {tuple(tensor.shape)} cannot be split into {who.size} equal parts"
-            )
+        if length % who.size:
+            raise ValueError(f"{label}: a length of {length} cannot be split into {who.size} equal parts")
         return (length // who.size,) * who.size
     if len(sizes) != who.size or sum(sizes) != length or min(sizes) < 0:
-        raise ValueError(
-            f"{label}_split_sizes must be {who.size} numbers that add up to {length}, got {list(sizes)}"
-        )
+        raise ValueError(f"{label} must be {who.size} numbers that add up to {length}, got {list(sizes)}")
     return tuple(sizes)
+
+
+def sizes_of_others(label: str, own: int, sizes: Sequence[int], who: Members) -> tuple[int, ...]:
+    """Return W lengths of which one is this rank's own; raises if they are not."""
+    if len(sizes) != who.size or min(sizes) < 0:
+        raise ValueError(f"{label} must be {who.size} lengths, got {list(sizes)}")
+    if sizes[who.rank] != own:
+        raise ValueError(f"{label} {list(sizes)} say {sizes[who.rank]} for rank {who.rank}, which has {own}")
+    return tuple(sizes)
+
+
+def check_one_kind(label: str, tensors: Sequence[torch.Tensor]) -> None:
+    """Raise unless there are tensors, all of one dtype on one device."""
+    if len({(tensor.dtype, tensor.device) for tensor in tensors}) != 1:
+        raise ValueError(f"{label} must be tensors of one dtype on one device, got {shapes(tensors)}")
 
 
 def check_list(

@@ -1,4 +1,4 @@
-"""What a linear collective is called with."""
+"""What a linear collective is called with, and which call its transpose is."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from dist_utils import GroupLike, resolve_group
 
-__all__ = ["Call", "Members", "Wait", "members", "padded_parts", "splits_to_root"]
+__all__ = ["Call", "Members", "Tensors", "Wait", "members", "padded_parts", "parts_of", "splits_to_root"]
 
-Wait: TypeAlias = Callable[[], torch.Tensor]
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+
+Wait: TypeAlias = Callable[[], Tensors]
 """A collective that has begun: waits for it and returns what this rank received."""
 
 
@@ -44,20 +46,47 @@ def members(group: GroupLike) -> Members:
     )
 
 
+_TRANSPOSES = {
+    # The total loss is the sum of all ranks' losses.
+    "all_reduce": "all_reduce",
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "exchange": "exchange",
+    "broadcast": "reduce",
+    "reduce": "broadcast",
+    "gather": "scatter",
+    "scatter": "gather",
+    # The loss is one number that all ranks compute alike: nothing is added up over them.
+    "replicated all_reduce": "copy",
+    "copy": "replicated all_reduce",
+    "replicated all_gather": "own part",
+    "own part": "replicated all_gather",
+    "replicated broadcast": "own if root",
+    "own if root": "replicated broadcast",
+}
+
+
 class Call(NamedTuple):
-    """Which collective, and everything that it needs beside its tensor.
+    """Which collective, and everything that it needs beside its tensors.
+
+    A collective that has a part for each rank takes or returns the parts one after the other along dimension
+    0 of one tensor, or as W tensors, which saves a copy where they are apart anyway.
 
     Attributes:
-        kind: All but the elementwise ones work along dimension 0: ``"all_reduce"`` (sum), ``"all_gather"``
-            (concatenated), ``"reduce_scatter"`` (sum), ``"exchange"`` (all to all), ``"broadcast"`` from the
-            root, ``"reduce"`` to the root (sum, zeros elsewhere), ``"gather"`` to the root (nothing
-            elsewhere), ``"scatter"`` from the root, ``"copy"`` (nothing happens), ``"own part"`` of equal
-            parts, ``"own if root"`` (zeros elsewhere). The ``"replicated"`` ones differ in their transpose.
+        kind: ``"all_reduce"`` (sum), ``"all_gather"``, ``"reduce_scatter"`` (sum), ``"exchange"`` (all to
+            all), ``"broadcast"`` from the root, ``"reduce"`` to the root (sum, zeros elsewhere),
+            ``"gather"`` to the root (elsewhere W tensors of zeros, or an empty one if they are joined),
+            ``"scatter"`` from the root (takes such tensors elsewhere), ``"copy"`` (nothing happens),
+            ``"own part"`` of equal parts, ``"own if root"`` (zeros elsewhere). The ``"replicated"`` ones
+            differ in their transpose.
         who: The ranks.
-        title: The public function that this is a part of, for errors.
+        title: The public function that this is a step of, for errors.
         root: A rank in the group.
-        input_splits: Of an exchange, a gather or a scatter: lengths along dimension 0 for each rank.
+        input_splits: Of an exchange, and of a gather or scatter of joined parts: lengths along dimension 0
+            for each rank. None if all ranks' parts are equal.
         output_splits: Likewise, from each rank.
+        separate_input: Whether the parts that are taken are W tensors.
+        separate_output: Whether the parts that are returned are.
     """
 
     kind: str
@@ -66,6 +95,23 @@ class Call(NamedTuple):
     root: int = 0
     input_splits: tuple[int, ...] = ()
     output_splits: tuple[int, ...] = ()
+    separate_input: bool = False
+    separate_output: bool = False
+
+    @property
+    def name(self) -> str:
+        """What happens: the kind, whatever its transpose."""
+        return self.kind.removeprefix("replicated ")
+
+    def transposed(self) -> Call:
+        """Return the call whose map is the transpose of this one's."""
+        return self._replace(
+            kind=_TRANSPOSES[self.kind],
+            input_splits=self.output_splits,
+            output_splits=self.input_splits,
+            separate_input=self.separate_output,
+            separate_output=self.separate_input,
+        )
 
 
 def splits_to_root(length: int, who: Members, root: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -80,3 +126,12 @@ def padded_parts(x: torch.Tensor, who: Members) -> torch.Tensor:
     length = -(-x.numel() // who.size)
     padded = torch.nn.functional.pad(x.flatten(), (0, length * who.size - x.numel()))
     return padded.view(who.size, length)
+
+
+def parts_of(tensors: Tensors, call: Call) -> Tensors:
+    """Return what a call takes for each rank."""
+    if call.separate_input:
+        return tensors
+    if call.input_splits:
+        return torch.split(tensors[0], list(call.input_splits))
+    return tensors[0].tensor_split(call.who.size)

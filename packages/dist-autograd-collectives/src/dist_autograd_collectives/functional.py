@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from collections.abc import Sequence
 
 import torch
 from torch.distributed import ReduceOp
 
 from dist_autograd_collectives.agreement import agree, agree_on_splits
 from dist_autograd_collectives.arguments import (
+    Convention,
     anchored,
     check_list,
-    checked_splits,
+    checked_sizes,
     filled,
     is_replicated,
     root_in_group,
@@ -20,10 +20,9 @@ from dist_autograd_collectives.arguments import (
 )
 from dist_autograd_collectives.calls import Call, Members, members, splits_to_root
 from dist_autograd_collectives.connecting import zeros_after
-from dist_autograd_collectives.linear import linear
-from dist_autograd_collectives.reductions import Reduction, ReduceOperation
-from dist_autograd_collectives.steps import Step, collective
-from dist_autograd_collectives.transport import joined, reduced_for_all, reduced_for_each, sent
+from dist_autograd_collectives.reductions import ReduceOperation, Reduction
+from dist_autograd_collectives.steps import Handle, Step, collective
+from dist_autograd_collectives.transport import all_of_them, itself, reduced_for_all, reduced_for_each, sent
 from dist_utils import GroupLike, resolve_group
 from dist_utils.process_groups import collective_device
 
@@ -39,9 +38,6 @@ __all__ = [
     "reduce_scatter",
     "scatter",
 ]
-
-Convention: TypeAlias = Literal["sum", "replicated"]
-T = TypeVar("T")
 
 
 @collective
@@ -95,7 +91,7 @@ def all_reduce(
     tensor = anchored(tensor, anchor)
     title = f"all_reduce({reduction.name})"
     agree(check, who, f"{title}, {grad}", [tensor])
-    return reduced_for_all(tensor, who, reduction, title, _itself, replicated=replicated)
+    return reduced_for_all(tensor, who, reduction, title, itself, replicated=replicated)
 
 
 @collective
@@ -137,7 +133,7 @@ def broadcast(
     kind = "replicated broadcast" if is_replicated(grad) else "broadcast"
     tensor = anchored(tensor, anchor)
     agree(check, who, f"broadcast from {root}, {grad}", [tensor])
-    return sent(tensor, Call(kind, who, "broadcast", root), _itself)
+    return sent([tensor], Call(kind, who, "broadcast", root), itself)
 
 
 @collective
@@ -186,7 +182,7 @@ def reduce(
     agree(check, who, f"{title} to {root}", [tensor])
     if reduction.is_sum:
         return sent(
-            reduction.scaled(tensor),
+            [reduction.scaled(tensor)],
             Call("reduce", who, title, root),
             lambda total: reduction.averaged(total, who.size),
         )
@@ -196,7 +192,8 @@ def reduce(
             return reduction.reduced(stacked.view(who.size, *tensor.shape))
         return zeros_after(stacked, tensor)
 
-    return _to_root(tensor.flatten(), who, root, title, reduced)
+    to_root, from_all = splits_to_root(tensor.numel(), who, root)
+    return sent([tensor.flatten()], Call("gather", who, title, root, to_root, from_all), reduced)
 
 
 @collective
@@ -229,7 +226,8 @@ def all_gather(
     who = members(group)
     tensor = anchored(tensor, anchor)
     agree(check, who, f"all_gather, {grad}", [tensor])
-    return _to_all(tensor.unsqueeze(0), who, grad, "all_gather", lambda stacked: stacked.unbind(0))
+    kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
+    return sent([tensor], Call(kind, who, "all_gather", separate_output=True), all_of_them)
 
 
 @collective
@@ -269,11 +267,10 @@ def all_gather_base(
         )
     tensor = anchored(input_tensor, anchor)
     agree(check, who, f"all_gather_base, {grad}", [tensor])
-    return _to_all(
-        tensor.flatten(),
-        who,
-        grad,
-        "all_gather_base",
+    kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
+    return sent(
+        [tensor.flatten()],
+        Call(kind, who, "all_gather_base"),
         lambda flat: filled(output_tensor, flat.view(output_tensor.shape)),
     )
 
@@ -313,13 +310,7 @@ def gather(
     root = root_in_group(group, who, dst, group_dst, "dst", default=0)
     tensor = anchored(tensor, anchor)
     agree(check, who, f"gather to {root}", [tensor])
-
-    def unstacked(parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        if who.rank == root:
-            return parts.view(who.size, *tensor.shape).unbind(0)
-        return tuple(zeros_after(parts, tensor) for _ in range(who.size))
-
-    return _to_root(tensor.flatten(), who, root, "gather", unstacked)
+    return sent([tensor], Call("gather", who, "gather", root, separate_output=True), all_of_them)
 
 
 @collective
@@ -354,7 +345,7 @@ def scatter(
             :func:`broadcast`.
 
     Cost:
-        The list's bytes, and without ``like`` a broadcast of 144 bytes.
+        The list's bytes, and without ``like`` 144 bytes more for each rank.
 
     Source:
         ``torch.distributed.nn.functional.scatter``, which fails on the ``None`` that it documents.
@@ -367,19 +358,25 @@ def scatter(
         check_list("tensors", given, who, like=like)
     elif who.rank == root:
         raise ValueError(f"the source needs a list of {who.size} tensors")
+    description = None if like is not None else _description(given[0] if given else None, who, root)
     if like is None:
-        like = _described(given[0] if given else None, who, root)
-    if who.rank == root:
-        parts = torch.stack(given).flatten()
-    else:
-        # Nothing is sent, but the list is part of the graph: its gradient is zeros, not None.
-        parts = joined([entry.flatten()[:0] for entry in given or [like.detach()]])
-    parts = anchored(parts, anchor)
-    agree(check, who, f"scatter from {root} of {like.dtype} {tuple(like.shape)}", [parts[:0]])
+        like = given[0] if given or description is None else description.wait()
+    # Lists of other ranks are part of the graph: their gradients are zeros, not None.
+    parts = [anchored(entry, anchor) for entry in given or [like.new_empty(0)]]
+    agree(check, who, f"scatter from {root} of {like.dtype} {tuple(like.shape)}", [parts[0].flatten()[:0]])
+    if given:
+
+        def described(part: torch.Tensor) -> torch.Tensor:
+            if description is not None:  # for ranks without a list
+                description.wait()
+            return part
+
+        return sent(parts, Call("scatter", who, "scatter", root, separate_input=True), described)
     from_root, to_all = splits_to_root(like.numel(), who, root)  # the other way round
-    call = Call("scatter", who, "scatter", root, input_splits=to_all, output_splits=from_root)
     shape = like.shape
-    return sent(parts, call, lambda received: received.view(shape))
+    return sent(
+        parts, Call("scatter", who, "scatter", root, to_all, from_root), lambda part: part.view(shape)
+    )
 
 
 @collective
@@ -420,9 +417,9 @@ def reduce_scatter(
     who = members(group)
     check_list("input_list", input_list, who, like=output)
     reduction = Reduction.parse(op, output)
-    parts = anchored(torch.stack(list(input_list)), anchor)
+    parts = [anchored(entry, anchor) for entry in input_list]
     title = f"reduce_scatter({reduction.name})"
-    agree(check, who, title, [parts])
+    agree(check, who, title, parts)
     return reduced_for_each(parts, who, reduction, title, lambda part: filled(output, part))
 
 
@@ -467,16 +464,24 @@ def all_to_all(
             raise ValueError(f"{label} must have {who.size} tensors of one dtype, got {shapes(entries)}")
     outgoing = tuple(entry.numel() for entry in input_tensor_list)
     incoming = tuple(entry.numel() for entry in output_tensor_list)
-    flat = anchored(joined(input_tensor_list), anchor)
-    agree(check, who, "all_to_all", [flat[:0]])
+    flat = [anchored(entry.flatten(), anchor) for entry in input_tensor_list]
+    agree(check, who, "all_to_all", [entry[:0] for entry in flat])
     agree_on_splits(check, who, outgoing, incoming)
 
-    def separated(received: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        parts = zip(output_tensor_list, torch.split(received, incoming), strict=True)
-        return tuple(filled(entry, part.view(entry.shape)) for entry, part in parts)
+    def unflattened(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        pairs = zip(output_tensor_list, parts, strict=True)
+        return tuple(filled(entry, part.view(entry.shape)) for entry, part in pairs)
 
-    call = Call("exchange", who, "all_to_all", input_splits=outgoing, output_splits=incoming)
-    return sent(flat, call, separated)
+    call = Call(
+        "exchange",
+        who,
+        "all_to_all",
+        input_splits=outgoing,
+        output_splits=incoming,
+        separate_input=True,
+        separate_output=True,
+    )
+    return sent(flat, call, unflattened)
 
 
 @collective
@@ -517,38 +522,19 @@ def all_to_all_single(
     """
     is_replicated(grad)
     who = members(group)
-    outgoing = checked_splits("input", input, input_split_sizes, who)
-    incoming = checked_splits("output", output, output_split_sizes, who)
+    for label, buffer in (("input", input), ("output", output)):
+        if not buffer.ndim:
+            raise ValueError(f"{label} has no dimension to split")
+    outgoing = checked_sizes("input_split_sizes", input.shape[0], input_split_sizes, who)
+    incoming = checked_sizes("output_split_sizes", output.shape[0], output_split_sizes, who)
     tensor = anchored(input, anchor)
     agree(check, who, "all_to_all_single", [tensor[:0]])
     agree_on_splits(check, who, outgoing, incoming)
-    call = Call("exchange", who, "all_to_all_single", input_splits=outgoing, output_splits=incoming)
-    return sent(tensor, call, lambda received: filled(output, received))
-
-
-def _itself(result: torch.Tensor) -> torch.Tensor:
-    return result
-
-
-def _to_all(
-    tensor: torch.Tensor,
-    who: Members,
-    grad: Convention,
-    title: str,
-    after: Callable[[torch.Tensor], T | Step[T]],
-) -> Step[T]:
-    """Send a tensor to all ranks, which get all ranks' one after the other along dimension 0."""
-    kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
-    return sent(tensor, Call(kind, who, title), after)
-
-
-def _to_root(
-    flat: torch.Tensor, who: Members, root: int, title: str, after: Callable[[torch.Tensor], T | Step[T]]
-) -> Step[T]:
-    """Send a flat tensor to the root, which gets all ranks' one after the other; the others nothing."""
-    to_root, from_all = splits_to_root(flat.numel(), who, root)
-    call = Call("gather", who, title, root, input_splits=to_root, output_splits=from_all)
-    return sent(flat, call, after)
+    if input_split_sizes or output_split_sizes:
+        call = Call("exchange", who, "all_to_all_single", 0, outgoing, incoming)
+    else:
+        call = Call("exchange", who, "all_to_all_single")
+    return sent([tensor], call, lambda received: filled(output, received))
 
 
 _DTYPES = [
@@ -557,13 +543,17 @@ _DTYPES = [
 ]
 
 
-def _described(first: torch.Tensor | None, who: Members, root: int) -> torch.Tensor:
-    """Return an empty stand-in for what the source will send, as the source describes it."""
+def _description(first: torch.Tensor | None, who: Members, root: int) -> Handle[torch.Tensor]:
+    """Start to send what each rank will get; the result is an empty stand-in for it."""
     device = first.device if first is not None else collective_device(resolve_group(who.group))
     header = [0] * 18
     if who.rank == root and first is not None:
         header[:2] = _DTYPES.index(first.dtype), first.ndim
         header[2 : 2 + first.ndim] = first.shape
-    sent = torch.tensor(header, dtype=torch.int64, device=device)
-    code, ndim, *shape = linear(sent, Call("broadcast", who, "scatter", root)).tolist()
-    return torch.empty(shape[:ndim], dtype=_DTYPES[code], device=device)
+
+    def stand_in(described: torch.Tensor) -> torch.Tensor:
+        code, ndim, *shape = described.tolist()
+        return torch.empty(shape[:ndim], dtype=_DTYPES[code], device=device)
+
+    sent = (torch.tensor(header, dtype=torch.int64, device=device),) * who.size
+    return Handle(Step(sent, Call("scatter", who, "scatter", root, separate_input=True), stand_in))

@@ -10,8 +10,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from dist_autograd_collectives.calls import Call
+from dist_autograd_collectives.calls import Call, Tensors
 from dist_autograd_collectives.linear import Flight, linear
+from dist_utils.torch_compat import function_transforms_active
 
 __all__ = ["Handle", "Step", "collective", "start"]
 
@@ -24,14 +25,14 @@ class Step(Generic[T]):
     """A linear collective in the making of a result.
 
     Attributes:
-        tensor: What this rank sends.
+        tensors: What this rank sends.
         call: How.
         after: Makes the result of what this rank receives, or the next step.
     """
 
-    tensor: torch.Tensor
+    tensors: Tensors
     call: Call
-    after: Callable[[torch.Tensor], T | Step[T]]
+    after: Callable[..., T | Step[T]]
 
 
 def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
@@ -39,7 +40,8 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
 
     @functools.wraps(plan)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        return _completed(plan(*args, **kwargs))
+        first: T | Step[T] = plan(*args, **kwargs)
+        return _completed(first)
 
     signature = inspect.signature(plan)
     result = str(signature.return_annotation).removeprefix("Step[").removesuffix("]")
@@ -49,10 +51,10 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
     return run
 
 
-def _completed(step: T | Step[T]) -> T:
-    while isinstance(step, Step):
-        step = step.after(linear(step.tensor, step.call))
-    return step
+def _completed(result: T | Step[T]) -> T:
+    while isinstance(result, Step):
+        result = result.after(*linear(result.tensors, result.call))
+    return result
 
 
 class Handle(Generic[T]):
@@ -62,11 +64,11 @@ class Handle(Generic[T]):
         self._after = first.after
         self._result: list[T] = []
         self._flight: Flight | None = None
-        if torch.compiler.is_compiling():
-            self._arrived = linear(first.tensor, first.call)  # the compiler moves waits by itself
+        if torch.compiler.is_compiling() or function_transforms_active():
+            self._arrived = linear(first.tensors, first.call)
         else:
             self._flight = Flight(first.call)
-            self._arrived = self._flight.launch(first.tensor)
+            self._token = self._flight.launch(first.tensors)
 
     def wait(self) -> T:
         """Return the result, when it is there; every call returns the same.
@@ -75,8 +77,8 @@ class Handle(Generic[T]):
             RuntimeError: The collective failed, or ran into its timeout.
         """
         if not self._result:
-            arrived = self._arrived if self._flight is None else self._flight.arrive(self._arrived)
-            self._result.append(_completed(self._after(arrived)))
+            arrived = self._arrived if self._flight is None else self._flight.arrive(self._token)
+            self._result.append(_completed(self._after(*arrived)))
         return self._result[0]
 
 
@@ -100,8 +102,8 @@ def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle
 
     Cost:
         What the function costs. Of those that need two collectives one after the other (MAX, MIN and
-        PRODUCT for all ranks) the second one runs in ``wait``. Under ``torch.compile`` it is the function
-        itself: there the compiler decides when to wait. ``torch.func.vmap`` and forward mode are refused.
+        PRODUCT for all ranks) the second one runs in ``wait``. Under ``torch.compile``, where the compiler
+        decides when to wait, and under ``torch.func`` it is the function itself.
 
     Example:
         >>> handle = start(all_gather, keys)  # doctest: +SKIP

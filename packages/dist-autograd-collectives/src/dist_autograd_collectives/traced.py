@@ -6,34 +6,76 @@ from typing import Any
 
 import torch
 
-from dist_autograd_collectives.calls import Call, Members, Wait, padded_parts, splits_to_root
+from dist_autograd_collectives.calls import Call, Members, Tensors, padded_parts, splits_to_root
 from dist_autograd_collectives.connecting import zeros_after
+from dist_autograd_collectives.local import alone, needs_others
 from dist_utils.torch_compat import traceable_collectives
 
-__all__ = ["begin"]
+__all__ = ["linear"]
 
 _SMALL_BYTES = 64 << 10
 """Up to here a sum for one rank is sent as a sum for all: twice the bytes, but one message less."""
 
 
-def begin(name: str, x: torch.Tensor, call: Call) -> Wait:
-    """Put a collective of two ranks or more into the graph; when it runs and is waited for is the compiler's."""
-    result = _run(name, x, call)
-    return lambda: result
-
-
-def _run(name: str, x: torch.Tensor, call: Call) -> torch.Tensor:
+def linear(tensors: Tensors, call: Call) -> Tensors:
+    """Run a linear collective on joined parts: the traceable collectives take and return one tensor."""
+    if not (call.separate_input or call.separate_output):
+        return (_traced(tensors[0], call),)
     who = call.who
-    if name == "all_gather":
-        return _send(traceable_collectives.all_gather_into_tensor, x, who.size, who.name)
-    if name == "reduce_scatter":
-        return _send(traceable_collectives.reduce_scatter_tensor, x, "sum", who.size, who.name)
+    joined = call._replace(separate_input=False, separate_output=False)
+    if call.name == "exchange":
+        received = _traced(torch.cat(tensors) if call.separate_input else tensors[0], joined)
+        return torch.split(received, list(call.output_splits)) if call.separate_output else (received,)
+    # All parts have one shape here. They become rows.
+    to_root, from_all = splits_to_root(1, who, call.root)
+    if call.separate_input:
+        rows = torch.stack(tensors)
+        if call.name == "scatter":
+            joined = joined._replace(input_splits=from_all, output_splits=to_root)
+            rows = rows if who.rank == call.root else rows[:0]
+        return (_traced(rows, joined).squeeze(0),)
+    if call.name == "gather":
+        joined = joined._replace(input_splits=to_root, output_splits=from_all)
+    rows = _traced(tensors[0].unsqueeze(0), joined)
+    if call.name == "gather" and who.rank != call.root:
+        return tuple(zeros_after(rows, tensors[0]) for _ in range(who.size))
+    return rows.unbind(0)
+
+
+def _traced(tensor: torch.Tensor, call: Call) -> torch.Tensor:
+    result: torch.Tensor = _Collective.apply(tensor, call)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Collective(torch.autograd.Function):
+    """With no ``jvp``, which Dynamo refuses, and no ``*tensors``, which it does not count right."""
+
+    @staticmethod
+    def forward(tensor: torch.Tensor, call: Call) -> torch.Tensor:
+        x = tensor.contiguous()
+        return _run(x, call) if needs_others(call) else alone((x,), call)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG004
+        _, ctx.call = inputs
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+        return _traced(cotangent, ctx.call.transposed()), None
+
+
+def _run(x: torch.Tensor, call: Call) -> torch.Tensor:
+    name, who = call.name, call.who
     if name == "all_reduce":
         return _send(traceable_collectives.all_reduce, x, "sum", who.name)
     if name == "broadcast":
         return _send(traceable_collectives.broadcast, x, call.root, who.name)
     if name == "reduce":
         return _reduce(x, who, call.root)
+    if name == "all_gather":
+        return _send(traceable_collectives.all_gather_into_tensor, x, who.size, who.name)
+    if name == "reduce_scatter":
+        return _send(traceable_collectives.reduce_scatter_tensor, x, "sum", who.size, who.name)
     # A gather and a scatter too: the traceable collectives have neither.
     return _exchange(x, call.input_splits, call.output_splits, who)
 
@@ -46,7 +88,8 @@ def _send(collective: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 def _exchange(
     x: torch.Tensor, input_splits: tuple[int, ...], output_splits: tuple[int, ...], who: Members
 ) -> torch.Tensor:
-    splits = list(output_splits), list(input_splits)
+    equal = [x.shape[0] // who.size] * who.size
+    splits = list(output_splits) or equal, list(input_splits) or equal
     return _send(traceable_collectives.all_to_all_single, x, *splits, who.name)
 
 

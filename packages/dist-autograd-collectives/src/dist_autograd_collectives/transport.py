@@ -7,22 +7,22 @@ from typing import TypeVar
 
 import torch
 
-from dist_autograd_collectives.calls import Call, Members, padded_parts
+from dist_autograd_collectives.calls import Call, Members, Tensors, padded_parts
 from dist_autograd_collectives.reductions import Reduction
 from dist_autograd_collectives.steps import Step
 
-__all__ = ["joined", "reduced_for_all", "reduced_for_each", "sent"]
+__all__ = ["all_of_them", "itself", "joined", "reduced_for_all", "reduced_for_each", "sent"]
 
 T = TypeVar("T")
 
 
-def sent(tensor: torch.Tensor, call: Call, after: Callable[[torch.Tensor], T | Step[T]]) -> Step[T]:
-    """Send a tensor; a complex one as real and imaginary parts, since not every backend knows it."""
-    if not tensor.is_complex():
-        return Step(tensor, call, after)
+def sent(tensors: Sequence[torch.Tensor], call: Call, after: Callable[..., T | Step[T]]) -> Step[T]:
+    """Send tensors of one dtype; complex ones as real and imaginary parts, which every backend knows."""
+    if not tensors[0].is_complex():
+        return Step(tuple(tensors), call, after)
     # Not view_as_real: gradients of any stride come back through this.
-    parts = torch.stack((tensor.real, tensor.imag), -1)
-    return Step(parts, call, lambda received: after(torch.complex(received[..., 0], received[..., 1])))
+    real = tuple(torch.stack((tensor.real, tensor.imag), -1) for tensor in tensors)
+    return Step(real, call, lambda *received: after(*(torch.complex(x[..., 0], x[..., 1]) for x in received)))
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -36,26 +36,25 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def reduced_for_each(
-    parts: torch.Tensor,
+    parts: Sequence[torch.Tensor],
     who: Members,
     op: Reduction,
     title: str,
     after: Callable[[torch.Tensor], T | Step[T]],
 ) -> Step[T]:
-    """Reduce the ``r``-th of W entries along dimension 0 to rank ``r``.
+    """Reduce the ``r``-th of W tensors of one shape to rank ``r``.
 
     What is no sum is reduced where it ends, from all ranks' parts: the bytes of a ring, and torch's own
     gradients.
     """
     if op.is_sum:
+        call = Call("reduce_scatter", who, title, separate_input=True)
         return sent(
-            op.scaled(parts),
-            Call("reduce_scatter", who, title),
-            lambda total: after(op.averaged(total[0], who.size)),
+            [op.scaled(part) for part in parts], call, lambda total: after(op.averaged(total, who.size))
         )
     splits = (1,) * who.size
-    call = Call("exchange", who, title, input_splits=splits, output_splits=splits)
-    return sent(parts, call, lambda received: after(op.reduced(received)))
+    call = Call("exchange", who, title, input_splits=splits, output_splits=splits, separate_input=True)
+    return sent([part.unsqueeze(0) for part in parts], call, lambda received: after(op.reduced(received)))
 
 
 def reduced_for_all(
@@ -71,10 +70,20 @@ def reduced_for_all(
     prefix = "replicated " if replicated else ""
     if op.is_sum:
         call = Call(f"{prefix}all_reduce", who, title)
-        return sent(op.scaled(tensor), call, lambda total: after(op.averaged(total, who.size)))
+        return sent([op.scaled(tensor)], call, lambda total: after(op.averaged(total, who.size)))
 
     def then_for_all(part: torch.Tensor) -> Step[T]:
         call = Call(f"{prefix}all_gather", who, title)
-        return sent(part, call, lambda whole: after(whole[: tensor.numel()].view(tensor.shape)))
+        return sent([part], call, lambda whole: after(whole[: tensor.numel()].view(tensor.shape)))
 
-    return reduced_for_each(padded_parts(tensor, who), who, op, title, then_for_all)
+    return reduced_for_each(padded_parts(tensor, who).unbind(0), who, op, title, then_for_all)
+
+
+def itself(result: torch.Tensor) -> torch.Tensor:
+    """Return what arrived: nothing is left to do."""
+    return result
+
+
+def all_of_them(*results: torch.Tensor) -> Tensors:
+    """Return what arrived, if it is several tensors."""
+    return results

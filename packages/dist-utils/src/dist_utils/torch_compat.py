@@ -5,6 +5,7 @@ Everything is chosen by feature (does the name exist?), never by comparing versi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ __all__ = [
     "GROUPS_END_WITHOUT_GIL",
     "GradBucket",
     "all_gather_single",
+    "function_transforms_active",
     "functional_all_gather",
     "functional_all_reduce",
     "functional_all_to_all_single",
@@ -35,6 +37,10 @@ __all__ = [
 traceable_collectives: Any = torch.ops._c10d_functional  # noqa: SLF001
 """The collectives as operators that ``torch.compile`` sees: out of place, started at once, waited for by
 ``wait_tensor``, groups by name. The public functions over them come with gradients of their own."""
+
+# torch.autograd.Function asks the same, to choose between its two ways; no public name up to torch 2.15.
+function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
+"""Whether a transform of ``torch.func`` is running."""
 
 GROUPS_END_WITHOUT_GIL: bool = hasattr(dist.ProcessGroup, "shutdown")
 """Whether a group may be destroyed as soon as its last collective returned. In torch 2.6 the destructor

@@ -1,0 +1,399 @@
+"""Collectives along any dimension, without buffers, of equal or unequal parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch.distributed import ReduceOp
+
+from dist_autograd_collectives.agreement import agree, agree_on_splits
+from dist_autograd_collectives.arguments import (
+    Convention,
+    anchored,
+    checked_dim,
+    checked_sizes,
+    is_replicated,
+    sizes_of_others,
+)
+from dist_autograd_collectives.calls import Call, Members, members
+from dist_autograd_collectives.connecting import zeros_after
+from dist_autograd_collectives.linear import linear
+from dist_autograd_collectives.reductions import ReduceOperation, Reduction
+from dist_autograd_collectives.steps import Step, collective
+from dist_autograd_collectives.transport import itself, reduced_for_each, sent
+from dist_utils import GroupLike
+
+__all__ = [
+    "all_gather_cat",
+    "all_gather_stack",
+    "all_to_all_dim",
+    "copy_to_group",
+    "permute",
+    "reduce_scatter_dim",
+]
+
+Sizes: TypeAlias = Sequence[int] | Literal["auto"] | None
+"""Lengths of the ranks' parts: known, asked for, or equal."""
+
+
+@collective
+def all_gather_cat(
+    tensor: torch.Tensor,
+    dim: int = 0,
+    *,
+    sizes: Sizes = None,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
+    """Give every rank all ranks' tensors, concatenated along a dimension in rank order.
+
+    Gradient of rank r: its own part of the sum of all ranks' cotangents; with ``grad="replicated"`` of this
+    rank's cotangent.
+
+    Args:
+        tensor: One dimension or more. Same shape but for ``dim``, and same dtype, on all ranks.
+        dim: Where they are joined.
+        sizes: Lengths of all ranks' tensors along ``dim``: ``None`` if they are equal, a list of W numbers if
+            they are known, ``"auto"`` to ask the other ranks.
+        group: As in :func:`all_reduce`.
+        grad: As in :func:`all_reduce`.
+        anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
+
+    Returns:
+        A tensor whose length along ``dim`` is the sum of all ranks'.
+
+    Raises:
+        IndexError: There is no such dimension.
+        ValueError: ``sizes`` are not W numbers, or not this rank's length at its place; and as
+            :func:`all_reduce`.
+
+    Cost:
+        W - 1 times the bytes of the longest tensor, forward and backward; with ``"replicated"`` nothing
+        backward. ``"auto"`` adds an all-gather of one number, which the host waits for.
+
+    Source:
+        ``torch.distributed._functional_collectives.all_gather_tensor``, which has equal sizes only.
+
+    Example:
+        >>> tokens = all_gather_cat(mine, dim=1, sizes="auto")  # doctest: +SKIP
+    """
+    who = members(group)
+    dim = checked_dim(tensor.ndim, dim)
+    kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
+    tensor = anchored(tensor, anchor)
+    agree(check, who, f"all_gather_cat, {dim}, {sizes}, {grad}", [tensor], uneven_dim=dim if sizes else None)
+    rows = tensor.movedim(dim, 0)
+    call = Call(kind, who, "all_gather_cat")
+    if sizes is None:
+        return sent([rows], call, lambda whole: whole.movedim(0, dim))
+    own = rows.shape[0]
+    if sizes == "auto":
+        lengths = _told([own] * who.size, rows, who)
+    else:
+        lengths = sizes_of_others("sizes", own, sizes, who)
+    longest = max(lengths)
+
+    def unpadded(whole: torch.Tensor) -> torch.Tensor:
+        parts = whole.view(who.size, longest, *whole.shape[1:]).unbind(0)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).movedim(0, dim)
+
+    return sent([_padded(rows, longest)], call, unpadded)
+
+
+@collective
+def all_gather_stack(
+    tensor: torch.Tensor,
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
+    """Give every rank all ranks' tensors, stacked along a new dimension in rank order.
+
+    Gradient of rank r: its own entry of the sum of all ranks' cotangents; with ``grad="replicated"`` of this
+    rank's cotangent.
+
+    Args:
+        tensor: Same shape and dtype on all ranks; may have no dimension.
+        dim: Of the result: the new one, of length W.
+        group: As in :func:`all_reduce`.
+        grad: As in :func:`all_reduce`.
+        anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
+
+    Raises:
+        IndexError: The result has no such dimension.
+        ValueError: As :func:`all_reduce`.
+
+    Cost:
+        As :func:`all_gather`.
+
+    Source:
+        ``torch.stack`` of ``torch.distributed.nn.functional.all_gather``, with one copy less.
+    """
+    who = members(group)
+    row = tensor.unsqueeze(0)
+    dim = checked_dim(row.ndim, dim)
+    kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
+    row = anchored(row, anchor)
+    agree(check, who, f"all_gather_stack, {dim}, {grad}", [row])
+    return sent([row], Call(kind, who, "all_gather_stack"), lambda rows: rows.movedim(0, dim))
+
+
+@collective
+def reduce_scatter_dim(
+    tensor: torch.Tensor,
+    op: ReduceOperation = ReduceOp.SUM,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
+    """Reduce all ranks' tensors and leave each rank its part along a dimension.
+
+    Gradient of the part of rank s: as :func:`all_reduce`, with G the cotangent of rank s.
+
+    Args:
+        tensor: Same shape and dtype on all ranks.
+        op: As in :func:`all_reduce`.
+        dim: Along which it is cut.
+        sizes: Lengths of the W parts, the same on all ranks; ``None`` for equal ones.
+        group: As in :func:`all_reduce`.
+        grad: Both conventions agree here.
+        anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
+
+    Returns:
+        This rank's part: the length along ``dim`` is ``sizes[rank]``.
+
+    Raises:
+        IndexError: There is no such dimension.
+        TypeError: As :func:`all_reduce`.
+        ValueError: ``sizes`` do not add up to the length, or it cannot be divided by W; and as
+            :func:`all_reduce`.
+
+    Cost:
+        W - 1 times the bytes of the longest part, forward and backward.
+
+    Source:
+        ``torch.distributed._functional_collectives.reduce_scatter_tensor``, whose gradient knows SUM only.
+    """
+    is_replicated(grad)
+    who = members(group)
+    dim = checked_dim(tensor.ndim, dim)
+    lengths = checked_sizes("sizes", tensor.shape[dim], sizes, who)
+    reduction = Reduction.parse(op, tensor)
+    tensor = anchored(tensor, anchor)
+    title = f"reduce_scatter_dim({reduction.name})"
+    agree(check, who, f"{title}, {dim}, {list(lengths)}", [tensor])
+    longest = max(lengths)
+    parts = [_padded(part, longest) for part in torch.split(tensor.movedim(dim, 0), list(lengths))]
+    mine = lengths[who.rank]
+    return reduced_for_each(parts, who, reduction, title, lambda part: part[:mine].movedim(0, dim))
+
+
+@collective
+def all_to_all_dim(
+    tensor: torch.Tensor,
+    split_dim: int,
+    cat_dim: int,
+    *,
+    input_sizes: Sequence[int] | None = None,
+    output_sizes: Sizes = None,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
+    """Split a tensor along one dimension, send the ``r``-th part to rank ``r``, and join what arrives.
+
+    Gradient: the cotangents travel back the same way.
+
+    Args:
+        tensor: Same dtype on all ranks.
+        split_dim: Along which it is split.
+        cat_dim: Along which the received parts are joined. If it is another one (from shards of a sequence to
+            shards of heads, say), ``input_sizes`` must be the same on all ranks.
+        input_sizes: Lengths of the sent parts along ``split_dim``; ``None`` for equal ones.
+        output_sizes: Lengths of the received parts along ``cat_dim``: ``None`` if they are as long as the
+            part that this rank keeps, W numbers, or ``"auto"`` to ask.
+        group: As in :func:`all_reduce`.
+        grad: Both conventions agree here.
+        anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
+
+    Raises:
+        IndexError: There is no such dimension.
+        ValueError: ``input_sizes`` do not add up to the length, or it cannot be divided by W;
+            ``output_sizes`` are not W lengths, or not what this rank keeps at its place; and as
+            :func:`all_reduce`.
+
+    Cost:
+        The bytes of the parts for others, forward and backward. ``"auto"`` adds an exchange of one number,
+        which the host waits for.
+
+    Source:
+        ``jax.lax.all_to_all``.
+
+    Example:
+        >>> heads = all_to_all_dim(tokens, split_dim=2, cat_dim=1)  # doctest: +SKIP
+    """
+    is_replicated(grad)
+    who = members(group)
+    split_dim, cat_dim = checked_dim(tensor.ndim, split_dim), checked_dim(tensor.ndim, cat_dim)
+    lengths = checked_sizes("input_sizes", tensor.shape[split_dim], input_sizes, who)
+    tensor = anchored(tensor, anchor)
+    agree(check, who, f"all_to_all_dim, {split_dim}, {cat_dim}", [tensor.flatten()[:0]])
+    kept = list(tensor.shape)
+    kept[split_dim] = lengths[who.rank]
+    if output_sizes is None:
+        received = (kept[cat_dim],) * who.size
+    elif output_sizes == "auto":
+        received = _told(lengths if cat_dim == split_dim else (kept[cat_dim],) * who.size, tensor, who)
+    else:
+        received = sizes_of_others("output_sizes", kept[cat_dim], output_sizes, who)
+    # What is split comes first, so that every part is one piece of memory.
+    rows = tensor.movedim(split_dim, 0)
+    row = math.prod(rows.shape[1:])
+    shapes = [[*kept[:cat_dim], length, *kept[cat_dim + 1 :]] for length in received]
+    outgoing = tuple(length * row for length in lengths)
+    incoming = tuple(map(math.prod, shapes))
+    agree_on_splits(check, who, outgoing, incoming)
+
+    def joined(flat: torch.Tensor) -> torch.Tensor:
+        if cat_dim == split_dim:
+            return flat.view(-1, *rows.shape[1:]).movedim(0, split_dim)
+        parts = [
+            part.view([shape[split_dim], *shape[:split_dim], *shape[split_dim + 1 :]]).movedim(0, split_dim)
+            for part, shape in zip(torch.split(flat, list(incoming)), shapes, strict=True)
+        ]
+        return torch.cat(parts, cat_dim)
+
+    call = Call("exchange", who, "all_to_all_dim", input_splits=outgoing, output_splits=incoming)
+    return sent([rows.flatten()], call, joined)
+
+
+@collective
+def permute(
+    tensor: torch.Tensor,
+    perm: Sequence[tuple[int, int]],
+    *,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
+    """Send this rank's tensor to another rank and receive another's.
+
+    Gradient: the cotangents travel back. The source of a pair gets its destination's; a rank that sends
+    nothing gets zeros.
+
+    Args:
+        tensor: Same shape and dtype on all ranks.
+        perm: Pairs of a source and a destination, ranks in the group, the same pairs on all ranks. No rank is
+            a source twice, nor a destination twice; it may be neither.
+        group: As in :func:`all_reduce`.
+        grad: Both conventions agree here.
+        anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
+
+    Returns:
+        What this rank's source sent; zeros if it has none.
+
+    Raises:
+        ValueError: A rank is not in the group, or is a source or a destination twice; and as
+            :func:`all_reduce`.
+
+    Cost:
+        One message to one rank, forward and backward.
+
+    Source:
+        ``jax.lax.ppermute``.
+
+    Example:
+        >>> ring = [(rank, (rank + 1) % size) for rank in range(size)]  # doctest: +SKIP
+        >>> left_neighbours = permute(keys, ring)  # doctest: +SKIP
+    """
+    is_replicated(grad)
+    who = members(group)
+    pairs = [(int(source), int(destination)) for source, destination in perm]
+    for what, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
+        if len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < who.size:
+            raise ValueError(
+                f"each {what} in perm must be another rank from 0 to {who.size - 1}, got {pairs}"
+            )
+    tensor = anchored(tensor, anchor)
+    agree(check, who, f"permute {pairs}", [tensor])
+    length = tensor.numel()
+    to, source = dict(pairs).get(who.rank), {there: here for here, there in pairs}.get(who.rank)
+    outgoing = tuple(length if rank == to else 0 for rank in range(who.size))
+    incoming = tuple(length if rank == source else 0 for rank in range(who.size))
+    flat = tensor.flatten()
+    # A rank that sends nothing takes part in backward all the same.
+    parts = [flat[:part] for part in outgoing]
+    call = Call("exchange", who, "permute", 0, outgoing, incoming, separate_input=True)
+
+    def received(part: torch.Tensor) -> torch.Tensor:
+        return part.view(tensor.shape) if source is not None else zeros_after(part, tensor)
+
+    return sent(parts, call, received)
+
+
+@collective
+def copy_to_group(
+    tensor: torch.Tensor,
+    *,
+    group: GroupLike = None,
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
+    """Return a copy, whose gradient is summed over the ranks.
+
+    For a value that all ranks have alike, where each rank goes on with its own part of a computation: the
+    entry of a tensor-parallel layer. Its exit is ``all_reduce(..., grad="replicated")``.
+
+    Gradient: sum over s of g_s, on every rank.
+
+    Args:
+        tensor: The same on all ranks.
+        group: As in :func:`all_reduce`.
+        anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
+
+    Raises:
+        ValueError: As :func:`all_reduce`.
+
+    Cost:
+        Nothing forward; backward an all-reduce.
+
+    Source:
+        Megatron-LM's ``copy_to_tensor_model_parallel_region``; ``jax.lax.pvary``.
+    """
+    who = members(group)
+    tensor = anchored(tensor, anchor)
+    agree(check, who, "copy_to_group", [tensor])
+    return sent([tensor], Call("copy", who, "copy_to_group"), itself)
+
+
+def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Return a tensor with zeros after its rows, up to a length."""
+    missing = length - rows.shape[0]
+    return torch.nn.functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
+
+
+def _told(lengths: Sequence[int], like: torch.Tensor, who: Members) -> tuple[int, ...]:
+    """Tell each rank a length, and return what each rank tells this one."""
+    telling = torch.tensor(lengths, dtype=torch.int64, device=like.device)
+    (told,) = linear((telling,), Call("exchange", who, "sizes='auto'"))
+    return tuple(told.tolist())
