@@ -359,9 +359,10 @@ def loss(rank, outputs, strides="plain"):
     for output, weight in zip(outputs, weights(rank, outputs), strict=True):
         y = output.real + output.imag if output.is_complex() else output
         w = weight.real if weight.is_complex() else weight
-        if strides == "transposed" and rank % 2:  # its cotangent is transposed in memory
+        if strides == "expanded":  # a cotangent with strides of 0
+            total = total + y.sum() * (rank + 1)
+            continue
+        if strides == "transposed" and rank % 2:  # a cotangent that is transposed in memory
             y, w = y.movedim(0, -1).contiguous(), w.movedim(0, -1)
         total = total + (w * (y + y * y / 2)).sum()
-        if strides == "expanded":  # whose cotangent has strides of 0, and no other part
-            total = y.sum() * (rank + 1)
     return total

@@ -1,6 +1,4 @@
-"""Buffers, strides, conventions, operations, errors and hangs."""
-
-import time
+"""Buffers, strides, conventions, operations and errors."""
 
 import pytest
 import torch
@@ -185,6 +183,17 @@ def _errors(rank):
         "equal split": _caught(ValueError, dac.all_to_all_single, x, x),
         "gathered": _caught(ValueError, dac.all_gather_base, torch.ones(4), x),
         "source": _caught(ValueError, dac.scatter, None, rank),
+        "dim": _caught(IndexError, dac.all_gather_cat, x, 1),
+        "no dim": _caught(IndexError, dac.all_gather_cat, x.sum()),
+        "sizes": _caught(ValueError, dac.all_gather_cat, x, sizes=[2, 2]),
+        "own size": _caught(ValueError, dac.all_gather_cat, x, sizes=[1, 1, 1]),
+        "parts": _caught(ValueError, dac.reduce_scatter_dim, x),
+        "sizes sum": _caught(ValueError, dac.reduce_scatter_dim, x, sizes=[1, 1, 1]),
+        "kept": _caught(ValueError, dac.all_to_all_dim, torch.ones(3, 2), 0, 1, output_sizes=[1, 1, 1]),
+        "perm": _caught(ValueError, dac.permute, x, [(0, 1), (0, 2)]),
+        "perm rank": _caught(ValueError, dac.permute, x, [(0, 3)]),
+        "mixed": _caught(ValueError, dac.all_reduce_coalesced, [x, x.double()]),
+        "none": _caught(ValueError, dac.all_gather_cat_coalesced, []),
     }
     if rank == 2:
         seen["member"] = _caught(ValueError, dac.all_reduce, x, group=pair)
@@ -207,52 +216,18 @@ def test_bad_input_is_refused_before_communication():
         assert "cannot be split into 3 equal parts" in seen["equal split"]
         assert "4 elements, but 3 ranks send 2 each" in seen["gathered"]
         assert "the source needs a list of 3 tensors" in seen["source"], rank
+        assert seen["dim"] == "dim 1 is out of range for a tensor of 1 dimensions"
+        assert "of 0 dimensions" in seen["no dim"]
+        assert seen["sizes"] == "sizes must be 3 lengths, got [2, 2]"
+        assert f"say 1 for rank {rank}, which has 2" in seen["own size"]
+        assert "a length of 2 cannot be split into 3 equal parts" in seen["parts"]
+        assert "sizes must be 3 numbers that add up to 2" in seen["sizes sum"]
+        assert "which has 2" in seen["kept"]
+        assert "each source in perm must be another rank from 0 to 2" in seen["perm"]
+        assert "each destination in perm" in seen["perm rank"]
+        assert "torch.float64" in seen["mixed"]
+        assert "got none" in seen["none"]
     assert "rank 2 is not a member" in found[2]["member"]
-
-
-def _unused(rank, cure):
-    x = torch.ones(2, requires_grad=True)
-    y = dac.all_reduce(x)
-    loss = y.sum() if rank == 0 else (x * 3).sum()  # rank 1 does not use its output
-    if cure:
-        loss = dac.connect(loss, y)
-    began = time.monotonic()
-    try:
-        loss.backward()
-    except RuntimeError as error:
-        return "error", str(error), time.monotonic() - began
-    return "right", x.grad.tolist(), time.monotonic() - began
-
-
-def test_an_unused_output_hangs_until_the_timeout_and_connect_cures_it():
-    alone, _ = run_ranks(_unused, 2, False, group_timeout=4)
-    assert alone[0] == "error"
-    first, second = run_ranks(_unused, 2, True, group_timeout=4)
-    assert first[:2] == ("right", [1, 1])
-    assert second[:2] == ("right", [4, 4])
-
-
-def _receivers(rank, anchor):
-    x = torch.ones(2, requires_grad=rank == 0)
-    y = dac.broadcast(x, 0, anchor=anchor)
-    if not y.requires_grad:
-        return None
-    y.sum().backward()
-    return None if x.grad is None else x.grad.tolist()
-
-
-def test_an_anchor_lets_ranks_without_a_gradient_take_part():
-    assert run_ranks(_receivers, 2, True) == [[2, 2], None]
-
-
-def test_connect_adds_nothing_from_what_it_connects():
-    loss = torch.tensor(2.0, requires_grad=True)
-    broken = torch.tensor([float("nan"), float("inf")], requires_grad=True)
-    connected = dac.connect(loss, broken, broken + 0j)
-    connected.backward()
-    assert connected.item() == 2
-    assert loss.grad == 1
-    assert broken.grad.tolist() == [0, 0]
 
 
 def _large(rank):
@@ -266,3 +241,47 @@ def _large(rank):
 
 def test_a_large_sum_for_one_rank():
     assert run_ranks(_large, 2) == [True, True]
+
+
+def _tensor_parallel(rank):
+    """Two layers, the first one split by columns and the second one by rows, against the whole ones."""
+    random = torch.Generator().manual_seed(0)
+    x, first, second = (
+        torch.randn(shape, generator=random, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 4), (4, 6), (6, 2))
+    )
+    whole = ((x @ first).relu() @ second).square().sum()
+    right = torch.autograd.grad(whole, (x, first, second))
+    columns, rows = first[:, 3 * rank : 3 * rank + 3], second[3 * rank : 3 * rank + 3]
+    hidden = (dac.copy_to_group(x) @ columns).relu()
+    loss = dac.all_reduce(hidden @ rows, grad="replicated").square().sum()
+    found = torch.autograd.grad(loss, (x, first, second))
+    mine = torch.zeros(6, dtype=torch.bool)
+    mine[3 * rank : 3 * rank + 3] = True
+    return {
+        "loss": abs(loss - whole).item(),
+        "x": (found[0] - right[0]).abs().max().item(),
+        "columns": (found[1] - right[1])[:, mine].abs().max().item(),
+        "rows": (found[2] - right[2])[mine].abs().max().item(),
+    }
+
+
+def test_a_tensor_parallel_layer_has_the_gradients_of_the_whole():
+    for found in run_ranks(_tensor_parallel, 2):
+        # Sums of 24 products of numbers up to 100, in another order.
+        assert max(found.values()) < 1e-11, found
+
+
+def _own_messages(rank):
+    """A user's own message is under way while a collective runs."""
+    theirs = torch.zeros(2)
+    work = dist.irecv(theirs, 0) if rank else dist.isend(torch.full((2,), 7.0), 1)
+    gathered = dac.all_gather_stack(torch.full((2,), float(rank)))
+    work.wait()
+    return gathered.tolist(), theirs.tolist()
+
+
+def test_messages_of_ones_own_do_not_get_mixed_up():
+    first, second = run_ranks(_own_messages, 2)
+    assert first[0] == second[0] == [[0, 0], [1, 1]]
+    assert second[1] == [7, 7]

@@ -15,6 +15,9 @@ NAMES += ["reduce_scatter MAX", "broadcast last", "gather last", "all_gather", "
 
 # Every kind of collective once.
 COMPILED = ["all_reduce MAX", "reduce SUM", "reduce_scatter AVG", "broadcast last", "gather last"]
+COMPILED += ["scatter first", "all_to_all", "all_gather", "all_gather_cat, uneven", "permute some"]
+COMPILED += ["reduce_scatter_dim MAX, uneven", "all_to_all_dim", "all_reduce_coalesced SUM"]
+COMPILED += ["all_gather_cat_coalesced", "reduce_scatter_dim_coalesced"]
 
 
 def total(case, x, ranks):

@@ -335,7 +335,8 @@ def scatter(
         group: As in :func:`all_reduce`.
         group_src: The source's rank in the group, in place of ``src``.
         like: Something of the shape and dtype that each rank gets. If it is given it must be on all
-            ranks; otherwise the source sends a description first.
+            ranks; otherwise the source sends a description first (``torch.compile`` cannot trace that: there
+            every rank needs a list or ``like``).
         grad: Both conventions agree here.
         anchor: As in :func:`all_reduce`.
         check: As in :func:`all_reduce`.
@@ -358,9 +359,14 @@ def scatter(
         check_list("tensors", given, who, like=like)
     elif who.rank == root:
         raise ValueError(f"the source needs a list of {who.size} tensors")
-    description = None if like is not None else _description(given[0] if given else None, who, root)
-    if like is None:
-        like = given[0] if given or description is None else description.wait()
+    description = None
+    if like is None and torch.compiler.is_compiling():  # shapes that only another rank knows cannot be traced
+        if not given:
+            raise ValueError("under torch.compile every rank needs a list of tensors, or like=")
+        like = given[0]
+    elif like is None:
+        description = _description(given[0] if given else None, who, root)
+        like = given[0] if given else description.wait()
     # Lists of other ranks are part of the graph: their gradients are zeros, not None.
     parts = [anchored(entry, anchor) for entry in given or [like.new_empty(0)]]
     agree(check, who, f"scatter from {root} of {like.dtype} {tuple(like.shape)}", [parts[0].flatten()[:0]])

@@ -273,7 +273,7 @@ def all_to_all_dim(
 
     def joined(flat: torch.Tensor) -> torch.Tensor:
         if cat_dim == split_dim:
-            return flat.view(-1, *rows.shape[1:]).movedim(0, split_dim)
+            return flat.view(sum(received), *rows.shape[1:]).movedim(0, split_dim)
         parts = [
             part.view([shape[split_dim], *shape[:split_dim], *shape[split_dim + 1 :]]).movedim(0, split_dim)
             for part, shape in zip(torch.split(flat, list(incoming)), shapes, strict=True)

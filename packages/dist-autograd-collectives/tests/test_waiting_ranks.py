@@ -1,0 +1,176 @@
+"""Ranks that never come: what the others are told, and what keeps it from happening."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_autograd_collectives as dac
+from dist_utils import TensorMismatchError
+from dist_utils.testing import run_ranks
+
+# Each so that rank 0 waits for rank 1 in backward.
+CALLS = {
+    "all_reduce(SUM)": dac.all_reduce,
+    "all_reduce(MAX)": lambda x, **options: dac.all_reduce(x, "max", **options),
+    "broadcast": lambda x, **options: dac.broadcast(x, 0, **options),
+    "reduce(SUM)": lambda x, **options: dac.reduce(x, 1, **options),
+    "all_gather": lambda x, **options: dac.all_gather(x, **options)[1],
+    "all_gather_base": lambda x, **options: dac.all_gather_base(torch.empty(4), x, **options),
+    "gather": lambda x, **options: dac.gather(x, 1, **options)[0],
+    "scatter": lambda x, **options: dac.scatter([x, x], 0, **options),
+    "reduce_scatter(SUM)": lambda x, **options: dac.reduce_scatter(torch.empty(2), [x, x], **options),
+    "all_to_all": lambda x, **options: dac.all_to_all([torch.empty(2)] * 2, [x, x], **options)[1],
+    "all_to_all_single": lambda x, **options: dac.all_to_all_single(torch.empty(2), x, **options),
+    "all_gather_cat": dac.all_gather_cat,
+    "reduce_scatter_dim(SUM)": dac.reduce_scatter_dim,
+    "permute": lambda x, **options: dac.permute(x, [(0, 1), (1, 0)], **options),
+    "copy_to_group": dac.copy_to_group,
+}
+
+
+def _unused(rank):
+    """Rank 1 does not use its output: first with ``connect``, then without."""
+    seen = {}
+    # One for each: a group that has failed is of no more use.
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=1)) for _ in CALLS]
+    for (title, call), group in zip(CALLS.items(), groups, strict=True):
+        dist.barrier()
+        x = torch.ones(2, requires_grad=True)
+        y = call(x, group=group)
+        loss = y.sum() if rank == 0 else (x * 3).sum()
+        dac.connect(loss, y).backward()
+        cured = x.grad.tolist()
+        x.grad = None
+        y = call(x, group=group)
+        loss = y.sum() if rank == 0 else (x * 3).sum()
+        try:
+            loss.backward()
+        except dac.CollectiveError as error:
+            seen[title] = cured, str(error)
+        else:
+            seen[title] = cured, None
+    return seen
+
+
+def test_an_unused_output_ends_in_an_error_with_the_name_and_connect_cures_it():
+    first, second = run_ranks(_unused, 2, timeout=100)
+    for title in CALLS:
+        assert first[title][1] is not None, title
+        assert f"the backward of {title} failed on rank 0 of 2 in its group" in first[title][1]
+        assert "see connect" in first[title][1]
+        assert second[title][1] is None
+    assert (first["all_reduce(SUM)"][0], second["all_reduce(SUM)"][0]) == ([1, 1], [4, 4])
+    assert (first["broadcast"][0], second["broadcast"][0]) == ([1, 1], [3, 3])
+    assert (first["permute"][0], second["permute"][0]) == ([0, 0], [4, 4])
+
+
+def _one_rank_needs_a_gradient(rank):
+    seen = {}
+    for title, call in CALLS.items():
+        x = torch.ones(2, requires_grad=rank == 0)
+        (call(x, anchor=True).sum() * (1 + rank)).backward()
+        seen[title] = None if x.grad is None else x.grad.tolist()
+    return seen
+
+
+def test_an_anchor_lets_ranks_without_a_gradient_take_part():
+    first, second = run_ranks(_one_rank_needs_a_gradient, 2, timeout=30, group_timeout=5)
+    assert set(second.values()) == {None}
+    # The two ranks' cotangents are 1 and 2.
+    assert first == {
+        "all_reduce(SUM)": [3, 3],
+        "all_reduce(MAX)": [1.5, 1.5],
+        "broadcast": [3, 3],
+        "reduce(SUM)": [2, 2],
+        "all_gather": [0, 0],
+        "all_gather_base": [3, 3],
+        "gather": [2, 2],
+        "scatter": [3, 3],
+        "reduce_scatter(SUM)": [3, 3],
+        "all_to_all": [0, 0],
+        "all_to_all_single": [1, 2],
+        "all_gather_cat": [3, 3],
+        "reduce_scatter_dim(SUM)": [1, 2],
+        "permute": [2, 2],
+        "copy_to_group": [3, 3],
+    }
+
+
+def test_connect_adds_nothing_from_what_it_connects():
+    loss = torch.tensor(2.0, requires_grad=True)
+    broken = torch.tensor([float("nan"), float("inf")], requires_grad=True)
+    connected = dac.connect(loss, broken, broken + 0j)
+    connected.backward()
+    assert connected.item() == 2
+    assert loss.grad == 1
+    assert broken.grad.tolist() == [0, 0]
+
+
+def _told(fn, *args, **kwargs):
+    try:
+        fn(*args, check=True, **kwargs)
+    except TensorMismatchError as error:
+        return str(error)
+    return None
+
+
+def _checked(rank):
+    x = torch.ones(2 + rank)
+    same = torch.ones(2)
+    seen = {
+        "shape": _told(dac.all_reduce, x),
+        "dtype": _told(dac.all_gather, same.double() if rank else same),
+        "op": _told(dac.all_reduce, same, "max" if rank else "sum"),
+        "root": _told(dac.broadcast, same, rank),
+        "function": _told(dac.all_gather if rank else dac.all_reduce, same),
+        "gradient": _told(dac.broadcast, same.clone().requires_grad_(rank == 0), 0),
+        "splits": _told(dac.all_to_all_single, torch.empty(2), same, [1, 1], [2 * rank, 2 - 2 * rank]),
+        "dims": _told(dac.all_gather_cat, torch.ones(2, 2 + rank), 0, sizes="auto"),
+        "fits": _told(dac.all_gather_cat, x, sizes="auto"),
+        "anchored": _told(dac.broadcast, same.clone().requires_grad_(rank == 0), 0, anchor=True),
+        "no_grad": _without_grad(same.clone().requires_grad_(rank == 0)),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIST_AUTOGRAD_CHECK", "1")
+        try:
+            dac.all_reduce(same, "max" if rank else "min")
+        except TensorMismatchError:
+            seen["environment"] = True
+    # After all of it, the group is as good as new.
+    seen["after"] = dac.all_reduce(same, check=True).tolist()
+    return seen
+
+
+def _without_grad(x):
+    with torch.no_grad():
+        return _told(dac.broadcast, x, 0)
+
+
+def test_check_tells_every_rank_what_does_not_fit():
+    first, second = run_ranks(_checked, 2)
+    assert first == second
+    assert "shape (2), torch.float32 on cpu" in first["shape"]
+    assert "shape (3)" in first["shape"]
+    assert "torch.float64" in first["dtype"]
+    assert "rank 0 was called with all_reduce(SUM), sum, rank 1 with all_reduce(MAX), sum" in first["op"]
+    assert "broadcast from 0" in first["root"]
+    assert "all_gather" in first["function"]
+    assert "needs a gradient" in first["gradient"]
+    assert "needs no gradient" in first["gradient"]
+    assert "rank 0 of the group sends 0 to rank 0, which expects 1" in first["splits"]
+    assert "shape (any, 2)" in first["dims"]
+    assert first["fits"] is first["anchored"] is first["no_grad"] is None
+    assert first["environment"]
+    assert first["after"] == [2, 2]
+
+
+def _unchecked(rank):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DIST_AUTOGRAD_CHECK", "0")
+        return dac.all_reduce(torch.ones(2), "sum" if rank else "avg").tolist()
+
+
+def test_nothing_is_compared_unless_asked_for():
+    assert run_ranks(_unchecked, 2) == [[1, 1], [2, 2]]
