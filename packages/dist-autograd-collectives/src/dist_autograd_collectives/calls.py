@@ -105,8 +105,11 @@ class Call(NamedTuple):
 
     def transposed(self) -> Call:
         """Return the call whose map is the transpose of this one's."""
-        return self._replace(
-            kind=_TRANSPOSES[self.kind],
+        return Call(
+            _TRANSPOSES[self.kind],
+            self.who,
+            self.title,
+            self.root,
             input_splits=self.output_splits,
             output_splits=self.input_splits,
             separate_input=self.separate_output,

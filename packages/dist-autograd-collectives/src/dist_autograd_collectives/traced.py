@@ -21,25 +21,26 @@ def linear(tensors: Tensors, call: Call) -> Tensors:
     """Run a linear collective on joined parts: the traceable collectives take and return one tensor."""
     if not (call.separate_input or call.separate_output):
         return (_traced(tensors[0], call),)
-    who = call.who
-    joined = call._replace(separate_input=False, separate_output=False)
     if call.name == "exchange":
-        received = _traced(torch.cat(tensors) if call.separate_input else tensors[0], joined)
+        whole = torch.cat(tensors) if call.separate_input else tensors[0]
+        received = _traced(whole, _joined(call, call.input_splits, call.output_splits))
         return torch.split(received, list(call.output_splits)) if call.separate_output else (received,)
     # All parts have one shape here. They become rows.
-    to_root, from_all = splits_to_root(1, who, call.root)
-    if call.separate_input:
-        rows = torch.stack(tensors)
-        if call.name == "scatter":
-            joined = joined._replace(input_splits=from_all, output_splits=to_root)
-            rows = rows if who.rank == call.root else rows[:0]
-        return (_traced(rows, joined).squeeze(0),)
+    to_root, from_all = splits_to_root(1, call.who, call.root)
+    at_root = call.who.rank == call.root
+    if call.name == "scatter":
+        rows = torch.stack(tensors) if at_root else torch.stack(tensors)[:0]
+        return (_traced(rows, _joined(call, from_all, to_root)).squeeze(0),)
     if call.name == "gather":
-        joined = joined._replace(input_splits=to_root, output_splits=from_all)
-    rows = _traced(tensors[0].unsqueeze(0), joined)
-    if call.name == "gather" and who.rank != call.root:
-        return tuple(zeros_after(rows, tensors[0]) for _ in range(who.size))
-    return rows.unbind(0)
+        rows = _traced(tensors[0].unsqueeze(0), _joined(call, to_root, from_all))
+        return rows.unbind(0) if at_root else tuple(zeros_after(rows, tensors[0]) for _ in from_all)
+    if call.separate_input:
+        return (_traced(torch.stack(tensors), _joined(call)).squeeze(0),)
+    return _traced(tensors[0].unsqueeze(0), _joined(call)).unbind(0)
+
+
+def _joined(call: Call, input_splits: tuple[int, ...] = (), output_splits: tuple[int, ...] = ()) -> Call:
+    return Call(call.kind, call.who, call.title, call.root, input_splits, output_splits)
 
 
 def _traced(tensor: torch.Tensor, call: Call) -> torch.Tensor:

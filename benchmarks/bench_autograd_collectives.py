@@ -1,0 +1,243 @@
+"""dist-autograd-collectives against torch.distributed.nn.functional and spmd-types, on Gloo.
+
+    python benchmarks/bench_autograd_collectives.py            # tables, and as root also the emulated links
+    python benchmarks/bench_autograd_collectives.py --repeats 21
+
+1. Forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. All sides in one run, in turns
+   forwards and backwards; a time is that of the slowest rank. "backward" is the backward alone.
+2. Overlap: an all-gather of weights beside a computation, started early or not, on two emulated hosts with 1 Gbit/s.
+
+Writes results/autograd_collectives.json and .png beside this file. spmd-types is compared if it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bar_charts import draw_bars
+from emulated_hosts import EmulationUnavailableError, address, emulated_hosts
+from machine import describe_machine
+from timings import slowest
+
+import dist_autograd_collectives as dac
+from dist_utils.testing import run_ranks
+
+RESULTS = Path(__file__).parent / "results" / "autograd_collectives.json"
+SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20}
+# Of the default number of repeats.
+SHARES = {"1 KiB": 20, "1 MiB": 5, "64 MiB": 1}
+
+Call = Callable[[], Any]
+
+
+def sides(x: torch.Tensor, size: int) -> dict[str, dict[str, Call]]:
+    """Return each function's calls: what stands left of ``/`` is whose it is."""
+    import torch.distributed.nn.functional as nnf  # noqa: PLC0415 - warns that it is deprecated
+
+    parts = x.view(size, -1)
+    own = torch.empty(parts.shape[1])
+    out = torch.empty_like(x)
+    outs = list(torch.empty_like(x).view(size, -1).unbind(0))
+    found: dict[str, dict[str, Call]] = {}
+    for who, module in (("pytorch", nnf), ("ours", dac)):
+        calls: dict[str, Call] = {
+            "all_reduce": lambda module=module: module.all_reduce(x),
+            "broadcast": lambda module=module: module.broadcast(x, 0),
+            "reduce": lambda module=module: module.reduce(x, 0),
+            "all_gather": lambda module=module: module.all_gather(x),
+            "gather": lambda module=module: module.gather(x, 0),
+            "scatter": lambda module=module: module.scatter(list(parts.unbind(0)), 0),
+            "reduce_scatter": lambda module=module: module.reduce_scatter(own, list(parts.unbind(0))),
+            "all_to_all": lambda module=module: module.all_to_all(outs, list(parts.unbind(0))),
+            "all_to_all_single": lambda module=module: module.all_to_all_single(out, x),
+        }
+        for name, call in calls.items():
+            found.setdefault(name, {})[who] = call
+    # Nothing of PyTorch's is as easy on the memory: no buffer, no list.
+    found["scatter"]["ours, like="] = lambda: dac.scatter(list(parts.unbind(0)), 0, like=own)
+    found["all_gather"]["ours, all_gather_stack"] = lambda: dac.all_gather_stack(x)
+    found["reduce_scatter"]["ours, reduce_scatter_dim"] = lambda: dac.reduce_scatter_dim(x)
+    found["all_to_all_single"]["ours, all_to_all_dim"] = lambda: dac.all_to_all_dim(x, 0, 0)
+    if importlib.util.find_spec("spmd_types"):
+        import spmd_types as spmd  # type: ignore[import-not-found,unused-ignore] # noqa: PLC0415
+
+        world = dist.group.WORLD
+        found["all_reduce"]["spmd-types"] = lambda: spmd.all_reduce(x, world, src=spmd.P, dst=spmd.R)
+        found["all_gather"]["spmd-types"] = lambda: spmd.all_gather(x, world, src=spmd.S(0), dst=spmd.R)
+        found["reduce_scatter"]["spmd-types"] = lambda: spmd.reduce_scatter(
+            x, world, src=spmd.P, dst=spmd.S(0)
+        )
+        found["all_to_all_single"]["spmd-types"] = lambda: spmd.all_to_all(
+            x, world, src=spmd.S(0), dst=spmd.S(0)
+        )
+    return found
+
+
+def measure(rank: int, numel: int, repeats: int) -> dict[str, list[float]]:  # noqa: ARG001 - run_ranks gives it
+    """Return the seconds of every call's every run, whole and backward alone."""
+    warnings.simplefilter("ignore")  # the modules that are compared with are deprecated
+    size = dist.get_world_size()
+    x = torch.randn(numel // size * size, requires_grad=True)
+    calls = {f"{name} / {who}": call for name, group in sides(x, size).items() for who, call in group.items()}
+    seconds: dict[str, list[float]] = {}
+    for repeat in range(-2, repeats):  # the first rounds warm up
+        for label in list(calls) if repeat % 2 else reversed(calls):
+            x.grad = None
+            dist.barrier()
+            began = time.perf_counter()
+            result = calls[label]()
+            outputs = list(result) if isinstance(result, (list, tuple)) else [result]
+            forward = time.perf_counter()
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+            done = time.perf_counter()
+            if repeat >= 0:
+                seconds.setdefault(label, []).append(done - began)
+                seconds.setdefault(f"{label}, backward", []).append(done - forward)
+    return seconds
+
+
+def layers(count: int, width: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Return this rank's halves of square weights, and an input."""
+    torch.manual_seed(0)
+    weights = [torch.randn(width // dist.get_world_size(), width) / width**0.5 for _ in range(count)]
+    return [weight.requires_grad_() for weight in weights], torch.randn(512, width)
+
+
+def sharded_step(weights: list[torch.Tensor], x: torch.Tensor, *, ahead: int) -> float:
+    """Run layers whose weights are gathered when they are needed, or started some layers ahead."""
+    began = time.perf_counter()
+    started = [dac.start(dac.all_gather_cat, part) for part in weights[:ahead]]
+    for index, part in enumerate(weights):
+        if ahead:
+            started += [dac.start(dac.all_gather_cat, later) for later in weights[index + ahead :][:1]]
+            weight = started.pop(0).wait()
+        else:
+            weight = dac.all_gather_cat(part)
+        x = torch.relu(x @ weight)
+    x.sum().backward()
+    return time.perf_counter() - began
+
+
+def overlap(width: int, count: int, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of both ways, and of computation and communication alone."""
+    weights, x = layers(count, width)
+    whole = [torch.randn(width, width, requires_grad=True) for _ in range(count)]
+
+    def compute_alone() -> float:
+        began = time.perf_counter()
+        y = x
+        for weight in whole:
+            y = torch.relu(y @ weight)
+        y.sum().backward()
+        return time.perf_counter() - began
+
+    def communicate_alone() -> float:
+        began = time.perf_counter()
+        sum(dac.all_gather_cat(part)[0, 0] for part in weights).backward()
+        return time.perf_counter() - began
+
+    ways: dict[str, Callable[[], float]] = {
+        "computation alone": compute_alone,
+        "communication alone": communicate_alone,
+        "ours, gathered when needed": lambda: sharded_step(weights, x, ahead=0),
+        "ours, started two layers ahead": lambda: sharded_step(weights, x, ahead=2),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(-1, repeats):
+        for name in list(ways) if repeat % 2 else reversed(ways):
+            dist.barrier()
+            took = ways[name]()
+            if repeat >= 0:
+                seconds[name].append(took)
+    return seconds
+
+
+def host(rank: int, options: argparse.Namespace) -> None:
+    """Be one of the emulated hosts."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    dist.init_process_group("gloo", init_method=f"tcp://{address(0)}:29500", rank=rank, world_size=2)
+    print(json.dumps(overlap(options.width, options.layers, options.repeats)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def emulated(options: argparse.Namespace) -> dict[str, Any]:
+    """Run :func:`overlap` on two hosts."""
+    with emulated_hosts(2, rate="1gbit") as hosts:
+        ranks = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", name, sys.executable, __file__, "--host", str(rank), *sys.argv[1:]],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank, name in enumerate(hosts)
+        ]
+        outputs = [process.communicate(timeout=600)[0] for process in ranks]
+    return slowest([json.loads(output.splitlines()[-1]) for output in outputs])
+
+
+def print_table(title: str, table: dict[str, Any]) -> None:
+    """Print medians, and ratios to PyTorch's."""
+    print(f"\n{title}: ms, median [quartiles]")
+    for label, entry in table.items():
+        name, _, what = label.partition(" / ")
+        baseline = f"{name} / pytorch" + (", backward" if what.endswith(", backward") else "")
+        ratio = f"   / pytorch {entry['median_ms'] / table[baseline]['median_ms']:.2f}" if what else ""
+        low, high = entry["quartiles_ms"]
+        print(f"  {label:<52}{entry['median_ms']:9.2f} [{low:.2f}, {high:.2f}]{ratio}")
+
+
+def main() -> None:
+    """Measure everything, print and store it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=11)
+    parser.add_argument("--width", type=int, default=1536)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.host is not None:
+        host(options.host, options)
+        return
+    results: dict[str, Any] = {**describe_machine(), "repeats": options.repeats, "ms": {}}
+    if importlib.util.find_spec("spmd_types"):
+        results["versions"]["spmd_types"] = version("spmd_types")
+    for world_size in (2, 4):
+        for size, count in SIZES.items():
+            title = f"{world_size} ranks, {size}"
+            repeats = options.repeats * SHARES[size]
+            table = slowest(run_ranks(measure, world_size, count // 4, repeats, timeout=900))
+            results["ms"][title] = table
+            print_table(title, table)
+    try:
+        results["overlap_ms"] = emulated(options)
+        shape = f"{options.layers} layers of {options.width} x {options.width}, two hosts, 1 Gbit/s"
+        print_table(shape, results["overlap_ms"])
+    except EmulationUnavailableError as error:
+        print(f"\nno overlap measured: {error}")
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    if "overlap_ms" in results:
+        panel = {
+            name: (entry["median_ms"], entry["quartiles_ms"]) for name, entry in results["overlap_ms"].items()
+        }
+        draw_bars({"sharded layers, 1 Gbit/s": panel}, "ms", RESULTS.with_suffix(".png"))
+    print(f"\nwritten: {RESULTS}")
+
+
+if __name__ == "__main__":
+    main()
