@@ -3,9 +3,10 @@
     python benchmarks/bench_autograd_collectives.py            # tables, and as root also the emulated links
     python benchmarks/bench_autograd_collectives.py --repeats 21
 
-1. Forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. All sides in one run, in turns
-   forwards and backwards; a time is that of the slowest rank. "backward" is the backward alone.
-2. Overlap: an all-gather of weights beside a computation, started early or not, on two emulated hosts with 1 Gbit/s.
+1. Forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. All sides in one run,
+   in turns forwards and backwards; a time is that of the slowest rank. "backward" is the backward alone.
+2. Overlap: weights are gathered beside a computation, started early or not, on two emulated hosts with links
+   of 1 Gbit/s.
 
 Writes results/autograd_collectives.json and .png beside this file. spmd-types is compared if it is installed.
 """
@@ -175,7 +176,7 @@ def host(rank: int, options: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
-def emulated(options: argparse.Namespace) -> dict[str, Any]:
+def emulated() -> dict[str, Any]:
     """Run :func:`overlap` on two hosts."""
     with emulated_hosts(2, rate="1gbit") as hosts:
         ranks = [
@@ -225,7 +226,7 @@ def main() -> None:
             results["ms"][title] = table
             print_table(title, table)
     try:
-        results["overlap_ms"] = emulated(options)
+        results["overlap_ms"] = emulated()
         shape = f"{options.layers} layers of {options.width} x {options.width}, two hosts, 1 Gbit/s"
         print_table(shape, results["overlap_ms"])
     except EmulationUnavailableError as error:

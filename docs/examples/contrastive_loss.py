@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 4 docs/examples/contrastive_loss.py
 
-Every image is compared with every caption of the whole batch, so each rank needs the others' embeddings, and their
-gradients must find the way back.
+Every image is compared with every caption of the whole batch, so each rank needs the others' embeddings,
+and their gradients must find the way back.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def summed(ddp: DistributedDataParallel, images: torch.Tensor, captions: torch.T
 def replicated(model: TwoTowers, images: torch.Tensor, captions: torch.Tensor) -> torch.Tensor:
     """Every rank has the same loss, that of the whole batch; without DDP.
 
-    The towers' parameters are alike on all ranks, but each rank goes on with its own pairs: copy_to_group adds
-    their gradients up. The scale is used for the common loss, alike on all ranks: nothing to add up.
+    The towers' parameters are alike on all ranks, but each rank goes on with its own pairs: copy_to_group
+    adds their gradients up. The scale is used for the common loss, alike on all ranks: nothing to add up.
     """
     parameters = {
         name: parameter if name == "scale" else copy_to_group(parameter)
@@ -118,6 +118,7 @@ def main() -> None:
         dist.all_reduce(difference, dist.ReduceOp.MAX)
         if rank == 0:
             print(f"{convention}: differs by up to {difference.item():.1e}")
+    dist.barrier()  # torch 2.13 can abort in a rank that ends while others still talk to it
     dist.destroy_process_group()
 
 

@@ -116,13 +116,13 @@ def _messages(
 ) -> list[dist.Work]:
     """Start sending to and receiving from every rank in the group; empty tensors need no message."""
     assert who.group is not None
-    works = []
-    for step in range(1, who.size):  # so that not all ranks send to the same one at once
-        sender, receiver = (who.rank - step) % who.size, (who.rank + step) % who.size
-        if (tensor := incoming[sender]) is not None and tensor.numel():
-            works.append(who.group.recv([tensor], sender, _TAG))
-        if (tensor := outgoing[receiver]) is not None and tensor.numel():
-            works.append(who.group.send([tensor], receiver, _TAG))
+    group = who.group
+    ahead = [(who.rank + step) % who.size for step in range(1, who.size)]  # not all to the same one at once
+    sends = [(outgoing[rank], rank) for rank in ahead]
+    receives = [(incoming[rank], rank) for rank in reversed(ahead)]
+    # Sends first: on two loopback ranks 1 MiB then took 1.0 and not 3.2 ms.
+    works = [group.send([x], rank, _TAG) for x, rank in sends if x is not None and x.numel()]
+    works += [group.recv([x], rank, _TAG) for x, rank in receives if x is not None and x.numel()]
     mine, own = incoming[who.rank], outgoing[who.rank]
     if mine is not None and own is not None:
         mine.copy_(own)
@@ -137,7 +137,11 @@ def _native(tensors: Tensors, call: Call) -> Wait:
         work = all_gather_single(rows, x, group, async_op=True)
         return _after([work], lambda: rows.unbind(0) if call.separate_output else (rows.flatten(0, 1),), (x,))
     if name == "reduce_scatter":
-        stacked = torch.stack(tensors) if call.separate_input else x.view(who.size, -1, *x.shape[1:])
+        stacked = (
+            torch.stack(tensors)
+            if call.separate_input
+            else x.view(who.size, x.shape[0] // who.size, *x.shape[1:])
+        )
         part = x.new_empty(stacked.shape[1:])
         work = reduce_scatter_single(part, stacked, group=group, async_op=True)
         return _after([work], lambda: (part,), (stacked,))

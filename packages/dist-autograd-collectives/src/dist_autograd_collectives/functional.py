@@ -543,10 +543,8 @@ def all_to_all_single(
     return sent([tensor], call, lambda received: filled(output, received))
 
 
-_DTYPES = [
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
-    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
-]
+# In an order that all ranks agree on.
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
 
 def _description(first: torch.Tensor | None, who: Members, root: int) -> Handle[torch.Tensor]:
