@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import dist_autograd_collectives as dac
 from dist_autograd_collectives import eager
@@ -109,6 +110,30 @@ def test_starting_does_not_wait_for_other_ranks():
     (launched, done), _ = run_ranks(_overlaps, 2)
     assert launched < 0.25
     assert done > 0.25
+
+
+def _checkpointed(rank):
+    """The second forward of a checkpoint stops where nothing more is needed: between start and wait."""
+
+    def block(x):
+        handle = dac.start(dac.all_gather_stack, 2 * x)
+        early = x.sin()
+        return early.sum() + handle.wait().sum()
+
+    x = torch.tensor([1.0 + rank, 2.0], dtype=torch.float64, requires_grad=True)
+    found = []
+    for reentrant in (False, True):
+        x.grad = None
+        checkpoint(block, x, use_reentrant=reentrant).backward()
+        found.append(x.grad.tolist())
+    right = 4 + x.detach().cos()
+    return found, right.tolist(), dac.all_reduce(torch.ones(1)).tolist()
+
+
+def test_a_checkpoint_may_drop_what_it_started():
+    for found, right, after in run_ranks(_checkpointed, 2, timeout=30):
+        assert found == [pytest.approx(right, rel=1e-12)] * 2
+        assert after == [2]
 
 
 def _transformed(rank):

@@ -7,6 +7,7 @@ from collective_cases import CASES, inputs
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import checkpoint
 
+import dist_autograd_collectives as dac
 from dist_utils.testing import run_ranks
 
 NAMES = ["all_reduce SUM", "all_reduce MAX", "all_reduce PRODUCT", "reduce SUM", "reduce_scatter AVG"]
@@ -139,3 +140,16 @@ def test_each_collective_is_in_the_graph_once():
                 ["all_to_all_single", "reduce_scatter_tensor"],
             ],
         }
+
+
+def _large_reduce(rank):
+    """More than is sent as a sum for all, and no multiple of the world size."""
+    x = (torch.arange(50_001.0) + rank).requires_grad_()
+    total = torch.compile(lambda x: dac.reduce(x, 1), backend="aot_eager", fullgraph=True)(x)
+    (2 * total).sum().backward()
+    expected = 2 * torch.arange(50_001.0) + 1 if rank == 1 else torch.zeros(50_001)
+    return torch.equal(total, expected) and torch.equal(x.grad, torch.full((50_001,), 2.0))
+
+
+def test_a_large_sum_for_one_rank_is_compiled_too():
+    assert run_ranks(_large_reduce, 2) == [True, True]
