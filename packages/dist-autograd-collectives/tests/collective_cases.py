@@ -94,7 +94,7 @@ def _scatter(root, receivers):
         mine = ranks.index(dist.get_rank())
         is_source = mine == root % len(ranks)
         entries = _entries(x, len(ranks)) if is_source or receivers == "list" else None
-        return [dac.scatter(entries, ranks[root], group, anchor=True)]
+        return [dac.scatter(entries, ranks[root], group, anchor=receivers is None)]
 
     simulate = lambda xs: [[entry] for entry in _entries(xs[root], len(xs))]  # noqa: E731
     return Case(call, simulate, second_order=receivers == "list")

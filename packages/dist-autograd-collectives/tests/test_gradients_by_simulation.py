@@ -72,7 +72,10 @@ def _compare(rank, shape, dtype, names, strides):
             group = DeviceMesh.from_group(group, "cpu")
         for name in names:
             case, mine = CASES[name], ranks.index(rank)
-            outputs, first, second = measured(case, rank, group, ranks, shape, dtype, strides)
+            try:
+                outputs, first, second = measured(case, rank, group, ranks, shape, dtype, strides)
+            except Exception as error:
+                raise RuntimeError(f"{name} in {group_name}") from error
             all_outputs, all_first, all_second = simulated(case, ranks, shape, dtype, strides)
             errors = [distance(a, b) for a, b in zip(outputs, all_outputs[mine], strict=True)]
             found[group_name, name] = (

@@ -173,4 +173,31 @@ def _unchecked(rank):
 
 
 def test_nothing_is_compared_unless_asked_for():
-    assert run_ranks(_unchecked, 2) == [[1, 1], [2, 2]]
+    # Half of one rank's ones, and the other's.
+    assert run_ranks(_unchecked, 2) == [[1.5, 1.5], [1.5, 1.5]]
+
+
+def _bad_alone(rank):
+    """One rank's own arguments are wrong, and the others would wait for it."""
+    x = torch.ones(2 + rank)
+    found = []
+    for call in (
+        lambda: dac.all_gather_base(torch.empty(4), x, check=True),
+        lambda: dac.all_gather_cat(x, sizes=[2, 2], check=True),
+        lambda: dac.reduce_scatter(torch.ones(2), [x, x], check=True),
+        lambda: dac.all_reduce(x, "sum" if rank == 0 else "median", check=True),
+    ):
+        try:
+            call()
+        except (TensorMismatchError, TypeError, ValueError) as error:
+            found.append((type(error).__name__, str(error)))
+    return found, dac.all_reduce(torch.ones(1), check=True).item()
+
+
+def test_check_tells_the_others_of_a_rank_that_raises():
+    (first, after), (second, _) = run_ranks(_bad_alone, 2, timeout=30, group_timeout=5)
+    assert [kind for kind, _ in first] == ["TensorMismatchError"] * 4
+    assert [kind for kind, _ in second] == ["ValueError", "ValueError", "ValueError", "TypeError"]
+    for (_, told), (kind, own) in zip(first, second, strict=True):
+        assert told == f"rank 1 cannot go on: {kind}: {own}"
+    assert after == 2

@@ -1,5 +1,6 @@
 """Collectives that autograd sees, with the right gradient for every reduce op."""
 
+from dist_autograd_collectives.arguments import Convention
 from dist_autograd_collectives.coalesced import (
     all_gather_cat_coalesced,
     all_reduce_coalesced,
@@ -20,6 +21,7 @@ from dist_autograd_collectives.functional import (
 )
 from dist_autograd_collectives.linear import CollectiveError
 from dist_autograd_collectives.out_of_place import (
+    Sizes,
     all_gather_cat,
     all_gather_stack,
     all_to_all_dim,
@@ -27,13 +29,19 @@ from dist_autograd_collectives.out_of_place import (
     permute,
     reduce_scatter_dim,
 )
+from dist_autograd_collectives.reductions import ReduceOperation
 from dist_autograd_collectives.steps import Handle, start
+from dist_utils import TensorMismatchError
 
 _all_gather_base = all_gather_base
 
 __all__ = [
     "CollectiveError",
+    "Convention",
     "Handle",
+    "ReduceOperation",
+    "Sizes",
+    "TensorMismatchError",
     "all_gather",
     "all_gather_base",
     "all_gather_cat",

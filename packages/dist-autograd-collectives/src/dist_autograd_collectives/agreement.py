@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 
 import torch
 
 from dist_autograd_collectives.calls import Members
-from dist_utils import TensorMismatchError, resolve_group
+from dist_utils import GroupLike, TensorMismatchError, resolve_group
 from dist_utils.agreement import Claim, require_agreement
 from dist_utils.process_groups import collective_device
 from dist_utils.torch_compat import all_gather_single
 
-__all__ = ["agree", "agree_on_splits"]
+__all__ = ["agree", "agree_on_splits", "tell_others"]
 
 _VARIABLE = "DIST_AUTOGRAD_CHECK"
 
@@ -39,6 +40,18 @@ def agree(
         return
     claim = Claim([("", _description(tensor, uneven_dim)) for tensor in tensors], arguments)
     require_agreement(resolve_group(who.group), claim)
+
+
+def tell_others(problem: Exception, check: bool | None, group: GroupLike) -> None:
+    """Before this rank raises: tell the ranks that would wait for it in :func:`agree`."""
+    if not _wanted(check):
+        return
+    try:
+        resolved = resolve_group(group)
+    except (RuntimeError, TypeError, ValueError):  # nobody waits for a rank outside the group
+        return
+    with contextlib.suppress(TensorMismatchError):
+        require_agreement(resolved, Claim.of([], [], problem=problem))
 
 
 def agree_on_splits(

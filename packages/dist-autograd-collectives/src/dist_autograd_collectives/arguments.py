@@ -9,10 +9,12 @@ import torch
 
 from dist_autograd_collectives.calls import Members
 from dist_utils import GroupLike, group_rank
+from dist_utils.torch_compat import function_transforms_active
 
 __all__ = [
     "Convention",
     "anchored",
+    "check_buffer",
     "check_list",
     "check_one_kind",
     "checked_dim",
@@ -30,10 +32,12 @@ Convention: TypeAlias = Literal["sum", "replicated"]
 
 def anchored(tensor: torch.Tensor, anchor: bool) -> torch.Tensor:
     """Return the tensor, or if there is no gradient to give a copy that asks for one nobody reads."""
+    if not anchor:
+        return tensor
+    if torch.compiler.is_compiling() or function_transforms_active():  # on every rank, not on some
+        raise ValueError("anchor=True works neither under torch.compile nor under torch.func")
     differentiable = tensor.is_floating_point() or tensor.is_complex()
-    if anchor and differentiable and not tensor.requires_grad:
-        return tensor.detach().requires_grad_()
-    return tensor
+    return tensor.detach().requires_grad_() if differentiable and not tensor.requires_grad else tensor
 
 
 def is_replicated(grad: str) -> bool:
@@ -64,13 +68,18 @@ def root_in_group(
     return in_group
 
 
+def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
+    """Raise unless a result of some dtype and device can be written into a buffer."""
+    if buffer.dtype != like.dtype or buffer.device != like.device:
+        raise ValueError(
+            f"{label} is {buffer.dtype} on {buffer.device}, the result {like.dtype} on {like.device}"
+        )
+    if any(stride == 0 and length > 1 for stride, length in zip(buffer.stride(), buffer.shape, strict=True)):
+        raise ValueError(f"{label} is expanded: several of its elements are one place in memory")
+
+
 def filled(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """Copy a result into the caller's buffer, which stays another tensor and may be used again."""
-    if buffer.shape != result.shape or buffer.dtype != result.dtype:
-        raise ValueError(
-            f"the output is {buffer.dtype} of shape {tuple(buffer.shape)}, the result {result.dtype} of "
-            f"{tuple(result.shape)}"
-        )
     buffer.detach().copy_(result.detach())
     return result
 

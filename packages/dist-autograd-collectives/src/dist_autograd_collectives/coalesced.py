@@ -20,7 +20,7 @@ from dist_autograd_collectives.arguments import (
 from dist_autograd_collectives.calls import Call, Tensors, members
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
 from dist_autograd_collectives.steps import Step, collective
-from dist_autograd_collectives.transport import joined, reduced_for_all, reduced_for_each, sent
+from dist_autograd_collectives.transport import joined, pieces, reduced_for_all, reduced_for_each, sent
 from dist_utils import GroupLike
 
 __all__ = ["all_gather_cat_coalesced", "all_reduce_coalesced", "reduce_scatter_dim_coalesced"]
@@ -66,7 +66,7 @@ def all_reduce_coalesced(
     agree(check, who, f"{title}, {grad}", tensors)
 
     def separated(flat: torch.Tensor) -> Tensors:
-        parts = torch.split(flat, [tensor.numel() for tensor in tensors])
+        parts = pieces(flat, [tensor.numel() for tensor in tensors])
         return tuple(part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True))
 
     return reduced_for_all(joined(tensors), who, reduction, title, separated, replicated=replicated)
@@ -109,7 +109,7 @@ def all_gather_cat_coalesced(
     check_one_kind("tensors", tensors)
     dims = [checked_dim(tensor.ndim, dim) for tensor in tensors]
     tensors = [anchored(tensor, anchor) for tensor in tensors]
-    agree(check, who, f"all_gather_cat_coalesced, {dim}, {grad}", tensors)
+    agree(check, who, f"all_gather_cat_coalesced, {dims}, {grad}", tensors)
     rows = [tensor.movedim(place, 0) for tensor, place in zip(tensors, dims, strict=True)]
     flat = joined(rows)
 
@@ -168,17 +168,17 @@ def reduce_scatter_dim_coalesced(
         checked_sizes(f"dimension {place}", tensor.shape[place], None, who)
     tensors = [anchored(tensor, anchor) for tensor in tensors]
     title = f"reduce_scatter_dim_coalesced({reduction.name})"
-    agree(check, who, f"{title}, {dim}", tensors)
+    agree(check, who, f"{title}, {dims}", tensors)
     rows = [tensor.movedim(place, 0) for tensor, place in zip(tensors, dims, strict=True)]
     cut = [row.reshape(who.size, row.shape[0] // who.size, *row.shape[1:]) for row in rows]
     parts = [joined([tensor[rank] for tensor in cut]) for rank in range(who.size)]
 
     def separated(flat: torch.Tensor) -> Tensors:
         shapes = [tensor.shape[1:] for tensor in cut]
-        pieces = torch.split(flat, list(map(math.prod, shapes)))
+        cut_out = pieces(flat, list(map(math.prod, shapes)))
         return tuple(
             piece.view(shape).movedim(0, place)
-            for piece, shape, place in zip(pieces, shapes, dims, strict=True)
+            for piece, shape, place in zip(cut_out, shapes, dims, strict=True)
         )
 
     return reduced_for_each(parts, who, reduction, title, separated)

@@ -22,22 +22,38 @@ __all__ = ["begin"]
 _SMALL_BYTES = 64 << 10
 """Up to here Gloo's sums take longer than sending every rank's tensor to where the sum is wanted."""
 
+_IN_PLACE = ("broadcast", "all_reduce", "reduce")
+
+_GLOO_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+)
+"""What Gloo's own collectives know in every supported torch version. Messages take any dtype."""
+
 _TAG = 0xD157
 """Of our messages, so that they never meet a user's own ``send`` and ``recv``."""
 
 
 def begin(tensors: Tensors, call: Call) -> Wait:
     """Start a collective of two ranks or more on contiguous tensors."""
-    name, x = call.name, tensors[0]
-    gloo = x.is_cpu and "cpu:gloo" in dist.get_backend_config(call.who.group)
-    small = gloo and x.nbytes <= _SMALL_BYTES
-    if name == "broadcast" or (name in ("all_reduce", "reduce") and not small):
+    x = tensors[0]
+    if not (x.is_cpu and "cpu:gloo" in dist.get_backend_config(call.who.group)):
+        return _in_place(x, call) if call.name in _IN_PLACE else _native(tensors, call)
+    if call.name == "broadcast" and x.dtype not in _GLOO_DTYPES:
+        return _as_bytes(x, call)
+    by_messages = x.nbytes <= _SMALL_BYTES or x.dtype not in _GLOO_DTYPES
+    if call.name == "broadcast" or (call.name in _IN_PLACE and not by_messages):
         return _in_place(x, call)
     # Gloo's own exchange is as fast, if the parts are joined. (No rank may decide by its own splits.)
-    joined = not (call.separate_input or call.separate_output)
-    if gloo and not (name == "exchange" and joined):
-        return _by_messages(tensors, call)
-    return _native(tensors, call)
+    if call.name == "exchange" and not (call.separate_input or call.separate_output):
+        return _native(tensors, call)
+    return _by_messages(tensors, call)
+
+
+def _as_bytes(x: torch.Tensor, call: Call) -> Wait:
+    """Send a dtype that the backend does not know."""
+    wait = _in_place(x.flatten().view(torch.uint8), call)
+    return lambda: (wait()[0].view(x.dtype).view(x.shape),)
 
 
 def _in_place(x: torch.Tensor, call: Call) -> Wait:
@@ -80,10 +96,12 @@ def _by_messages(tensors: Tensors, call: Call) -> Wait:
     if call.separate_output:
         apart = tuple(torch.empty_like(own) for _ in range(who.size))
         return _after(_messages(who, outgoing, apart), lambda: apart, tensors)
+    if name in ("gather", "all_gather"):
+        whole = own.new_empty(who.size * own.shape[0], *own.shape[1:])
+        works = _messages(who, outgoing, whole.view(who.size, *own.shape).unbind(0))
+        return _after(works, lambda: (whole,), tensors)
     rows = own.new_empty(who.size, *own.shape)
     works = _messages(who, outgoing, rows.unbind(0))
-    if name in ("gather", "all_gather"):
-        return _after(works, lambda: (rows.flatten(0, 1),), tensors)
     # In rank order everywhere: the same bits on every rank. torch sums 16 bits in fp32.
     return _after(works, lambda: (rows.sum(0, dtype=rows.dtype),), tensors)
 
@@ -121,8 +139,10 @@ def _messages(
     sends = [(outgoing[rank], rank) for rank in ahead]
     receives = [(incoming[rank], rank) for rank in reversed(ahead)]
     # Sends first: on two loopback ranks 1 MiB then took 1.0 and not 3.2 ms.
-    works = [group.send([x], rank, _TAG) for x, rank in sends if x is not None and x.numel()]
-    works += [group.recv([x], rank, _TAG) for x, rank in receives if x is not None and x.numel()]
+    works = [
+        group.send([theirs], rank, _TAG) for theirs, rank in sends if theirs is not None and theirs.numel()
+    ]
+    works += [group.recv([room], rank, _TAG) for room, rank in receives if room is not None and room.numel()]
     mine, own = incoming[who.rank], outgoing[who.rank]
     if mine is not None and own is not None:
         mine.copy_(own)
@@ -133,25 +153,24 @@ def _native(tensors: Tensors, call: Call) -> Wait:
     """Start the backend's own collective."""
     name, who, root, group, x = call.name, call.who, call.root, call.who.group, tensors[0]
     if name == "all_gather":
-        rows = x.new_empty(who.size, *x.shape)
-        work = all_gather_single(rows, x, group, async_op=True)
-        return _after([work], lambda: rows.unbind(0) if call.separate_output else (rows.flatten(0, 1),), (x,))
+        flat = x.new_empty(who.size * x.numel())  # flat: Gloo, for CUDA tensors, takes nothing else
+        work = all_gather_single(flat, x.view(-1), group, async_op=True)
+        if call.separate_output:
+            return _after([work], lambda: flat.view(who.size, *x.shape).unbind(0), (x,))
+        return _after([work], lambda: (flat.view(who.size * x.shape[0], *x.shape[1:]),), (x,))
     if name == "reduce_scatter":
-        stacked = (
-            torch.stack(tensors)
-            if call.separate_input
-            else x.view(who.size, x.shape[0] // who.size, *x.shape[1:])
-        )
-        part = x.new_empty(stacked.shape[1:])
-        work = reduce_scatter_single(part, stacked, group=group, async_op=True)
-        return _after([work], lambda: (part,), (stacked,))
+        parts = parts_of(tensors, call)
+        flat = torch.stack(parts).view(-1) if call.separate_input else x.view(-1)
+        part = torch.empty_like(parts[0])
+        work = reduce_scatter_single(part.view(-1), flat, group=group, async_op=True)
+        return _after([work], lambda: (part,), (flat,))
     if name == "gather":
-        parts = [torch.empty_like(x) for _ in range(who.size)] if who.rank == root else None
-        work = dist.gather(x, parts, group=group, group_dst=root, async_op=True)
-        if parts is None:
+        into = [torch.empty_like(x) for _ in range(who.size)] if who.rank == root else None
+        work = dist.gather(x, into, group=group, group_dst=root, async_op=True)
+        if into is None:
             nothing = _nothing_gathered(x, call)
             return _after([work], lambda: nothing, (x,))
-        return _after([work], lambda: tuple(parts) if call.separate_output else (torch.cat(parts),), (x,))
+        return _after([work], lambda: tuple(into) if call.separate_output else (torch.cat(into),), (x,))
     if name == "scatter":
         mine = _part_of_scatter(tensors, call)
         sent = list(parts_of(tensors, call)) if who.rank == root else None

@@ -11,6 +11,7 @@ from dist_autograd_collectives.agreement import agree, agree_on_splits
 from dist_autograd_collectives.arguments import (
     Convention,
     anchored,
+    check_buffer,
     check_list,
     checked_sizes,
     filled,
@@ -24,7 +25,7 @@ from dist_autograd_collectives.reductions import ReduceOperation, Reduction
 from dist_autograd_collectives.steps import Handle, Step, collective
 from dist_autograd_collectives.transport import all_of_them, itself, reduced_for_all, reduced_for_each, sent
 from dist_utils import GroupLike, resolve_group
-from dist_utils.process_groups import collective_device
+from dist_utils.process_groups import collective_device, device_types
 
 __all__ = [
     "all_gather",
@@ -182,18 +183,18 @@ def reduce(
     agree(check, who, f"{title} to {root}", [tensor])
     if reduction.is_sum:
         return sent(
-            [reduction.scaled(tensor)],
+            [reduction.scaled(tensor, who.size)],
             Call("reduce", who, title, root),
-            lambda total: reduction.averaged(total, who.size),
+            lambda total: reduction.finished(total, who.size, tensor.dtype),
         )
 
     def reduced(stacked: torch.Tensor) -> torch.Tensor:
         if who.rank == root:
-            return reduction.reduced(stacked.view(who.size, *tensor.shape))
+            return reduction.reduced(stacked)
         return zeros_after(stacked, tensor)
 
-    to_root, from_all = splits_to_root(tensor.numel(), who, root)
-    return sent([tensor.flatten()], Call("gather", who, title, root, to_root, from_all), reduced)
+    to_root, from_all = splits_to_root(1, who, root)
+    return sent([tensor.unsqueeze(0)], Call("gather", who, title, root, to_root, from_all), reduced)
 
 
 @collective
@@ -265,6 +266,7 @@ def all_gather_base(
             f"output_tensor has {output_tensor.numel()} elements, but {who.size} ranks send "
             f"{input_tensor.numel()} each"
         )
+    check_buffer("output_tensor", output_tensor, input_tensor)
     tensor = anchored(input_tensor, anchor)
     agree(check, who, f"all_gather_base, {grad}", [tensor])
     kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
@@ -346,7 +348,7 @@ def scatter(
             :func:`broadcast`.
 
     Cost:
-        The list's bytes, and without ``like`` 144 bytes more for each rank.
+        The list's bytes, and without ``like`` 256 bytes more for each rank.
 
     Source:
         ``torch.distributed.nn.functional.scatter``, which fails on the ``None`` that it documents.
@@ -368,7 +370,7 @@ def scatter(
         description = _description(given[0] if given else None, who, root)
         like = given[0] if given else description.wait()
     # Lists of other ranks are part of the graph: their gradients are zeros, not None.
-    parts = [anchored(entry, anchor) for entry in given or [like.new_empty(0)]]
+    parts = [anchored(entry, anchor) for entry in given or [like.new_empty(0, *like.shape)]]
     agree(check, who, f"scatter from {root} of {like.dtype} {tuple(like.shape)}", [parts[0].flatten()[:0]])
     if given:
 
@@ -378,11 +380,10 @@ def scatter(
             return part
 
         return sent(parts, Call("scatter", who, "scatter", root, separate_input=True), described)
-    from_root, to_all = splits_to_root(like.numel(), who, root)  # the other way round
-    shape = like.shape
-    return sent(
-        parts, Call("scatter", who, "scatter", root, to_all, from_root), lambda part: part.view(shape)
-    )
+    nothing = (0,) * who.size
+    from_root = tuple(int(rank == root) for rank in range(who.size))
+    call = Call("scatter", who, "scatter", root, input_splits=nothing, output_splits=from_root)
+    return sent(parts, call, lambda row: row.squeeze(0))
 
 
 @collective
@@ -422,6 +423,7 @@ def reduce_scatter(
     is_replicated(grad)
     who = members(group)
     check_list("input_list", input_list, who, like=output)
+    check_buffer("output", output, output)
     reduction = Reduction.parse(op, output)
     parts = [anchored(entry, anchor) for entry in input_list]
     title = f"reduce_scatter({reduction.name})"
@@ -468,6 +470,8 @@ def all_to_all(
     ):
         if len(entries) != who.size or len({entry.dtype for entry in entries}) != 1:
             raise ValueError(f"{label} must have {who.size} tensors of one dtype, got {shapes(entries)}")
+    for entry in output_tensor_list:
+        check_buffer("output_tensor_list", entry, input_tensor_list[0])
     outgoing = tuple(entry.numel() for entry in input_tensor_list)
     incoming = tuple(entry.numel() for entry in output_tensor_list)
     flat = [anchored(entry.flatten(), anchor) for entry in input_tensor_list]
@@ -509,8 +513,8 @@ def all_to_all_single(
     Args:
         output: Where the received parts go, one after the other; filled.
         input: What is split.
-        output_split_sizes: Lengths of the received parts; ``None`` for equal ones.
-        input_split_sizes: Lengths of the sent parts; ``None`` for equal ones.
+        output_split_sizes: Lengths of the received parts; ``None``, on all ranks, for equal ones.
+        input_split_sizes: Lengths of the sent parts; likewise.
         group: As in :func:`all_reduce`.
         grad: Both conventions agree here.
         anchor: As in :func:`all_reduce`.
@@ -531,6 +535,9 @@ def all_to_all_single(
     for label, buffer in (("input", input), ("output", output)):
         if not buffer.ndim:
             raise ValueError(f"{label} has no dimension to split")
+    check_buffer("output", output, input)
+    if output.shape[1:] != input.shape[1:]:
+        raise ValueError(f"output of shape {tuple(output.shape)} does not take rows of {tuple(input.shape)}")
     outgoing = checked_sizes("input_split_sizes", input.shape[0], input_split_sizes, who)
     incoming = checked_sizes("output_split_sizes", output.shape[0], output_split_sizes, who)
     tensor = anchored(input, anchor)
@@ -546,18 +553,27 @@ def all_to_all_single(
 # In an order that all ranks agree on.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 
+_HEADER = 32
+"""Numbers of a description: dtype, device and up to 29 dimensions."""
+
 
 def _description(first: torch.Tensor | None, who: Members, root: int) -> Handle[torch.Tensor]:
     """Start to send what each rank will get; the result is an empty stand-in for it."""
-    device = first.device if first is not None else collective_device(resolve_group(who.group))
-    header = [0] * 18
+    group = resolve_group(who.group)
+    types = device_types(group)
+    header = [0] * _HEADER
     if who.rank == root and first is not None:
-        header[:2] = _DTYPES.index(first.dtype), first.ndim
-        header[2 : 2 + first.ndim] = first.shape
+        header[:3] = _DTYPES.index(first.dtype), types.index(first.device.type), first.ndim
+        header[3 : 3 + first.ndim] = first.shape
 
     def stand_in(described: torch.Tensor) -> torch.Tensor:
-        code, ndim, *shape = described.tolist()
-        return torch.empty(shape[:ndim], dtype=_DTYPES[code], device=device)
+        dtype, place, ndim, *shape = described.tolist()
+        there = torch.device(types[place])
+        if there.type != "cpu":
+            there = torch.device(there.type, torch.get_device_module(there).current_device())
+        return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=there)
 
-    sent = (torch.tensor(header, dtype=torch.int64, device=device),) * who.size
-    return Handle(Step(sent, Call("scatter", who, "scatter", root, separate_input=True), stand_in))
+    # To a device that every rank expects it on.
+    row = torch.tensor(header, dtype=torch.int64, device=collective_device(group))
+    call = Call("scatter", who, "scatter", root, separate_input=True)
+    return Handle(Step((row,) * who.size, call, stand_in))

@@ -80,20 +80,32 @@ def _begin(tensors: Tensors, call: Call) -> Wait:
 
 def _explained(error: RuntimeError, call: Call) -> CollectiveError:
     return CollectiveError(
-        f"the backward of {call.title} failed on rank {call.who.rank} of {call.who.size} in its group. If "
-        "other ranks did not come to it: does every rank use its result (see connect), and does every rank's "
-        f"tensor need a gradient (see anchor=True)? The cause: {error}"
+        f"the backward of {call.title} failed on rank {call.who.rank} of {call.who.size} in its group: "
+        f"{error} - If other ranks did not come to it: does every rank use its result (see connect), and does "
+        "every rank's tensor need a gradient (see anchor=True)?"
     )
+
+
+def _save_something(ctx: Any, like: torch.Tensor) -> None:
+    """Make a checkpoint run the forward again on every rank, though no value is needed.
+
+    It runs only what comes before something that was saved; ranks that save different things would otherwise
+    not all come to the collective.
+    """
+    ctx.save_for_backward(like.new_empty(0))
 
 
 class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Tensors:
         ctx.call = call
-        return _begin(tensors, call)()
+        results = _begin(tensors, call)()
+        _save_something(ctx, results[0])
+        return results
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        ctx.saved_tensors  # noqa: B018
         # Even if this rank needs no gradient: the others wait for it.
         try:
             return None, *linear(cotangents, ctx.call.transposed())
@@ -140,10 +152,12 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.flight = flight
         flight.wait = _begin(tensors, flight.call)
+        _save_something(ctx, tensors[0])
         return tensors[0].new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor) -> Any:
+        ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
         backwards, flight.backwards = flight.backwards, None
         if backwards is None:
@@ -156,12 +170,17 @@ class _Launch(torch.autograd.Function):
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight, token: torch.Tensor) -> Tensors:  # noqa: ARG004
+    def forward(ctx: Any, flight: Flight, token: torch.Tensor) -> Tensors:
         ctx.flight = flight
+        _save_something(ctx, token)
         return flight.take()()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
+        ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
         flight.backwards = Flight(flight.call.transposed())
-        return None, flight.backwards.launch(cotangents)
+        try:
+            return None, flight.backwards.launch(cotangents)
+        except RuntimeError as error:
+            raise _explained(error, flight.call) from error

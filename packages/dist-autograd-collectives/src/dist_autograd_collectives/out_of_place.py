@@ -86,17 +86,15 @@ def all_gather_cat(
     who = members(group)
     dim = checked_dim(tensor.ndim, dim)
     kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
+    lengths = _known_sizes("sizes", tensor.shape[dim], sizes, who)
     tensor = anchored(tensor, anchor)
-    agree(check, who, f"all_gather_cat, {dim}, {sizes}, {grad}", [tensor], uneven_dim=dim if sizes else None)
+    title = f"all_gather_cat, {dim}, {lengths or sizes}, {grad}"
+    agree(check, who, title, [tensor], uneven_dim=None if sizes is None else dim)
     rows = tensor.movedim(dim, 0)
     call = Call(kind, who, "all_gather_cat")
     if sizes is None:
         return sent([rows], call, lambda whole: whole.movedim(0, dim))
-    own = rows.shape[0]
-    if sizes == "auto":
-        lengths = _told([own] * who.size, rows, who)
-    else:
-        lengths = sizes_of_others("sizes", own, sizes, who)
+    lengths = lengths or _told([rows.shape[0]] * who.size, rows, who)
     longest = max(lengths)
 
     def unpadded(whole: torch.Tensor) -> torch.Tensor:
@@ -253,16 +251,17 @@ def all_to_all_dim(
     who = members(group)
     split_dim, cat_dim = checked_dim(tensor.ndim, split_dim), checked_dim(tensor.ndim, cat_dim)
     lengths = checked_sizes("input_sizes", tensor.shape[split_dim], input_sizes, who)
-    tensor = anchored(tensor, anchor)
-    agree(check, who, f"all_to_all_dim, {split_dim}, {cat_dim}", [tensor.flatten()[:0]])
     kept = list(tensor.shape)
     kept[split_dim] = lengths[who.rank]
+    known = _known_sizes("output_sizes", kept[cat_dim], output_sizes, who)
+    tensor = anchored(tensor, anchor)
+    agree(check, who, f"all_to_all_dim, {split_dim}, {cat_dim}", [tensor.flatten()[:0]])
     if output_sizes is None:
         received = (kept[cat_dim],) * who.size
-    elif output_sizes == "auto":
-        received = _told(lengths if cat_dim == split_dim else (kept[cat_dim],) * who.size, tensor, who)
     else:
-        received = sizes_of_others("output_sizes", kept[cat_dim], output_sizes, who)
+        received = known or _told(
+            lengths if cat_dim == split_dim else (kept[cat_dim],) * who.size, tensor, who
+        )
     # What is split comes first, so that every part is one piece of memory.
     rows = tensor.movedim(split_dim, 0)
     row = math.prod(rows.shape[1:])
@@ -335,17 +334,16 @@ def permute(
             )
     tensor = anchored(tensor, anchor)
     agree(check, who, f"permute {pairs}", [tensor])
-    length = tensor.numel()
     to, source = dict(pairs).get(who.rank), {there: here for here, there in pairs}.get(who.rank)
-    outgoing = tuple(length if rank == to else 0 for rank in range(who.size))
-    incoming = tuple(length if rank == source else 0 for rank in range(who.size))
-    flat = tensor.flatten()
+    outgoing = tuple(int(rank == to) for rank in range(who.size))
+    incoming = tuple(int(rank == source) for rank in range(who.size))
+    row = tensor.unsqueeze(0)
     # A rank that sends nothing takes part in backward all the same.
-    parts = [flat[:part] for part in outgoing]
+    parts = [row[:count] for count in outgoing]
     call = Call("exchange", who, "permute", 0, outgoing, incoming, separate_input=True)
 
-    def received(part: torch.Tensor) -> torch.Tensor:
-        return part.view(tensor.shape) if source is not None else zeros_after(part, tensor)
+    def received(rows: torch.Tensor) -> torch.Tensor:
+        return rows.squeeze(0) if source is not None else zeros_after(rows, tensor)
 
     return sent(parts, call, received)
 
@@ -389,7 +387,23 @@ def copy_to_group(
 def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
     """Return a tensor with zeros after its rows, up to a length."""
     missing = length - rows.shape[0]
-    return torch.nn.functional.pad(rows, (0, 0) * (rows.ndim - 1) + (0, missing)) if missing else rows
+    if not missing:
+        return rows
+    # torch.cat leaves an empty tensor out of the graph, and then this rank would not come to the backward.
+    return torch.cat([rows, zeros_after(rows, rows.new_empty(missing, *rows.shape[1:]))])
+
+
+def _known_sizes(label: str, own: int, sizes: Sizes, who: Members) -> tuple[int, ...]:
+    """Return the sizes that were given, checked; none if there are none or they are to be asked for."""
+    if sizes is None:
+        return ()
+    if sizes != "auto":
+        return sizes_of_others(label, own, sizes, who)
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            f"{label}='auto' cannot be traced by torch.compile: only other ranks know the shapes"
+        )
+    return ()
 
 
 def _told(lengths: Sequence[int], like: torch.Tensor, who: Members) -> tuple[int, ...]:

@@ -50,11 +50,16 @@ class Reduction(NamedTuple):
             name = repr(given)
         if name not in _NAMES or (name == "PREMUL_SUM" and factor is None):
             raise TypeError(f"op must be a ReduceOp or one of {', '.join(_NAMES)} as a string, got {op!r}")
-        numbers = tensor.is_floating_point() or tensor.is_complex()
-        if name in _BITWISE and numbers:
+        if name in _BITWISE and _has_fractions(tensor):
             raise TypeError(f"{name} has no meaning for {tensor.dtype}, and no gradient")
         if name in ("MAX", "MIN") and tensor.is_complex():
             raise TypeError(f"{name} has no meaning for {tensor.dtype}: complex numbers have no order")
+        if tensor.dtype is torch.bool:
+            if name in ("AVG", "PREMUL_SUM"):
+                raise TypeError(f"{name} has no meaning for {tensor.dtype}")
+            name = {"SUM": "BOR", "PRODUCT": "BAND"}.get(name, name)
+        if name == "PREMUL_SUM":
+            factor = torch.as_tensor(factor).reshape(()).to(tensor.dtype)
         return cls(name, factor)
 
     @property
@@ -62,23 +67,27 @@ class Reduction(NamedTuple):
         """Whether it is a sum of scaled inputs, which is linear."""
         return self.name in _SUMS
 
-    def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what this rank adds to a sum."""
-        return tensor * self.factor if self.name == "PREMUL_SUM" else tensor
+    def scaled(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
+        """Return what this rank adds to a sum over so many ranks, which is finite if the mean is."""
+        if self.name == "PREMUL_SUM":
+            factor: torch.Tensor = self.factor
+            return tensor * factor.to(tensor.device)
+        if self.name == "AVG":
+            return tensor / size if _has_fractions(tensor) else tensor.to(torch.int64)
+        return tensor
 
-    def averaged(self, total: torch.Tensor, size: int) -> torch.Tensor:
-        """Return what a sum is divided into, integers towards zero."""
-        if self.name != "AVG":
-            return total
-        if total.is_floating_point() or total.is_complex():
-            return total / size
-        return torch.div(total, size, rounding_mode="trunc")
+    def finished(self, total: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return what a sum of scaled tensors is made into: of integers a mean, towards zero."""
+        if self.name == "AVG" and not _has_fractions(total):
+            return torch.div(total, size, rounding_mode="trunc").to(dtype)
+        return total
 
     def reduced(self, stacked: torch.Tensor) -> torch.Tensor:
         """Reduce what is no sum over dimension 0, which has one entry per rank, in rank order."""
         name = self.name
         if name == "PRODUCT":
-            return stacked.prod(0, dtype=stacked.dtype)  # exact with zeros: never y / x
+            # Not torch.prod, whose gradient is y / x: wrong where y is 0 or infinite and x is not.
+            return reduce(operator.mul, stacked.unbind(0))
         if name in _BITWISE:
             return reduce(_BITWISE[name], stacked.unbind(0))
         extremum = torch.amax if name == "MAX" else torch.amin
@@ -91,3 +100,7 @@ class Reduction(NamedTuple):
         share = invalid.sum(0).clamp(min=1).to(stacked.dtype)
         from_invalid = torch.where(invalid, stacked, 0).sum(0) / share
         return torch.where(anywhere, from_invalid, extremum(torch.where(anywhere, 0, stacked), 0))
+
+
+def _has_fractions(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

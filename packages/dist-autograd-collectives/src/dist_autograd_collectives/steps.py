@@ -10,6 +10,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
+from dist_autograd_collectives.agreement import tell_others
 from dist_autograd_collectives.calls import Call, Tensors
 from dist_autograd_collectives.linear import Flight, linear
 from dist_utils.torch_compat import function_transforms_active
@@ -40,14 +41,24 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
 
     @functools.wraps(plan)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        first: T | Step[T] = plan(*args, **kwargs)
+        first: T | Step[T] = planned(*args, **kwargs)
         return _completed(first)
+
+    def planned(*args: P.args, **kwargs: P.kwargs) -> Step[T]:
+        if torch.compiler.is_compiling():
+            return plan(*args, **kwargs)
+        try:
+            return plan(*args, **kwargs)
+        except (IndexError, TypeError, ValueError) as problem:
+            given = signature.bind(*args, **kwargs).arguments
+            tell_others(problem, given.get("check"), given.get("group"))
+            raise
 
     signature = inspect.signature(plan)
     result = str(signature.return_annotation).removeprefix("Step[").removesuffix("]")
     run.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
     run.__annotations__ = {**plan.__annotations__, "return": result}
-    run.plan = plan  # type: ignore[attr-defined]
+    run.plan = planned  # type: ignore[attr-defined]
     return run
 
 
@@ -63,6 +74,7 @@ class Handle(Generic[T]):
     def __init__(self, first: Step[T]) -> None:
         self._after = first.after
         self._result: list[T] = []
+        self._error: Exception | None = None
         self._flight: Flight | None = None
         if torch.compiler.is_compiling() or function_transforms_active():
             self._arrived = linear(first.tensors, first.call)
@@ -76,9 +88,15 @@ class Handle(Generic[T]):
         Raises:
             RuntimeError: The collective failed, or ran into its timeout.
         """
+        if self._error is not None:
+            raise self._error
         if not self._result:
-            arrived = self._arrived if self._flight is None else self._flight.arrive(self._token)
-            self._result.append(_completed(self._after(*arrived)))
+            try:
+                arrived = self._arrived if self._flight is None else self._flight.arrive(self._token)
+                self._result.append(_completed(self._after(*arrived)))
+            except Exception as error:
+                self._error = error
+                raise
         return self._result[0]
 
 

@@ -96,7 +96,7 @@ def _exchange(
 
 def _reduce(x: torch.Tensor, who: Members, root: int) -> torch.Tensor:
     """Sum to one rank, in two steps, which send as little: the traceable collectives have no reduce."""
-    if x.nbytes <= _SMALL_BYTES:
+    if x.numel() * x.element_size() <= _SMALL_BYTES:  # nbytes cannot be traced with symbolic shapes
         total = _send(traceable_collectives.all_reduce, x, "sum", who.name)
     else:
         parts = padded_parts(x, who)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -11,7 +12,7 @@ from dist_autograd_collectives.calls import Call, Members, Tensors, padded_parts
 from dist_autograd_collectives.reductions import Reduction
 from dist_autograd_collectives.steps import Step
 
-__all__ = ["all_of_them", "itself", "joined", "reduced_for_all", "reduced_for_each", "sent"]
+__all__ = ["all_of_them", "itself", "joined", "pieces", "reduced_for_all", "reduced_for_each", "sent"]
 
 T = TypeVar("T")
 
@@ -48,9 +49,11 @@ def reduced_for_each(
     gradients.
     """
     if op.is_sum:
-        call = Call("reduce_scatter", who, title, separate_input=True)
+        call, dtype = Call("reduce_scatter", who, title, separate_input=True), parts[0].dtype
         return sent(
-            [op.scaled(part) for part in parts], call, lambda total: after(op.averaged(total, who.size))
+            [op.scaled(part, who.size) for part in parts],
+            call,
+            lambda total: after(op.finished(total, who.size, dtype)),
         )
     splits = (1,) * who.size
     call = Call("exchange", who, title, input_splits=splits, output_splits=splits, separate_input=True)
@@ -69,8 +72,10 @@ def reduced_for_all(
     """Reduce a tensor for all ranks."""
     prefix = "replicated " if replicated else ""
     if op.is_sum:
-        call = Call(f"{prefix}all_reduce", who, title)
-        return sent([op.scaled(tensor)], call, lambda total: after(op.averaged(total, who.size)))
+        call, dtype = Call(f"{prefix}all_reduce", who, title), tensor.dtype
+        return sent(
+            [op.scaled(tensor, who.size)], call, lambda total: after(op.finished(total, who.size, dtype))
+        )
 
     def then_for_all(part: torch.Tensor) -> Step[T]:
         call = Call(f"{prefix}all_gather", who, title)
@@ -87,3 +92,9 @@ def itself(result: torch.Tensor) -> torch.Tensor:
 def all_of_them(*results: torch.Tensor) -> Tensors:
     """Return what arrived, if it is several tensors."""
     return results
+
+
+def pieces(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+    """Return parts of a flat tensor, views that may be changed in place: those of torch.split may not."""
+    starts = itertools.accumulate(lengths, initial=0)
+    return [flat.narrow(0, start, length) for start, length in zip(starts, lengths, strict=False)]
