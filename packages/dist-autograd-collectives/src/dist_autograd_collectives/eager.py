@@ -138,11 +138,9 @@ def _messages(
     ahead = [(who.rank + step) % who.size for step in range(1, who.size)]  # not all to the same one at once
     sends = [(outgoing[rank], rank) for rank in ahead]
     receives = [(incoming[rank], rank) for rank in reversed(ahead)]
-    # Sends first: on two loopback ranks 1 MiB then took 1.0 and not 3.2 ms.
-    works = [
-        group.send([theirs], rank, _TAG) for theirs, rank in sends if theirs is not None and theirs.numel()
-    ]
-    works += [group.recv([room], rank, _TAG) for room, rank in receives if room is not None and room.numel()]
+    # Receives first: with sends first two hosts took turns on a duplex link of 1 Gbit/s, 1.9 in place of 1.05 s.
+    works = [group.recv([room], rank, _TAG) for room, rank in receives if room is not None and room.numel()]
+    works += [group.send([part], rank, _TAG) for part, rank in sends if part is not None and part.numel()]
     mine, own = incoming[who.rank], outgoing[who.rank]
     if mine is not None and own is not None:
         mine.copy_(own)

@@ -81,8 +81,8 @@ def _begin(tensors: Tensors, call: Call) -> Wait:
 def _explained(error: RuntimeError, call: Call) -> CollectiveError:
     return CollectiveError(
         f"the backward of {call.title} failed on rank {call.who.rank} of {call.who.size} in its group: "
-        f"{error} - If other ranks did not come to it: does every rank use its result (see connect), and does "
-        "every rank's tensor need a gradient (see anchor=True)?"
+        f"{error} - If other ranks did not come to it: does every rank use its result (see connect), and "
+        "does every rank's tensor need a gradient (see anchor=True)?"
     )
 
 
