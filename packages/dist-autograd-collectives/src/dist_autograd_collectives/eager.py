@@ -138,7 +138,7 @@ def _messages(
     ahead = [(who.rank + step) % who.size for step in range(1, who.size)]  # not all to the same one at once
     sends = [(outgoing[rank], rank) for rank in ahead]
     receives = [(incoming[rank], rank) for rank in reversed(ahead)]
-    # Receives first: with sends first two hosts took turns on a duplex link of 1 Gbit/s, 1.9 in place of 1.05 s.
+    # Receives first: with sends first two hosts took turns on a duplex link, 1.9 in place of 1.05 s.
     works = [group.recv([room], rank, _TAG) for room, rank in receives if room is not None and room.numel()]
     works += [group.send([part], rank, _TAG) for part, rank in sends if part is not None and part.numel()]
     mine, own = incoming[who.rank], outgoing[who.rank]
