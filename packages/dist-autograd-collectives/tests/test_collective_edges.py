@@ -186,6 +186,7 @@ def _errors(rank):
         "dim": _caught(IndexError, dac.all_gather_cat, x, 1),
         "no dim": _caught(IndexError, dac.all_gather_cat, x.sum()),
         "sizes": _caught(ValueError, dac.all_gather_cat, x, sizes=[2, 2]),
+        "sizes word": _caught(ValueError, dac.all_gather_cat, x, sizes="Auto"),
         "own size": _caught(ValueError, dac.all_gather_cat, x, sizes=[1, 1, 1]),
         "parts": _caught(ValueError, dac.reduce_scatter_dim, x),
         "sizes sum": _caught(ValueError, dac.reduce_scatter_dim, x, sizes=[1, 1, 1]),
@@ -219,6 +220,7 @@ def test_bad_input_is_refused_before_communication():
         assert seen["dim"] == "dim 1 is out of range for a tensor of 1 dimensions"
         assert "of 0 dimensions" in seen["no dim"]
         assert seen["sizes"] == "sizes must be 3 lengths, got [2, 2]"
+        assert seen["sizes word"] == "sizes must be None, 'auto' or 3 lengths, got 'Auto'"
         assert f"say 1 for rank {rank}, which has 2" in seen["own size"]
         assert "a length of 2 cannot be split into 3 equal parts" in seen["parts"]
         assert "sizes must be 3 numbers that add up to 2" in seen["sizes sum"]

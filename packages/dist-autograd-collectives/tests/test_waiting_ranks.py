@@ -34,7 +34,7 @@ def _unused(rank):
     """Rank 1 does not use its output: first with ``connect``, then without."""
     seen = {}
     # One for each: a group that has failed is of no more use.
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=1)) for _ in CALLS]
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=1.5)) for _ in CALLS]
     for (title, call), group in zip(CALLS.items(), groups, strict=True):
         dist.barrier()
         x = torch.ones(2, requires_grad=True)

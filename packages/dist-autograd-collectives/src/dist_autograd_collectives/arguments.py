@@ -21,6 +21,7 @@ __all__ = [
     "checked_sizes",
     "filled",
     "is_replicated",
+    "kind_of",
     "root_in_group",
     "shapes",
     "sizes_of_others",
@@ -45,6 +46,11 @@ def is_replicated(grad: str) -> bool:
     if grad not in ("sum", "replicated"):
         raise ValueError(f"grad must be 'sum' or 'replicated', got {grad!r}")
     return grad == "replicated"
+
+
+def kind_of(name: str, grad: str) -> str:
+    """Return the kind of a linear collective whose transpose fits the convention."""
+    return f"replicated {name}" if is_replicated(grad) else name
 
 
 def root_in_group(

@@ -16,6 +16,7 @@ from dist_autograd_collectives.arguments import (
     checked_dim,
     checked_sizes,
     is_replicated,
+    kind_of,
 )
 from dist_autograd_collectives.calls import Call, Tensors, members
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
@@ -105,7 +106,7 @@ def all_gather_cat_coalesced(
         ``torch.distributed._functional_collectives.all_gather_into_tensor_coalesced``.
     """
     who = members(group)
-    kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
+    kind = kind_of("all_gather", grad)
     check_one_kind("tensors", tensors)
     dims = [checked_dim(tensor.ndim, dim) for tensor in tensors]
     tensors = [anchored(tensor, anchor) for tensor in tensors]

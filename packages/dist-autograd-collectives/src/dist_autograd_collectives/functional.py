@@ -16,6 +16,7 @@ from dist_autograd_collectives.arguments import (
     checked_sizes,
     filled,
     is_replicated,
+    kind_of,
     root_in_group,
     shapes,
 )
@@ -131,7 +132,7 @@ def broadcast(
     """
     who = members(group)
     root = root_in_group(group, who, src, group_src, "src")
-    kind = "replicated broadcast" if is_replicated(grad) else "broadcast"
+    kind = kind_of("broadcast", grad)
     tensor = anchored(tensor, anchor)
     agree(check, who, f"broadcast from {root}, {grad}", [tensor])
     return sent([tensor], Call(kind, who, "broadcast", root), itself)
@@ -227,7 +228,7 @@ def all_gather(
     who = members(group)
     tensor = anchored(tensor, anchor)
     agree(check, who, f"all_gather, {grad}", [tensor])
-    kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
+    kind = kind_of("all_gather", grad)
     return sent([tensor], Call(kind, who, "all_gather", separate_output=True), all_of_them)
 
 
@@ -269,7 +270,7 @@ def all_gather_base(
     check_buffer("output_tensor", output_tensor, input_tensor)
     tensor = anchored(input_tensor, anchor)
     agree(check, who, f"all_gather_base, {grad}", [tensor])
-    kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
+    kind = kind_of("all_gather", grad)
     return sent(
         [tensor.flatten()],
         Call(kind, who, "all_gather_base"),

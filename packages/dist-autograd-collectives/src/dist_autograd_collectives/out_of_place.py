@@ -16,6 +16,7 @@ from dist_autograd_collectives.arguments import (
     checked_dim,
     checked_sizes,
     is_replicated,
+    kind_of,
     sizes_of_others,
 )
 from dist_autograd_collectives.calls import Call, Members, members
@@ -85,7 +86,7 @@ def all_gather_cat(
     """
     who = members(group)
     dim = checked_dim(tensor.ndim, dim)
-    kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
+    kind = kind_of("all_gather", grad)
     lengths = _known_sizes("sizes", tensor.shape[dim], sizes, who)
     tensor = anchored(tensor, anchor)
     title = f"all_gather_cat, {dim}, {lengths or sizes}, {grad}"
@@ -140,7 +141,7 @@ def all_gather_stack(
     who = members(group)
     row = tensor.unsqueeze(0)
     dim = checked_dim(row.ndim, dim)
-    kind = "replicated all_gather" if is_replicated(grad) else "all_gather"
+    kind = kind_of("all_gather", grad)
     row = anchored(row, anchor)
     agree(check, who, f"all_gather_stack, {dim}, {grad}", [row])
     return sent([row], Call(kind, who, "all_gather_stack"), lambda rows: rows.movedim(0, dim))
@@ -397,6 +398,8 @@ def _known_sizes(label: str, own: int, sizes: Sizes, who: Members) -> tuple[int,
     """Return the sizes that were given, checked; none if there are none or they are to be asked for."""
     if sizes is None:
         return ()
+    if isinstance(sizes, str) and sizes != "auto":
+        raise ValueError(f"{label} must be None, 'auto' or {who.size} lengths, got {sizes!r}")
     if sizes != "auto":
         return sizes_of_others(label, own, sizes, who)
     if torch.compiler.is_compiling():
