@@ -6,6 +6,7 @@ import torch.distributed as dist
 from collective_cases import CASES, inputs, loss
 from torch.distributed.device_mesh import DeviceMesh
 
+from dist_autograd_collectives import eager
 from dist_utils.testing import run_ranks
 
 GROUPS = {"1 and 2": [1, 2], "0 and 2": [0, 2], "alone": [1]}
@@ -86,6 +87,15 @@ def _compare(rank, shape, dtype, names, strides):
     return found
 
 
+def wrong_ones(ranks):
+    return {
+        (rank, *key): errors
+        for rank, found in enumerate(ranks)
+        for key, errors in found.items()
+        if max(errors) > ROUNDINGS
+    }
+
+
 # Linear ones only: the others have no meaning or no tie rule there.
 COMPLEX = [name for name, case in CASES.items() if case.linear]
 
@@ -109,10 +119,22 @@ HAS_A_LAST_DIM = [name for name in CASES if "single" not in name and "all_to_all
 )
 def test_values_and_gradients_of_both_orders(world_size, shape, dtype, names, strides):
     ranks = run_ranks(_compare, world_size, shape, dtype, names, strides, timeout=50)
-    wrong = {
-        (rank, *key): errors
-        for rank, found in enumerate(ranks)
-        for key, errors in found.items()
-        if max(errors) > ROUNDINGS
-    }
-    assert not wrong
+    assert not wrong_ones(ranks)
+
+
+def _compare_native(rank, *arguments):
+    """As on a backend other than Gloo: with its own collectives only."""
+
+    def native(tensors, call):
+        in_place = call.name in eager._IN_PLACE
+        return eager._in_place(tensors[0], call) if in_place else eager._native(tensors, call)
+
+    eager._by_messages = native
+    return _compare(rank, *arguments)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), ()], ids=["2-dim", "0-dim"])
+def test_the_backends_own_collectives_give_the_same(shape):
+    names = HAS_A_LAST_DIM if shape == () else list(CASES)
+    ranks = run_ranks(_compare_native, 3, shape, torch.float64, names, "plain", timeout=50)
+    assert not wrong_ones(ranks)
