@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -96,5 +95,8 @@ def all_of_them(*results: torch.Tensor) -> Tensors:
 
 def pieces(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
     """Return parts of a flat tensor, views that may be changed in place: those of torch.split may not."""
-    starts = itertools.accumulate(lengths, initial=0)
-    return [flat.narrow(0, start, length) for start, length in zip(starts, lengths, strict=False)]
+    found, start = [], 0
+    for length in lengths:
+        found.append(flat.narrow(0, start, length))
+        start += length
+    return found
