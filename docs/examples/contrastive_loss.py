@@ -118,7 +118,7 @@ def main() -> None:
         dist.all_reduce(difference, dist.ReduceOp.MAX)
         if rank == 0:
             print(f"{convention}: differs by up to {difference.item():.1e}")
-    dist.barrier()  # torch 2.13 can abort in a rank that ends while others still talk to it
+    dist.barrier()  # Gloo's threads finish meanwhile: a process that ends before they do can abort
     dist.destroy_process_group()
 
 

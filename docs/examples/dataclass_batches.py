@@ -83,6 +83,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"{type(inputs).__name__} in {inputs.notes.data.dtype}, labels in {inputs.rises.dtype}")
         print(f"accuracy {accuracy.item() / dist.get_world_size():.3f}")
+    dist.barrier()  # Gloo's threads finish meanwhile: a process that ends before they do can abort
     dist.destroy_process_group()
 
 

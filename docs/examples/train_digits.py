@@ -249,6 +249,9 @@ def main() -> None:
         runs = [train(name, device, options.epochs, options.batch) for name in chosen]
         if dist.get_rank() == 0:
             show(runs, options.plot)
+        # Meanwhile Gloo's threads drop the tensors of what is done. They need the interpreter for it: a
+        # process that ends in that moment aborts (seen with torch 2.13).
+        dist.barrier()
     finally:
         dist.destroy_process_group()
 
