@@ -381,8 +381,7 @@ def scatter(
             return part
 
         return sent(parts, Call("scatter", who, "scatter", root, separate_input=True), described)
-    nothing = (0,) * who.size
-    from_root = tuple(int(rank == root) for rank in range(who.size))
+    from_root, nothing = splits_to_root(1, who, root)  # the other way round, and not at the root
     call = Call("scatter", who, "scatter", root, input_splits=nothing, output_splits=from_root)
     return sent(parts, call, lambda row: row.squeeze(0))
 

@@ -8,6 +8,8 @@ together from these and from torch's own operations.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -78,12 +80,19 @@ def _begin(tensors: Tensors, call: Call) -> Wait:
     return eager.begin(inputs, call)
 
 
-def _explained(error: RuntimeError, call: Call) -> CollectiveError:
-    return CollectiveError(
-        f"the backward of {call.title} failed on rank {call.who.rank} of {call.who.size} in its group: "
-        f"{error} - If other ranks did not come to it: does every rank use its result (see connect), and "
-        "does every rank's tensor need a gradient (see anchor=True)?"
-    )
+@contextlib.contextmanager
+def _named(call: Call) -> Iterator[None]:
+    """Say in an error whose backward it is."""
+    try:
+        yield
+    except CollectiveError:  # of a backward within
+        raise
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"the backward of {call.title} failed on rank {call.who.rank} of {call.who.size} in its group: "
+            f"{error} - If other ranks did not come to it: does every rank use its result (see connect), and "
+            "does every rank's tensor need a gradient (see anchor=True)?"
+        ) from error
 
 
 def _save_something(ctx: Any, like: torch.Tensor) -> None:
@@ -107,12 +116,8 @@ class _Collective(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         # Even if this rank needs no gradient: the others wait for it.
-        try:
+        with _named(ctx.call):
             return None, *linear(cotangents, ctx.call.transposed())
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise _explained(error, ctx.call) from error
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Tensors:
@@ -162,10 +167,8 @@ class _Launch(torch.autograd.Function):
         backwards, flight.backwards = flight.backwards, None
         if backwards is None:
             raise RuntimeError(f"the backward of {flight.call.title} runs in two threads at once")
-        try:
+        with _named(flight.call):
             return None, *backwards.arrive(token)
-        except RuntimeError as error:
-            raise _explained(error, flight.call) from error
 
 
 class _Arrive(torch.autograd.Function):
@@ -180,7 +183,5 @@ class _Arrive(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
         flight.backwards = Flight(flight.call.transposed())
-        try:
+        with _named(flight.call):
             return None, flight.backwards.launch(cotangents)
-        except RuntimeError as error:
-            raise _explained(error, flight.call) from error
