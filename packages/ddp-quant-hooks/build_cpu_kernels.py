@@ -1,0 +1,80 @@
+"""Compile the CPU kernels while a wheel or an editable install is built.
+
+Without a compiler the wheel is a pure one, whose kernels are torch operators. ``DDP_QUANT_HOOKS_BUILD``
+says otherwise: ``require`` makes a missing compiler an error, ``skip`` makes a pure wheel on purpose.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+LIBRARY = "src/ddp_quant_hooks/kernels/cpu_kernels.so"
+SOURCE = "csrc/cpu_kernels.cpp"
+
+FLAGS = [
+    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    # One rounding per operator, on every processor.
+    "-ffp-contract=off",
+    # Neither changes a result; without them no comparison of floats becomes vector code.
+    *("-fno-math-errno", "-fno-trapping-math"),
+    # Loops over half a block of 32 are unrolled, and then made vectors of badly, otherwise (GCC 12).
+    *("-fno-tree-slp-vectorize", "--param", "max-completely-peel-times=8"),
+]
+
+
+def compile_library(folder: Path, output: Path, extra: tuple[str, ...] = ()) -> None:
+    """Compile the kernels of the package in ``folder`` to ``output``.
+
+    Raises:
+        OSError: There is no compiler.
+        subprocess.CalledProcessError: It refuses; its messages are in ``stderr``.
+    """
+    chosen = os.environ.get("CXX")
+    compilers = [chosen] if chosen else ["c++", "g++", "clang++"]
+    compiler = next((found for name in compilers if (found := shutil.which(name.split()[0]))), None)
+    if compiler is None or sys.platform == "win32":
+        raise FileNotFoundError(f"no C++ compiler among {', '.join(compilers)}")
+    arguments = chosen.split()[1:] if chosen else []
+    # Under another name first: a library that a process has loaded must not change under it.
+    part = output.with_suffix(f".{os.getpid()}.part")
+    command = [compiler, *arguments, *FLAGS, *extra, str(folder / SOURCE), "-o", str(part)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - the user's compiler
+        part.replace(output)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+class CpuKernels(BuildHookInterface[Any]):
+    """Adds the compiled library, and the platform to the wheel's name."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile before hatchling collects the files; ``version`` is "standard" or "editable"."""
+        if self.target_name != "wheel":
+            return
+        folder = Path(self.root)
+        library = folder / LIBRARY
+        library.unlink(missing_ok=True)
+        wanted = os.environ.get("DDP_QUANT_HOOKS_BUILD", "")
+        if wanted not in {"", "require", "skip"}:
+            raise ValueError(f"DDP_QUANT_HOOKS_BUILD must be 'require' or 'skip', got {wanted!r}")
+        if wanted == "skip":
+            return
+        try:
+            compile_library(folder, library)
+        except (OSError, subprocess.CalledProcessError) as error:
+            if wanted == "require":
+                raise RuntimeError(f"{error}\n{getattr(error, 'stderr', '')}") from error
+            self.app.display_warning(f"the {version} wheel has no CPU kernels: {error}")
+            return
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+        build_data["artifacts"].append(f"/{LIBRARY}")

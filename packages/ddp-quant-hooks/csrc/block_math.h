@@ -1,0 +1,126 @@
+// The arithmetic of one block, element by element: what every compiled backend shares.
+//
+// A block is sent as small numbers q and one fp32 scale, the largest magnitude of its values. All of it is
+// plain IEEE fp32 and integer arithmetic, one rounding per operator in the order written (compile without
+// contraction to fused multiply-add), so every instruction set and torch's own operators give equal bits.
+
+#ifndef DDP_QUANT_HOOKS_BLOCK_MATH_H
+#define DDP_QUANT_HOOKS_BLOCK_MATH_H
+
+#include <cstdint>
+#include <cstring>
+
+#define BLOCK_MATH static inline __attribute__((always_inline))
+
+namespace block_math {
+
+constexpr int32_t kInfinityBits = 0x7f800000;
+constexpr float kLargest = 3.40282346638528859812e+38f;
+
+BLOCK_MATH uint32_t bits_of(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+BLOCK_MATH float float_of(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// NaN is the same NaN everywhere: processors differ in what they make of one.
+BLOCK_MATH float quiet_nan() { return float_of(0x7fc00000u); }
+
+// Ordered as the magnitudes are, with infinity above every number and NaN above infinity. A maximum of
+// floats would drop a NaN.
+BLOCK_MATH int32_t magnitude_bits(float value) { return static_cast<int32_t>(bits_of(value) & 0x7fffffffu); }
+
+BLOCK_MATH bool is_finite(float value) { return magnitude_bits(value) < kInfinityBits; }
+
+BLOCK_MATH float clamp_to_finite(float value) {
+    value = value < -kLargest ? -kLargest : value;
+    return value > kLargest ? kLargest : value;
+}
+
+// ---- 16-bit floats ----
+
+BLOCK_MATH float float_of_bfloat16(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
+
+BLOCK_MATH uint16_t bfloat16_of(float value) {
+    uint32_t bits = bits_of(value);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+BLOCK_MATH float float_of_float16(uint16_t half) {
+    uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+    // Exponent and mantissa where fp32 has them; the power of two makes up for the exponents' bias, and a
+    // subnormal half becomes normal on the way.
+    uint32_t finite = bits_of(float_of(magnitude << 13) * 0x1p112f);
+    uint32_t special = (magnitude << 13) | 0x7f800000u;
+    return float_of(sign | (magnitude >= 0x7c00u ? special : finite));
+}
+
+BLOCK_MATH uint16_t float16_of(float value) {
+    uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
+    uint32_t normal = ((magnitude + 0xfffu + ((magnitude >> 13) & 1u)) >> 13) - (112u << 10);
+    // Between 0.5 and 1, fp32 counts in steps of 2^-24, as a subnormal half does.
+    uint32_t subnormal = bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u;
+    uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
+    half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // 65520 and above round to infinity
+    half = magnitude > 0x7f800000u ? 0x7e00u : half;
+    return static_cast<uint16_t>(((bits >> 16) & 0x8000u) | half);
+}
+
+// ---- one block ----
+
+// How the values of a block become numbers of at most `levels`.
+struct Encoding {
+    float shift;    // a power of two that keeps `inverse` a normal number
+    float inverse;  // levels / largest magnitude, of shifted values
+    float scale;    // what travels: the largest magnitude, 0 or NaN
+};
+
+BLOCK_MATH float shift_for(float largest) {
+    return largest < 0x1p-100f ? 0x1p64f : largest > 0x1p100f ? 0x1p-64f : 1.0f;
+}
+
+// `largest`: the maximum of magnitude_bits over the block.
+BLOCK_MATH Encoding encoding_of(int32_t largest, float levels) {
+    if (largest == 0) return {1.0f, 0.0f, 0.0f};
+    if (largest >= kInfinityBits) return {1.0f, 0.0f, quiet_nan()};
+    float scale = float_of(static_cast<uint32_t>(largest));
+    float shift = shift_for(scale);
+    return {shift, levels / (scale * shift), scale};
+}
+
+BLOCK_MATH float scaled(float value, Encoding by) { return (value * by.shift) * by.inverse; }
+
+// Round to the nearest integer, ties to even, for |value| < 2^22: the sum leaves no room for a fraction.
+BLOCK_MATH int32_t nearest(float value) {
+    return static_cast<int32_t>(bits_of(value + 12582912.0f)) - 0x4b400000;
+}
+
+BLOCK_MATH float decoded(float number, float step, float scale) { return scale * (number * step); }
+
+// The value that is encoded: with what earlier steps left over. A finite value stays finite.
+BLOCK_MATH float with_residual(float value, float residual) {
+    float sum = clamp_to_finite(value + residual);
+    return is_finite(value) ? sum : value;
+}
+
+// ---- the mean of one block over the ranks ----
+
+// Shrinks the terms of a sum that could overflow; `mean_of` undoes it.
+BLOCK_MATH float shrink_for(float largest) { return largest >= 0x1p100f ? 0x1p-20f : 1.0f; }
+
+BLOCK_MATH float grow_after(float shrink) { return shrink == 1.0f ? 1.0f : 0x1p20f; }
+
+BLOCK_MATH float mean_of(float sum, float ranks, float grow) {
+    return clamp_to_finite((sum / ranks) * grow);
+}
+
+}  // namespace block_math
+
+#endif

@@ -1,0 +1,416 @@
+// The kernels on the CPU: encode, reduce and decode messages of quantised blocks.
+//
+// A message of n values in blocks of B is [payload of ceil(n / B) blocks][one fp32 scale per block]; the last
+// block is filled up with zeros. The loops are plain, and the compiler makes vectors of them, once for every
+// instruction set below; which one runs is chosen when the library is used. The arithmetic is block_math.h's,
+// so all of them give the same bits.
+
+#include <algorithm>
+#include <cfenv>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#include "block_math.h"
+
+namespace {
+
+using namespace block_math;
+
+constexpr int64_t kMostBlock = 4096;          // a block of floats fits on the stack and in the L1 cache
+constexpr int64_t kValuesPerThread = 1 << 18;  // starting a thread costs about as much as 20,000 values
+
+// What one call works on. Pointers that a kernel does not use are null.
+struct Work {
+    int64_t values, block;
+    void* tensor;                       // encode reads it, decode writes it
+    int dtype;
+    const uint8_t* const* messages;     // in rank order
+    int64_t ranks;
+    int format;                         // of `messages`, or of what encode writes
+    uint8_t* message;                   // encode and reduce write it
+    int message_format;
+    const float* residual;              // added before encoding; null: none
+    float* new_residual;
+};
+
+// ---- what numbers are in a payload: number i of the first half of a block, and of the second ----
+
+struct Int8 {
+    static constexpr float kLevels = 127.0f;
+    BLOCK_MATH int64_t bytes(int64_t values) { return values; }
+    BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) { return static_cast<int8_t>(payload[i]); }
+    BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t half) {
+        return static_cast<int8_t>(payload[half + i]);
+    }
+    BLOCK_MATH void write(uint8_t* payload, int64_t i, int64_t half, float first, float second) {
+        payload[i] = static_cast<uint8_t>(nearest(first));
+        payload[half + i] = static_cast<uint8_t>(nearest(second));
+    }
+};
+
+struct Int4 {  // the first half of a block is in the low bits
+    static constexpr float kLevels = 7.0f;
+    BLOCK_MATH int64_t bytes(int64_t values) { return values / 2; }
+    BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) {
+        return static_cast<float>(((payload[i] & 15) ^ 8) - 8);
+    }
+    BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t) {
+        return static_cast<float>(((payload[i] >> 4) ^ 8) - 8);
+    }
+    BLOCK_MATH void write(uint8_t* payload, int64_t i, int64_t, float first, float second) {
+        payload[i] = static_cast<uint8_t>((nearest(first) & 15) | ((nearest(second) & 15) << 4));
+    }
+};
+
+struct BFloat16 {
+    static constexpr float kLevels = 1.0f;
+    BLOCK_MATH float widen(uint16_t half) { return float_of_bfloat16(half); }
+    BLOCK_MATH uint16_t narrow(float value) { return bfloat16_of(value); }
+};
+
+struct Float16 {
+    static constexpr float kLevels = 1.0f;
+    BLOCK_MATH float widen(uint16_t half) { return float_of_float16(half); }
+    BLOCK_MATH uint16_t narrow(float value) { return float16_of(value); }
+};
+
+template <class Half>
+struct Halves : Half {
+    BLOCK_MATH int64_t bytes(int64_t values) { return 2 * values; }
+    BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) {
+        uint16_t number;
+        memcpy(&number, payload + 2 * i, 2);
+        return Half::widen(number);
+    }
+    BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t half) { return first(payload, half + i, half); }
+    BLOCK_MATH void write(uint8_t* payload, int64_t i, int64_t half, float first, float second) {
+        uint16_t low = Half::narrow(first), high = Half::narrow(second);
+        memcpy(payload + 2 * i, &low, 2);
+        memcpy(payload + 2 * (half + i), &high, 2);
+    }
+};
+
+// ---- one block ----
+
+// Writes a block's payload and scale, and what they lose to `new_residual` (null: nowhere).
+template <class Numbers>
+BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int64_t count,
+                             uint8_t* __restrict payload, uint8_t* scale, const float* residual,
+                             float* __restrict new_residual) {
+    int64_t half = block / 2;
+    int32_t largest = 0;
+    for (int64_t i = 0; i < block; ++i) largest = std::max(largest, magnitude_bits(values[i]));
+    Encoding by = encoding_of(largest, Numbers::kLevels);
+    memcpy(scale, &by.scale, 4);
+    if (largest == 0 || largest >= kInfinityBits) {
+        memset(payload, 0, Numbers::bytes(block));
+        // Not finite: a step that will not be made, so it must leave no trace.
+        if (new_residual && largest && residual) memmove(new_residual, residual, 4 * count);
+        else if (new_residual) memset(new_residual, 0, 4 * count);
+        return;
+    }
+    for (int64_t i = 0; i < half; ++i)
+        Numbers::write(payload, i, half, scaled(values[i], by), scaled(values[half + i], by));
+    if (!new_residual) return;
+    float step = 1.0f / Numbers::kLevels;
+    for (int64_t i = 0; i < std::min(half, count); ++i)
+        new_residual[i] = values[i] - decoded(Numbers::first(payload, i, half), step, by.scale);
+    for (int64_t i = 0; i < count - half; ++i)
+        new_residual[half + i] = values[half + i] - decoded(Numbers::second(payload, i, half), step, by.scale);
+}
+
+BLOCK_MATH float scale_at(const uint8_t* scales, int64_t index) {
+    float scale;
+    memcpy(&scale, scales + 4 * index, 4);
+    return scale;
+}
+
+// The mean over the ranks of block `index`: NaN if a rank's block is not finite.
+template <class Numbers>
+BLOCK_MATH void mean_block(const Work& work, int64_t block, int64_t index, int64_t blocks,
+                           float* __restrict mean) {
+    int64_t half = block / 2, payloads = Numbers::bytes(blocks * block);
+    float largest = 0.0f;
+    for (int64_t rank = 0; rank < work.ranks; ++rank) {
+        float scale = scale_at(work.messages[rank] + payloads, index);
+        if (!is_finite(scale)) {
+            std::fill_n(mean, block, quiet_nan());
+            return;
+        }
+        largest = std::max(largest, scale);
+    }
+    // One rank's values cannot overflow.
+    float shrink = work.ranks == 1 ? 1.0f : shrink_for(largest), step = 1.0f / Numbers::kLevels;
+    for (int64_t rank = 0; rank < work.ranks; ++rank) {
+        const uint8_t* __restrict payload = work.messages[rank] + index * Numbers::bytes(block);
+        float scale = scale_at(work.messages[rank] + payloads, index) * shrink;
+        if (rank == 0) {
+            for (int64_t i = 0; i < half; ++i) mean[i] = decoded(Numbers::first(payload, i, half), step, scale);
+            for (int64_t i = 0; i < half; ++i) mean[half + i] = decoded(Numbers::second(payload, i, half), step, scale);
+        } else {
+            for (int64_t i = 0; i < half; ++i) mean[i] += decoded(Numbers::first(payload, i, half), step, scale);
+            for (int64_t i = 0; i < half; ++i) mean[half + i] += decoded(Numbers::second(payload, i, half), step, scale);
+        }
+    }
+    if (work.ranks == 1) return;
+    float ranks = static_cast<float>(work.ranks), grow = grow_after(shrink);
+    for (int64_t i = 0; i < block; ++i) mean[i] = mean_of(mean[i], ranks, grow);
+}
+
+template <class Half>
+BLOCK_MATH void widen(const uint16_t* __restrict halves, int64_t count, float* __restrict values) {
+    for (int64_t i = 0; i < count; ++i) values[i] = Half::widen(halves[i]);
+}
+
+template <class Half>
+BLOCK_MATH void narrow(const float* __restrict values, int64_t count, uint16_t* __restrict halves) {
+    for (int64_t i = 0; i < count; ++i) halves[i] = Half::narrow(values[i]);
+}
+
+BLOCK_MATH void add_residual(float* values, const float* residual, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) values[i] = with_residual(values[i], residual[i]);
+}
+
+// ---- the same, once for every instruction set ----
+
+enum Dtype { kFloat32, kBFloat16, kFloat16 };
+enum Format { kInt8, kInt4, kBFloat16Numbers, kFloat16Numbers };
+
+struct BlockKernels {
+    void (*encode[4])(const float*, int64_t, int64_t, uint8_t*, uint8_t*, const float*, float*);
+    void (*mean[4])(const Work&, int64_t, int64_t, float*);
+    void (*widen[3])(const uint16_t*, int64_t, float*);
+    void (*narrow[3])(const float*, int64_t, uint16_t*);
+    void (*add_residual)(float*, const float*, int64_t);
+};
+
+// Half a block can be shorter than a vector: where the compiler knows the length it takes shorter vectors.
+#define WITH_USUAL_BLOCKS(length, CALL)                                                                        \
+    switch (length) {                                                                                          \
+        case 32: { constexpr int64_t block = 32; CALL; break; }                                                \
+        case 64: { constexpr int64_t block = 64; CALL; break; }                                                \
+        case 128: { constexpr int64_t block = 128; CALL; break; }                                              \
+        default: { int64_t block = length; CALL; }                                                             \
+    }
+
+#define BLOCK_KERNELS(NAME, TARGET)                                                                            \
+    namespace NAME {                                                                                           \
+    template <class Numbers>                                                                                   \
+    TARGET void encode(const float* values, int64_t length, int64_t count, uint8_t* payload, uint8_t* scale,   \
+                       const float* residual, float* new_residual) {                                           \
+        WITH_USUAL_BLOCKS(length, encode_block<Numbers>(values, block, count, payload, scale, residual, new_residual)) \
+    }                                                                                                          \
+    template <class Numbers>                                                                                   \
+    TARGET void mean(const Work& work, int64_t index, int64_t blocks, float* values) {                         \
+        WITH_USUAL_BLOCKS(work.block, mean_block<Numbers>(work, block, index, blocks, values))                 \
+    }                                                                                                          \
+    template <class Half>                                                                                      \
+    TARGET void widen(const uint16_t* halves, int64_t count, float* values) {                                  \
+        ::widen<Half>(halves, count, values);                                                                  \
+    }                                                                                                          \
+    template <class Half>                                                                                      \
+    TARGET void narrow(const float* values, int64_t count, uint16_t* halves) {                                 \
+        ::narrow<Half>(values, count, halves);                                                                 \
+    }                                                                                                          \
+    TARGET void add_residual(float* values, const float* residual, int64_t count) {                            \
+        ::add_residual(values, residual, count);                                                               \
+    }                                                                                                          \
+    constexpr BlockKernels kernels{                                                                            \
+        {encode<Int8>, encode<Int4>, encode<Halves<BFloat16>>, encode<Halves<Float16>>},                       \
+        {mean<Int8>, mean<Int4>, mean<Halves<BFloat16>>, mean<Halves<Float16>>},                               \
+        {nullptr, widen<BFloat16>, widen<Float16>},                                                            \
+        {nullptr, narrow<BFloat16>, narrow<Float16>},                                                          \
+        add_residual};                                                                                         \
+    }
+
+// `baseline` is what the compiler may assume anyway: SSE2 on x86-64, NEON on 64-bit ARM.
+BLOCK_KERNELS(baseline, )
+#if defined(__x86_64__)
+BLOCK_KERNELS(avx2, __attribute__((target("avx2"))))
+BLOCK_KERNELS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))))
+#endif
+
+// ---- a range of blocks ----
+
+int64_t blocks_of(int64_t values, int64_t block) { return (values + block - 1) / block; }
+
+int64_t payload_bytes(int format, int64_t values) {
+    return format == kInt8 ? values : format == kInt4 ? values / 2 : 2 * values;
+}
+
+void encode_value_block(const BlockKernels& kernels, const Work& work, const float* values, int64_t index,
+                        int64_t count) {
+    int64_t start = index * work.block;
+    uint8_t* scales = work.message + payload_bytes(work.message_format, blocks_of(work.values, work.block) * work.block);
+    kernels.encode[work.message_format](values, work.block, count,
+                                        work.message + payload_bytes(work.message_format, start), scales + 4 * index,
+                                        work.residual ? work.residual + start : nullptr,
+                                        work.new_residual ? work.new_residual + start : nullptr);
+}
+
+void encode_blocks(const BlockKernels& kernels, const Work& work, int64_t first, int64_t last) {
+    alignas(64) float buffer[kMostBlock];
+    for (int64_t index = first; index < last; ++index) {
+        int64_t start = index * work.block, count = std::min(work.block, work.values - start);
+        const float* values = static_cast<const float*>(work.tensor) + start;
+        if (work.dtype != kFloat32 || count < work.block || work.residual) {
+            if (work.dtype == kFloat32)
+                memcpy(buffer, values, 4 * count);
+            else
+                kernels.widen[work.dtype](static_cast<const uint16_t*>(work.tensor) + start, count, buffer);
+            std::fill(buffer + count, buffer + work.block, 0.0f);
+            if (work.residual) kernels.add_residual(buffer, work.residual + start, count);
+            values = buffer;
+        }
+        encode_value_block(kernels, work, values, index, count);
+    }
+}
+
+void reduce_blocks(const BlockKernels& kernels, const Work& work, int64_t first, int64_t last) {
+    alignas(64) float mean[kMostBlock];
+    int64_t blocks = blocks_of(work.values, work.block);
+    for (int64_t index = first; index < last; ++index) {
+        int64_t start = index * work.block, count = std::min(work.block, work.values - start);
+        kernels.mean[work.format](work, index, blocks, mean);
+        if (work.residual) kernels.add_residual(mean, work.residual + start, count);
+        encode_value_block(kernels, work, mean, index, count);
+    }
+}
+
+void decode_blocks(const BlockKernels& kernels, const Work& work, int64_t first, int64_t last) {
+    alignas(64) float buffer[kMostBlock];
+    int64_t blocks = blocks_of(work.values, work.block);
+    for (int64_t index = first; index < last; ++index) {
+        int64_t start = index * work.block, count = std::min(work.block, work.values - start);
+        float* values = static_cast<float*>(work.tensor) + start;
+        bool in_place = work.dtype == kFloat32 && count == work.block;
+        float* mean = in_place ? values : buffer;
+        kernels.mean[work.format](work, index, blocks, mean);
+        if (in_place) continue;
+        if (work.dtype == kFloat32)
+            memcpy(values, buffer, 4 * count);
+        else
+            kernels.narrow[work.dtype](buffer, count, static_cast<uint16_t*>(work.tensor) + start);
+    }
+}
+
+using Kernel = void (*)(const BlockKernels&, const Work&, int64_t, int64_t);
+
+struct InstructionSet {
+    const char* name;
+    bool available;
+    const BlockKernels& kernels;
+};
+
+std::vector<InstructionSet> instruction_sets() {  // the best first
+    return {
+#if defined(__x86_64__)
+        {"AVX-512",
+         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"),
+         avx512::kernels},
+        {"AVX2", static_cast<bool>(__builtin_cpu_supports("avx2")), avx2::kernels},
+        {"SSE2", true, baseline::kernels},
+#elif defined(__aarch64__)
+        {"NEON", true, baseline::kernels},
+#else
+        {"scalar", true, baseline::kernels},
+#endif
+    };
+}
+
+void run_range(Kernel kernel, const BlockKernels& kernels, const Work& work, int64_t first, int64_t last) {
+    // Torch can make its threads flush subnormal numbers to zero: that would change bits on this rank alone.
+    std::fenv_t environment;
+    std::feholdexcept(&environment);
+    std::fesetenv(FE_DFL_ENV);
+    kernel(kernels, work, first, last);
+    std::fesetenv(&environment);
+}
+
+int run(Kernel kernel, int instruction_set, int threads, const Work& work) {
+    auto sets = instruction_sets();
+    if (instruction_set < 0 || instruction_set >= static_cast<int>(sets.size())) return 1;
+    if (!sets[instruction_set].available) return 1;
+    const BlockKernels& kernels = sets[instruction_set].kernels;
+    int64_t blocks = blocks_of(work.values, work.block);
+    int64_t parts = std::clamp<int64_t>(work.values / kValuesPerThread, 1, std::max(threads, 1));
+    std::vector<std::thread> others;
+    int64_t first = 0;
+    for (int64_t part = 1; part < parts; ++part) {
+        int64_t last = blocks * part / parts;
+        try {
+            others.emplace_back(run_range, kernel, std::cref(kernels), std::cref(work), first, last);
+        } catch (const std::system_error&) {  // no more threads: this one does the rest
+            break;
+        }
+        first = last;
+    }
+    run_range(kernel, kernels, work, first, blocks);
+    for (auto& other : others) other.join();
+    return 0;
+}
+
+}  // namespace
+
+// ---- the interface; what it is given has been checked. 0: done, 1: no such instruction set here ----
+
+#define EXPORTED __attribute__((visibility("default")))
+
+extern "C" {
+
+EXPORTED const char* quant_instruction_set(int index) {
+    auto sets = instruction_sets();
+    return index >= 0 && index < static_cast<int>(sets.size()) ? sets[index].name : nullptr;
+}
+
+EXPORTED int quant_instruction_set_available(int index) {
+    auto sets = instruction_sets();
+    return index >= 0 && index < static_cast<int>(sets.size()) && sets[index].available;
+}
+
+EXPORTED int quant_encode(int instruction_set, int threads, int64_t values, int64_t block, const void* tensor, int dtype,
+                 uint8_t* message, int message_format, const float* residual, float* new_residual) {
+    Work work{};
+    work.values = values;
+    work.block = block;
+    work.tensor = const_cast<void*>(tensor);
+    work.dtype = dtype;
+    work.message = message;
+    work.message_format = message_format;
+    work.residual = residual;
+    work.new_residual = new_residual;
+    return run(encode_blocks, instruction_set, threads, work);
+}
+
+EXPORTED int quant_reduce(int instruction_set, int threads, int64_t values, int64_t block, const uint8_t* const* messages,
+                 int64_t ranks, int format, uint8_t* message, int message_format, const float* residual,
+                 float* new_residual) {
+    Work work{};
+    work.values = values;
+    work.block = block;
+    work.messages = messages;
+    work.ranks = ranks;
+    work.format = format;
+    work.message = message;
+    work.message_format = message_format;
+    work.residual = residual;
+    work.new_residual = new_residual;
+    return run(reduce_blocks, instruction_set, threads, work);
+}
+
+EXPORTED int quant_decode(int instruction_set, int threads, int64_t values, int64_t block, const uint8_t* const* messages,
+                 int64_t ranks, int format, void* tensor, int dtype) {
+    Work work{};
+    work.values = values;
+    work.block = block;
+    work.messages = messages;
+    work.ranks = ranks;
+    work.format = format;
+    work.tensor = tensor;
+    work.dtype = dtype;
+    return run(decode_blocks, instruction_set, threads, work);
+}
+
+}  // extern "C"

@@ -1,0 +1,129 @@
+"""The kernels as torch operators: on every device, and the reference for the others' bits.
+
+Divisors are tensors: torch may divide by a number as it multiplies by its reciprocal, which rounds twice.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from ddp_quant_hooks.messages import Format, Layout
+
+__all__ = ["decode", "encode", "reduce"]
+
+_LEVELS = {"int8": 127.0, "int4": 7.0, "bf16": 1.0, "fp16": 1.0}
+_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+_INFINITY_BITS = 0x7F800000
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def encode(
+    values: torch.Tensor,
+    message: torch.Tensor,
+    layout: Layout,
+    residual: torch.Tensor | None,
+    new_residual: torch.Tensor | None,
+) -> None:
+    """Write the message of ``values``; see :func:`ddp_quant_hooks.kernels.encode`."""
+    _encode_blocks(
+        _in_blocks(values.float(), layout), values.numel(), message, layout, residual, new_residual
+    )
+
+
+def reduce(
+    messages: list[torch.Tensor],
+    layout: Layout,
+    values: int,
+    message: torch.Tensor,
+    message_layout: Layout,
+    residual: torch.Tensor | None,
+    new_residual: torch.Tensor | None,
+) -> None:
+    """Write the message of the mean; see :func:`ddp_quant_hooks.kernels.reduce`."""
+    mean = _mean(messages, layout, values)
+    _encode_blocks(mean, values, message, message_layout, residual, new_residual)
+
+
+def decode(messages: list[torch.Tensor], layout: Layout, values: torch.Tensor) -> None:
+    """Write the mean; see :func:`ddp_quant_hooks.kernels.decode`."""
+    mean = _mean(messages, layout, values.numel()).flatten()[: values.numel()]
+    values.copy_(mean)
+    if values.dtype in _NAN_BITS:  # torch's casts make any NaN of a NaN
+        values.view(torch.int16).masked_fill_(mean.isnan(), _NAN_BITS[values.dtype])
+
+
+def _in_blocks(values: torch.Tensor, layout: Layout) -> torch.Tensor:
+    return pad(values, (0, -values.numel() % layout.block_size)).view(-1, layout.block_size)
+
+
+def _encode_blocks(
+    blocks: torch.Tensor,
+    count: int,
+    message: torch.Tensor,
+    layout: Layout,
+    residual: torch.Tensor | None,
+    new_residual: torch.Tensor | None,
+) -> None:
+    levels = _LEVELS[layout.format]
+    if residual is not None:
+        # A finite value stays finite.
+        total = (blocks + _in_blocks(residual, layout)).clamp(-_LARGEST, _LARGEST)
+        blocks = torch.where(blocks.isfinite(), total, blocks)
+    # As integers, because a NaN is the largest of those.
+    largest = blocks.abs().view(torch.int32).amax(1, keepdim=True)
+    finite = largest < _INFINITY_BITS
+    scale = torch.where(finite, largest.view(torch.float32), torch.nan)
+    shift = torch.where(scale < 2.0**-100, 2.0**64, torch.where(scale > 2.0**100, 2.0**-64, 1.0))
+    scaled = (blocks * shift) * (torch.full_like(scale, levels) / (scale * shift))
+    has_numbers = finite & (largest > 0)
+    payload = _payload(torch.where(has_numbers, scaled, 0.0), layout.format)
+    message[: payload.numel()] = payload
+    layout.scales(message, count).copy_(scale.flatten())
+    if new_residual is not None:
+        numbers = _numbers(message, layout, count)
+        lost = blocks - scale * (numbers * (1.0 / levels))
+        kept = 0.0 if residual is None else _in_blocks(residual, layout)
+        lost = torch.where(has_numbers, lost, torch.where(finite, 0.0, kept))
+        new_residual.copy_(lost.flatten()[:count])
+
+
+def _mean(messages: list[torch.Tensor], layout: Layout, count: int) -> torch.Tensor:
+    ranks, step = len(messages), 1.0 / _LEVELS[layout.format]
+    scales = torch.stack([layout.scales(message, count) for message in messages]).unsqueeze(2)
+    finite = scales.isfinite().all(0)
+    # One rank's values cannot overflow; a sum can.
+    shrink = torch.where((scales.amax(0) >= 2.0**100) & (ranks > 1), 2.0**-20, 1.0)
+    total: torch.Tensor | None = None
+    for message, scale in zip(messages, scales, strict=True):
+        part = (scale * shrink) * (_numbers(message, layout, count) * step)
+        total = part if total is None else total + part
+    assert total is not None  # noqa: S101 - for the type checker: there is a message
+    if ranks > 1:
+        divisor = torch.full_like(shrink, ranks)
+        total = ((total / divisor) * (1.0 / shrink)).clamp(-_LARGEST, _LARGEST)
+    return torch.where(finite, total, torch.nan)
+
+
+def _payload(scaled: torch.Tensor, kind: Format) -> torch.Tensor:
+    """Return the bytes of numbers in blocks."""
+    if kind in _HALVES:
+        return scaled.to(_HALVES[kind]).flatten().view(torch.uint8)
+    numbers = scaled.round().to(torch.int8).view(torch.uint8)
+    if kind == "int4":
+        low, high = numbers.chunk(2, 1)
+        numbers = (low & 15) | (high << 4)
+    return numbers.flatten()
+
+
+def _numbers(message: torch.Tensor, layout: Layout, count: int) -> torch.Tensor:
+    """Return the numbers in a message, in blocks, as fp32."""
+    payload = message[: layout.payload_bytes(count)]
+    if layout.format in _HALVES:
+        return payload.view(_HALVES[layout.format]).view(-1, layout.block_size).float()
+    if layout.format == "int8":
+        return payload.view(torch.int8).view(-1, layout.block_size).float()
+    both = payload.view(-1, layout.block_size // 2)
+    halves = torch.cat([both & 15, both >> 4], 1)
+    return (halves ^ 8).float() - 8.0

@@ -1,0 +1,59 @@
+"""What travels: numbers of a few bits in blocks, and one scale per block, in one message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+__all__ = ["Format", "Layout"]
+
+Format: TypeAlias = Literal["int8", "int4", "bf16", "fp16"]
+"""What a value becomes, relative to the largest magnitude of its block: an integer from -127 to 127 or
+from -7 to 7, or a 16-bit float from -1 to 1."""
+
+_BITS = {"int8": 8, "int4": 4, "bf16": 16, "fp16": 16}
+_SCALE_BYTES = 4
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 4096
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the values of a message lie: ``[payload][one fp32 scale per block]``, without header.
+
+    Args:
+        format: Of the payload's numbers.
+        block_size: Values per block: a multiple of 32 up to 4096. The last block is filled with zeros.
+
+    Raises:
+        ValueError: An argument has no such choice.
+    """
+
+    format: Format
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if self.format not in _BITS:
+            raise ValueError(f"format must be one of {', '.join(_BITS)}, got {self.format!r}")
+        if self.block_size not in range(_SMALLEST_BLOCK, _LARGEST_BLOCK + 1, _SMALLEST_BLOCK):
+            raise ValueError(
+                f"block_size must be a multiple of {_SMALLEST_BLOCK} up to {_LARGEST_BLOCK}, "
+                f"got {self.block_size!r}"
+            )
+
+    def blocks(self, values: int) -> int:
+        """Return how many blocks ``values`` values fill."""
+        return -(-values // self.block_size)
+
+    def payload_bytes(self, values: int) -> int:
+        """Return the bytes of the numbers, without scales."""
+        return self.blocks(values) * self.block_size * _BITS[self.format] // 8
+
+    def message_bytes(self, values: int) -> int:
+        """Return the bytes of a message of ``values`` values."""
+        return self.payload_bytes(values) + _SCALE_BYTES * self.blocks(values)
+
+    def scales(self, message: torch.Tensor, values: int) -> torch.Tensor:
+        """Return the fp32 scales in a message: the largest magnitude of each block, NaN if not finite."""
+        return message[self.payload_bytes(values) :].view(torch.float32)

@@ -1,0 +1,98 @@
+"""Every backend gives the same bits, on every kind of value, length and block."""
+
+import pytest
+import torch
+
+from ddp_quant_hooks import kernels
+from ddp_quant_hooks.kernels import torch_ops
+from ddp_quant_hooks.kernels.cpu import CpuKernels, library_path
+from ddp_quant_hooks.messages import Layout
+
+SETS = CpuKernels().available if library_path().exists() else []
+needs_library = pytest.mark.skipif(not SETS, reason="there are no compiled kernels: no C++ compiler")
+LAYOUTS = [
+    *(Layout(kind, block) for kind in ("int8", "int4") for block in (32, 64, 96, 128, 512)),
+    *(Layout(kind, block) for kind in ("bf16", "fp16") for block in (32, 128)),
+]
+FLOAT32 = torch.finfo(torch.float32)
+
+
+def inputs(dtype, length):
+    """Yield values of every magnitude, in blocks of their own and mixed."""
+    generator = torch.Generator().manual_seed(length)
+    noise = torch.randn(length, generator=generator)
+    yield "noise", noise.to(dtype)
+    yield "zeros", torch.zeros(length, dtype=dtype)
+    yield "minus zeros", torch.full((length,), -0.0, dtype=dtype)
+    yield "constant", torch.full((length,), -0.3, dtype=dtype)
+    exponents = torch.randint(-149, 128, (length,), generator=generator).float()
+    yield "every exponent", (noise.sign() * torch.exp2(exponents)).to(dtype)
+    yield "tiny", (noise * torch.finfo(dtype).smallest_normal / 3).to(dtype)
+    yield "subnormal", (noise * 3 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).to(dtype)
+    yield "huge", (noise / noise.abs().max() * torch.finfo(dtype).max).to(dtype)
+    yield "halfway", (torch.arange(length) % 255 - 127).div(2).to(dtype)
+    for name, special in (("nan", torch.nan), ("infinity", torch.inf), ("minus infinity", -torch.inf)):
+        values = noise.to(dtype)
+        values[length // 2] = special
+        yield name, values
+    if dtype == torch.float32:
+        bits = torch.randint(-(2**31), 2**31, (length,), generator=generator, dtype=torch.int64)
+        yield "any bits", bits.to(torch.int32).view(torch.float32)
+
+
+def same_bits(left, right):
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def everything(backend, layout, dtype, name, values):
+    """Run all kernels and return all that they write."""
+    length = values.numel()
+    out = {}
+
+    def message(kind, fill=0):
+        return torch.full((kind.message_bytes(length),), fill, dtype=torch.uint8)
+
+    residual = torch.randn(
+        length, generator=torch.Generator().manual_seed(1)
+    ) * values.float().abs().nan_to_num(1, 1, 1).clamp(max=1e30)
+    out["plain"] = message(layout)
+    backend.encode(values, out["plain"], layout, None, None)
+    out["with residual"], out["lost"] = message(layout), torch.full((length,), 7.0)
+    backend.encode(values, out["with residual"], layout, residual, out["lost"])
+    out["first step"], out["first loss"] = message(layout), torch.full((length,), 7.0)
+    backend.encode(values, out["first step"], layout, None, out["first loss"])
+    others = [message(layout) for _ in range(2)]
+    for factor, other in zip((0.5, -3.0), others, strict=True):
+        backend.encode((values.float() * factor).to(dtype), other, layout, None, None)
+    for ranks in (1, 2, 3):
+        gathered = [out["plain"], *others][:ranks]
+        out[f"decoded {ranks}"] = torch.full((length,), 7, dtype=dtype)
+        backend.decode(gathered, layout, out[f"decoded {ranks}"])
+        for kind in {layout.format, "int8", "bf16", "fp16"}:
+            result = Layout(kind, layout.block_size)
+            out[f"reduced {ranks} {kind}"], out[f"lost {ranks} {kind}"] = message(result), torch.ones(length)
+            backend.reduce(
+                gathered,
+                layout,
+                length,
+                out[f"reduced {ranks} {kind}"],
+                result,
+                residual,
+                out[f"lost {ranks} {kind}"],
+            )
+    return out
+
+
+@needs_library
+@pytest.mark.parametrize("instruction_set", SETS)
+@pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES)
+def test_every_instruction_set_gives_the_bits_of_torchs_operators(instruction_set, dtype):
+    backend = CpuKernels(instruction_set)
+    for layout in LAYOUTS:
+        block = layout.block_size
+        for length in (1, block - 1, block, block + 1, 5 * block, 1009):
+            for name, values in inputs(dtype, length):
+                ours = everything(backend, layout, dtype, name, values)
+                reference = everything(torch_ops, layout, dtype, name, values)
+                for what, tensor in reference.items():
+                    assert same_bits(ours[what], tensor), (layout, length, name, what)
