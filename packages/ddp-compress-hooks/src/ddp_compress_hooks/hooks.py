@@ -8,6 +8,7 @@ from torch.profiler import record_function
 
 from ddp_compress_hooks import compiled, ring, two_shot
 from ddp_compress_hooks.state import CompressState, HookState, as_state
+from dist_utils import require_messages
 from dist_utils.torch_compat import GradBucket
 
 __all__ = [
@@ -160,7 +161,7 @@ def _average(
         if not state.sums_in_fp32(wire_dtype):
             return ring.average(state, group, buffer, values, wire_dtype)
 
-        _check_point_to_point(group, buffer.device)
+        require_messages(group, buffer.device)
 
         def job(private_group: dist.ProcessGroup) -> torch.Tensor:
             two_shot.average(state, private_group, values, wire_dtype)
@@ -177,11 +178,3 @@ def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     )
     future.set_result(buffer)
     return future
-
-
-def _check_point_to_point(group: dist.ProcessGroup, device: torch.device) -> None:
-    if device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(group).split(","):
-        raise ValueError(
-            f"accumulate='fp32' needs point-to-point messages, which Gloo does not have for {device.type} "
-            "tensors: use NCCL for them, or accumulate='wire'"
-        )

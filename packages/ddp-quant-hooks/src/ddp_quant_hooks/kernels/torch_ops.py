@@ -99,7 +99,7 @@ def _mean(messages: list[torch.Tensor], layout: Layout, count: int) -> torch.Ten
     for message, scale in zip(messages, scales, strict=True):
         part = (scale * shrink) * (_numbers(message, layout, count) * step)
         total = part if total is None else total + part
-    assert total is not None  # noqa: S101 - for the type checker: there is a message
+    assert total is not None
     if ranks > 1:
         divisor = torch.full_like(shrink, ranks)
         total = ((total / divisor) * (1.0 / shrink)).clamp(-_LARGEST, _LARGEST)

@@ -1,0 +1,491 @@
+"""The error of gradients averaged in 8 and 4 bits: ddp-quant-hooks against PyTorch's hooks and others.
+
+    python benchmarks/bench_quant_accuracy.py              # about a minute, one thread, no network
+    python benchmarks/bench_quant_accuracy.py --world-sizes 2 8 --seeds 1
+
+The relative error |averaged - exact| / |exact| of the mean over W ranks, against the exact mean in fp64; the
+median over the seeds. The ranks are simulated in one process, with the kernels that the hooks use. Gradients:
+
+* Gaussian, independent on each rank;
+* heavy tails: Student's t with 3 degrees of freedom, independent on each rank;
+* language model: a small transformer on the standard library's sources, one batch for each rank.
+
+Rows with error feedback are another measure than the rest: the mean of 20 averages of the same gradients,
+with the residuals carried along. Without feedback, that mean has the error of a single average, because the
+same rounding repeats; so the figures stand side by side. Gradients that do not change are feedback's best
+case; and a single step with feedback is worse than one without, as the rows "20th step alone" show, because
+it also repays what earlier steps lost. At W = 2 the hook has a single exchange, and no averaged shard to
+quantise again: gather= and feedback "shard" change nothing there.
+
+Writes results/quant_accuracy.json and .png beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from machine import describe_machine
+from torch import nn
+
+from ddp_quant_hooks import kernels
+from ddp_quant_hooks.messages import Layout
+
+RESULTS = Path(__file__).parent / "results"
+FEEDBACK_STEPS = 20
+GOAL = 1e-2
+
+GAUSSIAN, HEAVY_TAILS, LANGUAGE_MODEL = "Gaussian", "heavy tails", "language model"
+KINDS = [GAUSSIAN, HEAVY_TAILS, LANGUAGE_MODEL]
+
+WIDTH, HEADS, LAYERS, CONTEXT, CHARACTERS = 144, 4, 2, 64, 128
+BATCH, TRAINING_STEPS = 16, 60
+
+Feedback = Literal["none", "shard", "both"]
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A way to average.
+
+    Args:
+        mean: From the gradients of all ranks, one a row, to what each rank ends up with.
+        bytes_sent: From W to the bytes sent per value and rank, as a share of an fp32 ring's 8(W-1)/W.
+        group: Whose it is, for the colours.
+    """
+
+    mean: Callable[[torch.Tensor], torch.Tensor]
+    bytes_sent: Callable[[int], float]
+    group: Literal["ours", "pytorch", "others"]
+
+
+class LanguageModel(nn.Module):
+    """Predicts the next character."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(CHARACTERS, WIDTH)
+        self.places = nn.Parameter(0.02 * torch.randn(CONTEXT, WIDTH))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(LAYERS)
+        )
+        self.norm = nn.LayerNorm(WIDTH)
+        self.output = nn.Linear(WIDTH, CHARACTERS)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Return the loss of windows of CONTEXT + 1 characters."""
+        hidden = self.characters(text[:, :-1]) + self.places
+        mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        scores = self.output(self.norm(hidden))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), text[:, 1:].flatten())
+
+
+def library_text() -> torch.Tensor:
+    """Return the characters of the standard library's modules."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = bytearray(b"".join(file.read_bytes() for file in files))
+    return torch.frombuffer(text, dtype=torch.uint8).clamp(max=CHARACTERS - 1).long()
+
+
+def language_model_gradients(ranks: int, seed: int) -> torch.Tensor:
+    """Return every rank's gradient of a model that has been trained for a while, as DDP would flatten it."""
+    torch.manual_seed(seed)
+    text, model = library_text(), LanguageModel()
+    parameters = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=1e-3)
+
+    def loss() -> torch.Tensor:
+        starts = torch.randint(len(text) - CONTEXT, (BATCH, 1))
+        result: torch.Tensor = model(text[starts + torch.arange(CONTEXT + 1)])
+        return result
+
+    for _ in range(TRAINING_STEPS):
+        optimizer.zero_grad()
+        torch.autograd.backward(loss())
+        optimizer.step()
+    gradients = torch.empty(ranks, sum(parameter.numel() for parameter in parameters))
+    for row in gradients:
+        found = torch.autograd.grad(loss(), parameters)
+        # The first of DDP's buckets has the last parameters, whose gradients are ready first.
+        torch.cat([gradient.flatten() for gradient in reversed(found)], out=row)
+    return gradients
+
+
+def gradients_of_all_kinds(ranks: int, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the kinds with the gradients of ``ranks`` ranks, one a row, all as long as the model's."""
+    model = language_model_gradients(ranks, seed)
+    generator = torch.Generator().manual_seed(seed)
+    yield GAUSSIAN, torch.randn(model.shape, generator=generator)
+    tails = torch.empty_like(model)
+    for row in tails:
+        squares = torch.randn(3, len(row), generator=generator).square().sum(0)
+        row.copy_(torch.randn(len(row), generator=generator) / (squares / 3).sqrt())
+    yield HEAVY_TAILS, tails
+    yield LANGUAGE_MODEL, model
+
+
+class Simulation:
+    """The ranks of one hook of ours, with what they carry from step to step.
+
+    A shard begins where a block does, so that one reduction of whole messages gives what the ranks'
+    reductions of their shards give together.
+    """
+
+    def __init__(self, ranks: int, values: int, layout: Layout, gather: Layout, feedback: Feedback) -> None:
+        self._layout, self._gather, self._values = layout, gather, values
+        # Pairs, because the kernels write the new residuals beside the old ones.
+        both = feedback == "both"
+        self._own = [torch.zeros(2, values) if both else None for _ in range(ranks)]
+        self._averaged = torch.zeros(2, values) if feedback != "none" else None
+        self._step = 0
+
+    def average(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Return what every rank has after one step."""
+        layout, gather, values = self._layout, self._gather, self._values
+        messages = []
+        for gradient, pair in zip(gradients, self._own, strict=True):
+            message = torch.empty(layout.message_bytes(values), dtype=torch.uint8)
+            old, new = self._old_and_new(pair)
+            kernels.encode(gradient, message, layout, residual=old, new_residual=new)
+            messages.append(message)
+        result = torch.empty(values)
+        if len(messages) == 2:  # one exchange: everybody has everything
+            kernels.decode(messages, layout, result)
+        else:
+            message = torch.empty(gather.message_bytes(values), dtype=torch.uint8)
+            old, new = self._old_and_new(self._averaged)
+            kernels.reduce(messages, layout, values, message, gather, residual=old, new_residual=new)
+            kernels.decode([message], gather, result)
+        self._step += 1
+        return result
+
+    def _old_and_new(self, pair: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if pair is None:
+            return None, None
+        return pair[self._step % 2], pair[1 - self._step % 2]
+
+
+def ours(
+    layout: Layout, gather: Layout | None = None, feedback: Feedback = "none", *, last_alone: bool = False
+) -> Scheme:
+    """Return the hook with these settings; with feedback, the mean of its steps or the last one alone."""
+    second = gather or layout
+
+    def mean(gradients: torch.Tensor) -> torch.Tensor:
+        simulation = Simulation(len(gradients), gradients.shape[1], layout, second, feedback)
+        if feedback == "none":
+            return simulation.average(gradients)
+        total = torch.zeros(gradients.shape[1], dtype=torch.float64)
+        for _ in range(FEEDBACK_STEPS):
+            averaged = simulation.average(gradients)
+            total += averaged
+        return averaged if last_alone else total / FEEDBACK_STEPS
+
+    def bytes_sent(ranks: int) -> float:
+        if ranks == 2:
+            return _all_gather(_per_value(layout), ranks)
+        return _two_shot(_per_value(layout), _per_value(second))
+
+    return Scheme(mean, bytes_sent, "ours")
+
+
+def _per_value(layout: Layout) -> float:
+    return layout.message_bytes(layout.block_size) / layout.block_size
+
+
+def _all_gather(per_value: float, ranks: int) -> float:
+    # (W-1) messages, over 8(W-1)/W bytes
+    return per_value * ranks / 8
+
+
+def _two_shot(first: float, second: float) -> float:
+    # (W-1)/W of a message, twice, over 8(W-1)/W bytes
+    return (first + second) / 8
+
+
+def affine(channel: int | None) -> Scheme:
+    """Return PyTorch's numbers: bytes between the least and the largest value of a channel, or of the bucket.
+
+    PyTorch's own functions go through the channels in a loop, which takes too long here.
+    """
+
+    def once(gradient: torch.Tensor) -> torch.Tensor:
+        width = channel or len(gradient)
+        rows = nn.functional.pad(gradient, (0, -len(gradient) % width)).view(-1, width)
+        low = rows.amin(1, keepdim=True).clamp(max=0)
+        high = rows.amax(1, keepdim=True).clamp(min=0)
+        scale = ((high - low) / 255).clamp(min=torch.finfo(torch.float32).eps)
+        zero = -(low / scale).round()
+        numbers = ((rows / scale).round() + zero).clamp(0, 255)
+        return (scale * (numbers - zero)).flatten()[: len(gradient)]
+
+    def mean(gradients: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(gradients[0])
+        for gradient in gradients:
+            total += once(gradient)
+        return total / len(gradients)
+
+    # An fp32 scale and zero point for each channel; those of a bucket are too few to count.
+    return Scheme(mean, lambda ranks: _all_gather(1 + (8 / channel if channel else 0), ranks), "pytorch")
+
+
+def sixteen_bits(dtype: torch.dtype) -> Scheme:
+    """Return an all-reduce whose values and sums are of a 16-bit type."""
+
+    def mean(gradients: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(gradients[0], dtype=dtype)
+        for gradient in gradients:
+            total += (gradient / len(gradients)).to(dtype)
+        return total
+
+    return Scheme(mean, lambda _: 0.5, "pytorch")
+
+
+def fp8(block: int) -> Scheme:
+    """Return the average in two exchanges of e4m3 numbers, as some hooks for GPUs do."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+
+    def once(values: torch.Tensor) -> torch.Tensor:
+        rows = nn.functional.pad(values, (0, -len(values) % block)).view(-1, block)
+        scale = rows.abs().amax(1, keepdim=True) / largest
+        scale = torch.where(scale > 0, scale, 1.0)
+        numbers = (rows / scale).clamp(-largest, largest).to(torch.float8_e4m3fn)
+        return (numbers.float() * scale).flatten()[: len(values)]
+
+    def mean(gradients: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(gradients[0])
+        for gradient in gradients:
+            total += once(gradient)
+        return once(total / len(gradients))
+
+    return Scheme(mean, lambda _: _two_shot(1 + 4 / block, 1 + 4 / block), "others")
+
+
+def power_sgd(rank: int, values: int) -> Scheme:
+    """Return one step of PowerSGD from a random start, for one matrix, without error feedback.
+
+    PyTorch's hook takes a matrix for each parameter, and carries its start and the error from step to step.
+    """
+    height = round(values**0.5)
+    width = -(-values // height)
+
+    def mean(gradients: torch.Tensor) -> torch.Tensor:
+        # Averaging is linear: the mean of the ranks' products is the product of their mean.
+        matrix = nn.functional.pad(gradients.mean(0), (0, height * width - values)).view(height, width)
+        # A seed of its own: from the gradients' seed, the start would be their first values.
+        start = torch.randn(width, rank, generator=torch.Generator().manual_seed(4711))
+        left: torch.Tensor = torch.linalg.qr(matrix @ start)[0]
+        right = matrix.T @ left
+        return (left @ right.T).flatten()[:values]
+
+    # Two fp32 rings of the factors
+    return Scheme(mean, lambda _: (height + width) * rank / values, "pytorch")
+
+
+def all_schemes(values: int) -> dict[str, Scheme]:
+    """Return the rows of the table, for gradients of so many values."""
+    int8, int4 = Layout("int8", 128), Layout("int4", 32)
+    carried, alone = f"mean of {FEEDBACK_STEPS} steps", f"{FEEDBACK_STEPS}th step alone"
+    return {
+        "ours: int8": ours(int8),
+        'ours: int8, gather="bf16"': ours(int8, Layout("bf16", 128)),
+        'ours: int8, gather="fp16"': ours(int8, Layout("fp16", 128)),
+        f'ours: int8, feedback "shard", {carried}': ours(int8, feedback="shard"),
+        f'ours: int8, feedback "both", {carried}': ours(int8, feedback="both"),
+        f'ours: int8, feedback "shard", {alone}': ours(int8, feedback="shard", last_alone=True),
+        f'ours: int8, feedback "both", {alone}': ours(int8, feedback="both", last_alone=True),
+        "ours: int4": ours(int4),
+        f'ours: int4, feedback "both", {carried}': ours(int4, feedback="both"),
+        f'ours: int4, feedback "both", {alone}': ours(int4, feedback="both", last_alone=True),
+        "pytorch: per tensor": affine(None),
+        "pytorch: per channel of 512": affine(512),
+        "pytorch: fp16": sixteen_bits(torch.float16),
+        "pytorch: bf16": sixteen_bits(torch.bfloat16),
+        "pytorch: PowerSGD, rank 1, one step": power_sgd(1, values),
+        "pytorch: PowerSGD, rank 4, one step": power_sgd(4, values),
+        "fp8 e4m3, blocks of 256, two exchanges": fp8(256),
+    }
+
+
+def measure(world_sizes: list[int], seeds: int) -> dict[str, Any]:
+    """Return the errors and the bytes of every scheme."""
+    errors: dict[tuple[str, str, int], list[float]] = {}
+    values, schemes = 0, {}
+    for seed in range(seeds):
+        for kind, gradients in gradients_of_all_kinds(max(world_sizes), seed):
+            values = gradients.shape[1]
+            schemes = all_schemes(values)
+            for ranks in world_sizes:
+                exact = gradients[:ranks].mean(0, dtype=torch.float64)
+                for name, scheme in schemes.items():
+                    lost = scheme.mean(gradients[:ranks]).double() - exact
+                    errors.setdefault((name, kind, ranks), []).append(float(lost.norm() / exact.norm()))
+            print(f"seed {seed}: {kind} done", flush=True)
+    return {
+        "values_per_rank": values,
+        "schemes": {
+            name: {
+                "measure": _measure_of(name),
+                "bytes_of_fp32_ring_by_formula": {
+                    ranks: round(scheme.bytes_sent(ranks), 4) for ranks in world_sizes
+                },
+                "relative_error": {
+                    kind: {ranks: _summary(errors[name, kind, ranks]) for ranks in world_sizes}
+                    for kind in KINDS
+                },
+            }
+            for name, scheme in schemes.items()
+        },
+    }
+
+
+def _measure_of(name: str) -> str:
+    if "feedback" not in name:
+        return "one step"
+    which = "the last of" if "alone" in name else "mean of"
+    return f"{which} {FEEDBACK_STEPS} steps with the same gradients, residuals carried"
+
+
+def _summary(errors: list[float]) -> dict[str, Any]:
+    return {
+        "median": float(f"{statistics.median(errors):.4g}"),
+        "range": [float(f"{bound:.4g}") for bound in (min(errors), max(errors))],
+    }
+
+
+def _median(results: dict[str, Any], name: str, kind: str, ranks: int) -> float:
+    return float(results["schemes"][name]["relative_error"][kind][ranks]["median"])
+
+
+def check_goals(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the goals, and where they are reached."""
+    sizes = results["world_sizes"]
+    found = []
+    for name in results["schemes"]:
+        plain = name == "ours: int8"
+        if not plain and not (name.startswith("ours: int8") and ("bf16" in name or "mean of" in name)):
+            continue
+        for kind in [GAUSSIAN, LANGUAGE_MODEL] if plain else KINDS:
+            errors = {ranks: _median(results, name, kind, ranks) for ranks in sizes}
+            limits = {
+                ranks: GOAL if plain else _median(results, "pytorch: per channel of 512", kind, ranks)
+                for ranks in sizes
+            }
+            found.append(
+                {
+                    "scheme": name,
+                    "gradients": kind,
+                    "limit": "fixed" if plain else "PyTorch's error per channel",
+                    "at_most": limits,
+                    "error": errors,
+                    "reached": {ranks: errors[ranks] <= limits[ranks] for ranks in sizes},
+                }
+            )
+    return found
+
+
+def report(results: dict[str, Any]) -> None:
+    """Print a table for each kind of gradients, and the goals."""
+    sizes = results["world_sizes"]
+    heads = "".join(f"{f'W={ranks}':>10}" for ranks in sizes)
+    for kind in KINDS:
+        print(f"\n{kind}: relative error of the mean; bytes sent as a share of an fp32 ring's, by formula")
+        print(f"  {'':<52}{heads}   {heads}")
+        for name, entry in results["schemes"].items():
+            errors = "".join(f"{_median(results, name, kind, ranks):10.1e}" for ranks in sizes)
+            sent = "".join(f"{entry['bytes_of_fp32_ring_by_formula'][ranks]:10.3f}" for ranks in sizes)
+            print(f"  {name:<52}{errors}   {sent}")
+    print("\ngoals")
+    for goal in results["goals"]:
+        limit = f"{GOAL:.1e}" if goal["limit"] == "fixed" else goal["limit"]
+        print(f"  {goal['scheme']}; {goal['gradients']}: at most {limit}")
+        for ranks in sizes:
+            verdict = "reached" if goal["reached"][ranks] else "MISSED"
+            print(f"    W={ranks:<4}{goal['error'][ranks]:.2e} <= {goal['at_most'][ranks]:.2e}  {verdict}")
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw the errors of each kind of gradients, and the bytes: one point for each W."""
+    import matplotlib as mpl  # noqa: PLC0415 - importing the simulation needs no plots
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+    from matplotlib.lines import Line2D  # noqa: PLC0415
+
+    colours = {"ours": "tab:blue", "pytorch": "tab:gray", "others": "tab:orange"}
+    sizes, schemes = results["world_sizes"], results["schemes"]
+    groups = {name: scheme.group for name, scheme in all_schemes(results["values_per_rank"]).items()}
+    markers = dict(zip(sizes, "osD^vPX*", strict=False))
+    figure, axes = plt.subplots(1, len(KINDS) + 1, figsize=(17, 6), layout="constrained", sharey=True)
+    for axis, kind in zip(axes, [*KINDS, None], strict=True):
+        for place, (name, entry) in enumerate(schemes.items()):
+            source = entry["relative_error"][kind] if kind else entry["bytes_of_fp32_ring_by_formula"]
+            for step, ranks in enumerate(sizes):
+                # From top to bottom in the order of W, because equal values would hide each other.
+                axis.plot(
+                    source[ranks]["median"] if kind else source[ranks],
+                    place + 0.6 * ((step + 0.5) / len(sizes) - 0.5),
+                    markers.get(ranks, "o"),
+                    color=colours[groups[name]],
+                    markersize=5,
+                )
+            axis.axhline(place + 0.5, color="0.9", linewidth=0.8, zorder=0)
+        axis.set_xscale("log")
+        axis.grid(axis="x", color="0.88")
+        axis.set_axisbelow(True)
+        if kind:
+            axis.set(title=kind, xlabel="relative error of the mean")
+        else:
+            axis.set(title="bytes sent, by formula", xlabel="share of an fp32 ring's")
+            axis.axvline(1, color="tab:red", linestyle="--", linewidth=1)
+        if kind in (GAUSSIAN, LANGUAGE_MODEL):
+            axis.axvline(GOAL, color="tab:red", linestyle="--", linewidth=1)
+    axes[0].set_yticks(range(len(schemes)), schemes)
+    axes[0].set_ylim(len(schemes) - 0.5, -0.5)
+    legend = [Line2D([], [], color="0.3", marker=markers.get(r, "o"), ls="", label=f"W = {r}") for r in sizes]
+    legend.append(Line2D([], [], color="tab:red", ls="--", label="our goal for int8; the ring itself"))
+    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Measure, print and store."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4, 8, 32])
+    options = parser.parse_args()
+    if options.seeds < 1 or min(options.world_sizes) < 2:
+        parser.error("there must be at least one seed, and two ranks")
+    torch.set_num_threads(1)  # the same sums, and so the same errors, whatever the machine
+    print(kernels.describe())
+    results: dict[str, Any] = {
+        **describe_machine(),
+        "kernels": kernels.describe().splitlines()[0],
+        "seeds": options.seeds,
+        "world_sizes": options.world_sizes,
+        **measure(options.world_sizes, options.seeds),
+    }
+    results["goals"] = check_goals(results)
+    report(results)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "quant_accuracy.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, RESULTS / "quant_accuracy.png")
+    print(f"\nwritten: {RESULTS / 'quant_accuracy.json'} and .png")
+
+
+if __name__ == "__main__":
+    main()

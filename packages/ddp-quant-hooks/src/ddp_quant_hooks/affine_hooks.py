@@ -1,0 +1,117 @@
+"""Counterparts of PyTorch's quantization hooks: each rank's values, quantised once, to every other rank."""
+
+# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
+# the real types, and refuses strings.
+from typing import Any
+
+import torch
+from torch.profiler import record_function
+
+from ddp_compress_hooks import allreduce_hook
+from ddp_compress_hooks.compiled import is_pair
+from ddp_compress_hooks.hooks import check_gradient_dtype, completed
+from ddp_quant_hooks.affine import AffineLayout, decode_mean, encode
+from dist_utils import GroupLike, resolve_group
+from dist_utils.torch_compat import GradBucket, all_gather_single
+
+__all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
+
+
+def quantization_pertensor_hook(
+    process_group: GroupLike, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in 8 bits, with one scale and zero point for each rank's whole bucket.
+
+    As accurate as the bucket's largest gradient lets it be: see :func:`quantization_perchannel_hook`,
+    and :func:`quantized_allreduce_hook`, which sends less.
+
+    Args:
+        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD.
+        bucket: From DDP. A sparse one is averaged without compression.
+
+    Returns:
+        A future of ``bucket.buffer()``: the mean of what all ranks' values became, computed in fp32 (fp64
+        for an fp64 bucket), bitwise equal on all ranks. If a value is NaN or infinite on any rank, the
+        whole bucket is NaN. At world size 1 and for an empty bucket it is complete, and nothing is sent.
+
+    Raises:
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` no group; under
+            ``torch.compile`` with DDP's python reducer, which hands over no buckets.
+        ValueError: This rank is not in the group.
+        All of them before any communication. A failing peer raises ``RuntimeError`` in ``backward()``.
+
+    Cost:
+        One all-gather. Every rank sends its values to all others: W - 1 bytes a value, against
+        8 (W - 1) / W of a ring all-reduce in fp32. A quarter of it at two ranks, half at four, and more
+        than it from eight ranks on. W bytes a value of memory.
+
+    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks.\
+quantization_pertensor_hook``: equal to its results up to fp32 rounding, except where it loses gradients
+    below 1e-5 or overflows. Its result is always fp32.
+
+    Example:
+        >>> ddp.register_comm_hook(None, quantization_pertensor_hook)  # doctest: +SKIP
+    """
+    return _average("quantization_pertensor_hook", process_group, bucket, None)
+
+
+def quantization_perchannel_hook(
+    process_group: GroupLike, bucket: GradBucket, bucket_size: int = 512
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in 8 bits, with a scale and a zero point for every ``bucket_size`` values.
+
+    Args:
+        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD.
+        bucket: From DDP. A sparse one is averaged without compression.
+        bucket_size: Values per channel. (DDP calls a hook with two arguments: give a plain function of
+            your own that passes a third.)
+
+    Returns:
+        As :func:`quantization_pertensor_hook`; a NaN or an infinity makes its channel NaN.
+
+    Raises:
+        ValueError: ``bucket_size`` is less than 1. Otherwise as :func:`quantization_pertensor_hook`.
+
+    Cost:
+        One all-gather of (W - 1) (1 + 8 / ``bucket_size``) bytes a value: more than a ring all-reduce in
+        fp32 from eight ranks on.
+
+    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks.\
+quantization_perchannel_hook``, without its extra channel of padding.
+
+    Example:
+        >>> ddp.register_comm_hook(None, quantization_perchannel_hook)  # doctest: +SKIP
+    """
+    if not isinstance(bucket_size, int) or bucket_size < 1:
+        raise ValueError(f"bucket_size must be a number of at least 1, got {bucket_size!r}")
+    return _average("quantization_perchannel_hook", process_group, bucket, bucket_size)
+
+
+def _average(
+    name: str, process_group: GroupLike, bucket: GradBucket, channel: int | None
+) -> torch.futures.Future[torch.Tensor]:
+    if is_pair(bucket):
+        raise TypeError(f"{name} averages buckets, and DDP's python reducer under torch.compile has none")
+    group = resolve_group(process_group)
+    with record_function(f"{name}:bucket_{bucket.index()}"):
+        buffer = bucket.buffer()
+        check_gradient_dtype(buffer)
+        if group.size() == 1 or buffer.numel() == 0:
+            return completed(buffer)
+        if buffer.is_sparse:
+            return allreduce_hook(group, bucket)
+        values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
+        precision = torch.promote_types(values.dtype, torch.float32)
+        layout = AffineLayout(values.numel(), values.numel() if channel is None else channel, precision)
+        message = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=values.device)
+        encode(values, message, layout)
+        gathered = message.new_empty(group.size() * message.numel())
+        work: Any = all_gather_single(gathered, message, group, async_op=True)
+
+        def restore(done: torch.futures.Future[Any]) -> torch.Tensor:
+            done.value()  # raises what the collective raised
+            decode_mean(list(gathered.chunk(group.size())), layout, values)
+            return buffer
+
+        averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(restore)
+        return averaged

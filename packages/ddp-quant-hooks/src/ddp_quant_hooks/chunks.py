@@ -1,0 +1,46 @@
+"""Cut a bucket into the chunks that are on the wire one behind another, and each chunk into shards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+__all__ = ["Chunk", "Span", "cut", "shards"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements ``start`` to ``stop`` of something flat."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+Chunk = Span
+"""Some elements of a bucket: a multiple of the block size, but for the last chunk."""
+
+
+def cut(length: int, most: int, block_size: int) -> list[Chunk]:
+    """Cut ``length`` elements into chunks of at most about ``most``, at block boundaries.
+
+    The first and the last are half as long as the others: the wire idles while the first is encoded and
+    while the last is decoded.
+    """
+    count = -(-length // most)
+    if count <= 1:
+        return [Span(0, length)]
+    blocks = -(-length // block_size)
+    cuts = [(2 * index + 1) * blocks // (2 * count) for index in range(count)]
+    bounds = [0, *cuts, blocks]
+    spans = [Span(low * block_size, min(high * block_size, length)) for low, high in pairwise(bounds)]
+    return [span for span in spans if len(span)]
+
+
+def shards(chunk: Span, count: int, block_size: int) -> list[Span]:
+    """Cut a chunk into one shard per rank, at block boundaries; some are empty if there are few blocks."""
+    blocks = -(-len(chunk) // block_size)
+    bounds = [chunk.start + blocks * index // count * block_size for index in range(count + 1)]
+    return [Span(min(low, chunk.stop), min(high, chunk.stop)) for low, high in pairwise(bounds)]

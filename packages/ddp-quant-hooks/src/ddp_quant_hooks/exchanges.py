@@ -1,0 +1,203 @@
+"""How one chunk is averaged: encoded, sent, reduced, sent, decoded, with a pause wherever it would wait.
+
+An exchange is a generator. It yields after it has started to send, and takes up what has arrived when it
+is resumed; meanwhile other chunks are computed and sent (see :func:`take_turns`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks import kernels
+from ddp_quant_hooks.chunks import Span, shards
+from ddp_quant_hooks.link import Link
+from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.residuals import Residual
+from ddp_quant_hooks.scratch import Scratch
+
+__all__ = ["Exchange", "Wire", "average_inside", "average_quantised", "take_turns"]
+
+Exchange = Iterator[None]
+
+_LAG = 1
+"""Chunks that are started between two turns of one."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """How values travel, and where what is lost on the way is kept.
+
+    Attributes:
+        link: To the ranks that average.
+        scatter: Of the messages to a shard's owner (and of all messages between two ranks).
+        gather: Of the messages from a shard's owner.
+        own: What this rank's own values lose.
+        shard: What the means of this rank's shards lose.
+        failed: Called with one flag for each chunk, whether a value of its mean is not finite.
+    """
+
+    link: Link
+    scatter: Layout
+    gather: Layout
+    own: Residual
+    shard: Residual
+    failed: Callable[[torch.Tensor], None]
+
+
+def take_turns(
+    exchanges: Iterable[Callable[[Scratch], Exchange]], scratches: list[Scratch], device: torch.device
+) -> None:
+    """Run exchanges as in a pipeline: each is resumed :data:`_LAG` starts after its last turn.
+
+    The next one is started before older ones are resumed, so that the wire has something to do while they
+    compute. All ranks do the same in the same order.
+
+    Args:
+        exchanges: Start an exchange with the scratch that it is given.
+        scratches: Those that nobody uses; grows to as many as are needed at a time.
+        device: Of the scratches.
+    """
+    waiting = iter(exchanges)
+    running: deque[tuple[Exchange, Scratch, int]] = deque()
+    for turn in count():
+        start = next(waiting, None)
+        if start is None and not running:
+            return
+        due = [running.popleft() for _ in range(len(running)) if running[0][2] <= turn]
+        if start is not None:
+            scratch = scratches.pop() if scratches else Scratch(device)
+            scratch.start_over()
+            due.insert(0, (start(scratch), scratch, turn))
+        for exchange, scratch, _ in due:
+            if next(exchange, exchange) is exchange:  # it has ended
+                scratches.append(scratch)
+            else:
+                running.append((exchange, scratch, turn + _LAG))
+
+
+def average_quantised(
+    scratch: Scratch, *, values: torch.Tensor, wire: Wire, index: int, own_start: int, shard_start: int
+) -> Exchange:
+    """Average a flat chunk in place.
+
+    Between two ranks everybody gets everybody's values (one shot): as many bytes as by way of an owner,
+    and rounded once. Among more each rank averages one shard and all get all averages (two shots):
+    2 (W - 1) / W of the chunk.
+
+    Args:
+        scratch: Room for messages.
+        values: The chunk.
+        wire: How it travels.
+        index: Of the chunk, the same on every rank.
+        own_start: Where the chunk's residual starts.
+        shard_start: Where the residual of this rank's shard of the chunk starts.
+    """
+    exchange = _one_shot if wire.link.size <= 2 else _two_shot
+    yield from exchange(values, wire, scratch, index, own_start, shard_start)
+
+
+def _one_shot(
+    values: torch.Tensor, wire: Wire, scratch: Scratch, index: int, own_start: int, _: int
+) -> Exchange:
+    link, layout, length = wire.link, wire.scatter, values.numel()
+    messages = [scratch.take(layout.message_bytes(length)) for _ in range(link.size)]
+    mine = messages[link.index]
+    _encode(values, mine, layout, wire.own, own_start)
+    works = link.exchange([mine] * link.size, messages, tag=2 * index)
+    yield
+
+    _wait(works)
+    wire.failed(_not_finite(messages, layout, [length] * link.size))
+    kernels.decode(messages, layout, values)
+
+
+def _two_shot(
+    values: torch.Tensor, wire: Wire, scratch: Scratch, index: int, own_start: int, shard_start: int
+) -> Exchange:
+    link, scatter, gather = wire.link, wire.scatter, wire.gather
+    spans = shards(Span(0, values.numel()), link.size, scatter.block_size)
+    lengths = [len(span) for span in spans]
+    outgoing = [scratch.take(scatter.message_bytes(length)) for length in lengths]
+    own_length = lengths[link.index]
+    incoming = [scratch.take(scatter.message_bytes(own_length)) for _ in range(link.size)]
+    incoming[link.index] = outgoing[link.index]
+    for span, message in zip(spans, outgoing, strict=True):
+        _encode(values[span.start : span.stop], message, scatter, wire.own, own_start + span.start)
+    works = link.exchange(outgoing, incoming, tag=2 * index)
+    yield
+
+    _wait(works)
+    means = [scratch.take(gather.message_bytes(length)) for length in lengths]
+    mine = means[link.index]
+    residual, new_residual = wire.shard.span(shard_start, own_length)
+    if own_length:
+        kernels.reduce(
+            incoming, scatter, own_length, mine, gather, residual=residual, new_residual=new_residual
+        )
+    works = link.exchange([mine] * link.size, means, tag=2 * index + 1)
+    yield
+
+    _wait(works)
+    wire.failed(_not_finite(means, gather, lengths))
+    for span, message in zip(spans, means, strict=True):
+        if len(span):
+            kernels.decode([message], gather, values[span.start : span.stop])
+
+
+def average_inside(
+    scratch: Scratch,
+    *,
+    values: torch.Tensor,
+    link: Link,
+    index: int,
+    block_size: int,
+    between: Callable[[torch.Tensor, Scratch], Exchange],
+) -> Exchange:
+    """Average a flat chunk in full precision inside a node, and each rank's shard of it ``between`` nodes.
+
+    The sum is in fp32, or in the values' own dtype if that is wider.
+    """
+    spans = shards(Span(0, values.numel()), link.size, block_size)
+    parts = [values[span.start : span.stop] for span in spans]
+    own = parts[link.index]
+    incoming = [scratch.take(own.numel(), values.dtype) for _ in range(link.size)]
+    works = link.exchange(parts, incoming, tag=2 * index)
+    yield
+
+    _wait(works)
+    incoming[link.index] = own
+    precision = torch.promote_types(values.dtype, torch.float32)
+    mean = scratch.take(own.numel(), precision).zero_()
+    for part in incoming:  # divided first: a sum of finite values may not be finite
+        mean += part.to(precision) / link.size
+    yield from between(mean, scratch)
+    own.copy_(mean)
+    works = link.exchange([own] * link.size, parts, tag=2 * index + 1)
+    yield
+
+    _wait(works)
+
+
+def _encode(values: torch.Tensor, message: torch.Tensor, layout: Layout, kept: Residual, start: int) -> None:
+    residual, new_residual = kept.span(start, values.numel())
+    if values.numel():
+        kernels.encode(values, message, layout, residual=residual, new_residual=new_residual)
+
+
+def _not_finite(messages: list[torch.Tensor], layout: Layout, lengths: list[int]) -> torch.Tensor:
+    flags = [
+        layout.scales(message, length).isnan().any()
+        for message, length in zip(messages, lengths, strict=True)
+    ]
+    return torch.stack(flags).any()
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()

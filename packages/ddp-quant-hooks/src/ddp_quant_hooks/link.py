@@ -1,0 +1,52 @@
+"""One rank's connection to the ranks that average together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from dist_utils import start_messages
+
+__all__ = ["Link"]
+
+
+class Link:
+    """Messages among some ranks of a process group.
+
+    Args:
+        group: The group whose connections are used.
+        ranks: Ranks in the group that take part, in the order in which they own shards; this rank too.
+        name: Tells apart several links of one group; the same on all ranks.
+
+    Attributes:
+        size: How many ranks take part.
+        index: This rank's place among them.
+        bytes_sent: What was sent so far.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], name: int = 0) -> None:
+        self._group = group
+        self._ranks = list(ranks)
+        self._name = name
+        self.size = len(self._ranks)
+        self.index = self._ranks.index(group.rank())
+        self.bytes_sent = 0
+
+    @property
+    def peers(self) -> list[int]:
+        """Places of the others, the next one first, so that not everybody sends to the same one."""
+        return [(self.index + step) % self.size for step in range(1, self.size)]
+
+    def exchange(
+        self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], *, tag: int
+    ) -> list[dist.Work]:
+        """Start to send ``outgoing[place]`` to, and to receive ``incoming[place]`` from, every peer."""
+        self.bytes_sent += sum(outgoing[peer].nbytes for peer in self.peers)
+        return start_messages(
+            self._group,
+            receives=[(self._ranks[peer], incoming[peer]) for peer in self.peers],
+            sends=[(self._ranks[peer], outgoing[peer]) for peer in self.peers],
+            tag=2 * tag + self._name,
+        )

@@ -1,0 +1,193 @@
+"""Error feedback: what quantisation lost of a step's gradients, added to the next step's."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["NO_RESIDUAL", "BucketResiduals", "Residual", "Residuals"]
+
+_log = logging.getLogger(__name__)
+
+BucketKey = tuple[tuple[int, int], ...]
+"""The parameters of a bucket: (number of the parameter, number of elements) of each."""
+
+_STEPS_UNUSED = 3
+"""A bucket that has not come for so many steps is one that DDP has rebuilt: it does so after the first."""
+
+
+@dataclass
+class Residual:
+    """Two tensors in turns: what the last finite step lost, and what this step loses.
+
+    ``None`` twice where nothing is kept.
+    """
+
+    last: torch.Tensor | None
+    next: torch.Tensor | None
+
+    def span(self, start: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return elements ``start`` to ``start + length`` of both."""
+        if self.last is None or self.next is None:
+            return None, None
+        return self.last[start : start + length], self.next[start : start + length]
+
+    def turn(self) -> None:
+        """Make what this step lost the last loss."""
+        self.last, self.next = self.next, self.last
+
+
+NO_RESIDUAL = Residual(None, None)
+
+
+@dataclass
+class BucketResiduals:
+    """What is kept for one bucket."""
+
+    own: Residual
+    shard: Residual
+    step: int
+
+    def to(self, device: torch.device) -> None:
+        """Move what is kept to ``device``: it may come from a file."""
+        for kept in (self.own, self.shard):
+            if kept.last is not None and kept.next is not None and kept.last.device != device:
+                kept.last, kept.next = kept.last.to(device), kept.next.to(device)
+
+
+class Residuals:
+    """The residuals of all buckets, in fp32, on this rank.
+
+    A step counts only as a whole: if a value of any bucket's mean was not finite the optimizer will skip
+    it, and all residuals stay as they were. So both what the last step lost and what the running step
+    loses are kept.
+
+    A bucket is known by its parameters, which are numbered in the order in which they came first: the same
+    in every run of the same model. When DDP rebuilds its buckets, after the first step, a residual finds no
+    bucket any more and is dropped; none is ever applied to other parameters.
+
+    Args:
+        own: Keep what a rank's own gradients lose.
+        shard: Keep what the means of its shards lose.
+    """
+
+    def __init__(self, *, own: bool, shard: bool) -> None:
+        self._wants = own, shard
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._count = 0
+        self._buckets: dict[BucketKey, BucketResiduals] = {}
+        self._flags: list[torch.Tensor] = []
+        self._broken = False
+        self._settled = True
+        self._step = 0
+
+    def begin_bucket(
+        self, parameters: Sequence[torch.Tensor], *, first: bool, own: int, shard: int, device: torch.device
+    ) -> BucketResiduals:
+        """Return what is kept for a bucket, zeros if it is new.
+
+        Args:
+            parameters: Of the bucket, in its order.
+            first: This is the first bucket of a step: the last step is over.
+            own: Number of elements of this rank's own gradients.
+            shard: Number of elements of this rank's shards.
+            device: Where to.
+        """
+        self.begin_plain_bucket(first=first)
+        if not any(self._wants):
+            return BucketResiduals(NO_RESIDUAL, NO_RESIDUAL, self._step)
+        key = self._key(parameters)
+        found = self._buckets.get(key)
+        if found is None:
+            own_kept, shard_kept = (
+                _zeros(length, device) if wanted else NO_RESIDUAL
+                for wanted, length in zip(self._wants, (own, shard), strict=True)
+            )
+            found = self._buckets[key] = BucketResiduals(own_kept, shard_kept, self._step)
+        found.step = self._step
+        found.to(device)
+        return found
+
+    def begin_plain_bucket(self, *, first: bool) -> None:
+        """Note a bucket that is not quantised: it may be the first of a step."""
+        if first:
+            self.settle()
+            self._settled = False
+            self._step += 1
+
+    def failed(self, flag: torch.Tensor) -> None:
+        """Note whether a value of this step's means is not finite, as a flag on any device."""
+        if any(self._wants):
+            self._flags.append(flag)
+
+    def broken(self) -> None:
+        """Note that this step raised an error: it will not be made."""
+        self._broken = True
+
+    def settle(self) -> None:
+        """End the last step: keep what it lost if it was finite. Its exchanges must be over."""
+        if self._settled:
+            return
+        self._settled = True
+        finite = not self._broken and not any(bool(flag) for flag in self._flags)
+        self._flags, self._broken = [], False
+        for key, kept in list(self._buckets.items()):
+            if kept.step == self._step and finite:
+                kept.own.turn()
+                kept.shard.turn()
+            elif kept.step + _STEPS_UNUSED <= self._step:
+                del self._buckets[key]
+                _log.info("dropped the residuals of a bucket of %d parameters: DDP has rebuilt it", len(key))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is kept, as CPU tensors by bucket."""
+        self.settle()
+        return {
+            "buckets": [
+                {
+                    "parameters": [list(pair) for pair in key],
+                    "own": _on_cpu(kept.own),
+                    "shard": _on_cpu(kept.shard),
+                }
+                for key, kept in self._buckets.items()
+            ]
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what another run kept.
+
+        Before the first step: until DDP has rebuilt its buckets they wait to be found again.
+        """
+        buckets: dict[BucketKey, BucketResiduals] = {}
+        for bucket in state["buckets"]:
+            key = tuple((int(number), int(length)) for number, length in bucket["parameters"])
+            buckets[key] = BucketResiduals(_loaded(bucket["own"]), _loaded(bucket["shard"]), self._step)
+        self._buckets = buckets
+
+    def _key(self, parameters: Sequence[torch.Tensor]) -> BucketKey:
+        for parameter in parameters:
+            if parameter not in self._numbers:
+                self._numbers[parameter] = self._count
+                self._count += 1
+        return tuple((self._numbers[parameter], parameter.numel()) for parameter in parameters)
+
+
+def _zeros(length: int, device: torch.device) -> Residual:
+    last, following = (torch.zeros(length, dtype=torch.float32, device=device) for _ in range(2))
+    return Residual(last, following)
+
+
+def _on_cpu(kept: Residual) -> torch.Tensor | None:
+    return None if kept.last is None else kept.last.detach().cpu().clone()
+
+
+def _loaded(last: torch.Tensor | None) -> Residual:
+    if last is None:
+        return NO_RESIDUAL
+    last = last.to(dtype=torch.float32, copy=True)
+    return Residual(last, torch.zeros_like(last))

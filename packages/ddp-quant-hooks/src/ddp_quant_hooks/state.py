@@ -1,0 +1,303 @@
+"""What the quantised hook needs to know and keeps: options, residuals, scratch memory, counts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks.chunks import Chunk, cut, shards
+from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantised, take_turns
+from ddp_quant_hooks.link import Link
+from ddp_quant_hooks.messages import Format, Layout
+from ddp_quant_hooks.residuals import BucketResiduals, Residuals
+from ddp_quant_hooks.scratch import Scratch
+from dist_utils import GroupLike, OrderedWorker, resolve_group
+from dist_utils.torch_compat import GradBucket
+
+__all__ = ["ErrorFeedback", "QuantizedAllreduceState", "Statistics"]
+
+ErrorFeedback: TypeAlias = Literal["none", "shard", "both"]
+
+_CHUNK_ELEMENTS = 1 << 20
+"""Of a bucket: the chunks that are on the wire one behind another."""
+
+_MIN_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a state has done so far, on this rank.
+
+    Attributes:
+        quantised_buckets: Buckets that were sent in few bits.
+        plain_buckets: Buckets that were averaged without compression: small, sparse or fp64.
+        bytes_sent: Payload that this rank sent, messages of quantised and plain buckets. (Sparse buckets
+            do not count: what their collective sends is not known here.)
+        bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent.
+        relative_error: Of the last bucket that was sampled (``sample_every``): |averaged - exact| /
+            |exact|; ``None`` if none was.
+    """
+
+    quantised_buckets: int = 0
+    plain_buckets: int = 0
+    bytes_sent: int = 0
+    bytes_of_allreduce: int = 0
+    relative_error: float | None = None
+
+    @property
+    def bytes_saved(self) -> int:
+        """How many bytes less than an all-reduce were sent."""
+        return self.bytes_of_allreduce - self.bytes_sent
+
+
+class QuantizedAllreduceState:
+    """Options of :func:`quantized_allreduce_hook`, and what it keeps between steps. One for each model.
+
+    Args:
+        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD, looked up when used.
+        bits: Of a value on the wire: 8, or 4.
+        block_size: Values that share a scale: a multiple of 32 up to 4096. ``None``: 128 for 8 bits, 32
+            for 4.
+        gather: How averages travel back from the rank that made them, with three ranks or more: ``"int8"``,
+            ``"int4"`` (with ``bits=4``), ``"bf16"`` or ``"fp16"`` (both relative to the block's scale, so
+            nothing overflows). ``None``: in ``bits`` bits. 16 bits spare the second rounding for half as
+            many bytes again.
+        error_feedback: ``"none"``; ``"shard"``: add what the averages of a rank's shard lost to the next
+            step's, 8 / W bytes of memory a value, no effect between two ranks, who make no shards;
+            ``"both"``: also what a rank's own gradients lost, 8 bytes a value. ``None``: ``"none"`` for 8
+            bits, ``"both"`` for 4.
+        min_bytes: Smaller buckets are averaged without compression, by
+            :func:`ddp_compress_hooks.allreduce_hook`.
+        exact_1d: Average parameters of one dimension or none (biases, norms) without compression. They
+            are few, and often much larger or smaller than their neighbours in the bucket.
+        sample_every: Measure the error of every so many-th quantised bucket: one exact all-reduce and a
+            copy of the bucket in fp32. 0: never.
+
+    Raises:
+        TypeError: ``process_group`` is no group.
+        ValueError: This rank is not a member of the group, or an option has no such choice.
+
+    Pickles with its options only: a warning says so. Use :meth:`state_dict` for the residuals.
+
+    Example:
+        >>> state = QuantizedAllreduceState(error_feedback="shard")  # doctest: +SKIP
+        >>> ddp.register_comm_hook(state, quantized_allreduce_hook)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        process_group: GroupLike = None,
+        *,
+        bits: Literal[8, 4] = 8,
+        block_size: int | None = None,
+        gather: Format | None = None,
+        error_feedback: ErrorFeedback | None = None,
+        min_bytes: int = _MIN_BYTES,
+        exact_1d: bool = False,
+        sample_every: int = 0,
+    ) -> None:
+        if bits not in {8, 4}:
+            raise ValueError(f"bits must be 8 or 4, got {bits!r}")
+        if error_feedback not in (None, "none", "shard", "both"):
+            raise ValueError(f"error_feedback must be 'none', 'shard' or 'both', got {error_feedback!r}")
+        if gather == "int4" and bits != 4:
+            raise ValueError("gather='int4' needs bits=4: averages would be rounded more than values")
+        for name, number in (("min_bytes", min_bytes), ("sample_every", sample_every)):
+            if not isinstance(number, int) or number < 0:
+                raise ValueError(f"{name} must be a number of at least 0, got {number!r}")
+        few: Format = "int8" if bits == 8 else "int4"
+        block_size = block_size if block_size is not None else 128 if bits == 8 else 32
+        self.scatter = Layout(few, block_size)
+        """How values travel."""
+        self.gather = Layout(few if gather is None else gather, block_size)
+        """How averages travel."""
+        if error_feedback is None:
+            error_feedback = "none" if bits == 8 else "both"
+        self.error_feedback: ErrorFeedback = error_feedback
+        self.min_bytes = min_bytes
+        self.exact_1d = exact_1d
+        self.sample_every = sample_every
+        self._options = {
+            "bits": bits,
+            "block_size": block_size,
+            "gather": self.gather.format,
+            "error_feedback": self.error_feedback,
+            "min_bytes": min_bytes,
+            "exact_1d": exact_1d,
+            "sample_every": sample_every,
+        }
+        self._group = None if process_group is None else resolve_group(process_group)
+        self._worker: OrderedWorker | None = None
+        self._scratches: dict[torch.device, list[Scratch]] = {}
+        self._statistics = Statistics()
+        self.residuals = Residuals(
+            own=self.error_feedback == "both", shard=self.error_feedback in {"shard", "both"}
+        )
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that averages."""
+        return resolve_group(self._group)
+
+    @property
+    def worker(self) -> OrderedWorker:
+        """Where buckets are averaged, one after another; made at first use."""
+        group = self.process_group
+        if self._worker is None or self._worker.process_group is not group:
+            self._worker = OrderedWorker(group, name=type(self).__name__)
+        return self._worker
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was done in the backward passes that are over."""
+        return self._statistics
+
+    def close(self) -> None:
+        """End the thread and the private group, free the scratch memory; a later bucket makes new ones.
+
+        Otherwise they end with the state, or with ``destroy_process_group``. After an error in
+        communication this is how every rank makes a fresh start; residuals stay.
+        """
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+        self._scratches.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's residuals and what they depend on, for :meth:`load_state_dict`.
+
+        Between two steps. Every rank has its own: save one file for each.
+        """
+        group = self.process_group
+        return {
+            "version": 1,
+            "rank": group.rank(),
+            "world_size": group.size(),
+            "error_feedback": self.error_feedback,
+            **self.residuals.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the residuals of a run that stopped, before the first step of the one that goes on.
+
+        They wait until DDP has rebuilt its buckets, after the first step, if they were saved later than
+        that. Those that find no bucket within three steps are dropped, with a line in the log.
+
+        Raises:
+            ValueError: They are of another rank, number of ranks or kind of error feedback; nothing is
+                changed.
+        """
+        group = self.process_group
+        here = {
+            "version": 1,
+            "rank": group.rank(),
+            "world_size": group.size(),
+            "error_feedback": self.error_feedback,
+        }
+        for name, value in here.items():
+            if state.get(name) != value:
+                raise ValueError(f"the residuals are of {name} {state.get(name)!r}, but here it is {value!r}")
+        self.residuals.load_state_dict(state)
+
+    # ---- for the hook ----
+
+    def take_bucket(self, bucket: GradBucket, values: torch.Tensor) -> BucketResiduals:
+        """Return the residuals of a bucket that is about to be averaged. On the caller's thread, in order."""
+        own, shard = self._lengths(values.numel())
+        return self.residuals.begin_bucket(
+            bucket.parameters(), first=bucket.index() == 0, own=own, shard=shard, device=values.device
+        )
+
+    def average(self, group: dist.ProcessGroup, values: torch.Tensor, kept: BucketResiduals) -> None:
+        """Average flat ``values`` in place. A job for :attr:`worker`; every rank ends with the same bits."""
+        count = self._statistics.quantised_buckets
+        exact = None
+        if self.sample_every and count % self.sample_every == 0:
+            exact = values.float() / group.size()
+            dist.all_reduce(exact, group=group)
+        try:
+            bytes_sent = self._exchange(group, values, kept)
+        except BaseException:
+            self.residuals.broken()
+            raise
+        error = self._statistics.relative_error
+        if exact is not None:
+            difference = (values.float() - exact).norm()
+            error = float(difference / exact.norm()) if difference else 0.0
+        self._count(values, group.size(), bytes_sent, quantised_buckets=count + 1, relative_error=error)
+
+    def count_plain(self, values: torch.Tensor, world_size: int) -> None:
+        """Count a bucket that is averaged without compression."""
+        bytes_sent = 0 if values.is_sparse else _ring_bytes(values, world_size)
+        self._count(values, world_size, bytes_sent, plain_buckets=self._statistics.plain_buckets + 1)
+
+    def _exchange(self, group: dist.ProcessGroup, values: torch.Tensor, kept: BucketResiduals) -> int:
+        """Average ``values`` and return how many bytes were sent."""
+        link = Link(group, range(group.size()))
+        wire = self._wire(link, kept)
+
+        def exchanges() -> Iterator[Callable[[Scratch], Exchange]]:
+            shard_start = 0
+            for index, chunk in enumerate(self._chunks(values.numel())):
+                yield partial(
+                    average_quantised,
+                    values=values[chunk.start : chunk.stop],
+                    wire=wire,
+                    index=index,
+                    own_start=chunk.start,
+                    shard_start=shard_start,
+                )
+                shard_start += len(shards(chunk, link.size, self.scatter.block_size)[link.index])
+
+        take_turns(exchanges(), self._scratch(values.device), values.device)
+        return link.bytes_sent
+
+    def _lengths(self, length: int) -> tuple[int, int]:
+        """Return how long the residuals of a bucket are: of own gradients, and of shards."""
+        group = self.process_group
+        if group.size() == 2:
+            return length, 0
+        own_shards = (
+            shards(chunk, group.size(), self.scatter.block_size)[group.rank()]
+            for chunk in self._chunks(length)
+        )
+        return length, sum(map(len, own_shards))
+
+    def _wire(self, link: Link, kept: BucketResiduals) -> Wire:
+        return Wire(link, self.scatter, self.gather, kept.own, kept.shard, self.residuals.failed)
+
+    def _chunks(self, length: int) -> list[Chunk]:
+        return cut(length, _CHUNK_ELEMENTS, self.scatter.block_size)
+
+    def _scratch(self, device: torch.device) -> list[Scratch]:
+        return self._scratches.setdefault(device, [])
+
+    def _count(self, values: torch.Tensor, world_size: int, bytes_sent: int, **others: Any) -> None:
+        so_far = self._statistics
+        self._statistics = replace(
+            so_far,
+            bytes_sent=so_far.bytes_sent + bytes_sent,
+            bytes_of_allreduce=so_far.bytes_of_allreduce + _ring_bytes(values, world_size),
+            **others,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None or self.error_feedback != "none":
+            warnings.warn(
+                f"a {type(self).__name__} pickles its options only: the copy uses WORLD and has no residuals",
+                stacklevel=2,
+            )
+        return self._options
+
+    def __setstate__(self, options: dict[str, Any]) -> None:
+        self.__init__(None, **options)  # type: ignore[misc] # as copy and pickle make objects
+
+
+def _ring_bytes(values: torch.Tensor, world_size: int) -> int:
+    return 2 * (world_size - 1) * values.numel() * values.element_size() // world_size
