@@ -11,24 +11,19 @@ hooks, in turns forwards and backwards.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
-import os
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from emulated_hosts import EmulationUnavailableError, address, emulated_hosts
+from emulated_hosts import EmulationUnavailableError
+from hook_harness import ELEMENTS, be_a_rank, measure_memory, measure_time, real_bucket, time_on_hosts
 from machine import describe_machine
 from timings import slowest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as pytorch
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import (
     CompressState,
@@ -41,8 +36,6 @@ from ddp_compress_hooks import (
 from dist_utils.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
-ELEMENTS = 25 * 2**20 // 4
-PORT = 29811
 
 # name: (PyTorch's hook, ours, our options). The last two have no counterpart in PyTorch and stand
 # against its hook of the same dtype.
@@ -77,76 +70,6 @@ def sides() -> dict[str, Callable[[Any], torch.futures.Future[torch.Tensor]]]:
     return found
 
 
-class OneParameter(torch.nn.Module):
-    """A model whose gradient is one bucket of 25 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(ELEMENTS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return something whose gradient is not zero."""
-        return (self.weight * x).sum()
-
-
-def real_bucket() -> Any:
-    """Return the GradBucket that DDP hands to its hook."""
-    captured = []
-
-    def capture(_: object, bucket):  # noqa: ANN001, ANN202 - register_comm_hook refuses string annotations
-        captured.append(bucket)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model = DistributedDataParallel(OneParameter(), bucket_cap_mb=64, gradient_as_bucket_view=True)
-    model.register_comm_hook(None, capture)
-    model(torch.ones(())).backward()
-    return captured[0]
-
-
-def measure_time(rank: int, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of every hook's every run."""
-    bucket, hooks = real_bucket(), sides()
-    buffer = bucket.buffer()
-    source = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank))
-    seconds: dict[str, list[float]] = {name: [] for name in hooks}
-    for repeat in range(-1, repeats):  # the first round warms up
-        for name in list(hooks) if repeat % 2 else reversed(hooks):
-            bucket.set_buffer(buffer.copy_(source))  # PyTorch's wrappers leave a 16-bit one behind
-            dist.barrier()
-            began = time.perf_counter()
-            result = hooks[name](bucket).wait()
-            if result.data_ptr() != buffer.data_ptr():
-                buffer.copy_(result)  # what DDP does then: PyTorch's wrappers leave the cast back to it
-            if repeat >= 0:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
-
-
-def measure_memory(rank: int, name: str) -> float:
-    """Return by how many MiB one run of a hook raises the process's peak; for a fresh process."""
-    bucket, hook = real_bucket(), sides()[name]
-    large = bucket.buffer()
-    large.normal_(generator=torch.Generator().manual_seed(rank))
-    bucket.set_buffer(torch.ones(1000))  # loads code, starts threads
-    hook(bucket).wait()
-    bucket.set_buffer(large)
-    dist.barrier()
-    ctypes.CDLL(None).malloc_trim(0)  # free memory that the process still holds would hide what is taken
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _status("VmRSS")
-    hook(bucket).wait()
-    return (_status("VmHWM") - before) / 1024
-
-
-def _status(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1])
-    raise RuntimeError(f"no {field} in /proc/self/status")
-
-
 def measure_error(rank: int) -> dict[str, list[float]]:
     """Return every hook's relative error against the exact mean, for normal gradients of several scales."""
     bucket, hooks = real_bucket(), sides()
@@ -162,46 +85,6 @@ def measure_error(rank: int) -> dict[str, list[float]]:
             result = hook(bucket).wait().double()
             errors[name].append(float((result - exact).norm() / exact.norm()))
     return errors
-
-
-def on_hosts(count: int, repeats: int) -> dict[str, Any]:
-    """Measure times with one rank on each of ``count`` emulated hosts with 1 Gbit/s links."""
-    with tempfile.TemporaryDirectory() as folder, emulated_hosts(count) as hosts:
-        command = [sys.executable, "-W", "ignore", __file__, "rank", folder, f"--repeats={repeats}"]
-        ranks = [
-            subprocess.Popen(
-                [*("ip", "netns", "exec", host), *command],
-                env={
-                    **os.environ,
-                    "GLOO_SOCKET_IFNAME": "eth0",
-                    "OMP_NUM_THREADS": "1",
-                    "TORCH_CPP_LOG_LEVEL": "ERROR",
-                    "MASTER_ADDR": address(0),
-                    "MASTER_PORT": str(PORT),
-                    "RANK": str(index),
-                    "WORLD_SIZE": str(count),
-                },
-            )
-            for index, host in enumerate(hosts)
-        ]
-        try:
-            codes = [rank.wait(timeout=600) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            raise RuntimeError(f"ranks on emulated hosts ended with {codes}")
-        times = [json.loads((Path(folder) / f"{index}.json").read_text()) for index in range(count)]
-    return slowest(times)
-
-
-def be_a_rank(folder: Path, repeats: int) -> None:
-    """Be one rank on an emulated host."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    (folder / f"{rank}.json").write_text(json.dumps(measure_time(rank, repeats)))
-    dist.destroy_process_group()
 
 
 def report(results: dict[str, Any]) -> None:
@@ -291,7 +174,7 @@ def main() -> None:
     if options.repeats < 2:
         parser.error("--repeats must be at least 2, for the quartiles")
     if options.part == "rank":
-        be_a_rank(options.folder, options.repeats)
+        be_a_rank(options.folder, sides, options.repeats)
         return
     results: dict[str, Any] = {
         **describe_machine(),
@@ -302,11 +185,12 @@ def main() -> None:
     sizes = options.world_sizes
     if "time" in wants:
         results["loopback"] = {
-            size: slowest(run_ranks(measure_time, size, options.repeats, timeout=900)) for size in sizes
+            size: slowest(run_ranks(measure_time, size, sides, options.repeats, timeout=900))
+            for size in sizes
         }
     if "hosts" in wants:
         try:
-            results["hosts"] = {size: on_hosts(size, options.repeats) for size in sizes}
+            results["hosts"] = {size: time_on_hosts(__file__, size, options.repeats) for size in sizes}
         except EmulationUnavailableError as error:
             print(f"SKIPPED the emulated hosts: {error}", file=sys.stderr)
             if options.part == "hosts":
@@ -315,7 +199,7 @@ def main() -> None:
         names = [f"{side}/{name}" for name in PAIRS for side in ("pytorch", "ours")]
         results["memory_mib"] = {
             size: {
-                name: round(max(run_ranks(measure_memory, size, name, timeout=120)), 1)
+                name: round(max(run_ranks(measure_memory, size, sides, name, timeout=120)), 1)
                 for name in names
                 if name.startswith("ours") or not PAIRS[name.removeprefix("pytorch/")][2]
             }

@@ -82,7 +82,7 @@ quantization_perchannel_hook``, without its extra channel of padding.
     Example:
         >>> ddp.register_comm_hook(None, quantization_perchannel_hook)  # doctest: +SKIP
     """
-    if not isinstance(bucket_size, int) or bucket_size < 1:
+    if bucket_size < 1:
         raise ValueError(f"bucket_size must be a number of at least 1, got {bucket_size!r}")
     return _average("quantization_perchannel_hook", process_group, bucket, bucket_size)
 

@@ -133,7 +133,10 @@ def _two_shot(
     yield
 
     _wait(works)
-    means = [scratch.take(gather.message_bytes(length)) for length in lengths]
+    # The same memory where it fits: what was sent has arrived, and reduce reads a block before it writes it.
+    means = outgoing
+    if gather != scatter:
+        means = [scratch.take(gather.message_bytes(length)) for length in lengths]
     mine = means[link.index]
     residual, new_residual = wire.shard.span(shard_start, own_length)
     if own_length:

@@ -25,7 +25,9 @@ class Scratch:
     def start_over(self) -> None:
         """Forget what was handed out. Nobody may use it any more."""
         if self._taken > self._memory.numel():
-            self._memory = self._memory.new_empty(self._taken)
+            device = self._memory.device
+            del self._memory  # before the new one is taken
+            self._memory = torch.empty(self._taken, dtype=torch.uint8, device=device)
         self._taken = 0
 
     def take(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:

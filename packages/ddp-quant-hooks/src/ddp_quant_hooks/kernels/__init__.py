@@ -134,7 +134,7 @@ def reduce(
         messages: At least one, from :func:`encode`.
         layout: Of ``messages``.
         values: How many values are in each.
-        message: Where to; uint8.
+        message: Where to; uint8. It may be one of ``messages`` if the layouts are equal.
         message_layout: Of ``message``; the same block size as ``layout``.
         residual: As for :func:`encode`, of the mean.
         new_residual: As for :func:`encode`.

@@ -1,0 +1,255 @@
+"""The quantised hooks against fp32 and 16-bit averaging: time on loopback and slow links, bytes, memory.
+
+    python benchmarks/bench_quantized_allreduce.py              # everything, some minutes; hosts need root
+    python benchmarks/bench_quantized_allreduce.py time --world-sizes 2 --repeats 5
+
+One 25 MiB bucket of fp32 on Gloo. Writes results/quantized_allreduce.json and .png beside this file.
+Times are of the slowest rank, from the hook's call until the mean is in the bucket; every repeat runs all
+hooks, in turns forwards and backwards. PyTorch 2.13's own quantization hooks raise on Gloo, so only their
+counterpart here is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bar_charts import draw_bars
+from emulated_hosts import EmulationUnavailableError
+from hook_harness import (
+    ELEMENTS,
+    Hooks,
+    be_a_rank,
+    measure_memory,
+    measure_time,
+    real_bucket,
+    time_on_hosts,
+)
+from machine import describe_machine
+from timings import slowest
+
+from ddp_compress_hooks import CompressState, allreduce_hook, bf16_compress_hook
+from ddp_quant_hooks import QuantizedAllreduceState, quantization_perchannel_hook, quantized_allreduce_hook
+from dist_utils.testing import run_ranks, tcp_bytes_sent
+
+RESULTS = Path(__file__).parent / "results"
+PLAIN, HALF, QUANTISED = "fp32, allreduce_hook", "16 bits, bf16_compress_hook", "ours: 8 bits"
+STATES: dict[str, dict[str, Any]] = {
+    QUANTISED: {},
+    "ours: 8 bits, gather bf16": {"gather": "bf16"},
+    "ours: 8 bits, error feedback shard": {"error_feedback": "shard"},
+    "ours: 8 bits, error feedback both": {"error_feedback": "both"},
+    "ours: 4 bits, no error feedback": {"bits": 4, "error_feedback": "none"},
+    "ours: 4 bits": {"bits": 4},
+}
+RATES = {"1gbit": 1e9 / 8, "10gbit": 10e9 / 8}
+"""Bytes a second of the emulated links."""
+
+
+def hooks() -> Hooks:
+    """Return every hook to measure."""
+    found: dict[str, Any] = {
+        PLAIN: lambda bucket: allreduce_hook(None, bucket),
+        HALF: lambda bucket: bf16_compress_hook(None, bucket),
+    }
+    fp32_sum = CompressState(accumulate="fp32")
+    found["16 bits, sum in fp32"] = lambda bucket: bf16_compress_hook(fp32_sum, bucket)
+    for name, options in STATES.items():
+        state = QuantizedAllreduceState(**options)
+        found[name] = lambda bucket, state=state: quantized_allreduce_hook(state, bucket)
+    found["ours: perchannel hook"] = lambda bucket: quantization_perchannel_hook(None, bucket)
+    return found
+
+
+def wire_limit_ms(world_size: int, rate: str) -> float:
+    """Return how long one byte for each value takes over the link: 2 (W - 1) / W of them per rank."""
+    return 1e3 * 2 * (world_size - 1) / world_size * ELEMENTS / RATES[rate]
+
+
+def count_bytes(_: int) -> dict[str, int]:
+    """Return what every hook sends on this rank's connections."""
+    bucket, sent = real_bucket(), {}
+    for name, hook in hooks().items():
+        bucket.set_buffer(torch.ones(1000))
+        hook(bucket).wait()  # connects
+        bucket.set_buffer(torch.randn(ELEMENTS))
+        dist.barrier()
+        before = tcp_bytes_sent()
+        hook(bucket).wait()
+        dist.barrier()
+        sent[name] = tcp_bytes_sent() - before
+    return sent
+
+
+def measure_small(rank: int, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of fp32 and of 8 bits for buckets of 4 KiB to 4 MiB: where does it pay?"""
+    del rank
+    bucket, state = real_bucket(), QuantizedAllreduceState(min_bytes=0)
+    seconds: dict[str, list[float]] = {}
+    for kib in (4, 16, 64, 256, 1024, 4096):
+        buffer = torch.randn(kib * 256)
+        bucket.set_buffer(buffer)
+        for repeat in range(-2, repeats):
+            pair = [("fp32", None), ("8 bits", state)]
+            for name, with_state in pair if repeat % 2 else reversed(pair):
+                dist.barrier()
+                began = time.perf_counter()
+                if with_state is None:
+                    allreduce_hook(None, bucket).wait()
+                else:
+                    quantized_allreduce_hook(with_state, bucket).wait()
+                if repeat >= 0:
+                    seconds.setdefault(f"{kib} KiB, {name}", []).append(time.perf_counter() - began)
+    return seconds
+
+
+def report(results: dict[str, Any]) -> None:
+    """Print what was measured and whether the goals were reached."""
+    for size, times in results.get("loopback", {}).items():
+        report_times(f"{size} ranks, loopback", times, None)
+    for rate, by_size in results.get("hosts", {}).items():
+        for size, times in by_size.items():
+            report_times(f"{size} hosts, {rate}", times, wire_limit_ms(size, rate))
+    for size, times in results.get("small", {}).items():
+        print(f"\n{size} ranks, loopback, small buckets: ms")
+        for name, entry in times.items():
+            print(f"  {name:<24}{entry['median_ms']:8.2f}")
+    for size, sent in results.get("bytes", {}).items():
+        print(f"\n{size} ranks: MiB sent by rank 0 as counted by the kernel, and share of fp32")
+        for name, count in sent.items():
+            print(f"  {name:<38}{count / 2**20:8.2f}{count / sent[PLAIN]:8.3f}")
+    for size, memory in results.get("memory_mib", {}).items():
+        print(f"\n{size} ranks: extra peak memory of the worst rank, MiB")
+        for name, mib in memory.items():
+            print(f"  {name:<38}{mib:8.1f}")
+    print()
+    for goal, reached in goals(results).items():
+        print(f"{'reached' if reached else 'MISSED '}  {goal}")
+
+
+def report_times(title: str, times: dict[str, Any], limit: float | None) -> None:
+    """Print one set of times, and how they compare with fp32, 16 bits and the wire's limit."""
+    plain, half = times[PLAIN]["median_ms"], times[HALF]["median_ms"]
+    print(f"\n{title}: ms, median [quartiles]; times faster than fp32, than 16 bits; of the wire's limit")
+    for name, entry in times.items():
+        low, high = entry["quartiles_ms"]
+        middle = entry["median_ms"]
+        share = "" if limit is None else f"{middle / limit:8.2f}"
+        print(
+            f"  {name:<38}{middle:8.1f} [{low:.1f}, {high:.1f}]".ljust(66)
+            + f"{plain / middle:6.2f}x {half / middle:6.2f}x{share}"
+        )
+
+
+def goals(results: dict[str, Any]) -> dict[str, bool]:
+    """Return which of the goals were reached."""
+    found = {}
+    for size, times in results.get("loopback", {}).items():
+        ratio = times[QUANTISED]["median_ms"] / times[PLAIN]["median_ms"]
+        found[f"loopback, {size} ranks: no slower than fp32: {ratio:.2f} of its time"] = ratio <= 1
+    for rate, by_size in results.get("hosts", {}).items():
+        for size, times in by_size.items():
+            ours = times[QUANTISED]["median_ms"]
+            where = f"{rate}, {size} hosts:"
+            faster = times[PLAIN]["median_ms"] / ours
+            if rate == "1gbit":
+                of_limit = ours / wire_limit_ms(size, rate)
+                found[f"{where} at most 1.35 of the wire's limit: {of_limit:.2f}"] = of_limit <= 1.35
+                found[f"{where} about 3 times faster than fp32: {faster:.2f}"] = faster >= 2.9
+                half = times[HALF]["median_ms"] / ours
+                found[f"{where} 1.5 times faster than 16 bits: {half:.2f}"] = half >= 1.5
+            else:
+                found[f"{where} faster than fp32: {faster:.2f}"] = faster > 1
+    for size, sent in results.get("bytes", {}).items():
+        share = sent[QUANTISED] / sent[PLAIN]
+        found[f"{size} ranks: at most 0.26 of the bytes: {share:.4f}"] = share <= 0.26
+    for size, memory in results.get("memory_mib", {}).items():
+        mib = memory[QUANTISED]
+        found[f"{size} ranks: at most 15 MiB of extra memory: {mib:.1f}"] = mib <= 15
+    return found
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw the times."""
+    panels = {f"{size} ranks, loopback": times for size, times in results.get("loopback", {}).items()}
+    for rate, by_size in results.get("hosts", {}).items():
+        panels |= {f"{size} hosts, {rate}": times for size, times in by_size.items()}
+    bars = {
+        title: {name: (entry["median_ms"], entry["quartiles_ms"]) for name, entry in times.items()}
+        for title, times in panels.items()
+    }
+    draw_bars(bars, "ms for a 25 MiB bucket", path)
+
+
+def main() -> None:
+    """Run the chosen parts, print and store what they give."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = ["time", "small", "bytes", "memory", "hosts"]
+    parser.add_argument("part", nargs="?", choices=["all", *parts, "rank"], default="all")
+    parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
+    options = parser.parse_args()
+    if options.repeats < 2:
+        parser.error("--repeats must be at least 2, for the quartiles")
+    if options.part == "rank":
+        be_a_rank(options.folder, hooks, options.repeats)
+        return
+    wants = {options.part} if options.part != "all" else set(parts)
+    results = measure(wants, options.world_sizes, options.repeats)
+    report(results)
+    if options.part == "all":
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "quantized_allreduce.json").write_text(json.dumps(results, indent=1) + "\n")
+        draw(results, RESULTS / "quantized_allreduce.png")
+        print(f"\nwritten: {RESULTS / 'quantized_allreduce.json'} and .png")
+    elif options.part == "hosts" and "hosts" not in results:
+        raise SystemExit(1)
+
+
+def measure(wants: set[str], sizes: list[int], repeats: int) -> dict[str, Any]:
+    """Measure the wanted parts."""
+    results: dict[str, Any] = {
+        **describe_machine(),
+        "bucket_mib": ELEMENTS * 4 / 2**20,
+        "repeats": repeats,
+    }
+    if "time" in wants:
+        results["loopback"] = {
+            size: slowest(run_ranks(measure_time, size, hooks, repeats, timeout=900)) for size in sizes
+        }
+    if "small" in wants:
+        results["small"] = {
+            size: slowest(run_ranks(measure_small, size, repeats, timeout=300)) for size in sizes
+        }
+    if "bytes" in wants:
+        results["bytes"] = {size: run_ranks(count_bytes, size, timeout=300)[0] for size in [*sizes, 8]}
+    if "memory" in wants:
+        results["memory_mib"] = {
+            size: {
+                name: round(max(run_ranks(measure_memory, size, hooks, name, timeout=120)), 1)
+                for name in (PLAIN, HALF, *STATES)
+            }
+            for size in sizes
+        }
+    if "hosts" in wants:
+        try:
+            results["hosts"] = {
+                rate: {size: time_on_hosts(__file__, size, repeats, rate=rate) for size in sizes}
+                for rate in RATES
+            }
+        except EmulationUnavailableError as error:
+            print(f"SKIPPED the emulated hosts: {error}", file=sys.stderr)
+    return results
+
+
+if __name__ == "__main__":
+    main()

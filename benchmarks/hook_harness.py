@@ -1,0 +1,146 @@
+"""Time and memory of communication hooks on one 25 MiB bucket: in local ranks, and on emulated hosts."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from emulated_hosts import address, emulated_hosts
+from timings import slowest
+from torch.nn.parallel import DistributedDataParallel
+
+ELEMENTS = 25 * 2**20 // 4
+_PORT = 29811
+
+Hooks: TypeAlias = Mapping[str, Callable[[Any], "torch.futures.Future[torch.Tensor]"]]
+"""Hooks by name, as functions of a bucket."""
+MakeHooks: TypeAlias = Callable[[], Hooks]
+"""Makes them where they run; a function of a module, so that it pickles."""
+
+
+class OneParameter(torch.nn.Module):
+    """A model whose gradient is one bucket of 25 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(ELEMENTS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return something whose gradient is not zero."""
+        return (self.weight * x).sum()
+
+
+def real_bucket() -> Any:
+    """Return the GradBucket that DDP hands to its hook."""
+    captured = []
+
+    def capture(_: object, bucket):  # noqa: ANN001, ANN202 - register_comm_hook refuses string annotations
+        captured.append(bucket)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    model = DistributedDataParallel(OneParameter(), bucket_cap_mb=64, gradient_as_bucket_view=True)
+    model.register_comm_hook(None, capture)
+    model(torch.ones(())).backward()
+    return captured[0]
+
+
+def measure_time(rank: int, make_hooks: MakeHooks, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of every hook's every run, in turns forwards and backwards."""
+    bucket, hooks = real_bucket(), make_hooks()
+    buffer = bucket.buffer()
+    source = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank))
+    seconds: dict[str, list[float]] = {name: [] for name in hooks}
+    for repeat in range(-1, repeats):  # the first round warms up
+        for name in list(hooks) if repeat % 2 else reversed(list(hooks)):
+            bucket.set_buffer(buffer.copy_(source))  # PyTorch's wrappers leave a 16-bit one behind
+            dist.barrier()
+            began = time.perf_counter()
+            result = hooks[name](bucket).wait()
+            if result.data_ptr() != buffer.data_ptr():
+                buffer.copy_(result)  # what DDP does then: PyTorch's wrappers leave the cast back to it
+            if repeat >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def measure_memory(rank: int, make_hooks: MakeHooks, name: str) -> float:
+    """Return by how many MiB one run of a hook raises the process's peak; for a fresh process."""
+    bucket, hook = real_bucket(), make_hooks()[name]
+    large = bucket.buffer()
+    large.normal_(generator=torch.Generator().manual_seed(rank))
+    bucket.set_buffer(torch.ones(1000))  # loads code, starts threads
+    hook(bucket).wait()
+    bucket.set_buffer(large)
+    dist.barrier()
+    ctypes.CDLL(None).malloc_trim(0)  # free memory that the process still holds would hide what is taken
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    hook(bucket).wait()
+    return (_status("VmHWM") - before) / 1024
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1])
+    raise RuntimeError(f"no {field} in /proc/self/status")
+
+
+def time_on_hosts(script: str, count: int, repeats: int, *, rate: str = "1gbit") -> dict[str, Any]:
+    """Measure times with one rank on each of ``count`` emulated hosts.
+
+    Args:
+        script: A benchmark that calls :func:`be_a_rank` when it is run as ``script rank FOLDER``.
+        count: Number of hosts.
+        repeats: Handed to the script.
+        rate: Of the links.
+    """
+    with tempfile.TemporaryDirectory() as folder, emulated_hosts(count, rate=rate) as hosts:
+        command = [sys.executable, "-W", "ignore", script, "rank", folder, f"--repeats={repeats}"]
+        ranks = [
+            subprocess.Popen(
+                [*("ip", "netns", "exec", host), *command],
+                env={
+                    **os.environ,
+                    "GLOO_SOCKET_IFNAME": "eth0",
+                    "OMP_NUM_THREADS": "1",
+                    "TORCH_CPP_LOG_LEVEL": "ERROR",
+                    "MASTER_ADDR": address(0),
+                    "MASTER_PORT": str(_PORT),
+                    "RANK": str(index),
+                    "WORLD_SIZE": str(count),
+                },
+            )
+            for index, host in enumerate(hosts)
+        ]
+        try:
+            codes = [rank.wait(timeout=600) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise RuntimeError(f"ranks on emulated hosts ended with {codes}")
+        times = [json.loads((Path(folder) / f"{index}.json").read_text()) for index in range(count)]
+    return slowest(times)
+
+
+def be_a_rank(folder: Path, make_hooks: MakeHooks, repeats: int) -> None:
+    """Be one rank on an emulated host."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    (folder / f"{rank}.json").write_text(json.dumps(measure_time(rank, make_hooks, repeats)))
+    dist.barrier()
+    dist.destroy_process_group()
