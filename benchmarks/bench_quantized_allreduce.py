@@ -118,8 +118,7 @@ def report(results: dict[str, Any]) -> None:
             report_times(f"{size} hosts, {rate}", times, wire_limit_ms(size, rate))
     for size, times in results.get("small", {}).items():
         print(f"\n{size} ranks, loopback, small buckets: ms")
-        for name, entry in times.items():
-            print(f"  {name:<24}{entry['median_ms']:8.2f}")
+        print("\n".join(f"  {name:<24}{entry['median_ms']:8.2f}" for name, entry in times.items()))
     for size, sent in results.get("bytes", {}).items():
         print(f"\n{size} ranks: MiB sent by rank 0 as counted by the kernel, and share of fp32")
         for name, count in sent.items():

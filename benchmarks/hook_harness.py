@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from emulated_hosts import address, emulated_hosts
 from timings import slowest
-from torch.nn.parallel import DistributedDataParallel
+
+from dist_utils.testing import grad_bucket
 
 ELEMENTS = 25 * 2**20 // 4
 _PORT = 29811
@@ -28,32 +29,9 @@ MakeHooks: TypeAlias = Callable[[], Hooks]
 """Makes them where they run; a function of a module, so that it pickles."""
 
 
-class OneParameter(torch.nn.Module):
-    """A model whose gradient is one bucket of 25 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(ELEMENTS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return something whose gradient is not zero."""
-        return (self.weight * x).sum()
-
-
 def real_bucket() -> Any:
-    """Return the GradBucket that DDP hands to its hook."""
-    captured = []
-
-    def capture(_: object, bucket):  # noqa: ANN001, ANN202 - register_comm_hook refuses string annotations
-        captured.append(bucket)
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model = DistributedDataParallel(OneParameter(), bucket_cap_mb=64, gradient_as_bucket_view=True)
-    model.register_comm_hook(None, capture)
-    model(torch.ones(())).backward()
-    return captured[0]
+    """Return the GradBucket of 25 MiB that DDP hands to its hook."""
+    return grad_bucket([torch.zeros(ELEMENTS)])
 
 
 def measure_time(rank: int, make_hooks: MakeHooks, repeats: int) -> dict[str, list[float]]:

@@ -2,7 +2,6 @@
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import (
     CompressState,
@@ -13,6 +12,7 @@ from ddp_compress_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from dist_utils.testing import grad_bucket
 
 
 def foreign_hook(state, bucket):
@@ -46,18 +46,7 @@ def state_of(name, group=None):
 
 def make_bucket():
     """Return a GradBucket of a real DDP; give it a tensor with ``set_buffer``."""
-    model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False))
-    captured = []
-
-    def capture(state, bucket):
-        captured.append(bucket)
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    model.register_comm_hook(None, capture)
-    model(torch.ones(1, 2)).sum().backward()
-    return captured[0]
+    return grad_bucket([torch.ones(1, 2)])
 
 
 def run_hook(name, bucket, tensor, *, group=None):

@@ -1,0 +1,528 @@
+"""Training with gradients averaged in 16, 8 and 4 bits: does it reach the losses of training in fp32?
+
+    python benchmarks/bench_quant_convergence.py           # everything; takes minutes, and needs scikit-learn
+    python benchmarks/bench_quant_convergence.py --tasks digits --steps 50 --seeds 1 --output build/short
+
+Four real ranks on Gloo, DistributedDataParallel, several buckets a step. Two tasks:
+
+* language: a small transformer predicts the next character of the standard library's sources; AdamW;
+* digits: a small convolutional network on scikit-learn's handwritten digits; SGD with momentum.
+
+The learning rate falls linearly to zero in both, so that the last step's loss is little noise. A seed
+fixes the first parameters and all batches: runs of one seed differ only by the hook. The last loss is of
+data that was not trained on, in fp32 on one rank.
+
+The verdict compares two figures: the mean over the seeds of (loss - fp32's loss with the same seed), and
+the standard deviation of fp32's own losses over the seeds, which is what another seed alone would change.
+Three seeds say little about a deviation; so the range of the differences stands beside it, and whether
+all seeds agree on the sign. Any change of rounding, be it ever so small, sends training along another
+path: a difference that is not zero is no harm by itself.
+
+Writes results/quant_convergence.json and .png beside this file. The times are for the order of magnitude:
+all ranks share one machine.
+"""
+# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
+# the real types, and refuses strings.
+
+import argparse
+import gc
+import itertools
+import json
+import math
+import os
+import statistics
+import sysconfig
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from machine import describe_machine
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compress_hooks import CommHook, allreduce_hook, bf16_compress_hook
+from ddp_quant_hooks import (
+    QuantizedAllreduceState,
+    kernels,
+    quantization_perchannel_hook,
+    quantized_allreduce_hook,
+)
+from dist_utils.testing import run_ranks
+from dist_utils.torch_compat import GradBucket
+
+RESULTS = Path(__file__).parent / "results"
+RANKS = 4
+BUCKET_MB = 0.5
+THIN = 10
+"""Steps in each point of a stored curve."""
+TIMEOUT = 3600.0
+
+REFERENCE = "fp32"
+
+
+def _no_state() -> None:
+    return None
+
+
+def _quantised(**options: Any) -> Callable[[], QuantizedAllreduceState]:
+    # The models are so small that some of their buckets would travel plain.
+    return lambda: QuantizedAllreduceState(min_bytes=0, **options)
+
+
+# What to pass to register_comm_hook: a function that makes the state, which is one model's own, and the hook.
+CONFIGURATIONS: dict[str, tuple[Callable[[], Any], CommHook]] = {
+    REFERENCE: (_no_state, allreduce_hook),
+    "bf16": (_no_state, bf16_compress_hook),
+    "int8": (_quantised(), quantized_allreduce_hook),
+    'int8, feedback "shard"': (_quantised(error_feedback="shard"), quantized_allreduce_hook),
+    'int8, gather="bf16"': (_quantised(gather="bf16"), quantized_allreduce_hook),
+    'int4, feedback "both"': (_quantised(bits=4), quantized_allreduce_hook),
+    'int4, feedback "none"': (_quantised(bits=4, error_feedback="none"), quantized_allreduce_hook),
+    "per channel": (_no_state, quantization_perchannel_hook),
+}
+
+
+class Task(Protocol):
+    """Data, a model for it, and how to train it."""
+
+    batch: int
+    """Examples for each rank and step."""
+
+    def model(self) -> nn.Module:
+        """Return a new model, made with torch's global generator."""
+        ...
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer at its first learning rate."""
+        ...
+
+    def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
+        """Return which examples to train on."""
+        ...
+
+    def loss(self, model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the loss of these training examples."""
+        ...
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return the ``"loss"``, and what else there is to say, of the examples held out."""
+        ...
+
+
+class LanguageModel(nn.Module):
+    """From characters to scores of the next ones."""
+
+    WIDTH, HEADS, LAYERS, CONTEXT, CHARACTERS = 96, 4, 2, 32, 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(self.CHARACTERS, self.WIDTH)
+        self.places = nn.Parameter(0.02 * torch.randn(self.CONTEXT, self.WIDTH))
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                self.WIDTH, self.HEADS, 4 * self.WIDTH, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(self.LAYERS)
+        )
+        self.norm = nn.LayerNorm(self.WIDTH)
+        self.output = nn.Linear(self.WIDTH, self.CHARACTERS)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        """Return scores (N, CONTEXT, CHARACTERS) of what follows each character of ``text``."""
+        hidden = self.characters(text) + self.places
+        mask = nn.Transformer.generate_square_subsequent_mask(self.CONTEXT)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        scores: torch.Tensor = self.output(self.norm(hidden))
+        return scores
+
+
+class Language:
+    """The next character of the standard library's modules. Every tenth file is held out."""
+
+    batch = 4
+    HELD_OUT_WINDOWS = 1024
+
+    def __init__(self) -> None:
+        files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+        self._held_out = self._read(files[::10])
+        self._text = self._read([file for index, file in enumerate(files) if index % 10])
+
+    @staticmethod
+    def _read(files: list[Path]) -> torch.Tensor:
+        text = bytearray(b"".join(file.read_bytes() for file in files))
+        return torch.frombuffer(text, dtype=torch.uint8).clamp(max=LanguageModel.CHARACTERS - 1)
+
+    def model(self) -> nn.Module:
+        """Return a transformer of 251 648 parameters."""
+        return LanguageModel()
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return AdamW."""
+        # Fused: a loop over the parameters would take a fifth of the step.
+        return torch.optim.AdamW(parameters, lr=3e-3, fused=True)
+
+    def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
+        """Return where windows begin."""
+        return torch.randint(len(self._text) - LanguageModel.CONTEXT, (count,), generator=generator)
+
+    def loss(self, model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all characters of the windows."""
+        return self._loss(model, self._text, chosen)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return the loss of windows from all over the files held out."""
+        last = len(self._held_out) - LanguageModel.CONTEXT - 1
+        starts = torch.arange(self.HELD_OUT_WINDOWS) * last // (self.HELD_OUT_WINDOWS - 1)
+        parts = [self._loss(model, self._held_out, some).item() for some in starts.split(64)]
+        return {"loss": statistics.fmean(parts)}
+
+    @staticmethod
+    def _loss(model: nn.Module, text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        windows = text[starts[:, None] + torch.arange(LanguageModel.CONTEXT + 1)].long()
+        scores = model(windows[:, :-1])
+        return nn.functional.cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten())
+
+
+class Digits:
+    """Handwritten digits of 8 x 8 pixels: 1500 to train on, 297 held out."""
+
+    batch = 8
+    TRAINING = 1500
+
+    def __init__(self) -> None:
+        from sklearn.datasets import load_digits  # noqa: PLC0415 - the other task does without
+
+        raw = load_digits()
+        order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))
+        self._images = (torch.from_numpy(raw.images).float() / 16).unsqueeze(1)[order]
+        self._labels = torch.from_numpy(raw.target)[order]
+
+    def model(self) -> nn.Module:
+        """Return a convolutional network of 151 306 parameters."""
+        return nn.Sequential(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64 * 16, 128),
+            nn.ReLU(),
+            nn.Linear(128, 10),
+        )
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return SGD with momentum."""
+        return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+    def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
+        """Return indices of training images."""
+        return torch.randint(self.TRAINING, (count,), generator=generator)
+
+    def loss(self, model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the mean over the images."""
+        return nn.functional.cross_entropy(model(self._images[chosen]), self._labels[chosen])
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return loss and accuracy of all images held out."""
+        scores, labels = model(self._images[self.TRAINING :]), self._labels[self.TRAINING :]
+        return {
+            "loss": nn.functional.cross_entropy(scores, labels).item(),
+            "accuracy": (scores.argmax(1) == labels).float().mean().item(),
+        }
+
+
+TASKS: dict[str, Callable[[], Task]] = {"language": Language, "digits": Digits}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Args:
+        losses: Of training, every step, the mean over the ranks.
+        held_out: What the task said of the final model; only rank 0 evaluates.
+        ranks_equal: Whether all ranks ended with the same bits.
+        parameters: How many numbers are averaged a step.
+        buckets: In how many buckets, after DDP has rebuilt them.
+        step_ms: Mean wall time of a step.
+    """
+
+    losses: list[float]
+    held_out: dict[str, float]
+    ranks_equal: bool
+    parameters: int
+    buckets: int
+    step_ms: float
+
+
+def counted(hook: CommHook, indices: list[int]) -> CommHook:
+    """Return the hook, made to note the index of every bucket it is given."""
+
+    def noted(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        indices.append(bucket.index())
+        return hook(state, bucket)
+
+    return noted
+
+
+def parameters_equal(model: nn.Module) -> bool:
+    """Tell whether every rank has rank 0's bits."""
+    mine = nn.utils.parameters_to_vector(model.parameters()).detach()
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    # As integers, because a NaN does not equal itself.
+    equal = torch.tensor(int(torch.equal(mine.view(torch.int32), first.view(torch.int32))))
+    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
+    return bool(equal.item())
+
+
+def train(task: Task, configuration: str, seed: int, steps: int) -> Run:
+    """Train one model on this rank's part of every batch."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(task.model(), bucket_cap_mb=BUCKET_MB)
+    make_state, hook = CONFIGURATIONS[configuration]
+    indices: list[int] = []
+    state = make_state()
+    model.register_comm_hook(state, counted(hook, indices))
+    optimizer = task.optimizer(model.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    batches = torch.Generator().manual_seed(seed)
+    losses = torch.empty(steps)
+
+    dist.barrier()
+    began = time.perf_counter()
+    for step in range(steps):
+        # Every rank draws for all of them: the examples of a step do not depend on who computes them.
+        mine = task.draw(world_size * task.batch, batches).view(world_size, task.batch)[rank]
+        optimizer.zero_grad()
+        loss = task.loss(model, mine)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        schedule.step()
+        losses[step] = loss.detach()
+    seconds = time.perf_counter() - began
+
+    dist.all_reduce(losses)
+    equal = parameters_equal(model)
+    held_out = {}
+    if rank == 0:
+        with torch.no_grad():
+            held_out = task.evaluate(model.module)
+    if isinstance(state, QuantizedAllreduceState):
+        state.close()  # its thread and its connections, whoever may still hold it
+    return Run(
+        losses=(losses / world_size).tolist(),
+        held_out=held_out,
+        ranks_equal=equal,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        buckets=indices[-1] + 1,  # a step's buckets come in the order of their indices
+        step_ms=1e3 * seconds / steps,
+    )
+
+
+def train_all(rank: int, name: str, seeds: int, steps: int) -> dict[tuple[str, int], Run]:
+    """Be a rank: train with every configuration and every seed."""
+    task = TASKS[name]()
+    runs = {}
+    for seed, configuration in itertools.product(range(seeds), CONFIGURATIONS):
+        runs[configuration, seed] = run = train(task, configuration, seed, steps)
+        # The model is a cycle, and keeps its buckets and its hook's state.
+        gc.collect()
+        if rank == 0:
+            loss = run.held_out["loss"]
+            head = f"{name}, seed {seed}: {configuration}"
+            print(f"{head:<42}{loss:8.4f}{run.step_ms:8.1f} ms/step", flush=True)
+    return runs
+
+
+def smooth(losses: list[float]) -> list[float]:
+    """Return the means of every THIN steps."""
+    return [statistics.fmean(losses[end - THIN : end]) for end in range(THIN, len(losses) + 1, THIN)]
+
+
+def summarise(runs: dict[tuple[str, int], Run], seeds: int, steps: int) -> dict[str, Any]:
+    """Return what the result file says of a task."""
+    reference = [runs[REFERENCE, seed] for seed in range(seeds)]
+    finals = [run.held_out["loss"] for run in reference]
+    spread = statistics.stdev(finals) if seeds > 1 else None
+    curves = [smooth(run.losses) for run in reference]
+    found: dict[str, Any] = {
+        "parameters": reference[0].parameters,
+        "buckets": reference[0].buckets,
+        "fp32_standard_deviation_over_seeds": spread,
+        "curve_steps": list(range(THIN, steps + 1, THIN)),
+        "fp32_curve_standard_deviation_over_seeds": (
+            [_rounded(statistics.stdev(point)) for point in zip(*curves, strict=True)] if seeds > 1 else None
+        ),
+        "configurations": {},
+    }
+    for configuration in CONFIGURATIONS:
+        mine = [runs[configuration, seed] for seed in range(seeds)]
+        losses = [run.held_out["loss"] for run in mine]
+        differences = [loss - plain for loss, plain in zip(losses, finals, strict=True)]
+        smoothed = [smooth(run.losses) for run in mine]
+        distances = [
+            [abs(loss - plain) for loss, plain in zip(curve, reference_curve, strict=True)]
+            for curve, reference_curve in zip(smoothed, curves, strict=True)
+        ]
+        entry: dict[str, Any] = {
+            "held_out_loss": _summary(losses),
+            "last_training_loss": _summary([curve[-1] for curve in smoothed]),
+            "ranks_equal": all(run.ranks_equal for run in mine),
+            "step_ms": round(statistics.median(run.step_ms for run in mine), 1),
+            "curve": _means(smoothed),
+        }
+        if "accuracy" in mine[0].held_out:
+            entry["accuracy"] = _summary([run.held_out["accuracy"] for run in mine])
+        if configuration != REFERENCE:
+            entry["difference_to_fp32"] = _summary(differences)
+            entry["verdict"] = verdict(differences, spread)
+            entry["curve_distance_to_fp32"] = _means(distances)
+        found["configurations"][configuration] = entry
+    return found
+
+
+def verdict(differences: list[float], spread: float | None) -> str:
+    """Say in words how differences, one for each seed, compare with fp32's standard deviation."""
+    mean = statistics.fmean(differences)
+    if not math.isfinite(mean):
+        return "not finite"
+    if spread is None:
+        return "one seed: no spread to compare with"
+    signs = "all seeds" if all(d > 0 for d in differences) or all(d < 0 for d in differences) else "mixed"
+    direction = "higher" if mean > 0 else "lower"
+    size = "within" if abs(mean) < spread else "beyond"
+    return f"{size} fp32's spread, {direction} ({signs})"
+
+
+def _means(curves: list[list[float]]) -> list[float]:
+    return [_rounded(statistics.fmean(point)) for point in zip(*curves, strict=True)]
+
+
+def _summary(values: list[float]) -> dict[str, Any]:
+    return {
+        "mean": _rounded(statistics.fmean(values)),
+        "range": [_rounded(min(values)), _rounded(max(values))],
+        "by_seed": [_rounded(value) for value in values],
+    }
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def report(results: dict[str, Any]) -> None:
+    """Print a table for each task."""
+    for name, task in results["tasks"].items():
+        spread = task["fp32_standard_deviation_over_seeds"]
+        deviation = "one seed" if spread is None else f"standard deviation of fp32's over seeds {spread:.2e}"
+        print(
+            f"\n{name}: {task['parameters']} parameters in {task['buckets']} buckets, "
+            f"{results['steps']} steps, {results['seeds']} seed(s); held-out loss: {deviation}"
+        )
+        print(
+            f"  {'':<24}{'loss, mean [range]':<28}{'minus fp32, mean [range]':<34}"
+            f"{'training':>9}{'accuracy':>10}{'ranks equal':>13}{'ms/step':>9}  verdict"
+        )
+        for configuration, entry in task["configurations"].items():
+            difference = entry.get("difference_to_fp32")
+            accuracy = entry.get("accuracy")
+            print(
+                f"  {configuration:<24}{_text(entry['held_out_loss'], '.4f'):<28}"
+                f"{_text(difference, '+.1e') if difference else '':<34}"
+                f"{entry['last_training_loss']['mean']:>9.4f}"
+                f"{format(accuracy['mean'], '.4f') if accuracy else '-':>10}"
+                f"{'yes' if entry['ranks_equal'] else 'NO':>13}{entry['step_ms']:>9.1f}"
+                f"  {entry.get('verdict', '')}"
+            )
+
+
+def _text(summary: dict[str, Any], form: str) -> str:
+    low, high = summary["range"]
+    return f"{summary['mean']:{form}} [{low:{form}}, {high:{form}}]"
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Draw each task's loss curves, and how far they are from fp32's."""
+    import matplotlib as mpl  # noqa: PLC0415 - ranks need no plots
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    tasks = results["tasks"]
+    figure, axes = plt.subplots(
+        len(tasks), 2, figsize=(13, 4.5 * len(tasks)), layout="constrained", squeeze=False
+    )
+    for (left, right), (name, task) in zip(axes, tasks.items(), strict=True):
+        steps = task["curve_steps"]
+        for place, (configuration, entry) in enumerate(task["configurations"].items()):
+            colour = "black" if configuration == REFERENCE else f"C{place - 1}"
+            left.plot(steps, entry["curve"], color=colour, label=configuration, linewidth=1)
+            if configuration != REFERENCE:
+                distance = entry["curve_distance_to_fp32"]
+                right.plot(steps, distance, color=colour, label=configuration, linewidth=1)
+        if (deviation := task["fp32_curve_standard_deviation_over_seeds"]) is not None:
+            label = "fp32: standard deviation over seeds"
+            right.plot(steps, deviation, color="black", linestyle="--", label=label, linewidth=1)
+        left.set(title=f"{name}: training loss", ylabel=f"mean of {THIN} steps and all seeds")
+        right.set(title=f"{name}: distance from fp32's curve", ylabel="of the same seed; mean over seeds")
+        for axis in (left, right):
+            axis.set(xlabel="step", yscale="log")
+            axis.grid(color="0.9")
+            axis.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Train, print and store."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the result files")
+    options = parser.parse_args()
+    if options.steps < THIN or options.seeds < 1:
+        parser.error(f"there must be at least {THIN} steps, and one seed")
+    torch.set_num_threads(1)  # as in the ranks
+    # In the ranks, torch warns whenever a private group ends.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    print(kernels.describe())
+    results: dict[str, Any] = {
+        **describe_machine(),
+        "kernels": kernels.describe().splitlines()[0],
+        "ranks": RANKS,
+        "bucket_cap_mb": BUCKET_MB,
+        "steps": options.steps,
+        "seeds": options.seeds,
+        "curves": f"means of {THIN} steps up to each of curve_steps, and of all seeds",
+        "tasks": {},
+    }
+    for name in dict.fromkeys(options.tasks):
+        runs = run_ranks(train_all, RANKS, name, options.seeds, options.steps, timeout=TIMEOUT)[0]
+        results["tasks"][name] = summarise(runs, options.seeds, options.steps)
+    report(results)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "quant_convergence.json").write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, options.output / "quant_convergence.png")
+    print(f"\nwritten: {options.output / 'quant_convergence.json'} and .png")
+    unequal = [
+        f"{name}: {configuration}"
+        for name, task in results["tasks"].items()
+        for configuration, entry in task["configurations"].items()
+        if not entry["ranks_equal"]
+    ]
+    if unequal:
+        raise SystemExit(f"the ranks ended with different parameters: {', '.join(unequal)}")
+
+
+if __name__ == "__main__":
+    main()
