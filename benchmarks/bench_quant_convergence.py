@@ -178,7 +178,7 @@ class Language:
         """Return the loss of windows from all over the files held out."""
         last = len(self._held_out) - LanguageModel.CONTEXT - 1
         starts = torch.arange(self.HELD_OUT_WINDOWS) * last // (self.HELD_OUT_WINDOWS - 1)
-        parts = [self._loss(model, self._held_out, some).item() for some in starts.split(64)]
+        parts = [self._loss(model, self._held_out, some).item() for some in torch.split(starts, 64)]
         return {"loss": statistics.fmean(parts)}
 
     @staticmethod

@@ -112,14 +112,13 @@ BLOCK_MATH float with_residual(float value, float residual) {
 
 // ---- the mean of one block over the ranks ----
 
-// Shrinks the terms of a sum that could overflow; `mean_of` undoes it.
-BLOCK_MATH float shrink_for(float largest) { return largest >= 0x1p100f ? 0x1p-20f : 1.0f; }
+// A running mean, not a sum: equal values keep their bits, and only a difference can overflow.
+BLOCK_MATH float running_mean(float mean, float value, float weight) { return mean + (value - mean) * weight; }
 
-BLOCK_MATH float grow_after(float shrink) { return shrink == 1.0f ? 1.0f : 0x1p20f; }
-
-BLOCK_MATH float mean_of(float sum, float ranks, float grow) {
-    return clamp_to_finite((sum / ranks) * grow);
-}
+// What the scales of blocks this large are multiplied by, so that no difference overflows; undone afterwards.
+constexpr float kShrink = 0.25f;
+BLOCK_MATH bool must_shrink(float largest) { return largest >= 0x1p100f; }
+BLOCK_MATH float grown(float mean) { return clamp_to_finite(mean * (1.0f / kShrink)); }
 
 }  // namespace block_math
 

@@ -140,22 +140,24 @@ BLOCK_MATH void mean_block(const Work& work, int64_t block, int64_t index, int64
         }
         largest = std::max(largest, scale);
     }
-    // One rank's values cannot overflow.
-    float shrink = work.ranks == 1 ? 1.0f : shrink_for(largest), step = 1.0f / Numbers::kLevels;
+    bool shrink = work.ranks > 1 && must_shrink(largest);
+    float step = 1.0f / Numbers::kLevels;
     for (int64_t rank = 0; rank < work.ranks; ++rank) {
         const uint8_t* __restrict payload = work.messages[rank] + index * Numbers::bytes(block);
-        float scale = scale_at(work.messages[rank] + payloads, index) * shrink;
+        float scale = scale_at(work.messages[rank] + payloads, index) * (shrink ? kShrink : 1.0f);
+        float weight = 1.0f / static_cast<float>(rank + 1);
         if (rank == 0) {
             for (int64_t i = 0; i < half; ++i) mean[i] = decoded(Numbers::first(payload, i, half), step, scale);
             for (int64_t i = 0; i < half; ++i) mean[half + i] = decoded(Numbers::second(payload, i, half), step, scale);
         } else {
-            for (int64_t i = 0; i < half; ++i) mean[i] += decoded(Numbers::first(payload, i, half), step, scale);
-            for (int64_t i = 0; i < half; ++i) mean[half + i] += decoded(Numbers::second(payload, i, half), step, scale);
+            for (int64_t i = 0; i < half; ++i)
+                mean[i] = running_mean(mean[i], decoded(Numbers::first(payload, i, half), step, scale), weight);
+            for (int64_t i = 0; i < half; ++i)
+                mean[half + i] = running_mean(mean[half + i], decoded(Numbers::second(payload, i, half), step, scale), weight);
         }
     }
-    if (work.ranks == 1) return;
-    float ranks = static_cast<float>(work.ranks), grow = grow_after(shrink);
-    for (int64_t i = 0; i < block; ++i) mean[i] = mean_of(mean[i], ranks, grow);
+    if (shrink)
+        for (int64_t i = 0; i < block; ++i) mean[i] = grown(mean[i]);
 }
 
 template <class Half>

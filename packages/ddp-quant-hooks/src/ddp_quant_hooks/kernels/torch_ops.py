@@ -16,6 +16,7 @@ _LEVELS = {"int8": 127.0, "int4": 7.0, "bf16": 1.0, "fp16": 1.0}
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 _INFINITY_BITS = 0x7F800000
+_SHRINK = 0.25
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -93,17 +94,15 @@ def _mean(messages: list[torch.Tensor], layout: Layout, count: int) -> torch.Ten
     ranks, step = len(messages), 1.0 / _LEVELS[layout.format]
     scales = torch.stack([layout.scales(message, count) for message in messages]).unsqueeze(2)
     finite = scales.isfinite().all(0)
-    # One rank's values cannot overflow; a sum can.
-    shrink = torch.where((scales.amax(0) >= 2.0**100) & (ranks > 1), 2.0**-20, 1.0)
-    total: torch.Tensor | None = None
-    for message, scale in zip(messages, scales, strict=True):
-        part = (scale * shrink) * (_numbers(message, layout, count) * step)
-        total = part if total is None else total + part
-    assert total is not None
-    if ranks > 1:
-        divisor = torch.full_like(shrink, ranks)
-        total = ((total / divisor) * (1.0 / shrink)).clamp(-_LARGEST, _LARGEST)
-    return torch.where(finite, total, torch.nan)
+    large = (scales.amax(0) >= 2.0**100) & (ranks > 1)  # whose differences can overflow
+    shrink = torch.where(large, _SHRINK, 1.0)
+    mean = one = torch.ones((), device=scales.device)
+    for rank, (message, scale) in enumerate(zip(messages, scales, strict=True)):
+        value = (scale * shrink) * (_numbers(message, layout, count) * step)
+        weight = one / torch.full_like(one, rank + 1)
+        mean = value if rank == 0 else mean + (value - mean) * weight
+    grown = (mean * (1.0 / _SHRINK)).clamp(-_LARGEST, _LARGEST)
+    return torch.where(finite, torch.where(large, grown, mean), torch.nan)
 
 
 def _payload(scaled: torch.Tensor, kind: Format) -> torch.Tensor:

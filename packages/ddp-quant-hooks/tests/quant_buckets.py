@@ -1,0 +1,56 @@
+"""What the hook tests share: states by name, and what a hook must give, computed in one process."""
+
+import torch
+
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from ddp_quant_hooks.kernels import torch_ops
+
+STATES = {
+    "int8": {},
+    "int8/bf16": {"gather": "bf16"},
+    "int8/fp16": {"gather": "fp16"},
+    "int8/64": {"block_size": 64},
+    "int4": {"bits": 4, "error_feedback": "none"},
+    "int4/int8": {"bits": 4, "gather": "int8", "error_feedback": "none"},
+    "feedback shard": {"error_feedback": "shard"},
+    "feedback both": {"error_feedback": "both"},
+}
+
+
+def make_state(name, group=None, **options):
+    """Return a state that quantises buckets of any size."""
+    return QuantizedAllreduceState(group, **{"min_bytes": 0, **STATES[name], **options})
+
+
+def run_hook(state, bucket, tensor, hook=quantized_allreduce_hook):
+    """Run a hook on a bucket that holds ``tensor``; check that the result is that very tensor."""
+    bucket.set_buffer(tensor)
+    result = hook(state, bucket).wait()
+    assert result.data_ptr() == tensor.data_ptr()
+    assert result.shape == tensor.shape
+    assert result.dtype == tensor.dtype
+    return result
+
+
+def simulate(state, inputs):
+    """Return the mean that all ranks must get for ``inputs``, the ranks' flat tensors, in a first step.
+
+    Chunks and shards end at block boundaries, so they change no bit.
+    """
+    count = inputs[0].numel()
+    messages = [torch.empty(state.scatter.message_bytes(count), dtype=torch.uint8) for _ in inputs]
+    for values, message in zip(inputs, messages, strict=True):
+        torch_ops.encode(values, message, state.scatter, None, None)
+    layout = state.scatter
+    if len(inputs) > 2:
+        mean = torch.empty(state.gather.message_bytes(count), dtype=torch.uint8)
+        torch_ops.reduce(messages, state.scatter, count, mean, state.gather, None, None)
+        messages, layout = [mean], state.gather
+    result = torch.empty_like(inputs[0])
+    torch_ops.decode(messages, layout, result)
+    return result
+
+
+def same_bits(left, right):
+    """Tell whether two tensors are bitwise equal, NaN included."""
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))

@@ -1,0 +1,156 @@
+"""What the kernels promise about numbers, whatever computes them."""
+
+import pytest
+import torch
+
+from ddp_quant_hooks import kernels
+from ddp_quant_hooks.kernels.cpu import library_path
+from ddp_quant_hooks.messages import Layout
+
+INT8 = Layout("int8", 128)
+LARGEST = torch.finfo(torch.float32).max
+
+
+def encoded(values, layout=INT8, **residuals):
+    message = torch.empty(layout.message_bytes(values.numel()), dtype=torch.uint8)
+    kernels.encode(values, message, layout, **residuals)
+    return message
+
+
+def decoded(messages, count, layout=INT8, dtype=torch.float32):
+    values = torch.empty(count, dtype=dtype)
+    kernels.decode(messages, layout, values)
+    return values
+
+
+@pytest.mark.parametrize(("kind", "levels"), [("int8", 127), ("int4", 7)])
+@pytest.mark.parametrize("scale", [1e-38, 1e-20, 1.0, 1e20, 3e37])
+def test_no_value_is_further_away_than_half_a_step(kind, levels, scale):
+    layout = Layout(kind, 64)
+    values = torch.randn(6400, generator=torch.Generator().manual_seed(0)) * scale
+    error = (decoded([encoded(values, layout)], 6400, layout) - values).view(-1, 64).abs().double()
+    largest = values.view(-1, 64).abs().amax(1, keepdim=True).double()
+    # Half a step of the grid, and three roundings in fp32 of at most `levels` steps.
+    step = largest / levels
+    assert (error <= step * (0.5 + 3 * levels * 2.0**-24)).all()
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e37])
+def test_16_bits_lose_no_range(kind, unit, scale):
+    """Relative to the block's scale, so 1e37 fits fp16. Below 2^-14 of it fp16 counts in steps of 2^-24."""
+    layout = Layout(kind, 128)
+    values = torch.randn(1280, generator=torch.Generator().manual_seed(0)) * scale
+    message, first = torch.empty(layout.message_bytes(1280), dtype=torch.uint8), encoded(values)
+    kernels.reduce([first], INT8, 1280, message, layout)
+    mean, restored = decoded([first], 1280), decoded([message], 1280, layout)
+    largest = mean.view(-1, 128).abs().amax(1, keepdim=True).expand(-1, 128).flatten()
+    assert ((restored - mean).abs() <= (unit + 4 * 2.0**-24) * mean.abs() + 2.0**-25 * largest).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8, 32, 100])
+@pytest.mark.parametrize("value", [0.0, 0.1, -3e-39, 1e-45, 3e38, -LARGEST])
+def test_the_mean_of_equal_constants_is_that_constant(ranks, value):
+    values = torch.full((300,), value)
+    message = encoded(values)
+    assert torch.equal(decoded([message] * ranks, 300), values)
+    mean = torch.empty_like(message)
+    kernels.reduce([message] * ranks, INT8, 300, mean, INT8)
+    assert torch.equal(decoded([mean], 300), values)
+
+
+def test_a_mean_of_finite_values_is_finite():
+    signs = torch.randn(1000, generator=torch.Generator().manual_seed(0)).sign()
+    messages = [encoded(signs * LARGEST)] * 7 + [encoded(signs * -LARGEST)]
+    mean = decoded(messages, 1000)
+    torch.testing.assert_close(mean, signs * (LARGEST * 0.75), rtol=1e-6, atol=0)
+    # With residuals that push beyond the range, too.
+    residual, lost = signs * 1e37, torch.empty(1000)
+    message = encoded(signs * LARGEST, residual=residual, new_residual=lost)
+    assert torch.equal(decoded([message], 1000), signs * LARGEST)
+    assert torch.equal(lost, torch.zeros(1000))
+
+
+@pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_makes_its_block_nan_and_touches_no_residual(special):
+    values = torch.ones(300)
+    values[130] = special
+    residual, lost = torch.full((300,), 0.25), torch.full((300,), 7.0)
+    message = encoded(values, residual=residual, new_residual=lost)
+    mean = decoded([encoded(torch.ones(300)), message], 300)
+    assert mean.isnan().nonzero().flatten().tolist() == list(range(128, 256))
+    assert torch.equal(lost[128:256], residual[128:256])
+    assert torch.equal(lost[:128], torch.zeros(128))
+
+
+def test_values_and_residuals_add_up_over_many_steps():
+    """What is not sent in one step is sent in a later one: nothing is lost but the last residual."""
+    generator = torch.Generator().manual_seed(0)
+    residual, lost = torch.zeros(1000), torch.empty(1000)
+    sent, meant = torch.zeros(1000, dtype=torch.float64), torch.zeros(1000, dtype=torch.float64)
+    layout = Layout("int4", 32)
+    for _ in range(200):
+        values = torch.randn(1000, generator=generator)
+        message = encoded(values, layout, residual=residual, new_residual=lost)
+        residual, lost = lost, residual
+        sent += decoded([message], 1000, layout)
+        meant += values
+    # The rounding of values + residual: 200 times 2^-24 of a value of at most about 8.
+    assert ((meant - sent) - residual).abs().max() < 200 * 8 * 2.0**-24
+
+
+@pytest.mark.skipif(not library_path().exists(), reason="there are no compiled kernels: no C++ compiler")
+def test_neither_threads_nor_flushing_change_a_bit():
+    values = torch.randn(1_000_003, generator=torch.Generator().manual_seed(0)) * 1e-38
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = encoded(values)
+        restored = decoded([alone], values.numel())
+        torch.set_num_threads(3)
+        assert torch.equal(encoded(values), alone)
+        assert torch.equal(decoded([alone], values.numel()), restored)
+        torch.set_num_threads(1)
+        if torch.set_flush_denormal(True):
+            assert torch.equal(encoded(values), alone)
+            assert torch.equal(decoded([alone], values.numel()), restored)
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(threads)
+
+
+def test_wrong_tensors_are_refused_before_they_are_touched():
+    values, message = torch.ones(300), torch.empty(INT8.message_bytes(300), dtype=torch.uint8)
+    refused = [
+        (TypeError, "values must be of", (values.double(), message, INT8), {}),
+        (ValueError, "message must be flat, contiguous and 396 long", (values, message[:-1], INT8), {}),
+        (ValueError, "values must be flat", (values.view(3, 100), message, INT8), {}),
+        (ValueError, "values must be flat", (torch.ones(600)[::2], message, INT8), {}),
+        (TypeError, "message must be of torch.uint8", (values, message.view(torch.int8), INT8), {}),
+        (ValueError, "residual must be flat", (values, message, INT8), {"residual": torch.ones(1)}),
+        (TypeError, "new_residual must be", (values, message, INT8), {"new_residual": values.half()}),
+        (
+            ValueError,
+            "must not share memory",
+            (values, message, INT8),
+            {"residual": values, "new_residual": values},
+        ),
+        (ValueError, "must be on cpu", (values, message.to("meta"), INT8), {}),
+    ]
+    for error, text, arguments, options in refused:
+        with pytest.raises(error, match=text):
+            kernels.encode(*arguments, **options)
+    with pytest.raises(ValueError, match="at least one message"):
+        kernels.decode([], INT8, values)
+    with pytest.raises(ValueError, match=r"messages\[1\]"):
+        kernels.decode([message, message[:4]], INT8, values)
+    with pytest.raises(ValueError, match="block sizes must be equal"):
+        kernels.reduce([message], INT8, 300, message, Layout("int8", 64))
+
+
+def test_describe_says_what_computes_here():
+    text = kernels.describe()
+    expected = (
+        "compiled kernels with" if library_path().exists() else "torch operators, about 25 times slower"
+    )
+    assert text.startswith(f"cpu: {expected}")
