@@ -72,7 +72,9 @@ def _ends(rank):
 
     garbage = OrderedWorker(name="garbage")
     seen["name"] = garbage.submit(double).wait()
-    del garbage
+    own = [garbage]
+    garbage.submit(lambda group: double(group) and own).wait()  # its last job knows it
+    del garbage, own
     gc.collect()
     seen["garbage"] = _wait_for_end_of_threads("garbage")
 

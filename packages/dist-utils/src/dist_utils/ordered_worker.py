@@ -211,6 +211,7 @@ class _Lane:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._settle(job)
+            del job  # it may refer to the worker, which could not become garbage while this waits
         with self._ending:
             self._ended = True
         while not self._jobs.empty():  # what came between the end mark and the line above
