@@ -124,8 +124,8 @@ def _paths(rank):
     statistics = state.statistics
     assert (statistics.quantised_buckets, statistics.plain_buckets) == (2, 3)
     assert 0 < statistics.bytes_saved < statistics.bytes_of_allreduce
+    bucket.set_buffer(torch.ones(3, dtype=torch.int32))
     with pytest.raises(TypeError, match="floating-point"):
-        bucket.set_buffer(torch.ones(3, dtype=torch.int32))
         quantized_allreduce_hook(state, bucket)
     with pytest.raises(TypeError, match="needs a QuantizedAllreduceState"):
         quantized_allreduce_hook(None, bucket)

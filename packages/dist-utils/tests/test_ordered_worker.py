@@ -66,15 +66,17 @@ def _ends(rank):
         dist.all_reduce(torch.ones(1), group=group)
         return threading.current_thread().name
 
+    def submit_job_that_knows(worker):
+        worker.submit(lambda group: (double(group), worker)[0]).wait()
+
     unused = OrderedWorker(name="unused")
     seen["unused"] = len(_threads("unused"))
     unused.close()
 
     garbage = OrderedWorker(name="garbage")
     seen["name"] = garbage.submit(double).wait()
-    own = [garbage]
-    garbage.submit(lambda group: double(group) and own).wait()  # its last job knows it
-    del garbage, own
+    submit_job_that_knows(garbage)
+    del garbage
     gc.collect()
     seen["garbage"] = _wait_for_end_of_threads("garbage")
 

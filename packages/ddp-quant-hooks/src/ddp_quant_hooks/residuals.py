@@ -53,6 +53,13 @@ class BucketResiduals:
     shard: Residual
     step: int
 
+    def fits(self, lengths: tuple[int, int]) -> bool:
+        """Tell whether as many elements are kept as there are: ranks cut a bucket by how many they are."""
+        return all(
+            kept.last is None or kept.last.numel() == length
+            for kept, length in zip((self.own, self.shard), lengths, strict=True)
+        )
+
     def to(self, device: torch.device) -> None:
         """Move what is kept to ``device``: it may come from a file."""
         for kept in (self.own, self.shard):
@@ -101,12 +108,12 @@ class Residuals:
         self.begin_plain_bucket(first=first)
         if not any(self._wants):
             return BucketResiduals(NO_RESIDUAL, NO_RESIDUAL, self._step)
-        key = self._key(parameters)
+        key, lengths = self._key(parameters), (own, shard)
         found = self._buckets.get(key)
-        if found is None:
+        if found is None or not found.fits(lengths):
             own_kept, shard_kept = (
-                _zeros(length, device) if wanted else NO_RESIDUAL
-                for wanted, length in zip(self._wants, (own, shard), strict=True)
+                _zeros(length, device) if wanted else Residual(None, None)
+                for wanted, length in zip(self._wants, lengths, strict=True)
             )
             found = self._buckets[key] = BucketResiduals(own_kept, shard_kept, self._step)
         found.step = self._step

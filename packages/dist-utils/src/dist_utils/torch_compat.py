@@ -137,6 +137,9 @@ def new_named_group(
         Collective among ``ranks``: returns when they are connected.
     """
     rank = ranks.index(dist.get_rank())
+    kinds = {part.partition(":")[2] or part for part in backend.split(",")}
+    if len(kinds) == 1:  # as one name, or the group has no default backend, and warns of it at its end
+        (backend,) = kinds
     helper: Any = _c10d._new_process_group_helper  # noqa: SLF001
     store = _c10d._get_default_store()  # noqa: SLF001
     limit = timeout or _c10d.default_pg_timeout

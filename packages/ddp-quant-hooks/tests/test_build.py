@@ -1,0 +1,76 @@
+"""Building a wheel: with a compiler it has the kernels, without it is a pure one that works."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.wheel import WheelBuilder
+
+PACKAGE = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(
+    not (PACKAGE / "csrc").exists(), reason="the sources are not here: this is no checkout"
+)
+
+
+def build(folder, monkeypatch, **environment):
+    """Build a wheel from a copy of the package; return its name and the files in it."""
+    ignored = shutil.ignore_patterns("*.so", "__pycache__", "tests")
+    shutil.copytree(PACKAGE, folder / "package", ignore=ignored)
+    for name in ("CXX", "DDP_QUANT_HOOKS_BUILD"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    (wheel,) = WheelBuilder(str(folder / "package")).build(directory=str(folder), versions=["standard"])
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(wheel), archive.namelist()
+
+
+def describe(wheel):
+    """Return what an installation of the wheel says about its kernels, and what it computes."""
+    program = (
+        "import torch; from ddp_quant_hooks import kernels; from ddp_quant_hooks.messages import Layout\n"
+        "layout = Layout('int8', 128); message = torch.empty(132, dtype=torch.uint8)\n"
+        "kernels.encode(torch.arange(100.0), message, layout)\n"
+        "print(message.sum().item(), kernels.describe())"
+    )
+    unpacked = wheel.parent / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    code = f"import sys; sys.path.insert(0, {str(unpacked)!r})\n{program}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler")
+def test_a_wheel_has_the_kernels_and_its_platform_in_its_name(tmp_path, monkeypatch):
+    wheel, files = build(tmp_path, monkeypatch, DDP_QUANT_HOOKS_BUILD="require")
+    assert "py3-none-any" not in wheel.name
+    assert "-py3-none-" in wheel.name
+    assert "ddp_quant_hooks/kernels/cpu_kernels.so" in files
+    assert "compiled kernels with" in describe(wheel)
+
+
+def test_without_a_compiler_the_wheel_is_pure_and_computes_the_same(tmp_path, monkeypatch):
+    wheel, files = build(tmp_path / "a", monkeypatch, CXX="no-such-compiler")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not any(name.endswith(".so") for name in files)
+    assert "ddp_quant_hooks/py.typed" in files
+    said = describe(wheel)
+    assert "this installation has no compiled kernels" in said
+    wheel, files = build(tmp_path / "b", monkeypatch, DDP_QUANT_HOOKS_BUILD="skip")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    if any(map(shutil.which, ("c++", "g++", "clang++"))):
+        compiled, _ = build(tmp_path / "c", monkeypatch)
+        assert describe(compiled).split()[0] == said.split()[0]
+
+
+def test_a_required_library_that_cannot_be_built_is_an_error(tmp_path, monkeypatch):
+    with pytest.raises(RuntimeError, match="no C\\+\\+ compiler among no-such-compiler"):
+        build(tmp_path, monkeypatch, CXX="no-such-compiler", DDP_QUANT_HOOKS_BUILD="require")
+    with pytest.raises(ValueError, match="must be 'require' or 'skip', got 'maybe'"):
+        build(tmp_path / "again", monkeypatch, DDP_QUANT_HOOKS_BUILD="maybe")
