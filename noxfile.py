@@ -113,6 +113,27 @@ def lowest(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def sanitize(session: nox.Session) -> None:
+    """The compiled kernels under AddressSanitizer and UndefinedBehaviorSanitizer; needs GCC."""
+    install(session, packages=needed("ddp-quant-hooks"))
+    folder = ROOT / "packages/ddp-quant-hooks"
+    library = Path(session.create_tmp()) / "cpu_kernels.so"
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
+    session.run("python", str(folder / "build_cpu_kernels.py"), str(library), *flags)
+    runtime = session.run(
+        os.environ.get("CXX", "c++"), "-print-file-name=libasan.so", external=True, silent=True
+    )
+    env = {
+        **ENV,
+        "DDP_QUANT_HOOKS_LIBRARY": str(library),
+        "LD_PRELOAD": str(runtime).strip(),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own, at exit
+    }
+    tests = [str(path) for path in sorted(folder.glob("tests/test_kernel_*.py"))]
+    session.run("python", "-m", "pytest", *tests, *session.posargs, env=env)
+
+
+@nox.session(default=False)
 def build(session: nox.Session) -> None:
     """An sdist and a wheel of every package in dist/, checked, and each wheel tried in a venv of its own."""
     session.install("build[uv]", "twine", "uv", env=ENV)

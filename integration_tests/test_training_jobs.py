@@ -6,6 +6,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CompressState, bf16_compress_hook, compress_hook, fp16_compress_hook
+from ddp_quant_hooks import (
+    QuantizedAllreduceState,
+    quantization_perchannel_hook,
+    quantized_allreduce_hook,
+)
 from dist_utils import OrderedWorker
 
 
@@ -45,6 +50,9 @@ def _states():
         yield CompressState(accumulate=accumulate), fp16_compress_hook
         yield CompressState(accumulate=accumulate), bf16_compress_hook
         yield CompressState(accumulate=accumulate, saturate=True, wire_dtype=torch.float16), compress_hook
+    for options in ({}, {"bits": 4}, {"gather": "bf16", "error_feedback": "shard", "exact_1d": True}):
+        yield QuantizedAllreduceState(min_bytes=0, **options), quantized_allreduce_hook
+    yield None, quantization_perchannel_hook
 
 
 def _train(rank):
@@ -63,8 +71,8 @@ def _two_models(rank):
     device = _device(rank)
     nets = [torch.nn.Linear(200, 200).to(device) for _ in range(2)]
     models = [DistributedDataParallel(net, bucket_cap_mb=0.05) for net in nets]
-    for model in models:
-        model.register_comm_hook(CompressState(accumulate="fp32"), bf16_compress_hook)
+    models[0].register_comm_hook(CompressState(accumulate="fp32"), bf16_compress_hook)
+    models[1].register_comm_hook(QuantizedAllreduceState(min_bytes=0), quantized_allreduce_hook)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
     worker = OrderedWorker()
     total = torch.zeros(1, device=device)

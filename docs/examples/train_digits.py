@@ -5,7 +5,7 @@
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 train_digits.py
 
 The data is scikit-learn's bundled set of 1797 images: nothing is downloaded. Needs, beside
-ddp-compress-hooks: scikit-learn, matplotlib, tqdm.
+ddp-quant-hooks: scikit-learn, matplotlib, tqdm.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ from ddp_compress_hooks import (
     fp16_compress_hook,
     fp16_compress_wrapper,
 )
+from ddp_quant_hooks import (
+    QuantizedAllreduceState,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+    quantized_allreduce_hook,
+)
 from dist_utils.testing import tcp_bytes_sent
 
 mpl.use("Agg")
@@ -56,6 +62,17 @@ HOOKS: dict[str, tuple[Any, CommHook] | None] = {
         lambda: CompressState(wire_dtype=torch.float16, saturate=True),
         compress_hook,
     ),
+    "quantized_allreduce_hook": (QuantizedAllreduceState, quantized_allreduce_hook),
+    "quantized_allreduce_hook+feedback": (
+        lambda: QuantizedAllreduceState(error_feedback="both"),
+        quantized_allreduce_hook,
+    ),
+    "quantized_allreduce_hook, 4 bits": (
+        lambda: QuantizedAllreduceState(bits=4),
+        quantized_allreduce_hook,
+    ),
+    "quantization_pertensor_hook": (lambda: None, quantization_pertensor_hook),
+    "quantization_perchannel_hook": (lambda: None, quantization_perchannel_hook),
 }
 
 

