@@ -10,16 +10,23 @@ Bar = tuple[float, list[float]]
 
 
 def draw_bars(panels: Mapping[str, Mapping[str, Bar]], unit: str, path: Path) -> None:
-    """Draw one panel of horizontal bars for each title, with the quartiles, and write the picture."""
+    """Draw one panel of horizontal bars for each title, with the quartiles, and write the picture.
+
+    Three panels in a row at most.
+    """
     import matplotlib as mpl  # noqa: PLC0415 - ranks need no plots
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(4 * len(panels), 3), layout="constrained", squeeze=False
+        rows, columns, figsize=(4 * columns, 3 * rows), layout="constrained", squeeze=False
     )
-    for axis, (title, bars) in zip(axes[0], panels.items(), strict=True):
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, (title, bars) in zip(axes.flat, panels.items(), strict=False):
         for place, (label, (median, (low, high))) in enumerate(bars.items()):
             spread = [[max(0, median - low)], [max(0, high - median)]]
             colour = "tab:blue" if label.startswith(("dist_utils", "ours")) else "tab:gray"

@@ -39,7 +39,8 @@ class Wire:
         gather: Of the messages from a shard's owner.
         own: What this rank's own values lose.
         shard: What the means of this rank's shards lose.
-        failed: Called with one flag for each chunk, whether a value of its mean is not finite.
+        failed: Called with one flag for each chunk, whether a value of its mean is not finite; ``None``
+            if nobody asks.
     """
 
     link: Link
@@ -47,7 +48,7 @@ class Wire:
     gather: Layout
     own: Residual
     shard: Residual
-    failed: Callable[[torch.Tensor], None]
+    failed: Callable[[torch.Tensor], None] | None
 
 
 def take_turns(
@@ -113,7 +114,7 @@ def _one_shot(
     yield
 
     _wait(works)
-    wire.failed(_not_finite(messages, layout, [length] * link.size))
+    _report_not_finite(wire, messages, layout, [length] * link.size)
     kernels.decode(messages, layout, values)
 
 
@@ -147,7 +148,7 @@ def _two_shot(
     yield
 
     _wait(works)
-    wire.failed(_not_finite(means, gather, lengths))
+    _report_not_finite(wire, means, gather, lengths)
     for span, message in zip(spans, means, strict=True):
         if len(span):
             kernels.decode([message], gather, values[span.start : span.stop])
@@ -193,12 +194,13 @@ def _encode(values: torch.Tensor, message: torch.Tensor, layout: Layout, kept: R
         kernels.encode(values, message, layout, residual=residual, new_residual=new_residual)
 
 
-def _not_finite(messages: list[torch.Tensor], layout: Layout, lengths: list[int]) -> torch.Tensor:
-    flags = [
-        layout.scales(message, length).isnan().any()
-        for message, length in zip(messages, lengths, strict=True)
-    ]
-    return torch.stack(flags).any()
+def _report_not_finite(wire: Wire, messages: list[torch.Tensor], layout: Layout, lengths: list[int]) -> None:
+    if wire.failed is not None:
+        flags = [
+            layout.scales(message, length).isnan().any()
+            for message, length in zip(messages, lengths, strict=True)
+        ]
+        wire.failed(torch.stack(flags).any())
 
 
 def _wait(works: list[dist.Work]) -> None:

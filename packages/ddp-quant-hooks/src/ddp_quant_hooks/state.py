@@ -272,7 +272,8 @@ class QuantizedAllreduceState:
         return length, sum(map(len, own_shards))
 
     def _wire(self, link: Link, kept: BucketResiduals) -> Wire:
-        return Wire(link, self.scatter, self.gather, kept.own, kept.shard, self.residuals.failed)
+        failed = None if self.error_feedback == "none" else self.residuals.failed
+        return Wire(link, self.scatter, self.gather, kept.own, kept.shard, failed)
 
     def _chunks(self, length: int) -> list[Chunk]:
         return cut(length, _CHUNK_ELEMENTS, self.scatter.block_size)
