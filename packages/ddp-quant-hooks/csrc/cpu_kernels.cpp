@@ -21,7 +21,8 @@ constexpr int64_t kMostBlock = 4096;          // a block of floats fits on the s
 constexpr int64_t kAheadBytes = 16 << 10;      // four pages
 constexpr int64_t kValuesPerThread = 1 << 18;  // starting a thread costs about as much as 20,000 values
 
-// What one call works on. Pointers that a kernel does not use are null.
+// What one call works on. Pointers that a kernel does not use are null. Python makes it (kernels/cpu.py), with the
+// same members in the same order.
 struct Work {
     int64_t values, block;
     void* tensor;                       // encode reads it, decode writes it
@@ -352,11 +353,7 @@ void run_range(Kernel kernel, const BlockKernels& kernels, const Work& work, int
     std::fesetenv(&environment);
 }
 
-int run(Kernel kernel, int instruction_set, int threads, const Work& work) {
-    auto sets = instruction_sets();
-    if (instruction_set < 0 || instruction_set >= static_cast<int>(sets.size())) return 1;
-    if (!sets[instruction_set].available) return 1;
-    const BlockKernels& kernels = sets[instruction_set].kernels;
+void run(Kernel kernel, const BlockKernels& kernels, int threads, const Work& work) {
     int64_t blocks = blocks_of(work.values, work.block);
     int64_t parts = std::clamp<int64_t>(work.values / kValuesPerThread, 1, std::max(threads, 1));
     std::vector<std::thread> others;
@@ -372,12 +369,11 @@ int run(Kernel kernel, int instruction_set, int threads, const Work& work) {
     }
     run_range(kernel, kernels, work, first, blocks);
     for (auto& other : others) other.join();
-    return 0;
 }
 
 }  // namespace
 
-// ---- the interface; what it is given has been checked. 0: done, 1: no such instruction set here ----
+// ---- the interface; what it is given has been checked ----
 
 #define EXPORTED __attribute__((visibility("default")))
 
@@ -393,47 +389,12 @@ EXPORTED int quant_instruction_set_available(int index) {
     return index >= 0 && index < static_cast<int>(sets.size()) && sets[index].available;
 }
 
-EXPORTED int quant_encode(int instruction_set, int threads, int64_t values, int64_t block, const void* tensor, int dtype,
-                 uint8_t* message, int message_format, const float* residual, float* new_residual) {
-    Work work{};
-    work.values = values;
-    work.block = block;
-    work.tensor = const_cast<void*>(tensor);
-    work.dtype = dtype;
-    work.message = message;
-    work.message_format = message_format;
-    work.residual = residual;
-    work.new_residual = new_residual;
-    return run(encode_blocks, instruction_set, threads, work);
-}
-
-EXPORTED int quant_reduce(int instruction_set, int threads, int64_t values, int64_t block, const uint8_t* const* messages,
-                 int64_t ranks, int format, uint8_t* message, int message_format, const float* residual,
-                 float* new_residual) {
-    Work work{};
-    work.values = values;
-    work.block = block;
-    work.messages = messages;
-    work.ranks = ranks;
-    work.format = format;
-    work.message = message;
-    work.message_format = message_format;
-    work.residual = residual;
-    work.new_residual = new_residual;
-    return run(reduce_blocks, instruction_set, threads, work);
-}
-
-EXPORTED int quant_decode(int instruction_set, int threads, int64_t values, int64_t block, const uint8_t* const* messages,
-                 int64_t ranks, int format, void* tensor, int dtype) {
-    Work work{};
-    work.values = values;
-    work.block = block;
-    work.messages = messages;
-    work.ranks = ranks;
-    work.format = format;
-    work.tensor = tensor;
-    work.dtype = dtype;
-    return run(decode_blocks, instruction_set, threads, work);
+// Returns 0; 1 if there is no such kernel, or no such instruction set on this processor.
+EXPORTED int quant_run(int kernel, int instruction_set, int threads, const Work* work) {
+    constexpr Kernel all[] = {encode_blocks, reduce_blocks, decode_blocks};
+    if (kernel < 0 || kernel >= 3 || !quant_instruction_set_available(instruction_set)) return 1;
+    run(all[kernel], instruction_sets()[instruction_set].kernels, threads, *work);
+    return 0;
 }
 
 }  // extern "C"

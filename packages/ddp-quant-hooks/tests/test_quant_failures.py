@@ -10,9 +10,10 @@ from quant_buckets import make_state
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import exchanges, quantization_perchannel_hook, quantized_allreduce_hook
+from dist_utils import torch_compat
 from dist_utils.testing import run_ranks
 
-GROUP_TIMEOUT = 15.0
+GROUP_TIMEOUT = 12.0
 
 
 class DieInBackward(torch.autograd.Function):
@@ -110,6 +111,8 @@ def _kernel_fails(rank):
     assert len(after["buckets"]) > 1
     for old, new in zip(residuals["buckets"], after["buckets"], strict=True):
         assert torch.equal(old["own"], new["own"]), "the step was not made"
+    if rank == 1 and not torch_compat.GROUPS_END_WITHOUT_GIL:
+        time.sleep(GROUP_TIMEOUT - 1)  # there the peers learn of it at their timeout
     state.close()
     dist.barrier()
     # A fresh start, on a model that has not lost its place in a backward pass.

@@ -15,14 +15,25 @@ __all__ = ["CpuKernels", "library_path"]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORMATS = {"int8": 0, "int4": 1, "bf16": 2, "fp16": 3}
 
-_POINTER, _LONG, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-_SIGNATURES = {
-    # instruction set, threads, values, block size, ...
-    "quant_encode": (_INT, _INT, _LONG, _LONG, _POINTER, _INT, _POINTER, _INT, _POINTER, _POINTER),
-    "quant_reduce": (_INT, _INT, _LONG, _LONG, _POINTER, _LONG, _INT, _POINTER, _INT, _POINTER, _POINTER),
-    "quant_decode": (_INT, _INT, _LONG, _LONG, _POINTER, _LONG, _INT, _POINTER, _INT),
-    "quant_instruction_set_available": (_INT,),
-}
+_ENCODE, _REDUCE, _DECODE = range(3)
+
+
+class _Work(ctypes.Structure):
+    """What one call works on, as the library lays it out (csrc/cpu_kernels.cpp)."""
+
+    _fields_ = (
+        ("values", ctypes.c_int64),
+        ("block", ctypes.c_int64),
+        ("tensor", ctypes.c_void_p),
+        ("dtype", ctypes.c_int),
+        ("messages", ctypes.POINTER(ctypes.c_void_p)),
+        ("ranks", ctypes.c_int64),
+        ("format", ctypes.c_int),
+        ("message", ctypes.c_void_p),
+        ("message_format", ctypes.c_int),
+        ("residual", ctypes.c_void_p),
+        ("new_residual", ctypes.c_void_p),
+    )
 
 
 def library_path() -> Path:
@@ -44,8 +55,7 @@ class CpuKernels:
 
     def __init__(self, instruction_set: str | None = None) -> None:
         self._library = ctypes.CDLL(str(library_path()))
-        for name, arguments in _SIGNATURES.items():
-            getattr(self._library, name).argtypes = arguments
+        self._library.quant_run.argtypes = (*(ctypes.c_int,) * 3, ctypes.POINTER(_Work))
         available = self._available()
         if instruction_set is None:
             instruction_set = next(iter(available))
@@ -59,7 +69,7 @@ class CpuKernels:
 
     def _available(self) -> dict[str, int]:
         name = self._library.quant_instruction_set
-        name.argtypes, name.restype = (_INT,), ctypes.c_char_p
+        name.argtypes, name.restype = (ctypes.c_int,), ctypes.c_char_p
         found: dict[str, int] = {}
         index = 0
         while (text := name(index)) is not None:
@@ -77,17 +87,11 @@ class CpuKernels:
         new_residual: torch.Tensor | None,
     ) -> None:
         """Write the message of ``values``; see :func:`ddp_quant_hooks.kernels.encode`."""
-        self._call(
-            "quant_encode",
-            values.numel(),
-            layout.block_size,
-            values.data_ptr(),
-            _DTYPES[values.dtype],
-            message.data_ptr(),
-            _FORMATS[layout.format],
-            _address(residual),
-            _address(new_residual),
-        )
+        work = _Work(values=values.numel(), block=layout.block_size)
+        work.tensor, work.dtype = values.data_ptr(), _DTYPES[values.dtype]
+        work.message, work.message_format = message.data_ptr(), _FORMATS[layout.format]
+        work.residual, work.new_residual = _address(residual), _address(new_residual)
+        self._run(_ENCODE, work)
 
     def reduce(
         self,
@@ -100,36 +104,22 @@ class CpuKernels:
         new_residual: torch.Tensor | None,
     ) -> None:
         """Write the message of the mean; see :func:`ddp_quant_hooks.kernels.reduce`."""
-        self._call(
-            "quant_reduce",
-            values,
-            layout.block_size,
-            _addresses(messages),
-            len(messages),
-            _FORMATS[layout.format],
-            message.data_ptr(),
-            _FORMATS[message_layout.format],
-            _address(residual),
-            _address(new_residual),
-        )
+        work = _Work(values=values, block=layout.block_size)
+        work.messages, work.ranks, work.format = _addresses(messages), len(messages), _FORMATS[layout.format]
+        work.message, work.message_format = message.data_ptr(), _FORMATS[message_layout.format]
+        work.residual, work.new_residual = _address(residual), _address(new_residual)
+        self._run(_REDUCE, work)
 
     def decode(self, messages: list[torch.Tensor], layout: Layout, values: torch.Tensor) -> None:
         """Write the mean; see :func:`ddp_quant_hooks.kernels.decode`."""
-        self._call(
-            "quant_decode",
-            values.numel(),
-            layout.block_size,
-            _addresses(messages),
-            len(messages),
-            _FORMATS[layout.format],
-            values.data_ptr(),
-            _DTYPES[values.dtype],
-        )
+        work = _Work(values=values.numel(), block=layout.block_size)
+        work.messages, work.ranks, work.format = _addresses(messages), len(messages), _FORMATS[layout.format]
+        work.tensor, work.dtype = values.data_ptr(), _DTYPES[values.dtype]
+        self._run(_DECODE, work)
 
-    def _call(self, name: str, *arguments: object) -> None:
-        code = getattr(self._library, name)(self._index, torch.get_num_threads(), *arguments)
-        if code != 0:
-            raise RuntimeError(f"{name} failed with code {code}")
+    def _run(self, kernel: int, work: _Work) -> None:
+        if self._library.quant_run(kernel, self._index, torch.get_num_threads(), ctypes.byref(work)) != 0:
+            raise RuntimeError(f"the compiled kernels have no {self.instruction_set}")
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
@@ -137,4 +127,4 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 
 
 def _addresses(tensors: list[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (_POINTER * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
