@@ -11,12 +11,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-LIBRARY = "src/ddp_quant_hooks/kernels/cpu_kernels.so"
+LIBRARY = "ddp_quant_hooks/kernels/cpu_kernels.so"
 SOURCE = "csrc/cpu_kernels.cpp"
 
 FLAGS = [
@@ -60,24 +61,35 @@ class CpuKernels(BuildHookInterface[Any]):
         """Compile before hatchling collects the files; ``version`` is "standard" or "editable"."""
         if self.target_name != "wheel":
             return
-        folder = Path(self.root)
-        library = folder / LIBRARY
-        library.unlink(missing_ok=True)
         wanted = os.environ.get("DDP_QUANT_HOOKS_BUILD", "")
         if wanted not in {"", "require", "skip"}:
             raise ValueError(f"DDP_QUANT_HOOKS_BUILD must be 'require' or 'skip', got {wanted!r}")
-        if wanted == "skip":
-            return
+        editable = version == "editable"
+        in_sources = Path(self.root) / "src" / LIBRARY
+        # A wheel's library is made elsewhere: the checkout's belongs to its editable install.
+        library = in_sources if editable else Path(tempfile.mkdtemp()) / in_sources.name
+        self.made = None if editable else library.parent
         try:
-            compile_library(folder, library)
+            if wanted == "skip":
+                raise FileNotFoundError("DDP_QUANT_HOOKS_BUILD is 'skip'")
+            compile_library(Path(self.root), library)
         except (OSError, subprocess.CalledProcessError) as error:
             if wanted == "require":
                 raise RuntimeError(f"{error}\n{getattr(error, 'stderr', '')}") from error
+            if editable:
+                in_sources.unlink(missing_ok=True)  # of other sources than these
             self.app.display_warning(f"the {version} wheel has no CPU kernels: {error}")
             return
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
-        build_data["artifacts"].append(f"/{LIBRARY}")
+        if not editable:
+            build_data["force_include"][str(library)] = LIBRARY
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove what was made for a wheel that is written now."""
+        del version, build_data, artifact_path
+        if getattr(self, "made", None) is not None:
+            shutil.rmtree(self.made, ignore_errors=True)
 
 
 if __name__ == "__main__":  # python build_cpu_kernels.py OUTPUT [FLAG ...]

@@ -38,10 +38,13 @@ BLOCK_MATH int32_t magnitude_bits(float value) { return static_cast<int32_t>(bit
 
 BLOCK_MATH bool is_finite(float value) { return magnitude_bits(value) < kInfinityBits; }
 
-BLOCK_MATH float clamp_to_finite(float value) {
-    value = value < -kLargest ? -kLargest : value;
-    return value > kLargest ? kLargest : value;
+// NaN stays.
+BLOCK_MATH float clamp_to(float value, float limit) {
+    value = value < -limit ? -limit : value;
+    return value > limit ? limit : value;
 }
+
+BLOCK_MATH float clamp_to_finite(float value) { return clamp_to(value, kLargest); }
 
 // ---- 16-bit floats ----
 

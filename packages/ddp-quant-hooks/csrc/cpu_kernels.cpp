@@ -7,7 +7,7 @@
 
 #include <algorithm>
 #include <cfenv>
-#include <system_error>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -67,12 +67,14 @@ struct Int4 {  // the first half of a block is in the low bits
 
 struct BFloat16 {
     static constexpr float kLevels = 1.0f;
+    static constexpr float kLargest = 3.38953138925153547590e+38f;
     BLOCK_MATH float widen(uint16_t half) { return float_of_bfloat16(half); }
     BLOCK_MATH uint16_t narrow(float value) { return bfloat16_of(value); }
 };
 
 struct Float16 {
     static constexpr float kLevels = 1.0f;
+    static constexpr float kLargest = 65504.0f;
     BLOCK_MATH float widen(uint16_t half) { return float_of_float16(half); }
     BLOCK_MATH uint16_t narrow(float value) { return float16_of(value); }
 };
@@ -167,9 +169,10 @@ BLOCK_MATH void widen(const uint16_t* __restrict halves, int64_t count, float* _
     for (int64_t i = 0; i < count; ++i) values[i] = Half::widen(halves[i]);
 }
 
+// A mean that was finite stays so: quantised values and residuals can be a little larger than the largest.
 template <class Half>
 BLOCK_MATH void narrow(const float* __restrict values, int64_t count, uint16_t* __restrict halves) {
-    for (int64_t i = 0; i < count; ++i) halves[i] = Half::narrow(values[i]);
+    for (int64_t i = 0; i < count; ++i) halves[i] = Half::narrow(clamp_to(values[i], Half::kLargest));
 }
 
 BLOCK_MATH void add_residual(float* values, const float* residual, int64_t count) {
@@ -232,7 +235,11 @@ struct BlockKernels {
 BLOCK_KERNELS(baseline, )
 #if defined(__x86_64__)
 BLOCK_KERNELS(avx2, __attribute__((target("avx2"))))
+#if defined(__clang__)  // which has no such attribute for the width
+BLOCK_KERNELS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
+#else
 BLOCK_KERNELS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))))
+#endif
 #endif
 
 // ---- a range of blocks ----
@@ -357,12 +364,13 @@ void run(Kernel kernel, const BlockKernels& kernels, int threads, const Work& wo
     int64_t blocks = blocks_of(work.values, work.block);
     int64_t parts = std::clamp<int64_t>(work.values / kValuesPerThread, 1, std::max(threads, 1));
     std::vector<std::thread> others;
+    others.reserve(parts);  // nothing below may throw while threads run
     int64_t first = 0;
     for (int64_t part = 1; part < parts; ++part) {
         int64_t last = blocks * part / parts;
         try {
             others.emplace_back(run_range, kernel, std::cref(kernels), std::cref(work), first, last);
-        } catch (const std::system_error&) {  // no more threads: this one does the rest
+        } catch (const std::exception&) {  // no more threads: this one does the rest
             break;
         }
         first = last;
@@ -389,11 +397,18 @@ EXPORTED int quant_instruction_set_available(int index) {
     return index >= 0 && index < static_cast<int>(sets.size()) && sets[index].available;
 }
 
-// Returns 0; 1 if there is no such kernel, or no such instruction set on this processor.
+// Of the functions here and of Work. A library that was built from other sources must not be called.
+EXPORTED int quant_abi() { return 1; }
+
+// Returns 0; 1 if there is no such kernel, or no such instruction set on this processor; 2 if there is no memory.
 EXPORTED int quant_run(int kernel, int instruction_set, int threads, const Work* work) {
     constexpr Kernel all[] = {encode_blocks, reduce_blocks, decode_blocks};
     if (kernel < 0 || kernel >= 3 || !quant_instruction_set_available(instruction_set)) return 1;
-    run(all[kernel], instruction_sets()[instruction_set].kernels, threads, *work);
+    try {
+        run(all[kernel], instruction_sets()[instruction_set].kernels, threads, *work);
+    } catch (const std::exception&) {
+        return 2;
+    }
     return 0;
 }
 

@@ -83,6 +83,14 @@ def _hooks(rank):
                 assert result.isfinite().all(), (case, extreme)
                 allowed = extreme / 255 * 1.01 + 2.0**-149
                 assert (result - _mean(values)).abs().max() <= allowed, (case, extreme)
+            for dtype in (torch.float16, torch.bfloat16):
+                highest = torch.finfo(dtype).max
+                values = [(part.sign() * highest).to(dtype) for part in noise]
+                result = run(values)
+                assert result.isfinite().all(), (case, dtype)
+                # Half a step of twice the range, and the rounding of the result.
+                allowed = highest * (1.01 / 255 + torch.finfo(dtype).eps)
+                assert (result.double() - _mean(values)).abs().max() <= allowed, (case, dtype)
             double = [values.double() * 1e200 for values in noise]
             assert (run(double) - _mean(double)).abs().max() <= 1e200 * largest / 255 * 1.01
             for special in (torch.nan, torch.inf):

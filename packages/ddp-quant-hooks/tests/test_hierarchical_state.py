@@ -1,13 +1,18 @@
 """Nodes: full precision inside, few bits between, the same bits everywhere."""
 
+import copy
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
 from quant_buckets import make_state, run_hook, same_bits, simulate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import ddp_quant_hooks.state
-from ddp_quant_hooks import HierarchicalAllreduceState
+from ddp_quant_hooks import HierarchicalAllreduceState, exchanges, quantized_allreduce_hook
+from dist_utils import torch_compat
 from dist_utils.testing import grad_bucket, run_ranks, tcp_bytes_sent
 
 
@@ -31,7 +36,7 @@ def _grid(rank, nodes, local):
                 state = (
                     HierarchicalAllreduceState(mesh=mesh, min_bytes=0)
                     if by_mesh
-                    else HierarchicalAllreduceState(intra, inter, min_bytes=0)
+                    else HierarchicalAllreduceState(intra_group=intra, inter_group=inter, min_bytes=0)
                 )
                 inputs = _inputs(length, dtype)
                 node_means = [torch.zeros(length) for _ in range(nodes)]
@@ -75,21 +80,79 @@ def _no_grid(rank):
     intra = pairs[rank // 2]
     inter = pairs[2 + rank % 2]
     with pytest.raises(ValueError, match="needs intra_group and inter_group, or mesh"):
-        HierarchicalAllreduceState(intra)
+        HierarchicalAllreduceState(intra_group=intra)
     with pytest.raises(ValueError, match="do not make a grid"):
-        HierarchicalAllreduceState(intra, intra)
+        HierarchicalAllreduceState(intra_group=intra, inter_group=intra)
     with pytest.raises(ValueError, match="two dimensions"):
         HierarchicalAllreduceState(mesh=init_device_mesh("cpu", (4,)))
     with pytest.raises(ValueError, match="either mesh, or"):
-        HierarchicalAllreduceState(intra, inter, mesh=init_device_mesh("cpu", (2, 2)))
+        HierarchicalAllreduceState(intra_group=intra, mesh=init_device_mesh("cpu", (2, 2)))
     with pytest.raises(ValueError, match="not all of them in process_group"):
-        HierarchicalAllreduceState(intra, inter, process_group=intra)
+        HierarchicalAllreduceState(intra, intra_group=intra, inter_group=inter)
     # Each rank's groups look right alone; together they are no grid: ranks 0 and 3 cross over.
     crossed = pairs[4] if rank in {0, 3} else pairs[5]
-    state = HierarchicalAllreduceState(intra, crossed if rank in {0, 3} else inter, min_bytes=0)
+    state = HierarchicalAllreduceState(
+        intra_group=intra, inter_group=crossed if rank in {0, 3} else inter, min_bytes=0
+    )
     with pytest.raises(RuntimeError, match="the groups are no grid"):
         run_hook(state, grad_bucket([torch.ones(3)]), torch.ones(1000))
 
 
 def test_groups_that_are_no_grid_are_refused_on_every_rank():
     run_ranks(_no_grid, 4, timeout=60, group_timeout=15)
+
+
+def _trains(rank):
+    """Train on two nodes of two ranks, with a NaN in one step and a kernel that fails in another."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    state = HierarchicalAllreduceState(mesh=mesh, min_bytes=0, error_feedback="both")
+    model = DistributedDataParallel(torch.nn.Linear(60, 60))
+    model.register_comm_hook(state, quantized_allreduce_hook)
+
+    def step(*, poison=False):
+        x = torch.randn(3, 60, generator=torch.Generator().manual_seed(rank))
+        if poison and rank == 0:
+            x[0, 0] = torch.nan  # in one column of the weight's gradient: some ranks' shards have none of it
+        model(x).square().sum().backward()
+        mine = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        model.zero_grad()
+        first = mine.clone()
+        dist.broadcast(first, 0)
+        assert same_bits(first, mine)
+
+    def kept():
+        return [bucket["own"].clone() for bucket in state.state_dict(model)["buckets"]]
+
+    for _ in range(5):
+        step()
+    before = kept()
+    assert before[0].abs().max() > 0
+    step(poison=True)
+    assert torch.equal(before[0], kept()[0])
+    with pytest.raises(TypeError, match="does not pickle"):
+        copy.deepcopy(state)
+    elsewhere = init_device_mesh("cpu", (4, 1))
+    with pytest.raises(ValueError, match="the residuals are of intra_group"):
+        HierarchicalAllreduceState(mesh=elsewhere, min_bytes=0, error_feedback="both").load_state_dict(
+            state.state_dict(model), model
+        )
+    real = exchanges.kernels.encode
+
+    def broken(*arguments, **options):
+        if rank == 1:
+            raise MemoryError("no room for a kernel")
+        real(*arguments, **options)
+
+    exchanges.kernels.encode = broken
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        step()
+    seconds = time.monotonic() - start
+    assert torch.equal(before[0], kept()[0])
+    return seconds
+
+
+def test_a_step_that_fails_anywhere_is_made_nowhere():
+    seconds = run_ranks(_trains, 4, timeout=60, group_timeout=15)
+    if torch_compat.GROUPS_END_WITHOUT_GIL:
+        assert max(seconds) < 10, "long before the timeout"

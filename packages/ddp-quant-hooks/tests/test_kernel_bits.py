@@ -71,6 +71,10 @@ def everything(backend, layout, dtype, name, values):
         for kind in {layout.format, "int8", "bf16", "fp16"}:
             result = Layout(kind, layout.block_size)
             out[f"reduced {ranks} {kind}"], out[f"lost {ranks} {kind}"] = message(result), torch.ones(length)
+            if kind == layout.format:  # in the place of one of them, as the hook does
+                in_place = gathered[-1].clone()
+                backend.reduce([*gathered[:-1], in_place], layout, length, in_place, result, None, None)
+                out[f"in place {ranks}"] = in_place
             backend.reduce(
                 gathered,
                 layout,

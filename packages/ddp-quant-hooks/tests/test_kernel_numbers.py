@@ -1,5 +1,7 @@
 """What the kernels promise about numbers, whatever computes them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -107,9 +109,16 @@ def test_neither_threads_nor_flushing_change_a_bit():
         torch.set_num_threads(1)
         alone = encoded(values)
         restored = decoded([alone], values.numel())
+        other = encoded(values.flip(0))
+        mean, reduced = decoded([alone, other], values.numel()), torch.empty_like(alone)
+        kernels.reduce([alone, other], INT8, values.numel(), reduced, INT8)
         torch.set_num_threads(3)
         assert torch.equal(encoded(values), alone)
         assert torch.equal(decoded([alone], values.numel()), restored)
+        assert torch.equal(decoded([alone, other], values.numel()), mean)
+        again = torch.empty_like(alone)
+        kernels.reduce([alone, other], INT8, values.numel(), again, INT8)
+        assert torch.equal(again, reduced)
         torch.set_num_threads(1)
         if torch.set_flush_denormal(True):
             assert torch.equal(encoded(values), alone)
@@ -148,9 +157,22 @@ def test_wrong_tensors_are_refused_before_they_are_touched():
         kernels.reduce([message], INT8, 300, message, Layout("int8", 64))
 
 
+def test_a_library_of_other_sources_is_not_called(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_QUANT_HOOKS_LIBRARY", str(next(Path(torch.__file__).parent.glob("lib/libc10.*"))))
+    kernels._cpu_kernels.cache_clear()
+    try:
+        assert "was built from other sources" in kernels.describe()
+        encoded(torch.ones(300))
+        monkeypatch.setenv("DDP_QUANT_HOOKS_LIBRARY", str(tmp_path / "nowhere.so"))
+        kernels._cpu_kernels.cache_clear()
+        assert "DDP_QUANT_HOOKS_LIBRARY names no file" in kernels.describe()
+    finally:
+        kernels._cpu_kernels.cache_clear()
+
+
 def test_describe_says_what_computes_here():
     text = kernels.describe()
     expected = (
-        "compiled kernels with" if library_path().exists() else "torch operators, about 25 times slower"
+        "compiled kernels with" if library_path().exists() else "torch operators, 20 to 40 times slower"
     )
     assert text.startswith(f"cpu: {expected}")

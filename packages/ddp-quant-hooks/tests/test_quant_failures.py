@@ -6,12 +6,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import make_state
+from quant_buckets import make_state, run_hook
 from torch.nn.parallel import DistributedDataParallel
 
+import ddp_quant_hooks.state
 from ddp_quant_hooks import exchanges, quantization_perchannel_hook, quantized_allreduce_hook
 from dist_utils import torch_compat
-from dist_utils.testing import run_ranks
+from dist_utils.testing import grad_bucket, run_ranks
 
 GROUP_TIMEOUT = 12.0
 
@@ -61,11 +62,11 @@ def _model(hook):
         model(torch.ones(2, 300)).sum().backward()
         optimizer.step()
 
-    return net, state, step
+    return net, model, state, step
 
 
 def _peer_dies(rank, hook):
-    net, _, step = _model(hook)
+    net, _, _, step = _model(hook)
     step()
     step()
     before = [parameter.clone() for parameter in net.parameters()]
@@ -88,11 +89,11 @@ def test_survivors_raise_within_the_timeout_and_keep_their_parameters(hook):
 
 def _kernel_fails(rank):
     """A kernel fails on one rank alone: there the error says so, elsewhere there is one too."""
-    net, state, step = _model("feedback both")
+    net, trained, state, step = _model("feedback both")
     step()
     step()
     before = [parameter.clone() for parameter in net.parameters()]
-    residuals = state.state_dict()
+    residuals = state.state_dict(trained)
     real = exchanges.kernels.encode
 
     def broken(*arguments, **options):
@@ -107,7 +108,7 @@ def _kernel_fails(rank):
     finally:
         exchanges.kernels.encode = real
     assert all(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
-    after = state.state_dict()
+    after = state.state_dict(trained)
     assert len(after["buckets"]) > 1
     for old, new in zip(residuals["buckets"], after["buckets"], strict=True):
         assert torch.equal(old["own"], new["own"]), "the step was not made"
@@ -119,9 +120,77 @@ def _kernel_fails(rank):
     model = DistributedDataParallel(torch.nn.Linear(50, 50))
     model.register_comm_hook(state, quantized_allreduce_hook)
     model(torch.ones(1, 50)).sum().backward()
+    assert torch.equal(model.module.weight.grad, torch.ones(50, 50)), "a constant is exact"
     return str(caught.value)
 
 
-def test_a_kernel_error_reaches_every_rank_and_leaves_parameters_and_residuals():
-    messages = run_ranks(_kernel_fails, 3, group_timeout=GROUP_TIMEOUT, timeout=60)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_kernel_error_reaches_every_rank_and_leaves_parameters_and_residuals(world_size):
+    messages = run_ranks(_kernel_fails, world_size, group_timeout=GROUP_TIMEOUT, timeout=60)
     assert "no room for a kernel" in messages[1]
+
+
+def _counts_differ(rank):
+    """The last kernel fails on one rank alone, which has counted less; a fresh start samples alike."""
+    bucket, state = grad_bucket([torch.ones(3)]), make_state("int8", sample_every=2)
+    real, failing = exchanges.kernels.decode, rank == 1
+
+    def broken(*arguments, **options):
+        if failing:
+            raise MemoryError("no room for a kernel")
+        real(*arguments, **options)
+
+    exchanges.kernels.decode = broken
+    try:
+        run_hook(state, bucket, torch.ones(1000))
+    except RuntimeError:
+        assert failing
+    failing = False
+    state.close()
+    dist.barrier()
+    for _ in range(3):
+        assert torch.equal(run_hook(state, bucket, torch.full((1000,), 2.0)), torch.full((1000,), 2.0))
+    return state.statistics.quantised_buckets
+
+
+def test_ranks_that_have_counted_differently_sample_the_same_buckets():
+    assert run_ranks(_counts_differ, 3, group_timeout=GROUP_TIMEOUT, timeout=60) == [4, 3, 4]
+
+
+def _failure_beside_the_exchange(rank):
+    """What is averaged beside the quantised part fails: the step is not made, and no residual changes."""
+    gradients = [torch.randn(20, 30, generator=torch.Generator().manual_seed(rank)), torch.ones(20)]
+    bucket = grad_bucket(gradients)
+    state = make_state("feedback both", exact_1d=True)
+    for _ in range(3):
+        quantized_allreduce_hook(state, bucket).wait()
+    kept = state.residuals
+    kept.settle()
+    before = [value.own.last.clone() for value in kept._buckets.values()]
+
+    def broken(values, group):
+        raise MemoryError("no room for an all-reduce")
+
+    ddp_quant_hooks.state._all_reduce = broken
+    with pytest.raises(RuntimeError, match="no room for an all-reduce"):
+        quantized_allreduce_hook(state, bucket).wait()
+    kept.settle()
+    assert all(
+        torch.equal(old, new.own.last) for old, new in zip(before, kept._buckets.values(), strict=True)
+    )
+
+
+def test_a_failure_beside_the_exchange_leaves_residuals():
+    run_ranks(_failure_beside_the_exchange, 2, timeout=60)
+
+
+def _peer_of_two_dies(rank):
+    net, _, _, step = _model("int8")
+    step()
+    net.dies = rank == 1
+    with pytest.raises(RuntimeError):
+        step()
+
+
+def test_one_of_two_dies():
+    run_ranks(_peer_of_two_dies, 2, may_die={1}, group_timeout=GROUP_TIMEOUT)

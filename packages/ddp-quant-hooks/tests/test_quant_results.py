@@ -164,6 +164,29 @@ def _exact_parameters(rank):
         quantized_allreduce_hook(state, only_biases).wait(), torch.full((500,), (world_size - 1) / 2)
     )
     assert state.statistics.plain_buckets == 1
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1), (10,))
+    only_biases.set_buffer(sparse)
+    assert quantized_allreduce_hook(state, only_biases).wait().to_dense()[0] == 1
+
+
+def _extremes(rank):
+    """The largest 16-bit values: means and residuals may not push them out of the range."""
+    bucket = grad_bucket([torch.ones(3)])
+    for dtype in (torch.float16, torch.bfloat16):
+        largest = torch.finfo(dtype).max
+        values = (torch.tensor([1.0, 0.9987] * 300) * largest).to(dtype)
+        for name in ("int8", "feedback both", "int4"):
+            state = make_state(name)
+            for _ in range(3):
+                result = run_hook(
+                    state, bucket, values.clone() * (1 if rank else -1) if name == "int8" else values.clone()
+                )
+                assert result.isfinite().all(), (dtype, name)
+            state.close()
+
+
+def test_16_bit_extremes_stay_finite():
+    run_ranks(_extremes, 2)
 
 
 def test_parameters_of_one_dimension_are_exact_if_asked_for():
@@ -192,7 +215,7 @@ def test_one_rank_alone_keeps_its_gradients():
         ({"bits": 2}, "bits must be 8 or 4, got 2"),
         ({"block_size": 100}, "multiple of 32 up to 4096, got 100"),
         ({"block_size": 8192}, "multiple of 32 up to 4096, got 8192"),
-        ({"gather": "fp8"}, "format must be one of"),
+        ({"gather": "fp8"}, "gather must be 'int8', 'int4', 'bf16' or 'fp16', got 'fp8'"),
         ({"gather": "int4"}, "needs bits=4"),
         ({"error_feedback": "all"}, "error_feedback must be"),
         ({"min_bytes": -1}, "min_bytes must be a number of at least 0, got -1"),

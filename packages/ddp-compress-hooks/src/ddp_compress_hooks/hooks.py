@@ -161,7 +161,7 @@ def _average(
         if not state.sums_in_fp32(wire_dtype):
             return ring.average(state, group, buffer, values, wire_dtype)
 
-        require_messages(group, buffer.device)
+        require_messages(group, buffer.device, remedy="use NCCL, or accumulate='wire'")
 
         def job(private_group: dist.ProcessGroup) -> torch.Tensor:
             two_shot.average(state, private_group, values, wire_dtype)

@@ -55,8 +55,26 @@ class AffineLayout:
         return message[self._payload_bytes :].view(self.dtype).view(2, -1)
 
     def pieces(self) -> list[tuple[slice, slice]]:
-        """Cut into whole channels that are computed in one go: slices of values and of channels."""
-        step = max(1, _VALUES_AT_ONCE // self.channel)
+        """Cut into what is computed in one go, whole channels or a part of one.
+
+        Returns slices of the values, and of the channels that they are in.
+        """
+        if self.channel > _VALUES_AT_ONCE:
+            starts = [
+                (index, start)
+                for index in range(self.channels)
+                for start in range(
+                    index * self.channel, min((index + 1) * self.channel, self.values), _VALUES_AT_ONCE
+                )
+            ]
+            return [
+                (
+                    slice(start, min(start + _VALUES_AT_ONCE, (index + 1) * self.channel, self.values)),
+                    slice(index, index + 1),
+                )
+                for index, start in starts
+            ]
+        step = _VALUES_AT_ONCE // self.channel
         return [
             (
                 slice(first * self.channel, min((first + step) * self.channel, self.values)),
@@ -66,21 +84,21 @@ class AffineLayout:
         ]
 
     def rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return whole channels as rows; zeros fill the last, and change no range."""
-        width = min(self.channel, self.values)
+        """Return a piece's channels as rows; zeros fill the last, and change no range."""
+        width = min(self.channel, values.numel())
         return pad(values, (0, -values.numel() % width)).view(-1, width)
 
 
 def encode(values: torch.Tensor, message: torch.Tensor, layout: AffineLayout) -> None:
     """Write the message of flat ``values``."""
     payload, parameters = layout.payload(message), layout.parameters(message)
+    scale, zero_point = _parameters(*_ranges(values, layout))
+    parameters[0], parameters[1] = scale, zero_point
     for span, channels in layout.pieces():
         rows = layout.rows(values[span].to(layout.dtype))
-        scale, zero_point = _parameters(rows)
-        numbers = ((rows / scale).round_() + zero_point).nan_to_num_(0.0).clamp_(0, 255)
+        numbers = rows.div_(scale[channels, None]).round_().add_(zero_point[channels, None])
         part = payload[span]
-        part.copy_(numbers.flatten()[: part.numel()])
-        parameters[0, channels], parameters[1, channels] = scale.squeeze(1), zero_point.squeeze(1)
+        part.copy_(numbers.nan_to_num_(0.0).clamp_(0, 255).flatten()[: part.numel()])
 
 
 def decode_mean(messages: list[torch.Tensor], layout: AffineLayout, values: torch.Tensor) -> None:
@@ -89,7 +107,7 @@ def decode_mean(messages: list[torch.Tensor], layout: AffineLayout, values: torc
     # A sum of finite values must not overflow.
     shrink = torch.where(parameters[:, 0].amax(0) >= 2.0**90, 2.0**-20, 1.0)
     ranks = torch.full_like(shrink, len(messages))
-    limits = torch.finfo(layout.dtype)
+    limits = torch.finfo(values.dtype)
     for span, channels in layout.pieces():
         total = torch.zeros((), dtype=layout.dtype, device=values.device)
         for message, (scale, zero_point) in zip(messages, parameters, strict=True):
@@ -100,16 +118,25 @@ def decode_mean(messages: list[torch.Tensor], layout: AffineLayout, values: torc
         part.copy_(mean.clamp_(limits.min, limits.max).flatten()[: part.numel()])
 
 
-def _parameters(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and zero point of each row, as columns."""
-    levels = torch.full((), 255.0, dtype=rows.dtype, device=rows.device)
-    lowest = rows.amin(1, keepdim=True).clamp(max=0)
-    highest = rows.amax(1, keepdim=True).clamp(min=0)
+def _ranges(values: torch.Tensor, layout: AffineLayout) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the lowest and the highest value of each channel, with zero between them; NaN if one is."""
+    lowest = torch.zeros(layout.channels, dtype=layout.dtype, device=values.device)
+    highest = torch.zeros_like(lowest)
+    for span, channels in layout.pieces():
+        low, high = torch.aminmax(layout.rows(values[span]), dim=1)
+        lowest[channels] = torch.minimum(lowest[channels], low.to(layout.dtype))
+        highest[channels] = torch.maximum(highest[channels], high.to(layout.dtype))
+    return lowest, highest
+
+
+def _parameters(lowest: torch.Tensor, highest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return scale and zero point of each channel."""
+    levels = torch.full_like(lowest, 255.0)
     width = highest - lowest
     # The difference of finite numbers can overflow.
     scale = torch.where(width.isinf(), highest / levels - lowest / levels, width / levels)
     # Among the smallest numbers a quotient may be rounded down by a lot: the range must fit.
-    too_small = (scale * levels < width) & (scale < torch.finfo(rows.dtype).smallest_normal)
+    too_small = (scale * levels < width) & (scale < torch.finfo(lowest.dtype).smallest_normal)
     scale = torch.where(too_small, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
     scale = torch.where(width == 0, 1.0, scale)
     zero_point = (-(lowest / scale).round()).clamp(0, 255)

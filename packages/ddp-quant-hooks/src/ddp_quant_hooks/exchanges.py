@@ -162,10 +162,12 @@ def average_inside(
     index: int,
     block_size: int,
     between: Callable[[torch.Tensor, Scratch], Exchange],
+    failed: Callable[[torch.Tensor], None] | None,
 ) -> Exchange:
     """Average a flat chunk in full precision inside a node, and each rank's shard of it ``between`` nodes.
 
-    The sum is in fp32, or in the values' own dtype if that is wider.
+    The sum is in fp32, or in the values' own dtype if that is wider. ``failed`` as in :class:`Wire`: a rank
+    sees only its own shard between nodes, but all must decide alike whether a step is finite.
     """
     spans = shards(Span(0, values.numel()), link.size, block_size)
     parts = [values[span.start : span.stop] for span in spans]
@@ -186,6 +188,8 @@ def average_inside(
     yield
 
     _wait(works)
+    if failed is not None:
+        failed(~values.isfinite().all())
 
 
 def _encode(values: torch.Tensor, message: torch.Tensor, layout: Layout, kept: Residual, start: int) -> None:

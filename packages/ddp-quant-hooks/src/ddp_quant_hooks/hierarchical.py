@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -31,15 +32,17 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
     node instead of once per rank.
 
     Args:
+        process_group: All ranks of the grid; what DDP uses. ``None`` is WORLD.
         intra_group: This rank's node: a process group. With ``inter_group``; not with ``mesh``.
         inter_group: The ranks that have this rank's place on the other nodes.
         mesh: Instead of both: a two-dimensional ``DeviceMesh``, nodes first, as for hybrid sharding.
-        process_group: All ranks of the grid; what DDP uses. ``None`` is WORLD.
-        **options: As :class:`QuantizedAllreduceState`.
+        **options: As :class:`QuantizedAllreduceState`. Statistics count what is sent inside nodes, too.
 
     Raises:
         TypeError, ValueError: As :class:`QuantizedAllreduceState`; or the groups are no grid of
             ``process_group``. What only all ranks together can see raises in the first ``backward()``.
+
+    Does not pickle: its groups belong to this job.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (nodes, 8))  # doctest: +SKIP
@@ -49,11 +52,11 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
 
     def __init__(
         self,
+        process_group: GroupLike = None,
+        *,
         intra_group: GroupLike = None,
         inter_group: GroupLike = None,
-        *,
         mesh: DeviceMesh | None = None,
-        process_group: GroupLike = None,
         **options: Any,
     ) -> None:
         super().__init__(process_group, **options)
@@ -72,12 +75,13 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
         _check_grid(everyone, inside, across)
         self._inside = [everyone.index(rank) for rank in inside]
         self._across = [everyone.index(rank) for rank in across]
-        self._agreed_on: dist.ProcessGroup | None = None
+        # Not the group itself: its owner ends it by letting go of it.
+        self._agreed_on: weakref.ref[dist.ProcessGroup] | None = None
 
     def _exchange(self, group: dist.ProcessGroup, values: torch.Tensor, kept: BucketResiduals) -> int:
-        if self._agreed_on is not group:
+        if self._agreed_on is None or self._agreed_on() is not group:
             self._require_grid(group, values.device)
-            self._agreed_on = group
+            self._agreed_on = weakref.ref(group)
         inside, across = Link(group, self._inside, 0), Link(group, self._across, 1)
         wire = self._wire(across, kept)
         block_size = self.scatter.block_size
@@ -92,6 +96,7 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
                     link=inside,
                     index=index,
                     block_size=block_size,
+                    failed=wire.failed,
                     between=_nothing
                     if across.size == 1
                     else partial(
@@ -103,6 +108,12 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
 
         take_turns(exchanges(), self._scratch(values.device), values.device)
         return inside.bytes_sent + across.bytes_sent
+
+    def _identity(self) -> dict[str, Any]:
+        return {**super()._identity(), "intra_group": self._inside, "inter_group": self._across}
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a HierarchicalAllreduceState does not pickle: its groups belong to this job")
 
     def _lengths(self, length: int) -> tuple[int, int]:
         block_size, me = self.scatter.block_size, self.process_group.rank()

@@ -9,6 +9,7 @@ from torch.profiler import record_function
 from ddp_compress_hooks import allreduce_hook
 from ddp_compress_hooks.compiled import is_pair
 from ddp_compress_hooks.hooks import check_gradient_dtype, completed
+from ddp_quant_hooks.exact_parameters import gradients_of_small_parameters
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from dist_utils import require_messages
@@ -41,7 +42,8 @@ def quantized_allreduce_hook(
         TypeError: ``state`` is no state, or the bucket not of a floating-point dtype; under
             ``torch.compile`` with DDP's python reducer, which hands over no buckets.
         ValueError: This rank is not in the group, or it is Gloo and the tensors are on a GPU.
-        All of them before any communication. A failing peer raises ``RuntimeError`` in ``backward()``.
+        All of them before any communication. A failing peer raises ``RuntimeError`` in ``backward()``; one
+        that fails after it has sent all that this step needs of it, in the next.
 
     Cost:
         With a block of 128 and 8 bits, 1.03 bytes a value sent per rank at two ranks and 2.06 (W - 1) / W
@@ -65,24 +67,21 @@ def quantized_allreduce_hook(
     with record_function(f"quantized_allreduce_hook:bucket_{bucket.index()}"):
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)
+        state.begin_bucket(bucket)
         if group.size() == 1 or buffer.numel() == 0:
             return completed(buffer)
-        exact = _exact_gradients(bucket) if state.exact_1d else []
-        if _travels_plain(state, buffer) or len(exact) == len(bucket.parameters()):
+        if _travels_plain(state, buffer):
+            return _average_plain(state, group, bucket)
+        exact = gradients_of_small_parameters(bucket) if state.exact_1d else []
+        if exact and len(exact) == len(bucket.parameters()):
             return _average_plain(state, group, bucket)
         require_messages(group, buffer.device)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
-        kept = state.take_bucket(bucket, values)
+        task = state.take_bucket(bucket, values)
 
         def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-            apart = _set_apart(exact)
-            if apart is not None:
-                apart /= private_group.size()
-                dist.all_reduce(apart, group=private_group)
-                state.residuals.failed(~apart.isfinite().all())
-            state.average(private_group, values, kept)
-            if apart is not None:
-                _put_back(exact, apart)
+            with state.residuals.watching():
+                state.average(private_group, values, task, exact)
             return buffer
 
         return state.worker.submit(job, device=buffer.device)
@@ -97,36 +96,14 @@ def _average_plain(
     state: QuantizedAllreduceState, group: dist.ProcessGroup, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     state.count_plain(bucket.buffer(), group.size())
-    state.residuals.begin_plain_bucket(first=bucket.index() == 0)
     averaged = allreduce_hook(group, bucket)
     if state.error_feedback == "none":
         return averaged
 
     def check(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        mean = done.value()
+        with state.residuals.watching():
+            mean = done.value()
         state.residuals.failed(~(mean.coalesce().values() if mean.is_sparse else mean).isfinite().all())
         return mean
 
     return averaged.then(check)
-
-
-def _exact_gradients(bucket: GradBucket) -> list[torch.Tensor]:
-    """Return the gradients of parameters of at most one dimension, as parts of the bucket's buffer."""
-    both = zip(bucket.parameters(), bucket.gradients(), strict=True)
-    return [gradient for parameter, gradient in both if parameter.dim() <= 1]
-
-
-def _set_apart(gradients: list[torch.Tensor]) -> torch.Tensor | None:
-    """Copy gradients out of the bucket and leave zeros, which do not widen the range of their blocks."""
-    if not gradients:
-        return None
-    apart = torch.cat([gradient.flatten() for gradient in gradients])
-    for gradient in gradients:
-        gradient.zero_()
-    return apart.to(torch.promote_types(apart.dtype, torch.float32))
-
-
-def _put_back(gradients: list[torch.Tensor], averaged: torch.Tensor) -> None:
-    parts = torch.split(averaged, [gradient.numel() for gradient in gradients])
-    for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))

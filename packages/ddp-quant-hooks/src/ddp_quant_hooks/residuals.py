@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["NO_RESIDUAL", "BucketResiduals", "Residual", "Residuals"]
+__all__ = ["BucketResiduals", "Residual", "Residuals"]
 
 _log = logging.getLogger(__name__)
 
@@ -28,8 +29,8 @@ class Residual:
     ``None`` twice where nothing is kept.
     """
 
-    last: torch.Tensor | None
-    next: torch.Tensor | None
+    last: torch.Tensor | None = None
+    next: torch.Tensor | None = None
 
     def span(self, start: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return elements ``start`` to ``start + length`` of both."""
@@ -40,9 +41,6 @@ class Residual:
     def turn(self) -> None:
         """Make what this step lost the last loss."""
         self.last, self.next = self.next, self.last
-
-
-NO_RESIDUAL = Residual(None, None)
 
 
 @dataclass
@@ -74,9 +72,9 @@ class Residuals:
     it, and all residuals stay as they were. So both what the last step lost and what the running step
     loses are kept.
 
-    A bucket is known by its parameters, which are numbered in the order in which they came first: the same
-    in every run of the same model. When DDP rebuilds its buckets, after the first step, a residual finds no
-    bucket any more and is dropped; none is ever applied to other parameters.
+    A bucket is known by its parameters: as objects while a job runs, by their names in a file. When DDP
+    rebuilds its buckets, after the first step, a residual finds no bucket any more and is dropped; none is
+    ever applied to other parameters.
 
     Args:
         own: Keep what a rank's own gradients lose.
@@ -93,26 +91,30 @@ class Residuals:
         self._settled = True
         self._step = 0
 
-    def begin_bucket(
-        self, parameters: Sequence[torch.Tensor], *, first: bool, own: int, shard: int, device: torch.device
+    def begin_step(self) -> None:
+        """End the last step, and begin one."""
+        self.settle()
+        self._settled = False
+        self._step += 1
+
+    def of_bucket(
+        self, parameters: Sequence[torch.Tensor], *, own: int, shard: int, device: torch.device
     ) -> BucketResiduals:
         """Return what is kept for a bucket, zeros if it is new.
 
         Args:
             parameters: Of the bucket, in its order.
-            first: This is the first bucket of a step: the last step is over.
             own: Number of elements of this rank's own gradients.
             shard: Number of elements of this rank's shards.
             device: Where to.
         """
-        self.begin_plain_bucket(first=first)
         if not any(self._wants):
-            return BucketResiduals(NO_RESIDUAL, NO_RESIDUAL, self._step)
+            return BucketResiduals(Residual(), Residual(), self._step)
         key, lengths = self._key(parameters), (own, shard)
         found = self._buckets.get(key)
         if found is None or not found.fits(lengths):
             own_kept, shard_kept = (
-                _zeros(length, device) if wanted else Residual(None, None)
+                _zeros(length, device) if wanted else Residual()
                 for wanted, length in zip(self._wants, lengths, strict=True)
             )
             found = self._buckets[key] = BucketResiduals(own_kept, shard_kept, self._step)
@@ -120,21 +122,19 @@ class Residuals:
         found.to(device)
         return found
 
-    def begin_plain_bucket(self, *, first: bool) -> None:
-        """Note a bucket that is not quantised: it may be the first of a step."""
-        if first:
-            self.settle()
-            self._settled = False
-            self._step += 1
-
     def failed(self, flag: torch.Tensor) -> None:
         """Note whether a value of this step's means is not finite, as a flag on any device."""
         if any(self._wants):
             self._flags.append(flag)
 
-    def broken(self) -> None:
-        """Note that this step raised an error: it will not be made."""
-        self._broken = True
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note an error: a step that raises will not be made."""
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
 
     def settle(self) -> None:
         """End the last step: keep what it lost if it was finite. Its exchanges must be over."""
@@ -151,37 +151,46 @@ class Residuals:
                 del self._buckets[key]
                 _log.info("dropped the residuals of a bucket of %d parameters: DDP has rebuilt it", len(key))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return what is kept, as CPU tensors by bucket."""
+    def state_dict(self, names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return what is kept, as CPU tensors by bucket, of the parameters of these names."""
         self.settle()
+        name_of = {self._number(parameter): name for name, parameter in names.items()}
         return {
             "buckets": [
                 {
-                    "parameters": [list(pair) for pair in key],
+                    "parameters": [(name_of[number], length) for number, length in key],
                     "own": _on_cpu(kept.own),
                     "shard": _on_cpu(kept.shard),
                 }
                 for key, kept in self._buckets.items()
+                if all(number in name_of for number, _ in key)
             ]
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what another run kept.
-
-        Before the first step: until DDP has rebuilt its buckets they wait to be found again.
-        """
+    def load_state_dict(self, state: dict[str, Any], names: Mapping[str, torch.Tensor]) -> None:
+        """Take over what another run kept; until DDP has rebuilt its buckets it waits to be found again."""
+        self.settle()
         buckets: dict[BucketKey, BucketResiduals] = {}
         for bucket in state["buckets"]:
-            key = tuple((int(number), int(length)) for number, length in bucket["parameters"])
+            for name, length in bucket["parameters"]:
+                if name not in names or names[name].numel() != length:
+                    here = "not there" if name not in names else f"{names[name].numel()} long here"
+                    raise ValueError(
+                        f"the residuals are of a parameter {name!r} of {length} elements, {here}"
+                    )
+            key = tuple((self._number(names[name]), length) for name, length in bucket["parameters"])
             buckets[key] = BucketResiduals(_loaded(bucket["own"]), _loaded(bucket["shard"]), self._step)
         self._buckets = buckets
 
+    def _number(self, parameter: torch.Tensor) -> int:
+        if parameter not in self._numbers:
+            self._numbers[parameter] = self._count  # never used again, unlike the parameter's address
+            self._count += 1
+        number: int = self._numbers[parameter]
+        return number
+
     def _key(self, parameters: Sequence[torch.Tensor]) -> BucketKey:
-        for parameter in parameters:
-            if parameter not in self._numbers:
-                self._numbers[parameter] = self._count
-                self._count += 1
-        return tuple((self._numbers[parameter], parameter.numel()) for parameter in parameters)
+        return tuple((self._number(parameter), parameter.numel()) for parameter in parameters)
 
 
 def _zeros(length: int, device: torch.device) -> Residual:
@@ -195,6 +204,6 @@ def _on_cpu(kept: Residual) -> torch.Tensor | None:
 
 def _loaded(last: torch.Tensor | None) -> Residual:
     if last is None:
-        return NO_RESIDUAL
+        return Residual()
     last = last.to(dtype=torch.float32, copy=True)
     return Residual(last, torch.zeros_like(last))

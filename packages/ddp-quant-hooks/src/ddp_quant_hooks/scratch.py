@@ -26,7 +26,7 @@ class Scratch:
         """Forget what was handed out. Nobody may use it any more."""
         if self._taken > self._memory.numel():
             device = self._memory.device
-            del self._memory  # before the new one is taken
+            self._memory = torch.empty(0, dtype=torch.uint8, device=device)  # before the new one is taken
             self._memory = torch.empty(self._taken, dtype=torch.uint8, device=device)
         self._taken = 0
 

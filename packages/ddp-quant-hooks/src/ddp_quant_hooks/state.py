@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 
+from ddp_quant_hooks import exact_parameters
 from ddp_quant_hooks.chunks import Chunk, cut, shards
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantised, take_turns
 from ddp_quant_hooks.link import Link
@@ -20,7 +22,7 @@ from ddp_quant_hooks.scratch import Scratch
 from dist_utils import GroupLike, OrderedWorker, resolve_group
 from dist_utils.torch_compat import GradBucket
 
-__all__ = ["ErrorFeedback", "QuantizedAllreduceState", "Statistics"]
+__all__ = ["ErrorFeedback", "QuantizedAllreduceState", "Statistics", "Task"]
 
 ErrorFeedback: TypeAlias = Literal["none", "shard", "both"]
 
@@ -39,8 +41,8 @@ class Statistics:
     Attributes:
         quantised_buckets: Buckets that were sent in few bits.
         plain_buckets: Buckets that were averaged without compression: small, sparse or fp64.
-        bytes_sent: Payload that this rank sent, messages of quantised and plain buckets. (Sparse buckets
-            do not count: what their collective sends is not known here.)
+        bytes_sent: Payload that this rank sent, with what exact parameters and samples took. (Sparse
+            buckets do not count: what their collective sends is not known here.)
         bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent.
         relative_error: Of the last bucket that was sampled (``sample_every``): |averaged - exact| /
             |exact|; ``None`` if none was.
@@ -56,6 +58,21 @@ class Statistics:
     def bytes_saved(self) -> int:
         """How many bytes less than an all-reduce were sent."""
         return self.bytes_of_allreduce - self.bytes_sent
+
+
+@dataclass(frozen=True)
+class Task:
+    """How one bucket is averaged, decided alike on every rank.
+
+    Attributes:
+        kept: Its residuals.
+        sampled: Measure its error.
+        threads: How many the kernels may use: those of the thread that runs ``backward()``.
+    """
+
+    kept: BucketResiduals
+    sampled: bool
+    threads: int
 
 
 class QuantizedAllreduceState:
@@ -85,7 +102,8 @@ class QuantizedAllreduceState:
         TypeError: ``process_group`` is no group.
         ValueError: This rank is not a member of the group, or an option has no such choice.
 
-    Pickles with its options only: a warning says so. Use :meth:`state_dict` for the residuals.
+    Pickles with its options only, and warns if that loses something. Use :meth:`state_dict` for the
+    residuals.
 
     Example:
         >>> state = QuantizedAllreduceState(error_feedback="shard")  # doctest: +SKIP
@@ -108,6 +126,8 @@ class QuantizedAllreduceState:
             raise ValueError(f"bits must be 8 or 4, got {bits!r}")
         if error_feedback not in (None, "none", "shard", "both"):
             raise ValueError(f"error_feedback must be 'none', 'shard' or 'both', got {error_feedback!r}")
+        if gather not in {None, "int8", "int4", "bf16", "fp16"}:
+            raise ValueError(f"gather must be 'int8', 'int4', 'bf16' or 'fp16', got {gather!r}")
         if gather == "int4" and bits != 4:
             raise ValueError("gather='int4' needs bits=4: averages would be rounded more than values")
         for name, number in (("min_bytes", min_bytes), ("sample_every", sample_every)):
@@ -138,6 +158,8 @@ class QuantizedAllreduceState:
         self._worker: OrderedWorker | None = None
         self._scratches: dict[torch.device, list[Scratch]] = {}
         self._statistics = Statistics()
+        self._counting = threading.Lock()  # buckets are counted on the caller's thread and on the worker's
+        self._taken = 0
         self.residuals = Residuals(
             own=self.error_feedback == "both", shard=self.error_feedback in {"shard", "both"}
         )
@@ -170,74 +192,98 @@ class QuantizedAllreduceState:
             self._worker.close()
             self._worker = None
         self._scratches.clear()
+        self._taken = 0  # after an error ranks may not have come equally far
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return this rank's residuals and what they depend on, for :meth:`load_state_dict`.
 
         Between two steps. Every rank has its own: save one file for each.
+
+        Args:
+            model: Whose gradients were averaged: the ``DistributedDataParallel`` module. Residuals are saved
+                by the names of its parameters.
         """
+        return {**self._identity(), **self.residuals.state_dict(dict(model.named_parameters()))}
+
+    def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module) -> None:
+        """Take over the residuals that another run, or this one, has saved.
+
+        In a new run they wait until DDP has rebuilt its buckets, after the first step, if they were saved
+        later than that. Those that find no bucket within three steps are dropped, with a line in the log.
+
+        Args:
+            state: What :meth:`state_dict` returned on this rank.
+            model: Whose gradients will be averaged, under the same names.
+
+        Raises:
+            ValueError: They are of another rank, number of ranks, layout, or kind of error feedback, or of a
+                parameter that ``model`` does not have; nothing is changed.
+        """
+        for name, value in self._identity().items():
+            if state.get(name) != value:
+                raise ValueError(f"the residuals are of {name} {state.get(name)!r}, but here it is {value!r}")
+        self.residuals.load_state_dict(state, dict(model.named_parameters()))
+
+    def _identity(self) -> dict[str, Any]:
+        """Return what must be equal where residuals are saved and where they are loaded."""
         group = self.process_group
         return {
             "version": 1,
+            "state": type(self).__name__,
             "rank": group.rank(),
             "world_size": group.size(),
             "error_feedback": self.error_feedback,
-            **self.residuals.state_dict(),
+            "scatter": (self.scatter.format, self.scatter.block_size),
+            "gather": (self.gather.format, self.gather.block_size),
         }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the residuals of a run that stopped, before the first step of the one that goes on.
-
-        They wait until DDP has rebuilt its buckets, after the first step, if they were saved later than
-        that. Those that find no bucket within three steps are dropped, with a line in the log.
-
-        Raises:
-            ValueError: They are of another rank, number of ranks or kind of error feedback; nothing is
-                changed.
-        """
-        group = self.process_group
-        here = {
-            "version": 1,
-            "rank": group.rank(),
-            "world_size": group.size(),
-            "error_feedback": self.error_feedback,
-        }
-        for name, value in here.items():
-            if state.get(name) != value:
-                raise ValueError(f"the residuals are of {name} {state.get(name)!r}, but here it is {value!r}")
-        self.residuals.load_state_dict(state)
 
     # ---- for the hook ----
 
-    def take_bucket(self, bucket: GradBucket, values: torch.Tensor) -> BucketResiduals:
-        """Return the residuals of a bucket that is about to be averaged. On the caller's thread, in order."""
-        own, shard = self._lengths(values.numel())
-        return self.residuals.begin_bucket(
-            bucket.parameters(), first=bucket.index() == 0, own=own, shard=shard, device=values.device
-        )
+    def begin_bucket(self, bucket: GradBucket) -> None:
+        """Note a bucket, however it will be averaged: the first begins a step. On the caller's thread."""
+        if bucket.index() == 0:
+            self.residuals.begin_step()
 
-    def average(self, group: dist.ProcessGroup, values: torch.Tensor, kept: BucketResiduals) -> None:
-        """Average flat ``values`` in place. A job for :attr:`worker`; every rank ends with the same bits."""
-        count = self._statistics.quantised_buckets
-        exact = None
-        if self.sample_every and count % self.sample_every == 0:
-            exact = values.float() / group.size()
-            dist.all_reduce(exact, group=group)
-        try:
-            bytes_sent = self._exchange(group, values, kept)
-        except BaseException:
-            self.residuals.broken()
-            raise
-        error = self._statistics.relative_error
-        if exact is not None:
-            difference = (values.float() - exact).norm()
-            error = float(difference / exact.norm()) if difference else 0.0
-        self._count(values, group.size(), bytes_sent, quantised_buckets=count + 1, relative_error=error)
+    def take_bucket(self, bucket: GradBucket, values: torch.Tensor) -> Task:
+        """Return how a bucket will be averaged. On the caller's thread, where all ranks come in one order."""
+        own, shard = self._lengths(values.numel())
+        kept = self.residuals.of_bucket(bucket.parameters(), own=own, shard=shard, device=values.device)
+        sampled = self.sample_every > 0 and self._taken % self.sample_every == 0
+        self._taken += 1
+        return Task(kept, sampled, torch.get_num_threads())
+
+    def average(
+        self, group: dist.ProcessGroup, values: torch.Tensor, task: Task, exact: list[torch.Tensor]
+    ) -> None:
+        """Average flat ``values`` in place. A job for :attr:`worker`; every rank ends with the same bits.
+
+        Args:
+            group: Whose ranks average.
+            values: The bucket.
+            task: From :meth:`take_bucket`.
+            exact: Parts of the bucket to average without compression.
+        """
+        if torch.get_num_threads() != task.threads:  # this thread's number is its own
+            torch.set_num_threads(task.threads)
+        bytes_sent = 0
+        reference = apart = None
+        if task.sampled:
+            reference = values.float() / group.size()
+            bytes_sent += _all_reduce(reference, group)
+        if exact:
+            apart = exact_parameters.set_apart(exact).div_(group.size())
+            bytes_sent += _all_reduce(apart, group)
+            self.residuals.failed(~apart.isfinite().all())
+        bytes_sent += self._exchange(group, values, task.kept)
+        if apart is not None:
+            exact_parameters.put_back(exact, apart)
+        error = None if reference is None else _relative_error(values, reference)
+        self._count(values, group.size(), bytes_sent, quantised=1, relative_error=error)
 
     def count_plain(self, values: torch.Tensor, world_size: int) -> None:
         """Count a bucket that is averaged without compression."""
         bytes_sent = 0 if values.is_sparse else _ring_bytes(values, world_size)
-        self._count(values, world_size, bytes_sent, plain_buckets=self._statistics.plain_buckets + 1)
+        self._count(values, world_size, bytes_sent, plain=1)
 
     def _exchange(self, group: dist.ProcessGroup, values: torch.Tensor, kept: BucketResiduals) -> int:
         """Average ``values`` and return how many bytes were sent."""
@@ -281,14 +327,25 @@ class QuantizedAllreduceState:
     def _scratch(self, device: torch.device) -> list[Scratch]:
         return self._scratches.setdefault(device, [])
 
-    def _count(self, values: torch.Tensor, world_size: int, bytes_sent: int, **others: Any) -> None:
-        so_far = self._statistics
-        self._statistics = replace(
-            so_far,
-            bytes_sent=so_far.bytes_sent + bytes_sent,
-            bytes_of_allreduce=so_far.bytes_of_allreduce + _ring_bytes(values, world_size),
-            **others,
-        )
+    def _count(
+        self,
+        values: torch.Tensor,
+        world_size: int,
+        bytes_sent: int,
+        *,
+        quantised: int = 0,
+        plain: int = 0,
+        relative_error: float | None = None,
+    ) -> None:
+        with self._counting:
+            so_far = self._statistics
+            self._statistics = Statistics(
+                so_far.quantised_buckets + quantised,
+                so_far.plain_buckets + plain,
+                so_far.bytes_sent + bytes_sent,
+                so_far.bytes_of_allreduce + _ring_bytes(values, world_size),
+                so_far.relative_error if relative_error is None else relative_error,
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         if self._group is not None or self.error_feedback != "none":
@@ -300,6 +357,17 @@ class QuantizedAllreduceState:
 
     def __setstate__(self, options: dict[str, Any]) -> None:
         self.__init__(None, **options)  # type: ignore[misc] # as copy and pickle make objects
+
+
+def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> int:
+    """Sum ``values`` in place, and return what that sends."""
+    dist.all_reduce(values, group=group)
+    return _ring_bytes(values, group.size())
+
+
+def _relative_error(values: torch.Tensor, exact: torch.Tensor) -> float:
+    difference = (values.float() - exact).norm()
+    return float(difference / exact.norm()) if difference else 0.0
 
 
 def _ring_bytes(values: torch.Tensor, world_size: int) -> int:

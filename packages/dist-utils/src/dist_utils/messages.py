@@ -10,16 +10,19 @@ import torch.distributed as dist
 __all__ = ["require_messages", "start_messages"]
 
 
-def require_messages(group: dist.ProcessGroup, device: torch.device) -> None:
+def require_messages(group: dist.ProcessGroup, device: torch.device, *, remedy: str = "use NCCL") -> None:
     """Raise unless the ranks of a group can send each other tensors of a device.
+
+    Args:
+        group: The process group.
+        device: Where the tensors are.
+        remedy: What the error advises.
 
     Raises:
         ValueError: The backend for the device is Gloo, which sends only CPU tensors between two ranks.
     """
     if device.type != "cpu" and f"{device.type}:gloo" in dist.get_backend_config(group).split(","):
-        raise ValueError(
-            f"Gloo has no messages between two ranks for {device.type} tensors: use NCCL for them"
-        )
+        raise ValueError(f"Gloo has no messages between two ranks for {device.type} tensors: {remedy}")
 
 
 def start_messages(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import cache
 from typing import Protocol
@@ -9,7 +10,7 @@ from typing import Protocol
 import torch
 
 from ddp_quant_hooks.kernels import torch_ops
-from ddp_quant_hooks.kernels.cpu import CpuKernels, library_path
+from ddp_quant_hooks.kernels.cpu import LIBRARY_VARIABLE, CpuKernels, library_path
 from ddp_quant_hooks.messages import Layout
 
 __all__ = ["VALUE_DTYPES", "Backend", "backend_for", "decode", "describe", "encode", "reduce"]
@@ -76,10 +77,12 @@ def describe() -> str:
         sets, threads = ", ".join(compiled.available), torch.get_num_threads()
         cpu = f"compiled kernels with {compiled.instruction_set} (of {sets}), {threads} thread(s)"
     elif library_path().exists():
-        cpu = f"torch operators, about 25 times slower: the compiled kernels do not load here: {compiled}"
+        cpu = f"torch operators, 20 to 40 times slower: the compiled kernels do not load here: {compiled}"
+    elif LIBRARY_VARIABLE in os.environ:
+        cpu = f"torch operators, 20 to 40 times slower: {LIBRARY_VARIABLE} names no file: {library_path()}"
     else:
         cpu = (
-            "torch operators, about 25 times slower: this installation has no compiled kernels; install a "
+            "torch operators, 20 to 40 times slower: this installation has no compiled kernels; install a "
             "C++ compiler, then: pip install --force-reinstall --no-deps --no-binary ddp-quant-hooks "
             "ddp-quant-hooks"
         )
@@ -198,10 +201,7 @@ def _check_residuals(
     for name, tensor in (("residual", residual), ("new_residual", new_residual)):
         if tensor is not None:
             _check(name, tensor, (torch.float32,), length, device)
-    if (
-        residual is not None
-        and new_residual is not None
-        and residual.data_ptr() == new_residual.data_ptr()
-        and length
-    ):
+    if residual is None or new_residual is None:
+        return
+    if abs(residual.data_ptr() - new_residual.data_ptr()) < residual.nbytes:
         raise ValueError("residual and new_residual must not share memory")

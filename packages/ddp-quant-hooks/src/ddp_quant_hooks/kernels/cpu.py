@@ -10,12 +10,17 @@ import torch
 
 from ddp_quant_hooks.messages import Layout
 
-__all__ = ["CpuKernels", "library_path"]
+__all__ = ["LIBRARY_VARIABLE", "CpuKernels", "library_path"]
+
+LIBRARY_VARIABLE = "DDP_QUANT_HOOKS_LIBRARY"
+"""The environment variable that names another library, such as one built with sanitizers."""
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORMATS = {"int8": 0, "int4": 1, "bf16": 2, "fp16": 3}
 
 _ENCODE, _REDUCE, _DECODE = range(3)
+_ABI = 1
+_NO_MEMORY = 2
 
 
 class _Work(ctypes.Structure):
@@ -37,8 +42,8 @@ class _Work(ctypes.Structure):
 
 
 def library_path() -> Path:
-    """Return where the library is: ``DDP_QUANT_HOOKS_LIBRARY``, or beside this file."""
-    chosen = os.environ.get("DDP_QUANT_HOOKS_LIBRARY")
+    """Return where the library is: :data:`LIBRARY_VARIABLE`, or beside this file."""
+    chosen = os.environ.get(LIBRARY_VARIABLE)
     return Path(chosen) if chosen else Path(__file__).with_name("cpu_kernels.so")
 
 
@@ -49,12 +54,15 @@ class CpuKernels:
         instruction_set: As the library names it, e.g. ``"AVX2"``; ``None``: the best of this processor.
 
     Raises:
-        OSError: The library is not there, or not for this platform.
+        OSError: The library is not there, not for this platform, or of another version.
         ValueError: This processor has no such instruction set.
     """
 
     def __init__(self, instruction_set: str | None = None) -> None:
-        self._library = ctypes.CDLL(str(library_path()))
+        path = library_path()
+        self._library = ctypes.CDLL(str(path))
+        if not hasattr(self._library, "quant_abi") or self._library.quant_abi() != _ABI:
+            raise OSError(f"{path} was built from other sources than this version's: install it again")
         self._library.quant_run.argtypes = (*(ctypes.c_int,) * 3, ctypes.POINTER(_Work))
         available = self._available()
         if instruction_set is None:
@@ -118,8 +126,11 @@ class CpuKernels:
         self._run(_DECODE, work)
 
     def _run(self, kernel: int, work: _Work) -> None:
-        if self._library.quant_run(kernel, self._index, torch.get_num_threads(), ctypes.byref(work)) != 0:
-            raise RuntimeError(f"the compiled kernels have no {self.instruction_set}")
+        code = self._library.quant_run(kernel, self._index, torch.get_num_threads(), ctypes.byref(work))
+        if code == _NO_MEMORY:
+            raise MemoryError("the compiled kernels had no memory for their threads")
+        if code != 0:
+            raise RuntimeError(f"the compiled kernels do not run with {self.instruction_set} here")
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -49,8 +49,9 @@ def reduce(
 
 def decode(messages: list[torch.Tensor], layout: Layout, values: torch.Tensor) -> None:
     """Write the mean; see :func:`ddp_quant_hooks.kernels.decode`."""
+    limits = torch.finfo(values.dtype)
     mean = _mean(messages, layout, values.numel()).flatten()[: values.numel()]
-    values.copy_(mean)
+    values.copy_(mean.clamp(limits.min, limits.max))  # a mean that was finite stays so; NaN stays
     if values.dtype in _NAN_BITS:  # torch's casts make any NaN of a NaN
         values.view(torch.int16).masked_fill_(mean.isnan(), _NAN_BITS[values.dtype])
 

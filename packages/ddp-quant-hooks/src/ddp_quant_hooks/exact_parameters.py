@@ -1,0 +1,30 @@
+"""Parameters whose gradients are averaged without compression, beside the bucket that they are in."""
+
+from __future__ import annotations
+
+import torch
+
+from dist_utils.torch_compat import GradBucket
+
+__all__ = ["gradients_of_small_parameters", "put_back", "set_apart"]
+
+
+def gradients_of_small_parameters(bucket: GradBucket) -> list[torch.Tensor]:
+    """Return the gradients of parameters of at most one dimension, as parts of a dense bucket's buffer."""
+    both = zip(bucket.parameters(), bucket.gradients(), strict=True)
+    return [gradient for parameter, gradient in both if parameter.dim() <= 1]
+
+
+def set_apart(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Copy gradients out of the bucket and leave zeros, which do not widen the range of their blocks."""
+    apart = torch.cat([gradient.flatten() for gradient in gradients])
+    for gradient in gradients:
+        gradient.zero_()
+    return apart.to(torch.promote_types(apart.dtype, torch.float32))
+
+
+def put_back(gradients: list[torch.Tensor], averaged: torch.Tensor) -> None:
+    """Copy averages to where :func:`set_apart` took the gradients from."""
+    parts = torch.split(averaged, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
