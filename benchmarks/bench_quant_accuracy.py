@@ -377,7 +377,7 @@ def check_goals(results: dict[str, Any]) -> list[dict[str, Any]]:
         plain = name == "ours: int8"
         if not plain and not (name.startswith("ours: int8") and ("bf16" in name or "mean of" in name)):
             continue
-        for kind in [GAUSSIAN, LANGUAGE_MODEL] if plain else KINDS:
+        for kind in KINDS:
             errors = {ranks: _median(results, name, kind, ranks) for ranks in sizes}
             limits = {
                 ranks: GOAL if plain else _median(results, "pytorch: per channel of 512", kind, ranks)
@@ -447,11 +447,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.set_axisbelow(True)
         if kind:
             axis.set(title=kind, xlabel="relative error of the mean")
+            axis.axvline(GOAL, color="tab:red", linestyle="--", linewidth=1)
         else:
             axis.set(title="bytes sent, by formula", xlabel="share of an fp32 ring's")
             axis.axvline(1, color="tab:red", linestyle="--", linewidth=1)
-        if kind in (GAUSSIAN, LANGUAGE_MODEL):
-            axis.axvline(GOAL, color="tab:red", linestyle="--", linewidth=1)
     axes[0].set_yticks(range(len(schemes)), schemes)
     axes[0].set_ylim(len(schemes) - 0.5, -0.5)
     legend = [Line2D([], [], color="0.3", marker=markers.get(r, "o"), ls="", label=f"W = {r}") for r in sizes]

@@ -35,7 +35,12 @@ from machine import describe_machine
 from timings import slowest
 
 from ddp_compress_hooks import CompressState, allreduce_hook, bf16_compress_hook
-from ddp_quant_hooks import QuantizedAllreduceState, quantization_perchannel_hook, quantized_allreduce_hook
+from ddp_quant_hooks import (
+    QuantizedAllreduceState,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+    quantized_allreduce_hook,
+)
 from dist_utils.testing import run_ranks, tcp_bytes_sent
 
 RESULTS = Path(__file__).parent / "results"
@@ -48,6 +53,7 @@ STATES: dict[str, dict[str, Any]] = {
     "ours: 4 bits, no error feedback": {"bits": 4, "error_feedback": "none"},
     "ours: 4 bits": {"bits": 4},
 }
+AFFINE = ("ours: perchannel hook", "ours: pertensor hook")
 RATES = {"1gbit": 1e9 / 8, "10gbit": 10e9 / 8}
 """Bytes a second of the emulated links."""
 
@@ -64,6 +70,7 @@ def hooks() -> Hooks:
         state = QuantizedAllreduceState(**options)
         found[name] = lambda bucket, state=state: quantized_allreduce_hook(state, bucket)
     found["ours: perchannel hook"] = lambda bucket: quantization_perchannel_hook(None, bucket)
+    found["ours: pertensor hook"] = lambda bucket: quantization_pertensor_hook(None, bucket)
     return found
 
 
@@ -235,7 +242,7 @@ def measure(wants: set[str], sizes: list[int], repeats: int) -> dict[str, Any]:
         results["memory_mib"] = {
             size: {
                 name: round(max(run_ranks(measure_memory, size, hooks, name, timeout=120)), 1)
-                for name in (PLAIN, HALF, *STATES)
+                for name in (PLAIN, HALF, *STATES, *AFFINE)
             }
             for size in sizes
         }

@@ -49,10 +49,10 @@ def make_bucket():
     return grad_bucket([torch.ones(1, 2)])
 
 
-def run_hook(name, bucket, tensor, *, group=None):
+def run_hook(name, bucket, tensor, *, group=None, state=None):
     """Run a hook on a bucket that holds ``tensor``; check that the result is that very tensor."""
     bucket.set_buffer(tensor)
-    result = HOOKS[name][0](state_of(name, group), bucket).wait()
+    result = HOOKS[name][0](state or state_of(name, group), bucket).wait()
     assert result is tensor or (result.data_ptr() == tensor.data_ptr() and result.shape == tensor.shape)
     assert result.dtype == tensor.dtype
     return result
