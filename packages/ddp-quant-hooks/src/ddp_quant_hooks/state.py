@@ -44,8 +44,8 @@ class Statistics:
         bytes_sent: Payload that this rank sent, with what exact parameters and samples took. (Sparse
             buckets do not count: what their collective sends is not known here.)
         bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent.
-        relative_error: Of the last bucket that was sampled (``sample_every``): |averaged - exact| /
-            |exact|; ``None`` if none was.
+        relative_error: Of the last bucket that was sampled (``sample_every``), in the L2 norm;
+            ``None`` if none was.
     """
 
     quantised_buckets: int = 0
