@@ -11,33 +11,35 @@ from ddp_compress_hooks import CompressState, allreduce_hook, compress_hook, fp1
 from dist_utils.testing import run_ranks, tcp_bytes_sent
 
 
-def _error(name, bucket, tensor):
+def _error(name, state, bucket, tensor):
     bucket.set_buffer(tensor)
     dist.barrier()
     before = tcp_bytes_sent()
     with pytest.raises(TypeError) as caught:
-        HOOKS[name][0](state_of(name), bucket)
+        HOOKS[name][0](state, bucket)
     return str(caught.value), tcp_bytes_sent() - before, tensor.tolist()
 
 
 def _edges(rank):
     bucket = make_bucket()
     seen = {}
-    for name in HOOKS:
+    # All kept until the end: connections that close while bytes are counted would count.
+    states = {name: state_of(name) for name in HOOKS}
+    for name, state in states.items():
         dist.barrier()
         before = tcp_bytes_sent()
-        empty = run_hook(name, bucket, torch.empty(0)).numel()
+        empty = run_hook(name, bucket, torch.empty(0), state=state).numel()
         seen[name, "empty"] = empty + tcp_bytes_sent() - before
         values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])[rank] * 2
         sparse = torch.sparse_coo_tensor([[rank, 3]], values, (5,))
         bucket.set_buffer(sparse)
-        seen[name, "sparse"] = HOOKS[name][0](state_of(name), bucket).wait().to_dense().tolist()
-        seen[name, "int"] = _error(name, bucket, torch.tensor([rank, 3]))
+        seen[name, "sparse"] = HOOKS[name][0](state, bucket).wait().to_dense().tolist()
+        seen[name, "int"] = _error(name, state, bucket, torch.tensor([rank, 3]))
         if name not in FOREIGN:
             complex_ = torch.tensor([1 + 2j, 3.0 - 1j]) * (rank + 1)
-            seen[name, "complex"] = run_hook(name, bucket, complex_).tolist()
+            seen[name, "complex"] = run_hook(name, bucket, complex_, state=state).tolist()
         own_shape = torch.full((2, 3), float(rank))
-        seen[name, "2-D"] = run_hook(name, bucket, own_shape).tolist()
+        seen[name, "2-D"] = run_hook(name, bucket, own_shape, state=state).tolist()
     bucket.set_buffer(torch.ones(2, dtype=torch.complex64))
     with pytest.raises(TypeError, match="real gradients"):
         HOOKS[FOREIGN[0]][0](None, bucket)
