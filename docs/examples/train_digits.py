@@ -128,9 +128,11 @@ def train(name: str, device: torch.device, epochs: int, batch: int) -> Run:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     digits, test = Digits.load(device)
     model = DistributedDataParallel(make_model(device), bucket_cap_mb=0.25)
+    state = None
     if (choice := HOOKS[name]) is not None:
         make_state, hook = choice
-        model.register_comm_hook(make_state(), hook)
+        state = make_state()
+        model.register_comm_hook(state, hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     shuffle = torch.Generator().manual_seed(1)
     steps = len(digits.labels) // (batch * world_size)
@@ -160,7 +162,7 @@ def train(name: str, device: torch.device, epochs: int, batch: int) -> Run:
         correct = (model.module(test.images).argmax(1) == test.labels).float().mean().item()
     mean_losses = torch.tensor(losses, device=device)
     dist.all_reduce(mean_losses)
-    return Run(
+    run = Run(
         hook=name,
         losses=(mean_losses / world_size).tolist(),
         step_seconds=statistics.median(seconds),
@@ -169,6 +171,9 @@ def train(name: str, device: torch.device, epochs: int, batch: int) -> Run:
         gradient_error=gradient_error(model, digits, batch),
         ranks_equal=parameters_equal(model),
     )
+    if state is not None:
+        state.close()  # its connections end here, and not while the next run counts bytes
+    return run
 
 
 def count_bytes() -> int | None:
