@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Chunk", "Span", "cut", "shards"]
+__all__ = ["Span", "cut", "shards"]
 
 
 @dataclass(frozen=True)
@@ -19,11 +19,7 @@ class Span:
         return self.stop - self.start
 
 
-Chunk = Span
-"""Some elements of a bucket: a multiple of the block size, but for the last chunk."""
-
-
-def cut(length: int, most: int, block_size: int) -> list[Chunk]:
+def cut(length: int, most: int, block_size: int) -> list[Span]:
     """Cut ``length`` elements into chunks of at most about ``most``, at block boundaries.
 
     The first and the last are half as long as the others: the wire idles while the first is encoded and

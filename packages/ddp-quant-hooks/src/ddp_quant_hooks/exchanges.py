@@ -161,12 +161,13 @@ def average_inside(
     link: Link,
     index: int,
     block_size: int,
-    between: Callable[[torch.Tensor, Scratch], Exchange],
+    between: Callable[..., Exchange],
     failed: Callable[[torch.Tensor], None] | None,
 ) -> Exchange:
     """Average a flat chunk in full precision inside a node, and each rank's shard of it ``between`` nodes.
 
-    The sum is in fp32, or in the values' own dtype if that is wider. ``failed`` as in :class:`Wire`: a rank
+    The sum is in fp32, or in the values' own dtype if that is wider. ``between`` is called with the scratch
+    and ``values=`` the mean of this rank's shard. ``failed`` as in :class:`Wire`: a rank
     sees only its own shard between nodes, but all must decide alike whether a step is finite.
     """
     spans = shards(Span(0, values.numel()), link.size, block_size)
@@ -182,7 +183,7 @@ def average_inside(
     mean = scratch.take(own.numel(), precision).zero_()
     for part in incoming:  # divided first: a sum of finite values may not be finite
         mean += part.to(precision) / link.size
-    yield from between(mean, scratch)
+    yield from between(scratch, values=mean)
     own.copy_(mean)
     works = link.exchange([own] * link.size, parts, tag=2 * index + 1)
     yield

@@ -100,7 +100,11 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
                     between=_nothing
                     if across.size == 1
                     else partial(
-                        _between, wire=wire, index=index, own_start=own_start, shard_start=shard_start
+                        average_quantised,
+                        wire=wire,
+                        index=index,
+                        own_start=own_start,
+                        shard_start=shard_start,
                     ),
                 )
                 own_start += len(own)
@@ -161,9 +165,6 @@ def _check_grid(everyone: list[int], inside: list[int], across: list[int]) -> No
         )
 
 
-def _between(mean: torch.Tensor, scratch: Scratch, **details: Any) -> Exchange:
-    return average_quantised(scratch, values=mean, **details)
-
-
-def _nothing(_: torch.Tensor, __: Scratch) -> Exchange:
+def _nothing(_: Scratch, *, values: torch.Tensor) -> Exchange:
+    del values  # they are the mean already
     yield from ()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks import exact_parameters
-from ddp_quant_hooks.chunks import Chunk, cut, shards
+from ddp_quant_hooks.chunks import Span, cut, shards
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantised, take_turns
 from ddp_quant_hooks.link import Link
 from ddp_quant_hooks.messages import Format, Layout
@@ -246,7 +246,7 @@ class QuantizedAllreduceState:
 
     def take_bucket(self, bucket: GradBucket, values: torch.Tensor) -> Task:
         """Return how a bucket will be averaged. On the caller's thread, where all ranks come in one order."""
-        own, shard = self._lengths(values.numel())
+        own, shard = (0, 0) if self.error_feedback == "none" else self._lengths(values.numel())
         kept = self.residuals.of_bucket(bucket.parameters(), own=own, shard=shard, device=values.device)
         sampled = self.sample_every > 0 and self._taken % self.sample_every == 0
         self._taken += 1
@@ -321,7 +321,7 @@ class QuantizedAllreduceState:
         failed = None if self.error_feedback == "none" else self.residuals.failed
         return Wire(link, self.scatter, self.gather, kept.own, kept.shard, failed)
 
-    def _chunks(self, length: int) -> list[Chunk]:
+    def _chunks(self, length: int) -> list[Span]:
         return cut(length, _CHUNK_ELEMENTS, self.scatter.block_size)
 
     def _scratch(self, device: torch.device) -> list[Scratch]:
