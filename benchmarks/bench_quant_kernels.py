@@ -24,6 +24,7 @@ from timings import slowest
 
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels import torch_ops
+from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.cpu import CpuKernels
 from ddp_quant_hooks.messages import Layout
 
@@ -41,33 +42,33 @@ def jobs(count: int) -> dict[str, tuple[Callable[[], Any], float]]:
     found: dict[str, tuple[Callable[[], Any], float]] = {
         COPY: (lambda: restored.copy_(values), 8.0 * count),
         f"encode, {TORCH_OPS}": (
-            lambda: torch_ops.encode(values, message, LAYOUT, None, None),
+            lambda: torch_ops.encode([(values, Outgoing(message))], LAYOUT),
             4.0 * count + size,
         ),
-        f"decode, {TORCH_OPS}": (lambda: torch_ops.decode([message], LAYOUT, restored), 4.0 * count + size),
+        f"decode, {TORCH_OPS}": (lambda: torch_ops.decode([([message], restored)], LAYOUT), 4.0 * count + size),
     }
     shard = count // 4 // LAYOUT.block_size * LAYOUT.block_size
     parts = [torch.empty(LAYOUT.message_bytes(shard), dtype=torch.uint8) for _ in range(4)]
     for part in parts:
-        torch_ops.encode(values[:shard], part, LAYOUT, None, None)
-    torch_ops.encode(values, message, LAYOUT, None, None)
+        torch_ops.encode([(values[:shard], Outgoing(part))], LAYOUT)
+    torch_ops.encode([(values, Outgoing(message))], LAYOUT)
     for name in CpuKernels().available:
         backend = CpuKernels(name)
         found[f"ours: encode, {name}"] = (
-            lambda backend=backend: backend.encode(values, message, LAYOUT, None, None),
+            lambda backend=backend: backend.encode([(values, Outgoing(message))], LAYOUT),
             4.0 * count + size,
         )
         found[f"ours: decode, {name}"] = (
-            lambda backend=backend: backend.decode([message], LAYOUT, restored),
+            lambda backend=backend: backend.decode([([message], restored)], LAYOUT),
             4.0 * count + size,
         )
         found[f"ours: mean of 2, {name}"] = (
-            lambda backend=backend: backend.decode([message, message], LAYOUT, restored),
+            lambda backend=backend: backend.decode([([message, message], restored)], LAYOUT),
             4.0 * count + 2 * size,
         )
         found[f"ours: reduce a shard of 4, {name}"] = (
             lambda backend=backend: backend.reduce(
-                parts, LAYOUT, shard, mean[: parts[0].numel()], LAYOUT, None, None
+                parts, LAYOUT, shard, Outgoing(mean[: parts[0].numel()]), LAYOUT
             ),
             5.0 * parts[0].numel(),
         )

@@ -18,7 +18,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LIBRARY = "ddp_quant_hooks/kernels/cpu_kernels.so"
-SOURCE = "csrc/cpu_kernels.cpp"
+SOURCE = "src/ddp_quant_hooks/csrc/cpu_kernels.cpp"
 
 FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"),

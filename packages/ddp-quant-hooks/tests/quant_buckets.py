@@ -4,6 +4,7 @@ import torch
 
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.kernels import torch_ops
+from ddp_quant_hooks.kernels.backends import Outgoing
 
 STATES = {
     "int8": {},
@@ -40,14 +41,14 @@ def simulate(state, inputs):
     count = inputs[0].numel()
     messages = [torch.empty(state.scatter.message_bytes(count), dtype=torch.uint8) for _ in inputs]
     for values, message in zip(inputs, messages, strict=True):
-        torch_ops.encode(values, message, state.scatter, None, None)
+        torch_ops.encode([(values, Outgoing(message))], state.scatter)
     layout = state.scatter
     if len(inputs) > 2:
         mean = torch.empty(state.gather.message_bytes(count), dtype=torch.uint8)
-        torch_ops.reduce(messages, state.scatter, count, mean, state.gather, None, None)
+        torch_ops.reduce(messages, state.scatter, count, Outgoing(mean), state.gather)
         messages, layout = [mean], state.gather
     result = torch.empty_like(inputs[0])
-    torch_ops.decode(messages, layout, result)
+    torch_ops.decode([(messages, result)], layout)
     return result
 
 

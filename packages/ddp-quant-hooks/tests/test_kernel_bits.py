@@ -5,6 +5,7 @@ import torch
 
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels import torch_ops
+from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.cpu import CpuKernels, library_path
 from ddp_quant_hooks.messages import Layout
 
@@ -56,34 +57,27 @@ def everything(backend, layout, dtype, name, values):
         length, generator=torch.Generator().manual_seed(1)
     ) * values.float().abs().nan_to_num(1, 1, 1).clamp(max=1e30)
     out["plain"] = message(layout)
-    backend.encode(values, out["plain"], layout, None, None)
+    backend.encode([(values, Outgoing(out["plain"]))], layout)
     out["with residual"], out["lost"] = message(layout), torch.full((length,), 7.0)
-    backend.encode(values, out["with residual"], layout, residual, out["lost"])
+    backend.encode([(values, Outgoing(out["with residual"], residual, out["lost"]))], layout)
     out["first step"], out["first loss"] = message(layout), torch.full((length,), 7.0)
-    backend.encode(values, out["first step"], layout, None, out["first loss"])
+    backend.encode([(values, Outgoing(out["first step"], None, out["first loss"]))], layout)
     others = [message(layout) for _ in range(2)]
     for factor, other in zip((0.5, -3.0), others, strict=True):
-        backend.encode((values.float() * factor).to(dtype), other, layout, None, None)
+        backend.encode([((values.float() * factor).to(dtype), Outgoing(other))], layout)
     for ranks in (1, 2, 3):
         gathered = [out["plain"], *others][:ranks]
         out[f"decoded {ranks}"] = torch.full((length,), 7, dtype=dtype)
-        backend.decode(gathered, layout, out[f"decoded {ranks}"])
+        backend.decode([(gathered, out[f"decoded {ranks}"])], layout)
         for kind in {layout.format, "int8", "bf16", "fp16"}:
             result = Layout(kind, layout.block_size)
             out[f"reduced {ranks} {kind}"], out[f"lost {ranks} {kind}"] = message(result), torch.ones(length)
             if kind == layout.format:  # in the place of one of them, as the hook does
                 in_place = gathered[-1].clone()
-                backend.reduce([*gathered[:-1], in_place], layout, length, in_place, result, None, None)
+                backend.reduce([*gathered[:-1], in_place], layout, length, Outgoing(in_place), result)
                 out[f"in place {ranks}"] = in_place
-            backend.reduce(
-                gathered,
-                layout,
-                length,
-                out[f"reduced {ranks} {kind}"],
-                result,
-                residual,
-                out[f"lost {ranks} {kind}"],
-            )
+            reduced = Outgoing(out[f"reduced {ranks} {kind}"], residual, out[f"lost {ranks} {kind}"])
+            backend.reduce(gathered, layout, length, reduced, result)
     return out
 
 

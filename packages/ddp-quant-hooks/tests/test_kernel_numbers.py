@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ddp_quant_hooks import kernels
+from ddp_quant_hooks.kernels import choice
 from ddp_quant_hooks.kernels.cpu import library_path
 from ddp_quant_hooks.messages import Layout
 
@@ -159,15 +160,15 @@ def test_wrong_tensors_are_refused_before_they_are_touched():
 
 def test_a_library_of_other_sources_is_not_called(tmp_path, monkeypatch):
     monkeypatch.setenv("DDP_QUANT_HOOKS_LIBRARY", str(next(Path(torch.__file__).parent.glob("lib/libc10.*"))))
-    kernels._cpu_kernels.cache_clear()
+    choice._cpu_kernels.cache_clear()
     try:
         assert "was built from other sources" in kernels.describe()
         encoded(torch.ones(300))
         monkeypatch.setenv("DDP_QUANT_HOOKS_LIBRARY", str(tmp_path / "nowhere.so"))
-        kernels._cpu_kernels.cache_clear()
+        choice._cpu_kernels.cache_clear()
         assert "DDP_QUANT_HOOKS_LIBRARY names no file" in kernels.describe()
     finally:
-        kernels._cpu_kernels.cache_clear()
+        choice._cpu_kernels.cache_clear()
 
 
 def test_describe_says_what_computes_here():

@@ -94,19 +94,19 @@ def _kernel_fails(rank):
     step()
     before = [parameter.clone() for parameter in net.parameters()]
     residuals = state.state_dict(trained)
-    real = exchanges.kernels.encode
+    real = exchanges.kernels.encode_shards
 
     def broken(*arguments, **options):
         if rank == 1:
             raise MemoryError("no room for a kernel")
         real(*arguments, **options)
 
-    exchanges.kernels.encode = broken
+    exchanges.kernels.encode_shards = broken
     try:
         with pytest.raises(RuntimeError) as caught:
             step()
     finally:
-        exchanges.kernels.encode = real
+        exchanges.kernels.encode_shards = real
     assert all(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
     after = state.state_dict(trained)
     assert len(after["buckets"]) > 1
@@ -133,14 +133,14 @@ def test_a_kernel_error_reaches_every_rank_and_leaves_parameters_and_residuals(w
 def _counts_differ(rank):
     """The last kernel fails on one rank alone, which has counted less; a fresh start samples alike."""
     bucket, state = grad_bucket([torch.ones(3)]), make_state("int8", sample_every=2)
-    real, failing = exchanges.kernels.decode, rank == 1
+    real, failing = exchanges.kernels.decode_shards, rank == 1
 
     def broken(*arguments, **options):
         if failing:
             raise MemoryError("no room for a kernel")
         real(*arguments, **options)
 
-    exchanges.kernels.decode = broken
+    exchanges.kernels.decode_shards = broken
     try:
         run_hook(state, bucket, torch.ones(1000))
     except RuntimeError:

@@ -6,6 +6,7 @@ message is ``[q of all channels][scale of each][zero point of each]``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,7 +45,8 @@ class AffineLayout:
     @property
     def message_bytes(self) -> int:
         """The length of a message."""
-        return self._payload_bytes + 2 * self.channels * self.dtype.itemsize
+        length = self._payload_bytes + 2 * self.channels * self.dtype.itemsize
+        return -(-length // _ALIGNMENT) * _ALIGNMENT  # the next message behind it is aligned too
 
     def payload(self, message: torch.Tensor) -> torch.Tensor:
         """Return the numbers, uint8."""
@@ -52,7 +54,8 @@ class AffineLayout:
 
     def parameters(self, message: torch.Tensor) -> torch.Tensor:
         """Return scales and zero points, of shape (2, channels)."""
-        return message[self._payload_bytes :].view(self.dtype).view(2, -1)
+        length = 2 * self.channels * self.dtype.itemsize
+        return message[self._payload_bytes : self._payload_bytes + length].view(self.dtype).view(2, -1)
 
     def pieces(self) -> list[tuple[slice, slice]]:
         """Cut into what is computed in one go, whole channels or a part of one.
@@ -101,7 +104,7 @@ def encode(values: torch.Tensor, message: torch.Tensor, layout: AffineLayout) ->
         part.copy_(numbers.nan_to_num_(0.0).clamp_(0, 255).flatten()[: part.numel()])
 
 
-def decode_mean(messages: list[torch.Tensor], layout: AffineLayout, values: torch.Tensor) -> None:
+def decode_mean(messages: Sequence[torch.Tensor], layout: AffineLayout, values: torch.Tensor) -> None:
     """Write the mean of the messages' values to flat ``values``. A channel that is not finite is NaN."""
     parameters = torch.stack([layout.parameters(message) for message in messages]).unsqueeze(3)
     # A sum of finite values must not overflow.
@@ -139,7 +142,7 @@ def _parameters(lowest: torch.Tensor, highest: torch.Tensor) -> tuple[torch.Tens
     too_small = (scale * levels < width) & (scale < torch.finfo(lowest.dtype).smallest_normal)
     scale = torch.where(too_small, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
     scale = torch.where(width == 0, 1.0, scale)
-    zero_point = (-(lowest / scale).round()).clamp(0, 255)
+    zero_point = (-(lowest / scale).round()).clamp(0, 255) + 0.0  # never -0.0
     # An infinity or a NaN makes the whole channel NaN, on every rank.
     finite = scale.isfinite()
     return torch.where(finite, scale, torch.nan), torch.where(finite, zero_point, 0.0)

@@ -10,7 +10,8 @@ from torch.profiler import record_function
 from ddp_compress_hooks import allreduce_hook
 from ddp_compress_hooks.compiled import is_pair
 from ddp_compress_hooks.hooks import check_gradient_dtype, completed
-from ddp_quant_hooks.affine import AffineLayout, decode_mean, encode
+from ddp_quant_hooks import kernels
+from ddp_quant_hooks.affine import AffineLayout
 from dist_utils import GroupLike, resolve_group
 from dist_utils.torch_compat import GradBucket, all_gather_single
 
@@ -104,13 +105,13 @@ def _average(
         precision = torch.promote_types(values.dtype, torch.float32)
         layout = AffineLayout(values.numel(), values.numel() if channel is None else channel, precision)
         message = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=values.device)
-        encode(values, message, layout)
+        kernels.affine_encode(values, message, layout)
         gathered = message.new_empty(group.size() * message.numel())
         work: Any = all_gather_single(gathered, message, group, async_op=True)
 
         def restore(done: torch.futures.Future[Any]) -> torch.Tensor:
             done.value()  # raises what the collective raised
-            decode_mean(list(gathered.chunk(group.size())), layout, values)
+            kernels.affine_decode(gathered.chunk(group.size()), layout, values)
             return buffer
 
         averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(restore)

@@ -109,7 +109,7 @@ def _one_shot(
     link, layout, length = wire.link, wire.scatter, values.numel()
     messages = [scratch.take(layout.message_bytes(length)) for _ in range(link.size)]
     mine = messages[link.index]
-    _encode(values, mine, layout, wire.own, own_start)
+    _encode(values, [mine], layout, wire.own, own_start)
     works = link.exchange([mine] * link.size, messages, tag=2 * index)
     yield
 
@@ -128,8 +128,7 @@ def _two_shot(
     own_length = lengths[link.index]
     incoming = [scratch.take(scatter.message_bytes(own_length)) for _ in range(link.size)]
     incoming[link.index] = outgoing[link.index]
-    for span, message in zip(spans, outgoing, strict=True):
-        _encode(values[span.start : span.stop], message, scatter, wire.own, own_start + span.start)
+    _encode(values, outgoing, scatter, wire.own, own_start)
     works = link.exchange(outgoing, incoming, tag=2 * index)
     yield
 
@@ -140,18 +139,13 @@ def _two_shot(
         means = [scratch.take(gather.message_bytes(length)) for length in lengths]
     mine = means[link.index]
     residual, new_residual = wire.shard.span(shard_start, own_length)
-    if own_length:
-        kernels.reduce(
-            incoming, scatter, own_length, mine, gather, residual=residual, new_residual=new_residual
-        )
+    kernels.reduce(incoming, scatter, own_length, mine, gather, residual=residual, new_residual=new_residual)
     works = link.exchange([mine] * link.size, means, tag=2 * index + 1)
     yield
 
     _wait(works)
     _report_not_finite(wire, means, gather, lengths)
-    for span, message in zip(spans, means, strict=True):
-        if len(span):
-            kernels.decode([message], gather, values[span.start : span.stop])
+    kernels.decode_shards(means, gather, values)
 
 
 def average_inside(
@@ -193,10 +187,11 @@ def average_inside(
         failed(~values.isfinite().all())
 
 
-def _encode(values: torch.Tensor, message: torch.Tensor, layout: Layout, kept: Residual, start: int) -> None:
+def _encode(
+    values: torch.Tensor, messages: list[torch.Tensor], layout: Layout, kept: Residual, start: int
+) -> None:
     residual, new_residual = kept.span(start, values.numel())
-    if values.numel():
-        kernels.encode(values, message, layout, residual=residual, new_residual=new_residual)
+    kernels.encode_shards(values, messages, layout, residual=residual, new_residual=new_residual)
 
 
 def _report_not_finite(wire: Wire, messages: list[torch.Tensor], layout: Layout, lengths: list[int]) -> None:

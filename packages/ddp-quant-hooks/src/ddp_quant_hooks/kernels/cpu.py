@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.messages import Layout
 
 __all__ = ["LIBRARY_VARIABLE", "CpuKernels", "library_path"]
@@ -86,44 +88,30 @@ class CpuKernels:
             index += 1
         return found
 
-    def encode(
-        self,
-        values: torch.Tensor,
-        message: torch.Tensor,
-        layout: Layout,
-        residual: torch.Tensor | None,
-        new_residual: torch.Tensor | None,
-    ) -> None:
-        """Write the message of ``values``; see :func:`ddp_quant_hooks.kernels.encode`."""
-        work = _Work(values=values.numel(), block=layout.block_size)
-        work.tensor, work.dtype = values.data_ptr(), _DTYPES[values.dtype]
-        work.message, work.message_format = message.data_ptr(), _FORMATS[layout.format]
-        work.residual, work.new_residual = _address(residual), _address(new_residual)
-        self._run(_ENCODE, work)
+    def encode(self, shards: Sequence[tuple[torch.Tensor, Outgoing]], layout: Layout) -> None:
+        """Write the message of each shard; see :func:`ddp_quant_hooks.kernels.encode_shards`."""
+        for values, out in shards:
+            work = _Work(values=values.numel(), block=layout.block_size)
+            work.tensor, work.dtype = values.data_ptr(), _DTYPES[values.dtype]
+            _write_to(work, out, layout)
+            self._run(_ENCODE, work)
 
     def reduce(
-        self,
-        messages: list[torch.Tensor],
-        layout: Layout,
-        values: int,
-        message: torch.Tensor,
-        message_layout: Layout,
-        residual: torch.Tensor | None,
-        new_residual: torch.Tensor | None,
+        self, messages: Sequence[torch.Tensor], layout: Layout, values: int, out: Outgoing, new_layout: Layout
     ) -> None:
         """Write the message of the mean; see :func:`ddp_quant_hooks.kernels.reduce`."""
         work = _Work(values=values, block=layout.block_size)
-        work.messages, work.ranks, work.format = _addresses(messages), len(messages), _FORMATS[layout.format]
-        work.message, work.message_format = message.data_ptr(), _FORMATS[message_layout.format]
-        work.residual, work.new_residual = _address(residual), _address(new_residual)
+        _read_from(work, messages, layout)
+        _write_to(work, out, new_layout)
         self._run(_REDUCE, work)
 
-    def decode(self, messages: list[torch.Tensor], layout: Layout, values: torch.Tensor) -> None:
-        """Write the mean; see :func:`ddp_quant_hooks.kernels.decode`."""
-        work = _Work(values=values.numel(), block=layout.block_size)
-        work.messages, work.ranks, work.format = _addresses(messages), len(messages), _FORMATS[layout.format]
-        work.tensor, work.dtype = values.data_ptr(), _DTYPES[values.dtype]
-        self._run(_DECODE, work)
+    def decode(self, shards: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], layout: Layout) -> None:
+        """Write the mean of each shard; see :func:`ddp_quant_hooks.kernels.decode_shards`."""
+        for messages, values in shards:
+            work = _Work(values=values.numel(), block=layout.block_size)
+            _read_from(work, messages, layout)
+            work.tensor, work.dtype = values.data_ptr(), _DTYPES[values.dtype]
+            self._run(_DECODE, work)
 
     def _run(self, kernel: int, work: _Work) -> None:
         code = self._library.quant_run(kernel, self._index, torch.get_num_threads(), ctypes.byref(work))
@@ -133,9 +121,15 @@ class CpuKernels:
             raise RuntimeError(f"the compiled kernels do not run with {self.instruction_set} here")
 
 
+def _read_from(work: _Work, messages: Sequence[torch.Tensor], layout: Layout) -> None:
+    work.messages = (ctypes.c_void_p * len(messages))(*(message.data_ptr() for message in messages))
+    work.ranks, work.format = len(messages), _FORMATS[layout.format]
+
+
+def _write_to(work: _Work, out: Outgoing, layout: Layout) -> None:
+    work.message, work.message_format = out.message.data_ptr(), _FORMATS[layout.format]
+    work.residual, work.new_residual = _address(out.residual), _address(out.new_residual)
+
+
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _addresses(tensors: list[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

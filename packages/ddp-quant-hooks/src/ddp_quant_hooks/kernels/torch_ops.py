@@ -5,9 +5,12 @@ Divisors are tensors: torch may divide by a number as it multiplies by its recip
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn.functional import pad
 
+from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.messages import Format, Layout
 
 __all__ = ["decode", "encode", "reduce"]
@@ -20,54 +23,35 @@ _SHRINK = 0.25
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def encode(
-    values: torch.Tensor,
-    message: torch.Tensor,
-    layout: Layout,
-    residual: torch.Tensor | None,
-    new_residual: torch.Tensor | None,
-) -> None:
-    """Write the message of ``values``; see :func:`ddp_quant_hooks.kernels.encode`."""
-    _encode_blocks(
-        _in_blocks(values.float(), layout), values.numel(), message, layout, residual, new_residual
-    )
+def encode(shards: Sequence[tuple[torch.Tensor, Outgoing]], layout: Layout) -> None:
+    """Write the message of each shard; see :func:`ddp_quant_hooks.kernels.encode_shards`."""
+    for values, out in shards:
+        _encode_blocks(_in_blocks(values.float(), layout), values.numel(), layout, out)
 
 
 def reduce(
-    messages: list[torch.Tensor],
-    layout: Layout,
-    values: int,
-    message: torch.Tensor,
-    message_layout: Layout,
-    residual: torch.Tensor | None,
-    new_residual: torch.Tensor | None,
+    messages: Sequence[torch.Tensor], layout: Layout, values: int, out: Outgoing, new_layout: Layout
 ) -> None:
     """Write the message of the mean; see :func:`ddp_quant_hooks.kernels.reduce`."""
-    mean = _mean(messages, layout, values)
-    _encode_blocks(mean, values, message, message_layout, residual, new_residual)
+    _encode_blocks(_mean(messages, layout, values), values, new_layout, out)
 
 
-def decode(messages: list[torch.Tensor], layout: Layout, values: torch.Tensor) -> None:
-    """Write the mean; see :func:`ddp_quant_hooks.kernels.decode`."""
-    limits = torch.finfo(values.dtype)
-    mean = _mean(messages, layout, values.numel()).flatten()[: values.numel()]
-    values.copy_(mean.clamp(limits.min, limits.max))  # a mean that was finite stays so; NaN stays
-    if values.dtype in _NAN_BITS:  # torch's casts make any NaN of a NaN
-        values.view(torch.int16).masked_fill_(mean.isnan(), _NAN_BITS[values.dtype])
+def decode(shards: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], layout: Layout) -> None:
+    """Write the mean of each shard; see :func:`ddp_quant_hooks.kernels.decode_shards`."""
+    for messages, values in shards:
+        limits = torch.finfo(values.dtype)
+        mean = _mean(messages, layout, values.numel()).flatten()[: values.numel()]
+        values.copy_(mean.clamp(limits.min, limits.max))  # a mean that was finite stays so; NaN stays
+        if values.dtype in _NAN_BITS:  # torch's casts make any NaN of a NaN
+            values.view(torch.int16).masked_fill_(mean.isnan(), _NAN_BITS[values.dtype])
 
 
 def _in_blocks(values: torch.Tensor, layout: Layout) -> torch.Tensor:
     return pad(values, (0, -values.numel() % layout.block_size)).view(-1, layout.block_size)
 
 
-def _encode_blocks(
-    blocks: torch.Tensor,
-    count: int,
-    message: torch.Tensor,
-    layout: Layout,
-    residual: torch.Tensor | None,
-    new_residual: torch.Tensor | None,
-) -> None:
+def _encode_blocks(blocks: torch.Tensor, count: int, layout: Layout, out: Outgoing) -> None:
+    message, residual, new_residual = out
     levels = _LEVELS[layout.format]
     if residual is not None:
         # A finite value stays finite.
@@ -91,7 +75,7 @@ def _encode_blocks(
         new_residual.copy_(lost.flatten()[:count])
 
 
-def _mean(messages: list[torch.Tensor], layout: Layout, count: int) -> torch.Tensor:
+def _mean(messages: Sequence[torch.Tensor], layout: Layout, count: int) -> torch.Tensor:
     ranks, step = len(messages), 1.0 / _LEVELS[layout.format]
     scales = torch.stack([layout.scales(message, count) for message in messages]).unsqueeze(2)
     finite = scales.isfinite().all(0)

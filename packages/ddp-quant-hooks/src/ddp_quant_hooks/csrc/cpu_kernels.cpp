@@ -36,65 +36,6 @@ struct Work {
     float* new_residual;
 };
 
-// ---- what numbers are in a payload: number i of the first half of a block, and of the second ----
-
-struct Int8 {
-    static constexpr float kLevels = 127.0f;
-    BLOCK_MATH int64_t bytes(int64_t values) { return values; }
-    BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) { return static_cast<int8_t>(payload[i]); }
-    BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t half) {
-        return static_cast<int8_t>(payload[half + i]);
-    }
-    BLOCK_MATH void write(uint8_t* payload, int64_t i, int64_t half, float first, float second) {
-        payload[i] = static_cast<uint8_t>(nearest(first));
-        payload[half + i] = static_cast<uint8_t>(nearest(second));
-    }
-};
-
-struct Int4 {  // the first half of a block is in the low bits
-    static constexpr float kLevels = 7.0f;
-    BLOCK_MATH int64_t bytes(int64_t values) { return values / 2; }
-    BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) {
-        return static_cast<float>(((payload[i] & 15) ^ 8) - 8);
-    }
-    BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t) {
-        return static_cast<float>(((payload[i] >> 4) ^ 8) - 8);
-    }
-    BLOCK_MATH void write(uint8_t* payload, int64_t i, int64_t, float first, float second) {
-        payload[i] = static_cast<uint8_t>((nearest(first) & 15) | ((nearest(second) & 15) << 4));
-    }
-};
-
-struct BFloat16 {
-    static constexpr float kLevels = 1.0f;
-    static constexpr float kLargest = 3.38953138925153547590e+38f;
-    BLOCK_MATH float widen(uint16_t half) { return float_of_bfloat16(half); }
-    BLOCK_MATH uint16_t narrow(float value) { return bfloat16_of(value); }
-};
-
-struct Float16 {
-    static constexpr float kLevels = 1.0f;
-    static constexpr float kLargest = 65504.0f;
-    BLOCK_MATH float widen(uint16_t half) { return float_of_float16(half); }
-    BLOCK_MATH uint16_t narrow(float value) { return float16_of(value); }
-};
-
-template <class Half>
-struct Halves : Half {
-    BLOCK_MATH int64_t bytes(int64_t values) { return 2 * values; }
-    BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) {
-        uint16_t number;
-        memcpy(&number, payload + 2 * i, 2);
-        return Half::widen(number);
-    }
-    BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t half) { return first(payload, half + i, half); }
-    BLOCK_MATH void write(uint8_t* payload, int64_t i, int64_t half, float first, float second) {
-        uint16_t low = Half::narrow(first), high = Half::narrow(second);
-        memcpy(payload + 2 * i, &low, 2);
-        memcpy(payload + 2 * (half + i), &high, 2);
-    }
-};
-
 // ---- one block ----
 
 // Writes a block's payload and scale, and what they lose to `new_residual` (null: nowhere).

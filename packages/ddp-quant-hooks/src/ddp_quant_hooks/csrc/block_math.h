@@ -1,16 +1,26 @@
 // The arithmetic of one block, element by element: what every compiled backend shares.
 //
-// A block is sent as small numbers q and one fp32 scale, the largest magnitude of its values. All of it is
-// plain IEEE fp32 and integer arithmetic, one rounding per operator in the order written (compile without
+// A block is sent as small numbers q and one fp32 scale, the largest magnitude of its values. The same source is
+// compiled for processors (cpu_kernels.cpp) and for GPUs (block_kernels.cu). All of it is plain IEEE fp32 and integer arithmetic, one rounding per operator in the order written (compile without
 // contraction to fused multiply-add), so every instruction set and torch's own operators give equal bits.
 
 #ifndef DDP_QUANT_HOOKS_BLOCK_MATH_H
 #define DDP_QUANT_HOOKS_BLOCK_MATH_H
 
+#if defined(__CUDACC_RTC__)  // NVRTC has no headers of the host
+using int8_t = signed char;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using int32_t = int;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+#define BLOCK_MATH static __device__ __forceinline__
+#else
 #include <cstdint>
 #include <cstring>
-
 #define BLOCK_MATH static inline __attribute__((always_inline))
+#endif
 
 namespace block_math {
 
@@ -122,6 +132,73 @@ BLOCK_MATH float running_mean(float mean, float value, float weight) { return me
 constexpr float kShrink = 0.25f;
 BLOCK_MATH bool must_shrink(float largest) { return largest >= 0x1p100f; }
 BLOCK_MATH float grown(float mean) { return clamp_to_finite(mean * (1.0f / kShrink)); }
+
+// ---- what numbers are in a payload: number i of the first half of a block, and of the second ----
+
+// An integer of a few bits, in two's complement: with the sign bit turned it is `kBias` more than the number.
+template <int kBias>
+BLOCK_MATH float number_of(const uint8_t* bits, int64_t i, uint32_t mask, uint32_t sign, int shift) {
+#if defined(FOUR_AT_A_TIME)  // on a GPU, which converts four times fewer integers at a time than it adds floats
+    uint32_t word;
+    memcpy(&word, bits + i / 4 * 4, 4);
+    word = ((word >> shift) & (mask * 0x01010101u)) ^ (sign * 0x01010101u);
+    // The byte becomes the last one of a float between 2^23 and 2^24.
+    return float_of(__byte_perm(word, 0x4b000000u, 0x7440u | (i & 3))) - static_cast<float>(0x800000 + kBias);
+#else
+    return static_cast<float>(static_cast<int32_t>(((bits[i] >> shift) & mask) ^ sign) - kBias);
+#endif
+}
+
+struct Int8 {
+    static constexpr float kLevels = 127.0f;
+    BLOCK_MATH constexpr int64_t bytes(int64_t values) { return values; }
+    BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) { return number_of<128>(payload, i, 255, 128, 0); }
+    BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t half) { return first(payload, half + i, half); }
+    BLOCK_MATH void write(uint8_t* payload, int64_t i, int64_t half, float first, float second) {
+        payload[i] = static_cast<uint8_t>(nearest(first));
+        payload[half + i] = static_cast<uint8_t>(nearest(second));
+    }
+};
+
+struct Int4 {  // the first half of a block is in the low bits
+    static constexpr float kLevels = 7.0f;
+    BLOCK_MATH constexpr int64_t bytes(int64_t values) { return values / 2; }
+    BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) { return number_of<8>(payload, i, 15, 8, 0); }
+    BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t) { return number_of<8>(payload, i, 15, 8, 4); }
+    BLOCK_MATH void write(uint8_t* payload, int64_t i, int64_t, float first, float second) {
+        payload[i] = static_cast<uint8_t>((nearest(first) & 15) | ((nearest(second) & 15) << 4));
+    }
+};
+
+struct BFloat16 {
+    static constexpr float kLevels = 1.0f;
+    static constexpr float kLargest = 3.38953138925153547590e+38f;
+    BLOCK_MATH float widen(uint16_t half) { return float_of_bfloat16(half); }
+    BLOCK_MATH uint16_t narrow(float value) { return bfloat16_of(value); }
+};
+
+struct Float16 {
+    static constexpr float kLevels = 1.0f;
+    static constexpr float kLargest = 65504.0f;
+    BLOCK_MATH float widen(uint16_t half) { return float_of_float16(half); }
+    BLOCK_MATH uint16_t narrow(float value) { return float16_of(value); }
+};
+
+template <class Half>
+struct Halves : Half {
+    BLOCK_MATH constexpr int64_t bytes(int64_t values) { return 2 * values; }
+    BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) {
+        uint16_t number;
+        memcpy(&number, payload + 2 * i, 2);
+        return Half::widen(number);
+    }
+    BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t half) { return first(payload, half + i, half); }
+    BLOCK_MATH void write(uint8_t* payload, int64_t i, int64_t half, float first, float second) {
+        uint16_t low = Half::narrow(first), high = Half::narrow(second);
+        memcpy(payload + 2 * i, &low, 2);
+        memcpy(payload + 2 * (half + i), &high, 2);
+    }
+};
 
 }  // namespace block_math
 

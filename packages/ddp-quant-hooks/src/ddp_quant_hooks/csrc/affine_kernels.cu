@@ -1,0 +1,176 @@
+// The kernels on a GPU for PyTorch's 8-bit numbers. A message lies as in affine.py:
+// [a byte for each value, filled up to 16][scale of each channel][zero point of each].
+//
+// A thread block has one channel, or a piece of a long one. The values of a short channel are read twice, the second
+// time from the cache; a long one's extremes are found first, by a kernel of its own.
+
+#include "affine_math.h"
+#include "gpu_memory.h"
+
+namespace affine_kernels {
+
+using namespace affine_math;
+using namespace gpu_memory;
+
+constexpr int kThreads = 128;   // of a thread block
+constexpr int kUnit = 4;        // values of a thread at a time
+constexpr int kPiece = 1 << 13; // values of a thread block
+
+// What one launch works on. Python makes it (kernels/cuda.py), with the same members in the same order. Pointers that
+// a kernel does not use are null.
+template <int kMessages>
+struct Work {
+    int64_t values, channel;  // how many, and how many of them in a channel
+    void* tensor;             // encode reads it, decode writes it
+    uint8_t* message;         // encode writes it
+    int32_t* extremes;        // of each channel, zeros at first: its Extremes' members
+    const uint8_t* messages[kMessages];
+};
+
+// A thread block's values: all in one channel.
+struct Span {
+    int64_t channels, channel, first, last;
+
+    template <class W>
+    __device__ __forceinline__ explicit Span(const W& work) {
+        int64_t pieces = (work.channel + kPiece - 1) / kPiece;
+        channels = (work.values + work.channel - 1) / work.channel;
+        channel = blockIdx.x / pieces;
+        first = channel * work.channel + blockIdx.x % pieces * kPiece;
+        int64_t end = (channel + 1) * work.channel;
+        end = end < first + kPiece ? end : first + kPiece;
+        last = end < work.values ? end : work.values;
+    }
+
+    __device__ __forceinline__ int64_t thread_first() const { return first + threadIdx.x * kUnit; }
+};
+
+BLOCK_MATH float* parameters_in(uint8_t* message, int64_t values) {
+    return reinterpret_cast<float*>(message + (values + 15) / 16 * 16);
+}
+
+BLOCK_MATH Parameters parameters_at(const uint8_t* message, int64_t values, const Span& span) {
+    const float* all = parameters_in(const_cast<uint8_t*>(message), values);
+    return {all[span.channel], all[span.channels + span.channel]};
+}
+
+// Whether units may be read and written as a whole: they start at multiples of kUnit.
+template <class W>
+BLOCK_MATH bool units_aligned(const W& work, const void* memory) {
+    return is_aligned(memory) && work.channel % kUnit == 0;
+}
+
+// All threads get the result, and all of a thread block must come here.
+template <class Value, class W>
+BLOCK_MATH Extremes find_extremes(const W& work, const Span& span) {
+    auto tensor = static_cast<const typename Value::Stored*>(work.tensor);
+    bool aligned = units_aligned(work, tensor);
+    Extremes found = {0, 0};
+    for (int64_t i = span.thread_first(); i < span.last; i += kThreads * kUnit) {
+        float values[kUnit];
+        load<Value, kUnit>(values, tensor + i, span.last - i, aligned);
+        #pragma unroll
+        for (int k = 0; k < kUnit; ++k) {
+            Extremes own = extremes_of(values[k]);
+            found = {larger(found.below, own.below), larger(found.above, own.above)};
+        }
+    }
+    __shared__ int32_t of_warp[2][kThreads / kWarp];
+    of_warp[0][threadIdx.x / kWarp] = largest_of<kWarp>(found.below);
+    of_warp[1][threadIdx.x / kWarp] = largest_of<kWarp>(found.above);
+    __syncthreads();
+    #pragma unroll
+    for (int warp = 0; warp < kThreads / kWarp; ++warp)
+        found = {larger(found.below, of_warp[0][warp]), larger(found.above, of_warp[1][warp])};
+    return found;
+}
+
+template <class Value, class W>
+BLOCK_MATH void write_numbers(const W& work, const Span& span, Extremes extremes) {
+    Parameters by = parameters_of(extremes);
+    auto tensor = static_cast<const typename Value::Stored*>(work.tensor);
+    bool aligned = units_aligned(work, tensor), message_aligned = units_aligned(work, work.message);
+    for (int64_t i = span.thread_first(); i < span.last; i += kThreads * kUnit) {
+        float values[kUnit];
+        alignas(4) uint8_t numbers[kUnit];
+        load<Value, kUnit>(values, tensor + i, span.last - i, aligned);
+        #pragma unroll
+        for (int k = 0; k < kUnit; ++k) numbers[k] = number_of(values[k], by);
+        if (span.last - i >= kUnit) {
+            write<kUnit>(work.message + i, numbers, message_aligned);
+        } else {
+            #pragma unroll
+            for (int k = 0; k < kUnit; ++k)
+                if (k < span.last - i) work.message[i + k] = numbers[k];
+        }
+    }
+    if (threadIdx.x == 0) {  // of a long channel, every piece writes the same
+        float* parameters = parameters_in(work.message, work.values);
+        parameters[span.channel] = by.scale;
+        parameters[span.channels + span.channel] = by.zero_point;
+    }
+}
+
+// ---- the kernels ----
+
+template <class Value>
+BLOCK_MATH void encode_short_channels(const Work<1>& work) {
+    Span span(work);
+    write_numbers<Value>(work, span, find_extremes<Value>(work, span));
+}
+
+template <class Value>
+BLOCK_MATH void find_extremes_of_long_channels(const Work<1>& work) {
+    Span span(work);
+    Extremes found = find_extremes<Value>(work, span);
+    if (threadIdx.x == 0) {
+        atomicMax(work.extremes + 2 * span.channel, found.below);
+        atomicMax(work.extremes + 2 * span.channel + 1, found.above);
+    }
+}
+
+template <class Value>
+BLOCK_MATH void encode_long_channels(const Work<1>& work) {
+    Span span(work);
+    write_numbers<Value>(work, span, {work.extremes[2 * span.channel], work.extremes[2 * span.channel + 1]});
+}
+
+template <class Value, int kRanks>
+BLOCK_MATH void decode(const Work<kRanks>& work) {
+    Span span(work);
+    float largest = 0.0f;
+    #pragma unroll 4
+    for (int rank = 0; rank < kRanks; ++rank) {
+        float scale = parameters_at(work.messages[rank], work.values, span).scale;
+        largest = scale > largest ? scale : largest;
+    }
+    float shrink = shrink_for(largest);
+    auto tensor = static_cast<typename Value::Stored*>(work.tensor);
+    bool aligned = units_aligned(work, tensor);
+    for (int64_t i = span.thread_first(); i < span.last; i += kThreads * kUnit) {
+        float sums[kUnit] = {};
+        #pragma unroll 4
+        for (int rank = 0; rank < kRanks; ++rank) {
+            const uint8_t* message = work.messages[rank];
+            Parameters by = parameters_at(message, work.values, span);
+            alignas(4) uint8_t numbers[kUnit] = {};
+            if (span.last - i >= kUnit) {
+                read<kUnit>(numbers, message + i, units_aligned(work, message));
+            } else {
+                #pragma unroll
+                for (int k = 0; k < kUnit; ++k)
+                    if (k < span.last - i) numbers[k] = message[i + k];
+            }
+            #pragma unroll
+            for (int k = 0; k < kUnit; ++k) sums[k] = sums[k] + term(numbers[k], by, shrink);
+        }
+        #pragma unroll
+        for (int k = 0; k < kUnit; ++k) {
+            float mean = mean_of(sums[k], static_cast<float>(kRanks), shrink);
+            sums[k] = mean == mean ? mean : quiet_nan();
+        }
+        store<Value, kUnit>(tensor + i, sums, span.last - i, aligned);
+    }
+}
+
+}  // namespace affine_kernels

@@ -1,0 +1,41 @@
+"""What a backend of the kernels provides. Its arguments have been checked; no shard is empty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ddp_quant_hooks.messages import Layout
+
+__all__ = ["Backend", "Outgoing"]
+
+
+class Outgoing(NamedTuple):
+    """Where an encoding goes.
+
+    Attributes:
+        message: The message.
+        residual: Added to the values first; ``None``: nothing.
+        new_residual: Gets what the message loses; ``None``: nobody asks.
+    """
+
+    message: torch.Tensor
+    residual: torch.Tensor | None = None
+    new_residual: torch.Tensor | None = None
+
+
+class Backend(Protocol):
+    """Encode, reduce and decode flat tensors, with the same bits as every other backend."""
+
+    def encode(self, shards: Sequence[tuple[torch.Tensor, Outgoing]], layout: Layout) -> None:
+        """Write the message of each shard's values."""
+
+    def reduce(
+        self, messages: Sequence[torch.Tensor], layout: Layout, values: int, out: Outgoing, new_layout: Layout
+    ) -> None:
+        """Write the message, in ``new_layout``, of the mean of messages of ``values`` values."""
+
+    def decode(self, shards: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], layout: Layout) -> None:
+        """Write the mean of each shard's messages to its values."""

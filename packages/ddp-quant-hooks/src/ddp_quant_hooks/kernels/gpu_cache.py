@@ -1,0 +1,47 @@
+"""Compiled GPU kernels on disk. Needs ``cuda-core``."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+from cuda.core.utils import FileStreamProgramCache
+
+__all__ = ["open_cache"]
+
+_log = logging.getLogger(__name__)
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+class _CheckedCache(FileStreamProgramCache):  # type: ignore[misc] # has no types
+    """cuda-core's cache (whole entries, found by source, options and NVRTC version) with a checksum each.
+
+    What is damaged counts as not there, and what cannot be written is not kept.
+    """
+
+    def __getitem__(self, key: bytes | str) -> bytes:
+        entry = bytes(super().__getitem__(key))
+        digest, code = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
+        if hashlib.sha256(code).digest() != digest:
+            _log.warning("a compiled kernel is damaged on disk: compiling it again")
+            raise KeyError(key)
+        return code
+
+    def __setitem__(self, key: bytes | str, value: Any) -> None:
+        code = bytes(getattr(value, "code", value))
+        try:
+            super().__setitem__(key, hashlib.sha256(code).digest() + code)
+        except OSError as error:
+            _log.warning("a compiled kernel is not kept on disk: %s", error)
+
+
+def open_cache(folder: Path) -> FileStreamProgramCache | None:
+    """Return the cache in a folder, which is made if need be; ``None`` if it cannot be."""
+    try:
+        return _CheckedCache(folder)
+    except OSError as error:
+        _log.warning("compiled kernels are not kept on disk: %s", error)
+        return None

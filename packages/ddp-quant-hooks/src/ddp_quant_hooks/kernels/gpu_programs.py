@@ -1,0 +1,206 @@
+"""The GPU kernels as text for NVRTC, and compiled: no GPU is needed for any of this.
+
+Each program has one kernel, for one dtype, format, block size and number of messages. What was compiled
+is kept on disk, for all processes of a user.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ddp_quant_hooks.messages import Layout
+
+__all__ = [
+    "CACHE_VARIABLE",
+    "GpuProgram",
+    "affine_pieces",
+    "affine_program",
+    "block_program",
+    "cache_folder",
+    "channels_are_short",
+    "compile_program",
+    "lanes_of_team",
+]
+
+CACHE_VARIABLE = "DDP_QUANT_HOOKS_CACHE"
+"""The environment variable that names another folder for compiled kernels."""
+
+_SOURCES = Path(__file__).parents[1] / "csrc"
+_NUMBERS = {"int8": "Int8", "int4": "Int4", "bf16": "Halves<BFloat16>", "fp16": "Halves<Float16>"}
+_VALUES = {
+    torch.float32: "Stored32",
+    torch.bfloat16: "Stored16<BFloat16>",
+    torch.float16: "Stored16<Float16>",
+}
+
+# As kThreads and kMostValues in csrc/block_kernels.cu; every program asserts that both agree.
+_BLOCK_THREADS = 256
+_WARP = 32
+_MOST_VALUES = 32
+_AFFINE_THREADS = 128
+_AFFINE_PIECE = 1 << 13
+
+
+@dataclass(frozen=True)
+class GpuProgram:
+    """One kernel, as C++ text.
+
+    Attributes:
+        file: Of the kernel, in ``csrc``.
+        call: The kernel with its template's arguments.
+        work: The type of what it works on, its only parameter.
+        threads: Of a thread block.
+        blocks_at_a_time: Blocks, or channels' pieces, that a thread block works on.
+        checks: What must be true for the numbers here to be the kernel's, in C++.
+    """
+
+    file: str
+    call: str
+    work: str
+    threads: int
+    blocks_at_a_time: int
+    checks: str
+
+    def entry(self, name: str = "kernel") -> str:
+        """Return the kernel's definition under a name, to put behind its file's text."""
+        declaration = f"void {name}(const __grid_constant__ {self.work} work)"
+        return (
+            f"namespace {Path(self.file).stem} {{\n"
+            f"static_assert({self.checks});\n"
+            f'extern "C" __global__ __launch_bounds__(kThreads) {declaration} {{ {self.call}(work); }}\n'
+            "}\n"
+        )
+
+    @property
+    def text(self) -> str:
+        """The whole program, which includes nothing."""
+        return source(self.file) + self.entry()
+
+
+@functools.cache
+def source(file: str) -> str:
+    """Return a file of ``csrc`` with what it includes of ours in the place of its first mention."""
+    seen: set[str] = set()
+
+    def include(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name in seen:
+            return ""
+        seen.add(name)
+        return expand(name)
+
+    def expand(name: str) -> str:
+        return re.sub(r'^#include "(.+)"\n', include, (_SOURCES / name).read_text(), flags=re.MULTILINE)
+
+    return "#define FOUR_AT_A_TIME\n" + expand(file)
+
+
+def block_program(
+    kernel: str,
+    layout: Layout,
+    *,
+    dtype: torch.dtype | None = None,
+    new_layout: Layout | None = None,
+    shards: int = 1,
+    ranks: int = 1,
+) -> GpuProgram:
+    """Return a kernel of ``csrc/block_kernels.cu``.
+
+    Args:
+        kernel: ``"encode"``, ``"reduce"`` or ``"decode"``.
+        layout: Of the messages.
+        dtype: Of the values that are encoded or decoded.
+        new_layout: Of the message that ``reduce`` writes.
+        shards: How many there are.
+        ranks: How many messages are averaged.
+    """
+    numbers, block = _NUMBERS[layout.format], layout.block_size
+    if kernel == "reduce":
+        assert new_layout is not None
+        unit = 8 if layout.format in {"bf16", "fp16"} else 16
+        arguments = f"{numbers}, {_NUMBERS[new_layout.format]}, {block}, {ranks}"
+        work = f"Work<1, {ranks}>"
+    else:
+        assert dtype is not None
+        unit = 16 // dtype.itemsize
+        averaged = f", {ranks}" if kernel == "decode" else ""
+        arguments = f"{_VALUES[dtype]}, {numbers}, {block}, {shards}{averaged}"
+        work = f"Work<{shards}, {shards * ranks if kernel == 'decode' else 1}>"
+    teams = _BLOCK_THREADS // lanes_of_team(block, unit)
+    checks = f"kThreads == {_BLOCK_THREADS} && Block<{numbers}, {block}, {unit}>::kTeams == {teams}"
+    return GpuProgram("block_kernels.cu", f"{kernel}<{arguments}>", work, _BLOCK_THREADS, teams, checks)
+
+
+def lanes_of_team(block: int, unit: int) -> int:
+    """Return how many lanes have a block, in units of ``unit`` values of each half."""
+    units, lanes = block // 2 // unit, 1
+    while lanes < units and (lanes < _WARP or block > lanes * _MOST_VALUES):
+        lanes *= 2
+    return lanes
+
+
+def affine_program(kernel: str, dtype: torch.dtype, *, ranks: int = 1) -> GpuProgram:
+    """Return a kernel of ``csrc/affine_kernels.cu`` for values of ``dtype`` and as many ranks' messages."""
+    arguments = _VALUES[dtype] + (f", {ranks}" if kernel == "decode" else "")
+    checks = f"kThreads == {_AFFINE_THREADS} && kPiece == {_AFFINE_PIECE}"
+    return GpuProgram(
+        "affine_kernels.cu", f"{kernel}<{arguments}>", f"Work<{ranks}>", _AFFINE_THREADS, 1, checks
+    )
+
+
+def affine_pieces(values: int, channel: int) -> int:
+    """Return how many thread blocks ``values`` values in channels of ``channel`` take."""
+    return -(-values // channel) * -(-channel // _AFFINE_PIECE)
+
+
+def channels_are_short(channel: int) -> bool:
+    """Tell whether one thread block can have a whole channel."""
+    return channel <= _AFFINE_PIECE
+
+
+def cache_folder() -> Path:
+    """Return where compiled kernels are kept: :data:`CACHE_VARIABLE`, or in the user's cache."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    root = os.environ.get("XDG_CACHE_HOME")
+    return Path(chosen) if chosen else (Path(root) if root else Path.home() / ".cache") / "ddp-quant-hooks"
+
+
+def compile_program(
+    program: GpuProgram, architecture: str, *, logs: Any = None, use_cache: bool = True
+) -> bytes:
+    """Return a program as machine code.
+
+    Args:
+        program: What to compile.
+        architecture: Such as ``"sm_90"``.
+        logs: Gets the compiler's report, registers and spills among it; a text stream.
+        use_cache: Take it from the disk if it is there, and keep it there.
+
+    Raises:
+        ImportError: ``cuda-core`` is not installed.
+        Exception: NVRTC is not there, or does not know the architecture: cuda-core's errors.
+    """
+    # Optional: only who compiles needs them.
+    from cuda.core import Program, ProgramOptions  # noqa: PLC0415
+
+    from ddp_quant_hooks.kernels.gpu_cache import open_cache  # noqa: PLC0415
+
+    options = ProgramOptions(
+        name=program.call,
+        arch=architecture,
+        std="c++17",
+        # One rounding per operator, as everywhere.
+        fma=False,
+        ftz=False,
+        prec_div=True,
+        ptxas_options="-v",
+    )
+    cache = open_cache(cache_folder()) if use_cache else None
+    return bytes(Program(program.text, "c++", options).compile("cubin", logs=logs, cache=cache).code)

@@ -1,0 +1,207 @@
+"""The CUDA backend's logic without a GPU: its launches and its kernels' text, on an emulated one."""
+
+import pytest
+import torch
+from emulated_gpu import EmulatedGpu, needs_compiler
+from test_kernel_bits import everything, inputs, same_bits
+
+from ddp_quant_hooks import affine, kernels
+from ddp_quant_hooks.affine import AffineLayout
+from ddp_quant_hooks.chunks import Span, shards
+from ddp_quant_hooks.kernels import torch_ops
+from ddp_quant_hooks.kernels.backends import Outgoing
+from ddp_quant_hooks.messages import Layout
+
+pytestmark = needs_compiler
+LAYOUTS = [
+    *(Layout("int8", block) for block in (32, 96, 128, 4096)),
+    *(Layout("int4", block) for block in (32, 160)),
+    Layout("bf16", 32),
+    Layout("fp16", 128),
+]
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory):
+    return EmulatedGpu(tmp_path_factory.mktemp("emulated_gpu"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.format}-{layout.block_size}")
+def test_the_kernels_text_gives_the_bits_of_torchs_operators(gpu, layout):
+    block = layout.block_size
+    dtypes = kernels.VALUE_DTYPES
+    gpu.plan(lambda: [everything(gpu, layout, d, "", torch.ones(3, dtype=d)) for d in dtypes])
+    for dtype in dtypes:
+        for length in (1, block - 1, block, block + 1, 5 * block, 1009):
+            for name, values in inputs(dtype, length):
+                ours = everything(gpu, layout, dtype, name, values)
+                reference = everything(torch_ops, layout, dtype, name, values)
+                for what, tensor in reference.items():
+                    assert same_bits(ours[what], tensor), (length, name, what)
+
+
+def _guarded(length, dtype, offset):
+    """Return a tensor that starts ``offset`` elements into memory, and all that memory, of sevens."""
+    memory = torch.full((length + 64,), 7, dtype=dtype)
+    return memory[offset : offset + length], memory
+
+
+@pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES)
+@pytest.mark.parametrize("layout", [Layout("int8", 128), Layout("int4", 32)], ids=["int8", "int4"])
+def test_memory_may_start_anywhere_and_nothing_beside_it_is_touched(gpu, layout, dtype):
+    length = 5 * layout.block_size - 3
+    noise = torch.randn(length).to(dtype)
+    message = torch.zeros(layout.message_bytes(length), dtype=torch.uint8)
+    lost, restored = torch.empty(length), torch.empty(length, dtype=dtype)
+    torch_ops.encode([(noise, Outgoing(message, torch.ones(length), lost))], layout)
+    torch_ops.decode([([message, message], restored)], layout)
+    for offset in (1, 3, 8):
+        values, _ = _guarded(length, dtype, offset)
+        values.copy_(noise)
+        residual, _ = _guarded(length, torch.float32, offset)
+        residual.fill_(1)
+        own_message, message_memory = _guarded(message.numel(), torch.uint8, offset)
+        own_lost, lost_memory = _guarded(length, torch.float32, offset)
+        own_restored, restored_memory = _guarded(length, dtype, offset)
+        gpu.encode([(values, Outgoing(own_message, residual, own_lost))], layout)
+        gpu.decode([([own_message, own_message], own_restored)], layout)
+        for own, memory, expected in (
+            (own_message, message_memory, message),
+            (own_lost, lost_memory, lost),
+            (own_restored, restored_memory, restored),
+        ):
+            assert same_bits(own, expected)
+            assert (memory[:offset] == 7).all()
+            assert (memory[offset + own.numel() :] == 7).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 100, 200])
+def test_shards_are_one_launch_each_hundred_or_so(gpu, count):
+    layout, values = Layout("int8", 128), torch.randn(128 * 150 - 5)
+    spans = shards(Span(0, values.numel()), count, 128)
+    gpu.launches.clear()
+    results = []
+    for backend in (gpu, torch_ops):
+        messages = [torch.zeros(layout.message_bytes(len(span)), dtype=torch.uint8) for span in spans]
+        lost, restored = torch.zeros_like(values), torch.zeros_like(values)
+        parts = [slice(span.start, span.stop) for span in spans]
+        some = [(values[part], Outgoing(m, None, lost[part])) for part, m in zip(parts, messages, strict=True)]
+        backend.encode([shard for shard in some if len(shard[0])], layout)
+        others = [([m], restored[part]) for part, m in zip(parts, messages, strict=True)]
+        backend.decode([shard for shard in others if len(shard[1])], layout)
+        results.append([*messages, lost, restored])
+    assert all(same_bits(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    not_empty = sum(len(span) > 0 for span in spans)
+    assert sum(height for _, _, height in gpu.launches) == 2 * not_empty
+    assert len(gpu.launches) == 2 * -(-not_empty // 85)  # 48 bytes a shard, 4096 for a launch
+
+
+@pytest.mark.parametrize("ranks", [9, 100, 600])
+def test_any_number_of_ranks(gpu, ranks):
+    """Some 500 messages fit into a launch; of more, torch's operators make the mean."""
+    layout, values = Layout("int8", 64), torch.randn(ranks, 150)
+    messages = [torch.zeros(layout.message_bytes(150), dtype=torch.uint8) for _ in range(ranks)]
+    for row, message in zip(values, messages, strict=True):
+        torch_ops.encode([(row, Outgoing(message))], layout)
+    gpu.launches.clear()
+    results = []
+    for backend in (gpu, torch_ops):
+        mean, restored = torch.zeros_like(messages[0]), torch.zeros(150)
+        backend.reduce(messages, layout, 150, Outgoing(mean), layout)
+        backend.decode([(messages, restored)], layout)
+        results.append((mean, restored))
+    assert all(same_bits(ours, theirs) for ours, theirs in zip(*results, strict=True))
+    assert len(gpu.launches) == (2 if ranks < 500 else 0)
+
+
+def test_a_tensor_of_more_elements_than_32_bits_count(gpu):
+    """Only the last thread blocks run, and only their memory is ever there."""
+    layout, length = Layout("int8", 128), 2**32 + 1000
+    values = torch.empty(length, dtype=torch.bfloat16)
+    message = torch.empty(layout.message_bytes(length), dtype=torch.uint8)
+    restored = torch.empty(length, dtype=torch.bfloat16)
+    tail = 2048 + 1000
+    values[-tail:] = torch.randn(tail)
+    last, message_of_last = values[-tail:], torch.empty(layout.message_bytes(tail), dtype=torch.uint8)
+    torch_ops.encode([(last, Outgoing(message_of_last))], layout)
+    expected = torch.empty_like(last)
+    torch_ops.decode([([message_of_last], expected)], layout)
+    blocks_per_launch = 256 // 8  # eight lanes have a block of 128 values of 16 bits
+    gpu.first_thread_block = 2**32 // 128 // blocks_per_launch
+    try:
+        gpu.encode([(values, Outgoing(message))], layout)
+        gpu.decode([([message], restored)], layout)
+    finally:
+        gpu.first_thread_block = 0
+    assert same_bits(layout.scales(message, length)[-8:], layout.scales(message_of_last, tail)[-8:])
+    assert same_bits(restored[-1000:], expected[-1000:])
+
+
+def test_more_thread_blocks_than_a_gpu_launches_are_refused(gpu):
+    class Huge:
+        """As long as no tensor here can be."""
+
+        dtype = torch.float32
+
+        def numel(self):
+            return 2**31 * 256 * 8
+
+        def data_ptr(self):
+            return 0
+
+    with pytest.raises(ValueError, match="a GPU launches at most 2147483647 thread blocks"):
+        gpu.encode([(Huge(), Outgoing(Huge()))], Layout("int8", 32))
+
+
+# ---- PyTorch's 8-bit numbers ----
+
+CHANNELS = {1: 200, 3: 400, 512: 2000, 777: 2003, 8192: 9000, 8193: 9001, 20000: 9003}
+"""Values of a channel, and how many values in all."""
+
+
+def _affine_inputs(dtype, length):
+    yield from inputs(dtype, length)
+    noise = torch.randn(length).to(dtype)
+    yield "positive", noise.abs() + 1
+    yield "negative", -noise.abs() - 1
+    if dtype == torch.float32:
+        yield "smallest", torch.randint(-3, 4, (length,)).float() * 2.0**-149
+
+
+@pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES)
+def test_affine_kernels_give_the_bits_of_torchs_operators(gpu, dtype):
+    for channel, length in CHANNELS.items():
+        layout = AffineLayout(length, channel, torch.float32)
+        for name, values in _affine_inputs(dtype, length):
+            messages, theirs = ([torch.zeros(layout.message_bytes, dtype=torch.uint8) for _ in range(3)] for _ in "ab")
+            for factor, message, expected in zip((1.0, 0.5, -3.0), messages, theirs, strict=True):
+                scaled = (values.float() * factor).to(dtype)
+                gpu.affine_encode(scaled, message, channel)
+                affine.encode(scaled, expected, layout)
+                assert same_bits(message, expected), (channel, name, factor)
+            for ranks in (1, 3):
+                mean, expected = torch.zeros(length, dtype=dtype), torch.zeros(length, dtype=dtype)
+                gpu.affine_decode(theirs[:ranks], channel, mean)
+                affine.decode_mean(theirs[:ranks], layout, expected)
+                nan = expected.isnan()  # torch's arithmetic makes any NaN of a NaN
+                assert torch.equal(mean.isnan(), nan), (channel, name, ranks)
+                assert same_bits(mean[~nan], expected[~nan]), (channel, name, ranks)
+
+
+def test_affine_messages_behind_one_another_start_anywhere(gpu):
+    layout = AffineLayout(1001, 7, torch.float32)
+    values = torch.randn(1002)[1:]
+    memory = torch.full((layout.message_bytes + 8,), 7, dtype=torch.uint8)
+    message, expected = memory[4:-4], torch.zeros(layout.message_bytes, dtype=torch.uint8)
+    message.zero_()
+    gpu.affine_encode(values, message, 7)
+    affine.encode(values, expected, layout)
+    assert same_bits(message, expected)
+    assert (memory[:4] == 7).all()
+    assert (memory[-4:] == 7).all()
+    restored, mean = torch.full((1005,), 7.0), torch.zeros(1001)
+    gpu.affine_decode([message, message], 7, restored[1:-3])
+    affine.decode_mean([expected, expected], layout, mean)
+    assert same_bits(restored[1:-3].clone(), mean)
+    assert restored[0] == 7
+    assert (restored[-3:] == 7).all()
