@@ -45,7 +45,10 @@ def jobs(count: int) -> dict[str, tuple[Callable[[], Any], float]]:
             lambda: torch_ops.encode([(values, Outgoing(message))], LAYOUT),
             4.0 * count + size,
         ),
-        f"decode, {TORCH_OPS}": (lambda: torch_ops.decode([([message], restored)], LAYOUT), 4.0 * count + size),
+        f"decode, {TORCH_OPS}": (
+            lambda: torch_ops.decode([([message], restored)], LAYOUT),
+            4.0 * count + size,
+        ),
     }
     shard = count // 4 // LAYOUT.block_size * LAYOUT.block_size
     parts = [torch.empty(LAYOUT.message_bytes(shard), dtype=torch.uint8) for _ in range(4)]

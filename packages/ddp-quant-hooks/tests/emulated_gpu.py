@@ -49,8 +49,8 @@ class EmulatedGpu(CudaKernels):
                 text.append(program.entry(f"kernel_{index}"))
                 text.append(
                     f'extern "C" void launch_{index}(const void* work, unsigned threads, unsigned first, '
-                    "unsigned last, unsigned height) { "
-                    f"emulated_gpu::launch({Path(file).stem}::kernel_{index}, work, threads, first, last, height); }}"
+                    f"unsigned last, unsigned height) {{ auto kernel = {Path(file).stem}::kernel_{index}; "
+                    "emulated_gpu::launch(kernel, work, threads, first, last, height); }"
                 )
             path = self._folder / f"{Path(file).stem}-{len(self._libraries)}.cpp"
             path.write_text("\n".join(text))

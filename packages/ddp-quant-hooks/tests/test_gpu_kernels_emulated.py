@@ -32,7 +32,7 @@ def test_the_kernels_text_gives_the_bits_of_torchs_operators(gpu, layout):
     dtypes = kernels.VALUE_DTYPES
     gpu.plan(lambda: [everything(gpu, layout, d, "", torch.ones(3, dtype=d)) for d in dtypes])
     for dtype in dtypes:
-        for length in (1, block - 1, block, block + 1, 5 * block, 1009):
+        for length in (1, block - 1, block, block + 1, 5 * block, 1009) if block < 1000 else (1, block + 1):
             for name, values in inputs(dtype, length):
                 ours = everything(gpu, layout, dtype, name, values)
                 reference = everything(torch_ops, layout, dtype, name, values)
@@ -85,7 +85,9 @@ def test_shards_are_one_launch_each_hundred_or_so(gpu, count):
         messages = [torch.zeros(layout.message_bytes(len(span)), dtype=torch.uint8) for span in spans]
         lost, restored = torch.zeros_like(values), torch.zeros_like(values)
         parts = [slice(span.start, span.stop) for span in spans]
-        some = [(values[part], Outgoing(m, None, lost[part])) for part, m in zip(parts, messages, strict=True)]
+        some = [
+            (values[part], Outgoing(m, None, lost[part])) for part, m in zip(parts, messages, strict=True)
+        ]
         backend.encode([shard for shard in some if len(shard[0])], layout)
         others = [([m], restored[part]) for part, m in zip(parts, messages, strict=True)]
         backend.decode([shard for shard in others if len(shard[1])], layout)
@@ -173,7 +175,9 @@ def test_affine_kernels_give_the_bits_of_torchs_operators(gpu, dtype):
     for channel, length in CHANNELS.items():
         layout = AffineLayout(length, channel, torch.float32)
         for name, values in _affine_inputs(dtype, length):
-            messages, theirs = ([torch.zeros(layout.message_bytes, dtype=torch.uint8) for _ in range(3)] for _ in "ab")
+            messages, theirs = (
+                [torch.zeros(layout.message_bytes, dtype=torch.uint8) for _ in range(3)] for _ in "ab"
+            )
             for factor, message, expected in zip((1.0, 0.5, -3.0), messages, theirs, strict=True):
                 scaled = (values.float() * factor).to(dtype)
                 gpu.affine_encode(scaled, message, channel)

@@ -8,7 +8,6 @@ from torch.profiler import record_function
 
 from ddp_compress_hooks import compiled, ring, two_shot
 from ddp_compress_hooks.state import CompressState, HookState, as_state
-from dist_utils import require_messages
 from dist_utils.torch_compat import GradBucket
 
 __all__ = [
@@ -75,8 +74,7 @@ def compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures
         A future of ``bucket.buffer()``, in the bucket's dtype.
 
     Raises:
-        TypeError, ValueError: As :func:`allreduce_hook`; also for ``accumulate="fp32"`` on GPU tensors
-            in a Gloo group, which cannot send them point to point.
+        TypeError, ValueError: As :func:`allreduce_hook`.
 
     Cost:
         ``2 (W - 1) / W`` times the bucket's elements sent per rank, of the wire dtype's size. On CPU a
@@ -160,8 +158,6 @@ def _average(
         wire_dtype = wire_dtype or values.dtype
         if not state.sums_in_fp32(wire_dtype):
             return ring.average(state, group, buffer, values, wire_dtype)
-
-        require_messages(group, buffer.device, remedy="use NCCL, or accumulate='wire'")
 
         def job(private_group: dist.ProcessGroup) -> torch.Tensor:
             two_shot.average(state, private_group, values, wire_dtype)

@@ -13,6 +13,7 @@ from ddp_compress_hooks.hooks import check_gradient_dtype, completed
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.affine import AffineLayout
 from dist_utils import GroupLike, resolve_group
+from dist_utils.process_groups import runs_on_host
 from dist_utils.torch_compat import GradBucket, all_gather_single
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
@@ -42,9 +43,10 @@ def quantization_pertensor_hook(
         All of them before any communication. A failing peer raises ``RuntimeError`` in ``backward()``.
 
     Cost:
-        One all-gather. Every rank sends its values to all others: W - 1 bytes a value, against
-        8 (W - 1) / W of a ring all-reduce in fp32. A quarter of it at two ranks, half at four, and more
-        than it from eight ranks on. W + 1 bytes a value of memory; Gloo takes about as much again.
+        One all-gather; for GPU tensors in a Gloo group the caller waits for it. Every rank sends its
+        values to all others: W - 1 bytes a value, against 8 (W - 1) / W of a ring all-reduce in fp32. A
+        quarter of it at two ranks, half at four, and more than it from eight ranks on. W + 1 bytes a value
+        of memory; Gloo takes about as much again.
 
     Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks.\
 quantization_pertensor_hook``: equal to its results up to fp32 rounding, except where it loses gradients
@@ -106,6 +108,13 @@ def _average(
         layout = AffineLayout(values.numel(), values.numel() if channel is None else channel, precision)
         message = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=values.device)
         kernels.affine_encode(values, message, layout)
+        if buffer.device.type != "cpu" and runs_on_host(group, buffer.device):
+            # Gloo's futures know nothing of streams: on the host, and now.
+            on_host = message.cpu()
+            from_all = on_host.new_empty(group.size() * on_host.numel())
+            all_gather_single(from_all, on_host, group)
+            kernels.affine_decode(from_all.to(buffer.device).chunk(group.size()), layout, values)
+            return completed(buffer)
         gathered = message.new_empty(group.size() * message.numel())
         work: Any = all_gather_single(gathered, message, group, async_op=True)
 

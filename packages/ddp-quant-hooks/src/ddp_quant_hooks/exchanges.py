@@ -7,12 +7,11 @@ is resumed; meanwhile other chunks are computed and sent (see :func:`take_turns`
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 import torch
-import torch.distributed as dist
 
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.chunks import Span, shards
@@ -20,6 +19,7 @@ from ddp_quant_hooks.link import Link
 from ddp_quant_hooks.messages import Layout
 from ddp_quant_hooks.residuals import Residual
 from ddp_quant_hooks.scratch import Scratch
+from dist_utils.messages import Arrival
 
 __all__ = ["Exchange", "Wire", "average_inside", "average_quantised", "take_turns"]
 
@@ -203,6 +203,6 @@ def _report_not_finite(wire: Wire, messages: list[torch.Tensor], layout: Layout,
         wire.failed(torch.stack(flags).any())
 
 
-def _wait(works: list[dist.Work]) -> None:
+def _wait(works: Sequence[Arrival]) -> None:
     for work in works:
         work.wait()

@@ -88,7 +88,7 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
 
         def exchanges() -> Iterator[Callable[[Scratch], Exchange]]:
             own_start = shard_start = 0
-            for index, chunk in enumerate(self._chunks(values.numel())):
+            for index, chunk in enumerate(self._chunks(values)):
                 own = shards(chunk, inside.size, block_size)[inside.index]
                 yield partial(
                     average_inside,
@@ -119,11 +119,11 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a HierarchicalAllreduceState does not pickle: its groups belong to this job")
 
-    def _lengths(self, length: int) -> tuple[int, int]:
+    def _lengths(self, values: torch.Tensor) -> tuple[int, int]:
         block_size, me = self.scatter.block_size, self.process_group.rank()
         own = [
             len(shards(chunk, len(self._inside), block_size)[self._inside.index(me)])
-            for chunk in self._chunks(length)
+            for chunk in self._chunks(values)
         ]
         nodes, node = len(self._across), self._across.index(me)
         if nodes <= 2:

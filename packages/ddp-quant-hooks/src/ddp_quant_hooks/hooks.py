@@ -12,7 +12,6 @@ from ddp_compress_hooks.hooks import check_gradient_dtype, completed
 from ddp_quant_hooks.exact_parameters import gradients_of_small_parameters
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 from ddp_quant_hooks.state import QuantizedAllreduceState
-from dist_utils import require_messages
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["quantized_allreduce_hook"]
@@ -41,7 +40,7 @@ def quantized_allreduce_hook(
     Raises:
         TypeError: ``state`` is no state, or the bucket not of a floating-point dtype; under
             ``torch.compile`` with DDP's python reducer, which hands over no buckets.
-        ValueError: This rank is not in the group, or it is Gloo and the tensors are on a GPU.
+        ValueError: This rank is not in the group.
         All of them before any communication. A failing peer raises ``RuntimeError`` in ``backward()``; one
         that fails after it has sent all that this step needs of it, in the next.
 
@@ -75,7 +74,6 @@ def quantized_allreduce_hook(
         exact = gradients_of_small_parameters(bucket) if state.exact_1d else []
         if exact and len(exact) == len(bucket.parameters()):
             return _average_plain(state, group, bucket)
-        require_messages(group, buffer.device)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
         task = state.take_bucket(bucket, values)
 

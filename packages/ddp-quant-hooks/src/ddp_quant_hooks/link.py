@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import start_messages
+from dist_utils.messages import Arrival
 
 __all__ = ["Link"]
 
@@ -41,7 +42,7 @@ class Link:
 
     def exchange(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], *, tag: int
-    ) -> list[dist.Work]:
+    ) -> Sequence[Arrival]:
         """Start to send ``outgoing[place]`` to, and to receive ``incoming[place]`` from, every peer."""
         self.bytes_sent += sum(outgoing[peer].nbytes for peer in self.peers)
         return start_messages(

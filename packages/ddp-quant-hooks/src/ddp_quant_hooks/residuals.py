@@ -38,9 +38,14 @@ class Residual:
             return None, None
         return self.last[start : start + length], self.next[start : start + length]
 
-    def turn(self) -> None:
-        """Make what this step lost the last loss."""
-        self.last, self.next = self.next, self.last
+    def turn_unless(self, failed: torch.Tensor) -> None:
+        """Make what this step lost the last loss unless it failed. An accelerator is told, not asked."""
+        if self.last is None or self.next is None:
+            return
+        if failed.device.type != "cpu":
+            torch.where(failed, self.last, self.next, out=self.last)
+        elif not failed:
+            self.last, self.next = self.next, self.last
 
 
 @dataclass
@@ -63,6 +68,25 @@ class BucketResiduals:
         for kept in (self.own, self.shard):
             if kept.last is not None and kept.next is not None and kept.last.device != device:
                 kept.last, kept.next = kept.last.to(device), kept.next.to(device)
+
+
+class _Flags:
+    """Flags that were raised on several devices and streams."""
+
+    def __init__(self, flags: list[torch.Tensor]) -> None:
+        self._flags = flags
+        self._any: dict[torch.device, torch.Tensor] = {}
+
+    def any_on(self, device: torch.device) -> torch.Tensor:
+        """Return on ``device`` whether one is raised."""
+        if device not in self._any:
+            for flag in self._flags:
+                if flag.device.type != "cpu":  # made on a side stream, whose memory it is
+                    flag.record_stream(torch.get_device_module(flag.device).current_stream(flag.device))
+            here = [flag.to(device, non_blocking=True) for flag in self._flags]
+            none = torch.zeros((), dtype=torch.bool, device=device)
+            self._any[device] = torch.stack([none, *here]).any()
+        return self._any[device]
 
 
 class Residuals:
@@ -141,12 +165,13 @@ class Residuals:
         if self._settled:
             return
         self._settled = True
-        finite = not self._broken and not any(bool(flag) for flag in self._flags)
+        broken, failed = self._broken, _Flags(self._flags)
         self._flags, self._broken = [], False
         for key, kept in list(self._buckets.items()):
-            if kept.step == self._step and finite:
-                kept.own.turn()
-                kept.shard.turn()
+            if kept.step == self._step and not broken:
+                for residual in (kept.own, kept.shard):
+                    if residual.last is not None:
+                        residual.turn_unless(failed.any_on(residual.last.device))
             elif kept.step + _STEPS_UNUSED <= self._step:
                 del self._buckets[key]
                 _log.info("dropped the residuals of a bucket of %d parameters: DDP has rebuilt it", len(key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -20,6 +20,7 @@ from ddp_quant_hooks.messages import Format, Layout
 from ddp_quant_hooks.residuals import BucketResiduals, Residuals
 from ddp_quant_hooks.scratch import Scratch
 from dist_utils import GroupLike, OrderedWorker, resolve_group
+from dist_utils.process_groups import runs_on_host
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["ErrorFeedback", "QuantizedAllreduceState", "Statistics", "Task"]
@@ -30,6 +31,10 @@ _CHUNK_ELEMENTS = 5 << 18
 """About so many values are on the wire at a time, one such chunk behind another: five of a 25 MiB bucket.
 Shorter ones cost more messages (four loopback ranks took 20 % longer with half as many), longer ones more
 memory and more time in which the wire idles (4 % on 1 Gbit/s with twice as many)."""
+
+_CHUNK_ELEMENTS_ON_STREAMS = 1 << 26
+"""The same where the host only enqueues: kernels are so much faster than the wire that nothing is gained by
+shorter chunks, and each costs launches. It bounds the memory for a very large bucket."""
 
 _MIN_BYTES = 1 << 16
 
@@ -158,6 +163,7 @@ class QuantizedAllreduceState:
         self._worker: OrderedWorker | None = None
         self._scratches: dict[torch.device, list[Scratch]] = {}
         self._statistics = Statistics()
+        self._sampled_error: torch.Tensor | None = None
         self._counting = threading.Lock()  # buckets are counted on the caller's thread and on the worker's
         self._taken = 0
         self.residuals = Residuals(
@@ -180,7 +186,8 @@ class QuantizedAllreduceState:
     @property
     def statistics(self) -> Statistics:
         """What was done in the backward passes that are over."""
-        return self._statistics
+        error = None if self._sampled_error is None else float(self._sampled_error)
+        return replace(self._statistics, relative_error=error)
 
     def close(self) -> None:
         """End the thread and the private group, free the scratch memory; a later bucket makes new ones.
@@ -246,7 +253,7 @@ class QuantizedAllreduceState:
 
     def take_bucket(self, bucket: GradBucket, values: torch.Tensor) -> Task:
         """Return how a bucket will be averaged. On the caller's thread, where all ranks come in one order."""
-        own, shard = (0, 0) if self.error_feedback == "none" else self._lengths(values.numel())
+        own, shard = (0, 0) if self.error_feedback == "none" else self._lengths(values)
         kept = self.residuals.of_bucket(bucket.parameters(), own=own, shard=shard, device=values.device)
         sampled = self.sample_every > 0 and self._taken % self.sample_every == 0
         self._taken += 1
@@ -277,8 +284,9 @@ class QuantizedAllreduceState:
         bytes_sent += self._exchange(group, values, task.kept)
         if apart is not None:
             exact_parameters.put_back(exact, apart)
-        error = None if reference is None else _relative_error(values, reference)
-        self._count(values, group.size(), bytes_sent, quantised=1, relative_error=error)
+        if reference is not None:
+            self._sampled_error = _relative_error(values, reference)
+        self._count(values, group.size(), bytes_sent, quantised=1)
 
     def count_plain(self, values: torch.Tensor, world_size: int) -> None:
         """Count a bucket that is averaged without compression."""
@@ -292,7 +300,7 @@ class QuantizedAllreduceState:
 
         def exchanges() -> Iterator[Callable[[Scratch], Exchange]]:
             shard_start = 0
-            for index, chunk in enumerate(self._chunks(values.numel())):
+            for index, chunk in enumerate(self._chunks(values)):
                 yield partial(
                     average_quantised,
                     values=values[chunk.start : chunk.stop],
@@ -306,23 +314,25 @@ class QuantizedAllreduceState:
         take_turns(exchanges(), self._scratch(values.device), values.device)
         return link.bytes_sent
 
-    def _lengths(self, length: int) -> tuple[int, int]:
+    def _lengths(self, values: torch.Tensor) -> tuple[int, int]:
         """Return how long the residuals of a bucket are: of own gradients, and of shards."""
         group = self.process_group
         if group.size() == 2:
-            return length, 0
+            return values.numel(), 0
         own_shards = (
             shards(chunk, group.size(), self.scatter.block_size)[group.rank()]
-            for chunk in self._chunks(length)
+            for chunk in self._chunks(values)
         )
-        return length, sum(map(len, own_shards))
+        return values.numel(), sum(map(len, own_shards))
 
     def _wire(self, link: Link, kept: BucketResiduals) -> Wire:
         failed = None if self.error_feedback == "none" else self.residuals.failed
         return Wire(link, self.scatter, self.gather, kept.own, kept.shard, failed)
 
-    def _chunks(self, length: int) -> list[Span]:
-        return cut(length, _CHUNK_ELEMENTS, self.scatter.block_size)
+    def _chunks(self, values: torch.Tensor) -> list[Span]:
+        on_host = runs_on_host(self.process_group, values.device)
+        most = _CHUNK_ELEMENTS if on_host else _CHUNK_ELEMENTS_ON_STREAMS
+        return cut(values.numel(), most, self.scatter.block_size)
 
     def _scratch(self, device: torch.device) -> list[Scratch]:
         return self._scratches.setdefault(device, [])
@@ -335,7 +345,6 @@ class QuantizedAllreduceState:
         *,
         quantised: int = 0,
         plain: int = 0,
-        relative_error: float | None = None,
     ) -> None:
         with self._counting:
             so_far = self._statistics
@@ -344,7 +353,6 @@ class QuantizedAllreduceState:
                 so_far.plain_buckets + plain,
                 so_far.bytes_sent + bytes_sent,
                 so_far.bytes_of_allreduce + _ring_bytes(values, world_size),
-                so_far.relative_error if relative_error is None else relative_error,
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -365,9 +373,9 @@ def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> int:
     return _ring_bytes(values, group.size())
 
 
-def _relative_error(values: torch.Tensor, exact: torch.Tensor) -> float:
+def _relative_error(values: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
     difference = (values.float() - exact).norm()
-    return float(difference / exact.norm()) if difference else 0.0
+    return torch.where(difference == 0, 0.0, difference / exact.norm())
 
 
 def _ring_bytes(values: torch.Tensor, world_size: int) -> int:

@@ -5,7 +5,7 @@ from dist_utils.call_arguments import cast_forward_inputs, pack_kwargs, unpack_k
 from dist_utils.checks import p_assert
 from dist_utils.containers import apply_to_tensors, register_container
 from dist_utils.device_moves import recursive_to, to_kwargs
-from dist_utils.messages import require_messages, start_messages
+from dist_utils.messages import start_messages
 from dist_utils.module_sync import sync_module_states, sync_params_and_buffers
 from dist_utils.module_tree import get_root_modules
 from dist_utils.ordered_worker import OrderedWorker
@@ -30,7 +30,6 @@ __all__ = [
     "recursive_to",
     "register_container",
     "replace_by_prefix",
-    "require_messages",
     "resolve_group",
     "start_messages",
     "sync_module_states",
@@ -40,4 +39,4 @@ __all__ = [
     "verify_param_shape_across_processes",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups import GroupLike, resolve_group
+from dist_utils.process_groups import GroupLike, resolve_group, runs_on_host
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,8 +40,10 @@ class OrderedWorker:
 
     * On CPU tensors: one thread and one private process group, made for the first job. The private
       group keeps the jobs' collectives apart from those that DDP issues meanwhile on its own group.
-    * On an accelerator: nothing runs beside the caller. The job is enqueued at once on one side
-      stream, on the group itself, without any host synchronisation.
+    * On an accelerator whose backend enqueues its collectives, such as NCCL: nothing runs beside the
+      caller. The job is enqueued at once on one side stream, on the group itself, without any host
+      synchronisation.
+    * On an accelerator with Gloo, whose collectives block: on the thread as on CPU, with a side stream.
 
     Every rank of the group must submit the same jobs in the same order. The first error of a job is
     kept and given to all later ones, which do not run. It also ends the private group, so that the
@@ -90,10 +92,11 @@ class OrderedWorker:
         """Queue ``job`` behind all jobs submitted before and return a future of its result.
 
         Args:
-            job: Called with the process group it must use for every collective. On CPU it runs on
-                the worker's thread; on an accelerator it runs here and now, with the side stream as
-                the current stream, and must not synchronise with the host. Tensors it uses must live
-                until its future is complete.
+            job: Called with the process group it must use for every collective. On CPU, and with
+                Gloo, it runs on the worker's thread; otherwise here and now, and must not synchronise
+                with the host. On an accelerator the side stream is the current stream, which follows
+                what the caller's stream has to do until now. Tensors it uses must live until its
+                future is complete.
             device: Where the job's tensors live.
 
         Returns:
@@ -109,13 +112,14 @@ class OrderedWorker:
         if self._closed:
             raise RuntimeError(f"{self._name} is closed")
         device = torch.device(device)
-        if device.type != "cpu":
-            return self._enqueue(job, device)
+        stream = None if device.type == "cpu" else self._side_stream(device)
+        if stream is not None and not runs_on_host(self._process_group, device):
+            return self._enqueue(job, stream)
         if self._lane is None:
             self._lane = _Lane(self._private_group(), self._name)
             # At garbage collection and, as finalizers do, at interpreter exit.
             weakref.finalize(self, self._lane.stop)
-        return self._lane.submit(job)
+        return self._lane.submit(job, stream)
 
     def close(self) -> None:
         """Finish the queued jobs, then end the thread and the private group; closing twice is harmless.
@@ -149,18 +153,22 @@ class OrderedWorker:
             timeout=torch_compat.group_timeout(group, torch.device("cpu")),
         )
 
-    def _enqueue(
-        self, job: Callable[[dist.ProcessGroup], T], device: torch.device
-    ) -> torch.futures.Future[T]:
+    def _side_stream(self, device: torch.device) -> torch.Stream:
+        """Return the side stream, which will wait for what the caller's stream has to do."""
         accelerator: Any = torch.get_device_module(device)
         device = torch.empty(0, device=device).device  # with its index
         if device not in self._streams:
             self._streams[device] = accelerator.Stream(device)
         stream = self._streams[device]
         stream.wait_stream(accelerator.current_stream(device))
-        done: torch.futures.Future[T] = torch.futures.Future(devices=[device])
+        return stream
+
+    def _enqueue(
+        self, job: Callable[[dist.ProcessGroup], T], stream: torch.Stream
+    ) -> torch.futures.Future[T]:
+        done: torch.futures.Future[T] = _new_future(stream)
         result = done.then(_value)
-        with accelerator.stream(stream):
+        with _current(stream):
             if self._stream_error is None:
                 try:
                     # The future records the side stream here; whoever waits for it makes its stream wait.
@@ -175,6 +183,7 @@ class OrderedWorker:
 class _Job(NamedTuple):
     run: Callable[[dist.ProcessGroup], Any]
     done: torch.futures.Future[Any]
+    stream: torch.Stream | None
 
 
 class _Lane:
@@ -192,12 +201,14 @@ class _Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[dist.ProcessGroup], T]) -> torch.futures.Future[T]:
-        done: torch.futures.Future[T] = torch.futures.Future()
+    def submit(
+        self, run: Callable[[dist.ProcessGroup], T], stream: torch.Stream | None
+    ) -> torch.futures.Future[T]:
+        done: torch.futures.Future[T] = _new_future(stream)
         result = done.then(_value)
         with self._ending:
             if not self._ended:
-                self._jobs.put(_Job(run, done))
+                self._jobs.put(_Job(run, done, stream))
                 return result
         done.set_exception(self.error or self._group_is_gone())  # type: ignore[arg-type] # torch's annotation
         return result
@@ -210,13 +221,15 @@ class _Lane:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            self._settle(job)
+            with _current(job.stream):
+                self._settle(job)
             del job  # it may refer to the worker, which could not become garbage while this waits
         with self._ending:
             self._ended = True
         while not self._jobs.empty():  # what came between the end mark and the line above
             if (job := self._jobs.get()) is not None:
-                self._settle(job)
+                with _current(job.stream):
+                    self._settle(job)
         self._destroy_group()
 
     def _settle(self, job: _Job) -> None:
@@ -250,6 +263,19 @@ class _Lane:
             # The main thread may be destroying every group just now, in any of torch's registries.
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
+
+
+def _new_future(stream: torch.Stream | None) -> torch.futures.Future[Any]:
+    return torch.futures.Future(devices=None if stream is None else [stream.device])
+
+
+def _current(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
+    """Make a stream the current one: a future records it when it gets its value."""
+    if stream is None:
+        return contextlib.nullcontext()
+    accelerator: Any = torch.get_device_module(stream.device)
+    context: contextlib.AbstractContextManager[object] = accelerator.stream(stream)
+    return context
 
 
 def _value(done: torch.futures.Future[T]) -> T:

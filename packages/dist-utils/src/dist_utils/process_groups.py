@@ -8,7 +8,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["GroupLike", "collective_device", "device_types", "global_rank", "group_rank", "resolve_group"]
+__all__ = [
+    "GroupLike",
+    "collective_device",
+    "device_types",
+    "global_rank",
+    "group_rank",
+    "resolve_group",
+    "runs_on_host",
+]
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 """What every function here accepts as a group: ``None`` is the default group (WORLD)."""
@@ -100,6 +108,14 @@ def global_rank(group: GroupLike, group_rank: int) -> int:
 def device_types(group: dist.ProcessGroup) -> list[str]:
     """Return the types of the devices whose tensors the backends of ``group`` can send, as in ``["cpu"]``."""
     return [entry.split(":")[0] for entry in dist.get_backend_config(group).split(",")]
+
+
+def runs_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Tell whether the host itself sends tensors of ``device``: always for the CPU, and Gloo for others too.
+
+    Waiting for such a collective blocks the caller, on an accelerator as well.
+    """
+    return device.type == "cpu" or f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:

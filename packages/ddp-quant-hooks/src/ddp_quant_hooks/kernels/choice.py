@@ -73,8 +73,8 @@ def _cuda_kernels(index: int) -> CudaKernels | str:
 
 
 def _how_to_get_it() -> str:
-    major = str(torch.version.cuda).split(".", maxsplit=1)[0]
-    return f"pip install 'ddp-quant-hooks[cuda{major}]' has what this torch (CUDA {torch.version.cuda}) needs"
+    extra = "cuda12" if str(torch.version.cuda).startswith("12.") else "cuda"
+    return f"pip install 'ddp-quant-hooks[{extra}]' has what this torch (CUDA {torch.version.cuda}) needs"
 
 
 def _describe_gpu(index: int) -> str:

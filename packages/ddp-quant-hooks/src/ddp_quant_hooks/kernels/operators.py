@@ -161,7 +161,9 @@ def _check_residuals(
 
 def _on_fake_tensors(*arguments: Any) -> None:
     """Do what every kernel does to shapes: nothing. A tensor without values beside others comes here too."""
-    parts = [part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])]
+    parts = [
+        part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])
+    ]
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     for tensor in tensors:
         if tensor.device != tensors[0].device:

@@ -1,0 +1,169 @@
+"""The GPU kernels as programs: NVRTC compiles all of them, well, and once; no GPU is needed."""
+
+import io
+import logging
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+
+import pytest
+import torch
+
+from ddp_quant_hooks import kernels
+from ddp_quant_hooks.kernels import choice
+from ddp_quant_hooks.kernels.gpu_programs import affine_program, block_program, compile_program, source
+from ddp_quant_hooks.messages import Layout
+
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
+FORMATS = {"int8": 128, "int4": 32, "bf16": 128, "fp16": 128}
+DTYPES = kernels.VALUE_DTYPES
+
+
+def _every_program():
+    """Yield every kernel for every dtype and format, and for short, odd and long blocks."""
+    for dtype, (kind, block) in product(DTYPES, FORMATS.items()):
+        yield block_program("encode", Layout(kind, block), dtype=dtype, shards=2)
+        yield block_program("decode", Layout(kind, block), dtype=dtype, ranks=2)
+    for kind, new in (("int8", ("int8", "bf16", "fp16")), ("int4", tuple(FORMATS))):
+        for layout in (Layout(new_kind, FORMATS[kind]) for new_kind in new):
+            yield block_program("reduce", Layout(kind, FORMATS[kind]), new_layout=layout, ranks=4)
+    for kind, block, ranks in [("int8", 128, 2), ("int8", 128, 8), ("int4", 32, 8), ("int8", 128, 100)]:
+        yield block_program("reduce", Layout(kind, block), new_layout=Layout(kind, block), ranks=ranks)
+    for kind, block in [("int8", 96), ("int8", 1024), ("fp16", 4096)]:
+        layout = Layout(kind, block)
+        yield block_program("encode", layout, dtype=torch.bfloat16)
+        yield block_program("reduce", layout, new_layout=layout, ranks=3)
+        yield block_program("decode", layout, dtype=torch.float32, ranks=3)
+    yield block_program("decode", Layout("int8", 128), dtype=torch.float32, shards=80)
+    for dtype in DTYPES:
+        for name in ("encode_short_channels", "find_extremes_of_long_channels", "encode_long_channels"):
+            yield affine_program(name, dtype)
+        yield affine_program("decode", dtype, ranks=8)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("DDP_QUANT_HOOKS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def _compiler():
+    pytest.importorskip("cuda.core", reason="needs cuda-core: pip install 'ddp-quant-hooks[cuda]'")
+
+
+@pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_kernel_compiles_and_keeps_everything_in_registers(architecture):
+    def report(program):
+        logs = io.StringIO()
+        assert compile_program(program, architecture, logs=logs, use_cache=False).startswith(b"\x7fELF")
+        return program.call, logs.getvalue()
+
+    with ThreadPoolExecutor(2) as pool:
+        for call, text in pool.map(report, _every_program()):
+            used = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", text)
+            assert sorted(used) == [("0", "spill loads"), ("0", "spill stores"), ("0", "stack frame")], call
+            (registers,) = re.findall(r"Used (\d+) registers", text)
+            # As many as leave room for two thread blocks of 256 on a multiprocessor.
+            assert int(registers) <= 128, call
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_arithmetic_that_the_launch_relies_on_is_the_kernels_own():
+    """A program asserts the numbers that Python computes: others do not compile."""
+    layout = Layout("int8", 128)
+    right = block_program("encode", layout, dtype=torch.float32)
+    wrong = type(right)(**{**vars(right), "checks": right.checks.replace("kTeams == 16", "kTeams == 8")})
+    assert wrong != right
+    with pytest.raises(Exception, match="static assertion failed"):
+        compile_program(wrong, "sm_90")
+
+
+def _seconds(program):
+    began = time.perf_counter()
+    code = compile_program(program, "sm_90")
+    return code, time.perf_counter() - began
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_what_was_compiled_is_kept_and_damage_is_mended(tmp_path, caplog):
+    program = block_program("decode", Layout("int8", 128), dtype=torch.float32)
+    code, first = _seconds(program)
+    again, second = _seconds(program)
+    assert again == code
+    assert second < first / 4
+    assert compile_program(program, "sm_80") != code
+    entries = [
+        path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.stat().st_size > 1000
+    ]
+    assert len(entries) == 2
+    for damage in (lambda data: data[:-100], lambda data: data[:500] + b"x" + data[501:], lambda _: b""):
+        for path in entries:
+            path.write_bytes(damage(path.read_bytes()))
+        caplog.clear()
+        assert compile_program(program, "sm_90") == code
+        assert "damaged" in caplog.text
+    caplog.clear()
+    assert compile_program(program, "sm_90") == code
+    assert not caplog.text
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("DDP_QUANT_HOOKS_CACHE", str(tmp_path / "file" / "cache"))
+    assert compile_program(affine_program("decode", torch.float32), "sm_90")
+    assert "not kept on disk" in caplog.text
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_ranks_that_start_together_share_one_cache(tmp_path):
+    program = (
+        "import hashlib, torch\n"
+        "from ddp_quant_hooks.kernels.gpu_programs import block_program, compile_program\n"
+        "from ddp_quant_hooks.messages import Layout\n"
+        "for kind in ('int8', 'int4'):\n"
+        "    p = block_program('encode', Layout(kind, 64), dtype=torch.float32)\n"
+        "    print(hashlib.sha256(compile_program(p, 'sm_90')).hexdigest())\n"
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
+    assert len(set(outputs)) == 1
+    assert len(set(outputs[0].split())) == 2
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_a_gpu_that_does_not_work_is_named_once_with_the_remedy(monkeypatch, caplog):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(choice, "CudaKernels", _broken)
+    reason = choice._cuda_kernels.__wrapped__(0)
+    assert reason.startswith("cuda-core does not work here: no kernel image")
+    assert caplog.messages == [
+        "gradients on cuda:0 are quantised by torch's operators, which is slow: cuda-core does not work here: no "
+        "kernel image; pip install 'ddp-quant-hooks[cuda]' has what this torch (CUDA 13.0) needs"
+    ]
+
+
+def _broken(device):
+    raise RuntimeError("no kernel image")
+
+
+def test_without_cuda_core_it_says_how_to_get_it(monkeypatch, caplog):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    caplog.set_level(logging.WARNING)
+    reason = choice._cuda_kernels.__wrapped__(0)
+    assert reason.startswith("cuda-core is not installed; pip install 'ddp-quant-hooks[cuda12]'")
+    assert len(caplog.messages) == 1
+
+
+def test_a_text_includes_nothing():
+    for file in ("block_kernels.cu", "affine_kernels.cu"):
+        assert '#include "' not in source(file)
+        assert source(file).count("namespace block_math {") == 1
