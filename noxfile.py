@@ -87,13 +87,14 @@ def unit(session: nox.Session, torch: str) -> None:
 @nox.session
 @nox.parametrize("torch", torches([DEFAULT_TORCH]))
 def integration(session: nox.Session, torch: str) -> None:
-    """Training jobs through several packages: NCCL where there are GPUs enough, else Gloo."""
+    """Training jobs through several packages, NCCL where there are GPUs enough, else Gloo; tests on GPUs."""
     env = ENV
     if isinstance(session.virtualenv, PassthroughEnv):  # --no-venv: the host's own torch, nothing to install
         env = {**ENV, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
     else:
         install(session, *DEMO_NEEDS, torch=torch)
-    session.run("python", "-m", "pytest", "integration_tests", *session.posargs, env=env, external=True)
+    tests = ["integration_tests", *map(str, sorted(ROOT.glob("packages/*/tests/test_*_gpu.py")))]
+    session.run("python", "-m", "pytest", *tests, *session.posargs, env=env, external=True)
 
 
 @nox.session(default=False)

@@ -47,31 +47,33 @@ def same_bits(left, right):
 
 def everything(backend, layout, dtype, name, values):
     """Run all kernels and return all that they write."""
-    length = values.numel()
+    length, device = values.numel(), values.device
     out = {}
 
-    def message(kind, fill=0):
-        return torch.full((kind.message_bytes(length),), fill, dtype=torch.uint8)
+    def message(kind):
+        return torch.zeros(kind.message_bytes(length), dtype=torch.uint8, device=device)
 
-    residual = torch.randn(
-        length, generator=torch.Generator().manual_seed(1)
-    ) * values.float().abs().nan_to_num(1, 1, 1).clamp(max=1e30)
+    def sevens(dtype=torch.float32):
+        return torch.full((length,), 7, dtype=dtype, device=device)
+
+    noise = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(device)
+    residual = noise * values.float().abs().nan_to_num(1, 1, 1).clamp(max=1e30)
     out["plain"] = message(layout)
     backend.encode([(values, Outgoing(out["plain"]))], layout)
-    out["with residual"], out["lost"] = message(layout), torch.full((length,), 7.0)
+    out["with residual"], out["lost"] = message(layout), sevens()
     backend.encode([(values, Outgoing(out["with residual"], residual, out["lost"]))], layout)
-    out["first step"], out["first loss"] = message(layout), torch.full((length,), 7.0)
+    out["first step"], out["first loss"] = message(layout), sevens()
     backend.encode([(values, Outgoing(out["first step"], None, out["first loss"]))], layout)
     others = [message(layout) for _ in range(2)]
     for factor, other in zip((0.5, -3.0), others, strict=True):
         backend.encode([((values.float() * factor).to(dtype), Outgoing(other))], layout)
     for ranks in (1, 2, 3):
         gathered = [out["plain"], *others][:ranks]
-        out[f"decoded {ranks}"] = torch.full((length,), 7, dtype=dtype)
+        out[f"decoded {ranks}"] = sevens(dtype)
         backend.decode([(gathered, out[f"decoded {ranks}"])], layout)
         for kind in {layout.format, "int8", "bf16", "fp16"}:
             result = Layout(kind, layout.block_size)
-            out[f"reduced {ranks} {kind}"], out[f"lost {ranks} {kind}"] = message(result), torch.ones(length)
+            out[f"reduced {ranks} {kind}"], out[f"lost {ranks} {kind}"] = message(result), sevens()
             if kind == layout.format:  # in the place of one of them, as the hook does
                 in_place = gathered[-1].clone()
                 backend.reduce([*gathered[:-1], in_place], layout, length, Outgoing(in_place), result)

@@ -10,8 +10,6 @@ from torch.nn.utils.rnn import pack_sequence
 
 from dist_utils import device_moves, recursive_to, to_kwargs
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @dataclasses.dataclass
 class Batch:
@@ -158,7 +156,7 @@ def test_no_side_stream_unless_asked_for_and_for_an_accelerator(recorder):
     assert recorder.events[1:] == ["copy meta {}"]
 
 
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [False, True])
 def test_side_stream_copies_arrive_before_they_are_used(pinned):
     sources = [torch.full((1 << 22,), float(value)) for value in range(8)]
@@ -171,7 +169,7 @@ def test_side_stream_copies_arrive_before_they_are_used(pinned):
         assert [total.item() for total in sums] == [value * float(1 << 22) for value in range(8)]
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_packed_sequence_on_a_gpu():
     packed = pack_sequence([torch.ones(3), torch.ones(2)], enforce_sorted=False)
     (moved,) = recursive_to(packed, "cuda", True)

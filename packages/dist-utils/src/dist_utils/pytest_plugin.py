@@ -1,5 +1,8 @@
 """A pytest fixture that runs a function on several ranks, with options for the backend and their number.
 
+And a marker: ``@pytest.mark.gpu`` skips a test, with the reason, where CUDA finds no GPU (``gpu(2)``: fewer
+than two); ``pytest -m gpu`` runs what needs one.
+
 Switch it on with ``-p dist_utils.pytest_plugin`` (in ``addopts``), or with
 ``pytest_plugins = ["dist_utils.pytest_plugin"]`` in the root ``conftest.py``.
 """
@@ -28,6 +31,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of the ranks that the launch fixture starts; auto: nccl where there are GPUs enough, else gloo",
     )
     group.addoption("--world-size", type=int, default=2, help="how many ranks the launch fixture starts")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the marker known."""
+    config.addinivalue_line("markers", "gpu(count=1): needs so many GPUs; skipped where there are fewer")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that needs more GPUs than there are."""
+    for marker in item.iter_markers("gpu"):
+        needed = marker.args[0] if marker.args else 1
+        if torch.cuda.device_count() < needed:
+            pytest.skip(f"needs {needed} GPU(s), found {torch.cuda.device_count()}")
 
 
 @dataclass(frozen=True)

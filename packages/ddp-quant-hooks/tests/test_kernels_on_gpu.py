@@ -1,0 +1,197 @@
+"""The CUDA kernels on a GPU: the CPU's bits, on streams and in graphs, with no wait."""
+
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from test_kernel_bits import LAYOUTS, everything, inputs, same_bits
+
+from ddp_quant_hooks import affine, kernels
+from ddp_quant_hooks.affine import AffineLayout
+from ddp_quant_hooks.kernels import torch_ops
+from ddp_quant_hooks.kernels.choice import cuda_kernels_for
+from ddp_quant_hooks.messages import Layout
+
+pytestmark = pytest.mark.gpu
+INT8 = Layout("int8", 128)
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    """Return the kernels of GPU 0. Where they do not work, that is what is wrong."""
+    found = cuda_kernels_for(torch.device("cuda", 0))
+    assert found is not None, kernels.describe()
+    return found
+
+
+@pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES)
+def test_blocks_have_the_bits_of_the_cpu(gpu, dtype):
+    for layout in [*LAYOUTS, Layout("int8", 4096)]:
+        block = layout.block_size
+        for length in (1, block - 1, block, block + 1, 5 * block, 1009):
+            for name, values in inputs(dtype, length):
+                ours = everything(gpu, layout, dtype, name, values.cuda())
+                reference = everything(torch_ops, layout, dtype, name, values)
+                for what, tensor in reference.items():
+                    assert same_bits(ours[what].cpu(), tensor), (layout, length, name, what)
+
+
+@pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES)
+def test_torchs_operators_have_the_same_bits_on_a_gpu(dtype):
+    for layout in LAYOUTS:
+        for name, values in inputs(dtype, 1009):
+            ours = everything(torch_ops, layout, dtype, name, values.cuda())
+            for what, tensor in everything(torch_ops, layout, dtype, name, values).items():
+                assert same_bits(ours[what].cpu(), tensor), (layout, name, what)
+
+
+@pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES)
+def test_affine_numbers_have_the_bits_of_the_cpu(gpu, dtype):
+    for channel, length in {1: 999, 512: 20_000, 777: 20_003, 8193: 50_000, 10**6: 3 * 10**6}.items():
+        layout = AffineLayout(length, channel, torch.float32)
+        for name, values in inputs(dtype, length):
+            message, expected = (torch.zeros(layout.message_bytes, dtype=torch.uint8) for _ in range(2))
+            affine.encode(values, expected, layout)
+            on_gpu = message.cuda()
+            gpu.affine_encode(values.cuda(), on_gpu, channel)
+            assert same_bits(on_gpu.cpu(), expected), (channel, name)
+            mean, restored = torch.zeros_like(values), torch.zeros_like(values).cuda()
+            affine.decode_mean([expected, expected], layout, mean)
+            gpu.affine_decode([on_gpu, on_gpu], channel, restored)
+            nan = mean.isnan()
+            assert torch.equal(restored.cpu().isnan(), nan), (channel, name)
+            assert same_bits(restored.cpu()[~nan], mean[~nan]), (channel, name)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_tensor_of_more_elements_than_32_bits_count():
+    length = 2**32 + 1000
+    if torch.cuda.mem_get_info()[0] < 2.5 * 4 * length:
+        pytest.skip("needs 43 GB of GPU memory")
+    values = torch.zeros(length, device="cuda", dtype=torch.bfloat16)
+    values[-1000:] = torch.randn(1000)
+    message = torch.empty(INT8.message_bytes(length), dtype=torch.uint8, device="cuda")
+    restored = torch.full_like(values, 7)
+    kernels.encode(values, message, INT8)
+    kernels.decode([message], INT8, restored)
+    assert not restored[:-1000].any()
+    tail, expected = values[-1000:].cpu(), torch.empty(1000, dtype=torch.bfloat16)
+    part = torch.empty(INT8.message_bytes(1000), dtype=torch.uint8)
+    kernels.encode(tail, part, INT8)
+    kernels.decode([part], INT8, expected)
+    assert same_bits(restored[-1000:].cpu(), expected)
+
+
+def _there_and_back(values, messages, mean, restored):
+    for message in messages:
+        kernels.encode(values, message, INT8)
+    kernels.reduce(messages, INT8, values.numel(), mean, INT8)
+    kernels.decode([mean], INT8, restored)
+
+
+def _tensors(values):
+    messages = [
+        torch.zeros(INT8.message_bytes(values.numel()), dtype=torch.uint8, device="cuda") for _ in "abc"
+    ]
+    return messages[:2], messages[2], torch.zeros_like(values)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_launches_go_to_the_current_stream_and_nobody_waits():
+    values, stream = torch.randn(10**6, device="cuda"), torch.cuda.Stream()
+    messages, mean, restored = _tensors(values)
+    _there_and_back(values, messages, mean, restored)
+    expected = restored.clone()
+    restored.zero_()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(10**8)
+            _there_and_back(values, messages, mean, restored)
+        assert not stream.query(), "the kernels are behind what the stream had to do"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    assert torch.equal(restored, expected)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_kernels_can_be_captured_in_a_graph():
+    values = torch.randn(10**5, device="cuda")
+    messages, mean, restored = _tensors(values)
+    _there_and_back(values, messages, mean, restored)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _there_and_back(values, messages, mean, restored)
+    values.copy_(torch.randn(10**5))
+    graph.replay()
+    replayed = restored.clone()
+    _there_and_back(values, messages, mean, restored)
+    assert torch.equal(replayed, restored)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_torch_compile_keeps_them():
+    values = torch.randn(10**4, device="cuda")
+    messages, mean, restored = _tensors(values)
+    _there_and_back(values, messages, mean, restored)
+    expected = restored.clone()
+    torch.compile(_there_and_back, fullgraph=True)(values, messages, mean, restored.zero_())
+    assert torch.equal(restored, expected)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_thread_without_a_context_can_launch():
+    values = torch.randn(1000, device="cuda")
+    messages, mean, restored = _tensors(values)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(_there_and_back, values, messages, mean, restored).result()
+    torch.cuda.synchronize()
+    assert (restored - values).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+def test_compute_sanitizer_finds_nothing(gpu, tool):
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer, of the CUDA toolkit, is not on the PATH")
+    program = (
+        "import torch\n"
+        "from ddp_quant_hooks import affine, kernels\n"
+        "from ddp_quant_hooks.affine import AffineLayout\n"
+        "from ddp_quant_hooks.messages import Layout\n"
+        "for layout in (Layout('int8', 128), Layout('int8', 96), Layout('int4', 32), Layout('int8', 4096)):\n"
+        "    for dtype in kernels.VALUE_DTYPES:\n"
+        "        n = 5 * layout.block_size - 3\n"
+        "        values = torch.ones(n, dtype=dtype, device='cuda')\n"
+        "        residual, lost = torch.zeros(n, device='cuda'), torch.empty(n, device='cuda')\n"
+        "        size = layout.message_bytes(n)\n"
+        "        out = [torch.empty(size, dtype=torch.uint8, device='cuda') for _ in 'abc']\n"
+        "        for message in out[:2]:\n"
+        "            kernels.encode(values, message, layout, residual=residual, new_residual=lost)\n"
+        "        kernels.reduce(out[:2], layout, n, out[2], layout)\n"
+        "        kernels.decode(out, layout, values)\n"
+        "        assert (values == 1).all(), values\n"
+        "for channel in (7, 512, 20000):\n"
+        "    layout = AffineLayout(30001, channel, torch.float32)\n"
+        "    message = torch.zeros(layout.message_bytes, dtype=torch.uint8, device='cuda')\n"
+        "    values = torch.ones(30001, device='cuda')\n"
+        "    kernels.affine_encode(values, message, layout)\n"
+        "    kernels.affine_decode([message, message], layout, values)\n"
+        "    assert torch.allclose(values, torch.ones_like(values)), values\n"
+    )
+    del gpu  # compiled and cached: the sanitizer need not watch that
+    done = subprocess.run(
+        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-W", "ignore", "-c", program],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # every tensor's bounds are watched
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,70 @@
+"""Messages between two ranks: as a batch, of any length, and through the host's memory."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_utils import messages, start_messages
+from dist_utils.process_groups import runs_on_host
+from dist_utils.testing import run_ranks
+
+
+def _start_through_host(group, *, receives, sends, tag=0):
+    """Start as for an accelerator in a Gloo group; here the CPU plays the accelerator."""
+    incoming, outgoing = ([(rank, t) for rank, t in some if t.numel()] for some in (receives, sends))
+    return messages._through_host(group, incoming, outgoing, tag, torch.device("cpu"))
+
+
+def _exchanged(rank, world_size, start):
+    """Every rank sends ``length`` values of its own to each peer, for a length of the peer's."""
+    group, peers = dist.group.WORLD, [peer for peer in range(world_size) if peer != rank]
+    results = []
+    for repeat in range(3):
+        received = {peer: torch.zeros(1000 * rank) for peer in peers}
+        works = start(
+            group,
+            receives=[(peer, received[peer]) for peer in peers],
+            sends=[(peer, torch.full((1000 * peer,), float(10 * rank + repeat))) for peer in peers],
+            tag=repeat,
+        )
+        for work in works:
+            work.wait()
+        results.append({peer: received[peer].unique().tolist() for peer in peers})
+    return results
+
+
+@pytest.mark.parametrize("start", [start_messages, _start_through_host])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_everybody_gets_what_everybody_sent(world_size, start):
+    """Rank 0 gets nothing: empty tensors are no messages."""
+    for rank, results in enumerate(run_ranks(_exchanged, world_size, world_size, start)):
+        for repeat, found in enumerate(results):
+            assert found == {
+                peer: [float(10 * peer + repeat)] if rank else []
+                for peer in range(world_size)
+                if peer != rank
+            }
+
+
+def _devices(rank):
+    group = dist.group.WORLD
+    nothing = start_messages(group, receives=[(0, torch.empty(0))], sends=[])
+    return nothing, [runs_on_host(group, torch.device(kind)) for kind in ("cpu", "cuda:0")]
+
+
+def test_gloo_runs_on_the_host_for_every_device():
+    assert run_ranks(_devices, 1) == [([], [True, True])]
+
+
+def _a_peer_is_gone(rank, start):
+    if rank == 1:
+        return "gone"
+    with pytest.raises(RuntimeError):  # noqa: PT012 - from the start, or from waiting
+        for work in start(dist.group.WORLD, receives=[(1, torch.zeros(5))], sends=[(1, torch.zeros(5))]):
+            work.wait()
+    return "told"
+
+
+@pytest.mark.parametrize("start", [start_messages, _start_through_host])
+def test_a_peer_that_is_gone_raises(start):
+    assert run_ranks(_a_peer_is_gone, 2, start, group_timeout=5, timeout=30) == ["told", "gone"]
