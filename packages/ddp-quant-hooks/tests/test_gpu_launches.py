@@ -1,0 +1,71 @@
+"""What the CUDA backend tells the driver, by way of cuda-bindings, without a driver of NVIDIA's."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMPILER = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
+
+PROGRAM = """
+import contextlib, threading, types
+import torch
+from cuda.bindings import driver
+from ddp_quant_hooks.kernels.backends import Outgoing
+from ddp_quant_hooks.kernels.cuda import CudaKernels
+from ddp_quant_hooks.messages import Layout
+
+stream = types.SimpleNamespace(cuda_stream=0x1234)
+torch.cuda.device = lambda device: contextlib.nullcontext()
+torch.cuda.current_stream = lambda device: stream
+gpu = CudaKernels.__new__(CudaKernels)
+gpu._driver, gpu._device = driver, torch.device("cuda", 0)
+gpu._kernel = lambda program: (None, driver.CUfunction(0xabc))
+
+layout, values = Layout("int8", 128), torch.zeros(100_000)
+def message(count):
+    return torch.zeros(layout.message_bytes(count), dtype=torch.uint8)
+halves = values.split(50_048)
+print(f"{values.data_ptr():x}", flush=True)
+gpu.encode([(half, Outgoing(message(len(half)))) for half in halves], layout)
+gpu.decode([([message(100_000)] * 2, values)], layout)
+gpu.reduce([message(1000)] * 3, layout, 1000, Outgoing(message(1000)), layout)
+gpu.affine_encode(values, torch.zeros(110_000, dtype=torch.uint8), 512)
+stream.cuda_stream = 0xbad
+try:
+    gpu.decode([([message(100_000)], values)], layout)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(COMPILER is None or sys.platform != "linux", reason="needs a C compiler, on Linux")
+def test_grids_streams_and_arguments_reach_the_driver(tmp_path):
+    pytest.importorskip("cuda.bindings", reason="needs cuda-core: pip install 'ddp-quant-hooks[cuda]'")
+    stub = Path(__file__).with_name("stub_driver.c")
+    command = [COMPILER, "-shared", "-fPIC", str(stub), "-o", str(tmp_path / "libcuda.so.1")]
+    subprocess.run(command, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-u", "-c", PROGRAM],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    first, *launches, error = done.stdout.splitlines()
+    address = f"0x{first}"
+    rows = [line.split() for line in launches[:-1]]
+    # kernel, grid, threads of a thread block, shared memory, stream, no extra, then what the work begins with
+    always = {"kernel": "0xabc", "depth": "1", "rows": "1", "layers": "1", "shared": "0", "stream": "0x1234"}
+    for row in rows:
+        assert [row[0], row[3], row[5], row[6], row[7], row[8], row[9]] == [*always.values(), "1"]
+    assert [[row[1], row[2], row[4], *row[10:]] for row in rows] == [
+        ["25", "2", "256", "50048", address],  # 391 blocks of 16 lanes each, and 391
+        ["49", "1", "256", "100000", address],
+        ["1", "1", "256", "1000", "(nil)"],  # reduce has no tensor
+        ["196", "1", "128", "100000", "0x200"],  # a thread block for each channel of 512
+    ]
+    assert error == "decode<Stored32, Int8, 128, 1, 1> did not start on cuda:0: CUDA_ERROR_INVALID_HANDLE"
