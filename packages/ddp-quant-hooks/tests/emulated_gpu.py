@@ -18,6 +18,8 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ co
 FLAGS = (
     *("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"),
     *("-ffp-contract=off", "-fno-strict-aliasing"),
+    # What a GPU faults on, or C++ leaves open.
+    *("-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-fno-sanitize-recover=all"),
 )
 
 

@@ -27,6 +27,11 @@ def _every_program():
     for dtype, (kind, block) in product(DTYPES, FORMATS.items()):
         yield block_program("encode", Layout(kind, block), dtype=dtype, shards=2)
         yield block_program("decode", Layout(kind, block), dtype=dtype, ranks=2)
+    for kind, block in FORMATS.items():  # where memory starts anywhere
+        layout = Layout(kind, block)
+        yield block_program("encode", layout, dtype=torch.float32, aligned=False)
+        yield block_program("reduce", layout, new_layout=layout, ranks=2, aligned=False)
+        yield block_program("decode", layout, dtype=torch.bfloat16, aligned=False)
     for kind, new in (("int8", ("int8", "bf16", "fp16")), ("int4", tuple(FORMATS))):
         for layout in (Layout(new_kind, FORMATS[kind]) for new_kind in new):
             yield block_program("reduce", Layout(kind, FORMATS[kind]), new_layout=layout, ranks=4)
@@ -42,6 +47,8 @@ def _every_program():
         for name in ("encode_short_channels", "find_extremes_of_long_channels", "encode_long_channels"):
             yield affine_program(name, dtype)
         yield affine_program("decode", dtype, ranks=8)
+        yield affine_program("encode_short_channels", dtype, aligned=False)
+        yield affine_program("decode", dtype, ranks=2, aligned=False)
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +76,25 @@ def test_every_kernel_compiles_and_keeps_everything_in_registers(architecture):
             (registers,) = re.findall(r"Used (\d+) registers", text)
             # As many as leave room for two thread blocks of 256 on a multiprocessor.
             assert int(registers) <= 128, call
+
+
+@pytest.mark.usefixtures("_compiler")
+def test_memory_is_read_and_written_16_bytes_at_a_time():
+    from cuda.core import Program, ProgramOptions  # noqa: PLC0415 - optional
+
+    layout = Layout("int8", 128)
+    for program, loads, stores in [
+        (block_program("encode", layout, dtype=torch.float32), "ld.*v4", "st.*v2|st.*b32"),
+        (block_program("encode", layout, dtype=torch.bfloat16), "ld.*v4", "st.*v2"),
+        (block_program("reduce", layout, new_layout=layout, ranks=2), "ld.*v4", "st.global.v4.b32"),
+        (block_program("decode", layout, dtype=torch.float32), "ld.*u32", "st.global.v4.b32"),
+        (block_program("decode", layout, dtype=torch.bfloat16), "ld.*v2", "st.global.v4.b32"),
+        (affine_program("decode", torch.float32), "ld.*b32", "st.global.v4.b32"),
+    ]:
+        options = ProgramOptions(arch="compute_90", std="c++17", fma=False)
+        text = Program(program.text, "c++", options).compile("ptx").code.decode()
+        assert re.search(loads, text), program.call
+        assert re.search(stores, text), program.call
 
 
 @pytest.mark.usefixtures("_compiler")

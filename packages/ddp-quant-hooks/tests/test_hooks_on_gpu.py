@@ -8,6 +8,7 @@ import torch.distributed as dist
 from quant_buckets import STATES, make_state, run_hook, same_bits, simulate
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_compress_hooks import allreduce_hook, fp16_compress_hook
 from ddp_quant_hooks import (
     QuantizedAllreduceState,
     quantization_perchannel_hook,
@@ -98,7 +99,6 @@ MODES = {
     "static": {"static_graph": True},
     "accumulation": {},
     "scaler": {},
-    "feedback": {},
 }
 
 
@@ -111,7 +111,7 @@ def _trains(rank, world_size, backend, mode):
         del net.branch
     model = DistributedDataParallel(net, bucket_cap_mb=0.3, **MODES[mode])
     twin = [parameter.detach().cpu().clone() for parameter in net.parameters()]
-    state = make_state("feedback both" if mode == "feedback" else "int8")
+    state = make_state("int8")
     means = {}
 
     def hook(state: QuantizedAllreduceState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -144,9 +144,9 @@ def _trains(rank, world_size, backend, mode):
             if gradient is None or id(parameter) not in means:
                 continue
             expected = means[id(parameter)].view_as(twin[place])
-            if mode not in {"feedback", "scaler"}:  # which is unscaled in place
+            if mode != "scaler":  # which unscales in place
                 assert same_bits(gradient.cpu(), expected), (step, place)
-            twin[place] -= 0.1 * (expected / scale if mode == "scaler" else gradient.cpu())
+            twin[place] -= 0.1 * expected / (scale if mode == "scaler" else 1)
         optimizer.zero_grad()
     # Six steps of one multiplication and one subtraction each, in fp32.
     worst = max(
@@ -214,24 +214,71 @@ def test_the_hook_can_be_captured_in_a_graph():
     assert _ranks(_captured, 2, "nccl") == [True, True]
 
 
-def _failed_steps(rank, world_size, backend):
-    """A step that is not finite leaves no trace in residuals, without the host being asked."""
+def _feedback(rank, world_size, backend):
+    """Several steps with error feedback, beside a state on the CPU.
+
+    The GPU makes one step more, which is not finite: it must leave no trace, without the host being asked.
+    """
     _start(rank, world_size, backend)
+    on_host = dist.new_group(backend="gloo")
     bucket, state = grad_bucket([torch.ones(3, device="cuda")]), make_state("feedback both")
-    twin = make_state("feedback both")
-    results = []
-    for one in (state, twin):
-        for step in range(4):
-            values = _values(10 * step + rank).cuda()
-            if one is state and step == 2:  # a step more, which the twin does not make
-                poisoned = values.clone()
-                poisoned[5] = torch.nan
-                assert run_hook(one, bucket, poisoned).isnan().any()
-            result = run_hook(one, bucket, values)
-        results.append(result.cpu())
-    return same_bits(*results)
+    twin, equal = make_state("feedback both", on_host), []
+    for step in range(4):
+        values = _values(10 * step + rank)
+        if step == 2:
+            poisoned = values.cuda()
+            poisoned[5] = torch.nan
+            assert run_hook(state, bucket, poisoned).isnan().any()
+        averaged = run_hook(state, bucket, values.cuda())
+        equal.append(same_bits(averaged.cpu(), run_hook(twin, bucket, values)))
+    twin.close()
+    return equal
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_a_step_that_is_not_finite_leaves_no_residual(backend):
-    assert _ranks(_failed_steps, 2, backend) == [True, True]
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_error_feedback_has_the_bits_of_the_cpu_and_forgets_failed_steps(world_size, backend):
+    assert _ranks(_feedback, world_size, backend) == [[True] * 4] * world_size
+
+
+def _plain(rank, world_size, backend):
+    """Buckets that travel without compression: small, fp64, sparse, and parameters of one dimension."""
+    _start(rank, world_size, backend)
+    state = QuantizedAllreduceState(exact_1d=True, error_feedback="shard")
+    bucket = grad_bucket([torch.ones(3, device="cuda")])
+    found = {}
+    for name, values in {
+        "small": torch.full((100,), rank + 1.0, device="cuda"),
+        "fp64": torch.full((10**6,), rank + 1.0, device="cuda", dtype=torch.float64),
+    }.items():
+        torch.cuda._sleep(10**7)  # the gradient is not there yet when the hook is called
+        values.mul_(2)
+        found[name] = run_hook(state, bucket, values).unique().tolist()
+    for name, hook in {"fp16": fp16_compress_hook, "allreduce": allreduce_hook}.items():
+        values = torch.full((10**6,), rank + 1.0, device="cuda")
+        found[name] = run_hook(None, bucket, values, hook).unique().tolist()
+    net = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.LayerNorm(3)).cuda()
+    model = DistributedDataParallel(net)
+    model.register_comm_hook(state, quantized_allreduce_hook)
+    model(torch.tensor([rank], device="cuda")).sum().backward()
+    found["sparse"] = sorted(net[0].weight.grad.coalesce().indices().flatten().tolist())
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_buckets_without_compression_are_complete_when_ddp_reads_them(backend):
+    mean = {"small": [3.0], "fp64": [3.0], "fp16": [1.5], "allreduce": [1.5], "sparse": [0, 1]}
+    assert _ranks(_plain, 2, backend) == [mean, mean]
+
+
+def _refused_in_a_graph(rank, world_size, backend):
+    _start(rank, world_size, backend)
+    bucket, state = grad_bucket([torch.ones(3, device="cuda")]), make_state("feedback both")
+    bucket.set_buffer(torch.ones(1000, device="cuda"))
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="from step to step"):
+        quantized_allreduce_hook(state, bucket)
+    return True
+
+
+def test_error_feedback_is_refused_in_a_graph():
+    assert _ranks(_refused_in_a_graph, 1, "nccl") == [True]

@@ -100,6 +100,7 @@ def _tensors(values):
     return messages[:2], messages[2], torch.zeros_like(values)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.usefixtures("gpu")
 def test_launches_go_to_the_current_stream_and_nobody_waits():
     values, stream = torch.randn(10**6, device="cuda"), torch.cuda.Stream()
@@ -108,8 +109,8 @@ def test_launches_go_to_the_current_stream_and_nobody_waits():
     expected = restored.clone()
     restored.zero_()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         with torch.cuda.stream(stream):
             torch.cuda._sleep(10**8)
             _there_and_back(values, messages, mean, restored)
@@ -135,6 +136,7 @@ def test_kernels_can_be_captured_in_a_graph():
     assert torch.equal(replayed, restored)
 
 
+@pytest.mark.filterwarnings("ignore")  # inductor's own, different in every version
 @pytest.mark.usefixtures("gpu")
 def test_torch_compile_keeps_them():
     values = torch.randn(10**4, device="cuda")
@@ -186,12 +188,16 @@ def test_compute_sanitizer_finds_nothing(gpu, tool):
         "    assert torch.allclose(values, torch.ones_like(values)), values\n"
     )
     del gpu  # compiled and cached: the sanitizer need not watch that
+    # Calls that ask the driver for what it has not are no errors of the kernels.
+    options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
     done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, "-W", "ignore", "-c", program],
+        [sanitizer, *options, sys.executable, "-W", "ignore", "-c", program],
         check=False,
         capture_output=True,
         text=True,
         timeout=600,
         env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # every tensor's bounds are watched
     )
+    if "Device not supported" in done.stdout + done.stderr:
+        pytest.skip("compute-sanitizer does not support this machine")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -154,24 +154,3 @@ def test_no_side_stream_unless_asked_for_and_for_an_accelerator(recorder):
     assert recorder.events == ["copy cuda {}"]
     recursive_to([torch.ones(2).as_subclass(Recorded)], "meta", True)
     assert recorder.events[1:] == ["copy meta {}"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("pinned", [False, True])
-def test_side_stream_copies_arrive_before_they_are_used(pinned):
-    sources = [torch.full((1 << 22,), float(value)) for value in range(8)]
-    if pinned:
-        sources = [source.pin_memory() for source in sources]
-    for _ in range(5):
-        (moved,) = recursive_to(sources, "cuda", True)
-        sums = [tensor.sum() for tensor in moved]
-        del moved  # whose memory the next round may get only when the sums are done
-        assert [total.item() for total in sums] == [value * float(1 << 22) for value in range(8)]
-
-
-@pytest.mark.gpu
-def test_a_packed_sequence_on_a_gpu():
-    packed = pack_sequence([torch.ones(3), torch.ones(2)], enforce_sorted=False)
-    (moved,) = recursive_to(packed, "cuda", True)
-    assert (moved.data.device.type, moved.sorted_indices.device.type) == ("cuda", "cuda")
-    assert moved.batch_sizes.device.type == "cpu"

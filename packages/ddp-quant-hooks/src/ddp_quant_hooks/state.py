@@ -247,7 +247,16 @@ class QuantizedAllreduceState:
     # ---- for the hook ----
 
     def begin_bucket(self, bucket: GradBucket) -> None:
-        """Note a bucket, however it will be averaged: the first begins a step. On the caller's thread."""
+        """Note a bucket, however it will be averaged: the first begins a step. On the caller's thread.
+
+        Raises:
+            RuntimeError: It is captured in a CUDA graph, which would repeat one step's decisions for ever.
+        """
+        if (self.error_feedback != "none" or self.sample_every) and _is_captured(bucket.buffer()):
+            raise RuntimeError(
+                "a CUDA graph cannot hold what changes from step to step: capture with "
+                "error_feedback='none' and sample_every=0"
+            )
         if bucket.index() == 0:
             self.residuals.begin_step()
 
@@ -365,6 +374,10 @@ class QuantizedAllreduceState:
 
     def __setstate__(self, options: dict[str, Any]) -> None:
         self.__init__(None, **options)  # type: ignore[misc] # as copy and pickle make objects
+
+
+def _is_captured(buffer: torch.Tensor) -> bool:
+    return buffer.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> int:

@@ -112,14 +112,14 @@ class OrderedWorker:
         if self._closed:
             raise RuntimeError(f"{self._name} is closed")
         device = torch.device(device)
-        stream = None if device.type == "cpu" else self._side_stream(device)
-        if stream is not None and not runs_on_host(self._process_group, device):
-            return self._enqueue(job, stream)
+        side = None if device.type == "cpu" else self._side_stream(device)
+        if side is not None and not runs_on_host(self._process_group, device):
+            return self._enqueue(job, side)
         if self._lane is None:
             self._lane = _Lane(self._private_group(), self._name)
             # At garbage collection and, as finalizers do, at interpreter exit.
             weakref.finalize(self, self._lane.stop)
-        return self._lane.submit(job, stream)
+        return self._lane.submit(job, side)
 
     def close(self) -> None:
         """Finish the queued jobs, then end the thread and the private group; closing twice is harmless.
@@ -153,22 +153,18 @@ class OrderedWorker:
             timeout=torch_compat.group_timeout(group, torch.device("cpu")),
         )
 
-    def _side_stream(self, device: torch.device) -> torch.Stream:
-        """Return the side stream, which will wait for what the caller's stream has to do."""
+    def _side_stream(self, device: torch.device) -> _Side:
+        """Return the side stream, and where the caller's stream is now."""
         accelerator: Any = torch.get_device_module(device)
         device = torch.empty(0, device=device).device  # with its index
         if device not in self._streams:
             self._streams[device] = accelerator.Stream(device)
-        stream = self._streams[device]
-        stream.wait_stream(accelerator.current_stream(device))
-        return stream
+        return _Side(self._streams[device], accelerator.current_stream(device).record_event())
 
-    def _enqueue(
-        self, job: Callable[[dist.ProcessGroup], T], stream: torch.Stream
-    ) -> torch.futures.Future[T]:
-        done: torch.futures.Future[T] = _new_future(stream)
+    def _enqueue(self, job: Callable[[dist.ProcessGroup], T], side: _Side) -> torch.futures.Future[T]:
+        done: torch.futures.Future[T] = _new_future(side)
         result = done.then(_value)
-        with _current(stream):
+        with _on(side):
             if self._stream_error is None:
                 try:
                     # The future records the side stream here; whoever waits for it makes its stream wait.
@@ -180,10 +176,17 @@ class OrderedWorker:
         return result
 
 
+class _Side(NamedTuple):
+    """Where a job on an accelerator is enqueued, and what must be over there before."""
+
+    stream: torch.Stream
+    before: Any  # an event of the accelerator's
+
+
 class _Job(NamedTuple):
     run: Callable[[dist.ProcessGroup], Any]
     done: torch.futures.Future[Any]
-    stream: torch.Stream | None
+    side: _Side | None
 
 
 class _Lane:
@@ -201,14 +204,12 @@ class _Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(
-        self, run: Callable[[dist.ProcessGroup], T], stream: torch.Stream | None
-    ) -> torch.futures.Future[T]:
-        done: torch.futures.Future[T] = _new_future(stream)
+    def submit(self, run: Callable[[dist.ProcessGroup], T], side: _Side | None) -> torch.futures.Future[T]:
+        done: torch.futures.Future[T] = _new_future(side)
         result = done.then(_value)
         with self._ending:
             if not self._ended:
-                self._jobs.put(_Job(run, done, stream))
+                self._jobs.put(_Job(run, done, side))
                 return result
         done.set_exception(self.error or self._group_is_gone())  # type: ignore[arg-type] # torch's annotation
         return result
@@ -221,14 +222,14 @@ class _Lane:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            with _current(job.stream):
+            with _on(job.side):
                 self._settle(job)
             del job  # it may refer to the worker, which could not become garbage while this waits
         with self._ending:
             self._ended = True
         while not self._jobs.empty():  # what came between the end mark and the line above
             if (job := self._jobs.get()) is not None:
-                with _current(job.stream):
+                with _on(job.side):
                     self._settle(job)
         self._destroy_group()
 
@@ -265,16 +266,17 @@ class _Lane:
                 dist.destroy_process_group(group)
 
 
-def _new_future(stream: torch.Stream | None) -> torch.futures.Future[Any]:
-    return torch.futures.Future(devices=None if stream is None else [stream.device])
+def _new_future(side: _Side | None) -> torch.futures.Future[Any]:
+    return torch.futures.Future(devices=None if side is None else [side.stream.device])
 
 
-def _current(stream: torch.Stream | None) -> contextlib.AbstractContextManager[object]:
-    """Make a stream the current one: a future records it when it gets its value."""
-    if stream is None:
+def _on(side: _Side | None) -> contextlib.AbstractContextManager[object]:
+    """Make the side stream the current one: a future records it when it gets its value."""
+    if side is None:
         return contextlib.nullcontext()
-    accelerator: Any = torch.get_device_module(stream.device)
-    context: contextlib.AbstractContextManager[object] = accelerator.stream(stream)
+    side.stream.wait_event(side.before)
+    accelerator: Any = torch.get_device_module(side.stream.device)
+    context: contextlib.AbstractContextManager[object] = accelerator.stream(side.stream)
     return context
 
 

@@ -2,7 +2,8 @@
 // [a byte for each value, filled up to 16][scale of each channel][zero point of each].
 //
 // A thread block has one channel, or a piece of a long one. The values of a short channel are read twice, the second
-// time from the cache; a long one's extremes are found first, by a kernel of its own.
+// time from the cache; a long one's extremes are found first, by a kernel of its own. kAligned: tensors and messages
+// start at multiples of 16 bytes, and channels at multiples of kUnit values.
 
 #include "affine_math.h"
 #include "gpu_memory.h"
@@ -54,21 +55,14 @@ BLOCK_MATH Parameters parameters_at(const uint8_t* message, int64_t values, cons
     return {all[span.channel], all[span.channels + span.channel]};
 }
 
-// Whether units may be read and written as a whole: they start at multiples of kUnit.
-template <class W>
-BLOCK_MATH bool units_aligned(const W& work, const void* memory) {
-    return is_aligned(memory) && work.channel % kUnit == 0;
-}
-
 // All threads get the result, and all of a thread block must come here.
-template <class Value, class W>
+template <class Value, bool kAligned, class W>
 BLOCK_MATH Extremes find_extremes(const W& work, const Span& span) {
     auto tensor = static_cast<const typename Value::Stored*>(work.tensor);
-    bool aligned = units_aligned(work, tensor);
     Extremes found = {0, 0};
     for (int64_t i = span.thread_first(); i < span.last; i += kThreads * kUnit) {
         float values[kUnit];
-        load<Value, kUnit>(values, tensor + i, span.last - i, aligned);
+        load<Value, kUnit, kAligned>(values, tensor + i, span.last - i);
         #pragma unroll
         for (int k = 0; k < kUnit; ++k) {
             Extremes own = extremes_of(values[k]);
@@ -76,8 +70,11 @@ BLOCK_MATH Extremes find_extremes(const W& work, const Span& span) {
         }
     }
     __shared__ int32_t of_warp[2][kThreads / kWarp];
-    of_warp[0][threadIdx.x / kWarp] = largest_of<kWarp>(found.below);
-    of_warp[1][threadIdx.x / kWarp] = largest_of<kWarp>(found.above);
+    found = {largest_of<kWarp>(found.below), largest_of<kWarp>(found.above)};
+    if (threadIdx.x % kWarp == 0) {
+        of_warp[0][threadIdx.x / kWarp] = found.below;
+        of_warp[1][threadIdx.x / kWarp] = found.above;
+    }
     __syncthreads();
     #pragma unroll
     for (int warp = 0; warp < kThreads / kWarp; ++warp)
@@ -85,19 +82,18 @@ BLOCK_MATH Extremes find_extremes(const W& work, const Span& span) {
     return found;
 }
 
-template <class Value, class W>
+template <class Value, bool kAligned, class W>
 BLOCK_MATH void write_numbers(const W& work, const Span& span, Extremes extremes) {
     Parameters by = parameters_of(extremes);
     auto tensor = static_cast<const typename Value::Stored*>(work.tensor);
-    bool aligned = units_aligned(work, tensor), message_aligned = units_aligned(work, work.message);
     for (int64_t i = span.thread_first(); i < span.last; i += kThreads * kUnit) {
         float values[kUnit];
         alignas(4) uint8_t numbers[kUnit];
-        load<Value, kUnit>(values, tensor + i, span.last - i, aligned);
+        load<Value, kUnit, kAligned>(values, tensor + i, span.last - i);
         #pragma unroll
         for (int k = 0; k < kUnit; ++k) numbers[k] = number_of(values[k], by);
         if (span.last - i >= kUnit) {
-            write<kUnit>(work.message + i, numbers, message_aligned);
+            write<kUnit, kAligned>(work.message + i, numbers);
         } else {
             #pragma unroll
             for (int k = 0; k < kUnit; ++k)
@@ -113,29 +109,29 @@ BLOCK_MATH void write_numbers(const W& work, const Span& span, Extremes extremes
 
 // ---- the kernels ----
 
-template <class Value>
+template <class Value, bool kAligned>
 BLOCK_MATH void encode_short_channels(const Work<1>& work) {
     Span span(work);
-    write_numbers<Value>(work, span, find_extremes<Value>(work, span));
+    write_numbers<Value, kAligned>(work, span, find_extremes<Value, kAligned>(work, span));
 }
 
-template <class Value>
+template <class Value, bool kAligned>
 BLOCK_MATH void find_extremes_of_long_channels(const Work<1>& work) {
     Span span(work);
-    Extremes found = find_extremes<Value>(work, span);
+    Extremes found = find_extremes<Value, kAligned>(work, span);
     if (threadIdx.x == 0) {
         atomicMax(work.extremes + 2 * span.channel, found.below);
         atomicMax(work.extremes + 2 * span.channel + 1, found.above);
     }
 }
 
-template <class Value>
+template <class Value, bool kAligned>
 BLOCK_MATH void encode_long_channels(const Work<1>& work) {
     Span span(work);
-    write_numbers<Value>(work, span, {work.extremes[2 * span.channel], work.extremes[2 * span.channel + 1]});
+    write_numbers<Value, kAligned>(work, span, {work.extremes[2 * span.channel], work.extremes[2 * span.channel + 1]});
 }
 
-template <class Value, int kRanks>
+template <class Value, bool kAligned, int kRanks>
 BLOCK_MATH void decode(const Work<kRanks>& work) {
     Span span(work);
     float largest = 0.0f;
@@ -146,7 +142,6 @@ BLOCK_MATH void decode(const Work<kRanks>& work) {
     }
     float shrink = shrink_for(largest);
     auto tensor = static_cast<typename Value::Stored*>(work.tensor);
-    bool aligned = units_aligned(work, tensor);
     for (int64_t i = span.thread_first(); i < span.last; i += kThreads * kUnit) {
         float sums[kUnit] = {};
         #pragma unroll 4
@@ -155,7 +150,7 @@ BLOCK_MATH void decode(const Work<kRanks>& work) {
             Parameters by = parameters_at(message, work.values, span);
             alignas(4) uint8_t numbers[kUnit] = {};
             if (span.last - i >= kUnit) {
-                read<kUnit>(numbers, message + i, units_aligned(work, message));
+                read<kUnit, kAligned>(numbers, message + i);
             } else {
                 #pragma unroll
                 for (int k = 0; k < kUnit; ++k)
@@ -169,7 +164,7 @@ BLOCK_MATH void decode(const Work<kRanks>& work) {
             float mean = mean_of(sums[k], static_cast<float>(kRanks), shrink);
             sums[k] = mean == mean ? mean : quiet_nan();
         }
-        store<Value, kUnit>(tensor + i, sums, span.last - i, aligned);
+        store<Value, kUnit, kAligned>(tensor + i, sums, span.last - i);
     }
 }
 

@@ -1,7 +1,7 @@
 // The kernels on a GPU: encode, reduce and decode messages of quantised blocks.
 //
 // Python compiles this text with NVRTC for one kernel, dtype, format, block size and number of messages at a time
-// (kernels/programs.py): all of them are constants here. A message lies as in cpu_kernels.cpp, and the arithmetic
+// (kernels/gpu_programs.py): all of them are constants here. A message lies as in cpu_kernels.cpp, and the arithmetic
 // is block_math.h's, so every backend gives the same bits.
 //
 // A team of lanes has a block in its registers: a part of a warp, or several warps if the block is long. A lane has units of it: kUnit values in a row of
@@ -42,11 +42,12 @@ BLOCK_MATH constexpr int lanes_for(int units, int block) {
     return lanes;
 }
 
-// A lane's part of the block that its team has.
-template <class NumbersOfPayload, int kBlockValues, int kUnitValues>
+// A lane's part of the block that its team has. kAligned: all tensors and messages start at multiples of 16 bytes.
+template <class NumbersOfPayload, int kBlockValues, int kUnitValues, bool kAlignedMemory>
 struct Block {
     using Numbers = NumbersOfPayload;
     static constexpr int kBlock = kBlockValues, kHalf = kBlock / 2, kUnit = kUnitValues;
+    static constexpr bool kAligned = kAlignedMemory;
     static constexpr int kUnitsOfTeam = kHalf / kUnit;
     static constexpr int kLanes = lanes_for(kUnitsOfTeam, kBlock);
     static constexpr int kUnits = (kUnitsOfTeam + kLanes - 1) / kLanes;  // of a lane
@@ -58,40 +59,47 @@ struct Block {
     float values[kUnits][2][kUnit];  // of a unit in both halves
     int64_t count, index, blocks;    // values of the shard; which block this is, of how many
     int lane;
+    bool there;  // a team behind the last block repeats that one and stores nothing
 
     __device__ __forceinline__ explicit Block(int64_t count) : count(count), blocks((count + kBlock - 1) / kBlock) {
         index = static_cast<int64_t>(blockIdx.x) * kTeams + threadIdx.x / kLanes;
         lane = static_cast<int>(threadIdx.x) % kLanes;
+        there = index < blocks;
+        index = there ? index : blocks - 1;
     }
 
-    // Where in the block a unit starts, and how many of its values there are.
-    __device__ __forceinline__ int place(int unit, int half) const { return half * kHalf + (unit * kLanes + lane) * kUnit; }
-    __device__ __forceinline__ bool has(int unit) const {
-        return index < blocks && (kUnitsOfTeam % kLanes == 0 || unit * kLanes + lane < kUnitsOfTeam);
+    // Which of the team's units this is. A lane that has one less than others repeats the last one.
+    __device__ __forceinline__ int number_of_unit(int unit) const {
+        int number = unit * kLanes + lane;
+        return kUnitsOfTeam % kLanes == 0 || number < kUnitsOfTeam ? number : kUnitsOfTeam - 1;
     }
+    __device__ __forceinline__ bool stores(int unit) const {
+        return there && (kUnitsOfTeam % kLanes == 0 || unit * kLanes + lane < kUnitsOfTeam);
+    }
+    // Where in the block a unit starts, where in the shard, and how many of its values there are from there on.
+    __device__ __forceinline__ int place(int unit, int half) const { return half * kHalf + number_of_unit(unit) * kUnit; }
     __device__ __forceinline__ int64_t start(int unit, int half) const { return index * kBlock + place(unit, half); }
-    __device__ __forceinline__ int64_t left(int unit, int half) const { return has(unit) ? count - start(unit, half) : 0; }
+    __device__ __forceinline__ int64_t left(int unit, int half) const { return count - start(unit, half); }
 
     template <class Value>
     __device__ __forceinline__ void load_values(const void* tensor) {
         auto from = static_cast<const typename Value::Stored*>(tensor);
-        bool aligned = is_aligned(tensor);
         #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit)
             #pragma unroll
             for (int half = 0; half < 2; ++half)
-                load<Value, kUnit>(values[unit][half], from + start(unit, half), left(unit, half), aligned);
+                load<Value, kUnit, kAligned>(values[unit][half], from + start(unit, half), left(unit, half));
     }
 
     template <class Value>
     __device__ __forceinline__ void store_values(void* tensor) const {
         auto to = static_cast<typename Value::Stored*>(tensor);
-        bool aligned = is_aligned(tensor);
         #pragma unroll
         for (int unit = 0; unit < kUnits; ++unit)
             #pragma unroll
             for (int half = 0; half < 2; ++half)
-                store<Value, kUnit>(to + start(unit, half), values[unit][half], left(unit, half), aligned);
+                if (stores(unit))
+                    store<Value, kUnit, kAligned>(to + start(unit, half), values[unit][half], left(unit, half));
     }
 
     // ---- a unit's payload: as Numbers lays out a block of 2 kUnit values ----
@@ -102,22 +110,20 @@ struct Block {
     }
 
     __device__ __forceinline__ void load_payload(uint8_t* bytes, const uint8_t* message, int unit) const {
-        bool aligned = is_aligned(message);
         if constexpr (kPacked) {
-            read<kUnitBytes>(bytes, message + payload(unit, 0), aligned);
+            read<kUnitBytes, kAligned>(bytes, message + payload(unit, 0));
         } else {
-            read<kUnitBytes / 2>(bytes, message + payload(unit, 0), aligned);
-            read<kUnitBytes / 2>(bytes + kUnitBytes / 2, message + payload(unit, 1), aligned);
+            read<kUnitBytes / 2, kAligned>(bytes, message + payload(unit, 0));
+            read<kUnitBytes / 2, kAligned>(bytes + kUnitBytes / 2, message + payload(unit, 1));
         }
     }
 
     __device__ __forceinline__ void store_payload(uint8_t* message, const uint8_t* bytes, int unit) const {
-        bool aligned = is_aligned(message);
         if constexpr (kPacked) {
-            write<kUnitBytes>(message + payload(unit, 0), bytes, aligned);
+            write<kUnitBytes, kAligned>(message + payload(unit, 0), bytes);
         } else {
-            write<kUnitBytes / 2>(message + payload(unit, 0), bytes, aligned);
-            write<kUnitBytes / 2>(message + payload(unit, 1), bytes + kUnitBytes / 2, aligned);
+            write<kUnitBytes / 2, kAligned>(message + payload(unit, 0), bytes);
+            write<kUnitBytes / 2, kAligned>(message + payload(unit, 1), bytes + kUnitBytes / 2);
         }
     }
 
@@ -127,12 +133,12 @@ struct Block {
 
     __device__ __forceinline__ float load_scale(const uint8_t* message) const {
         float scale;
-        read<4>(&scale, message + blocks * Numbers::bytes(kBlock) + 4 * index, is_aligned(message));
+        read<4, kAligned>(&scale, message + blocks * Numbers::bytes(kBlock) + 4 * index);
         return scale;
     }
 
     __device__ __forceinline__ void store_scale(uint8_t* message, float scale) const {
-        write<4>(message + blocks * Numbers::bytes(kBlock) + 4 * index, &scale, is_aligned(message));
+        write<4, kAligned>(message + blocks * Numbers::bytes(kBlock) + 4 * index, &scale);
     }
 };
 
@@ -140,13 +146,12 @@ struct Block {
 
 template <class B>
 BLOCK_MATH void add_residual(B& block, const float* residual) {
-    bool aligned = is_aligned(residual);
     #pragma unroll
     for (int unit = 0; unit < B::kUnits; ++unit)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float kept[B::kUnit];
-            load<Stored32, B::kUnit>(kept, residual + block.start(unit, half), block.left(unit, half), aligned);
+            load<Stored32, B::kUnit, B::kAligned>(kept, residual + block.start(unit, half), block.left(unit, half));
             #pragma unroll
             for (int i = 0; i < B::kUnit; ++i)
                 block.values[unit][half][i] = with_residual(block.values[unit][half][i], kept[i]);
@@ -167,8 +172,8 @@ BLOCK_MATH int32_t largest_of_team(const B& block) {
     largest = largest_of<(B::kLanes < kWarp ? B::kLanes : kWarp)>(largest);
     if constexpr (B::kLanes > kWarp) {
         __shared__ int32_t of_warp[kThreads / kWarp];
-        int warp = static_cast<int>(threadIdx.x) / kWarp, first = static_cast<int>(threadIdx.x) / B::kLanes * B::kLanes / kWarp;
-        of_warp[warp] = largest;  // equal in all its lanes
+        int thread = static_cast<int>(threadIdx.x), first = thread / B::kLanes * B::kLanes / kWarp;
+        if (thread % kWarp == 0) of_warp[thread / kWarp] = largest;
         __syncthreads();
         #pragma unroll
         for (int i = 0; i < B::kLanes / kWarp; ++i) largest = larger(largest, of_warp[first + i]);
@@ -183,13 +188,13 @@ BLOCK_MATH void store_loss(const B& block, const Shard& shard, const uint8_t* by
     int64_t start = block.start(unit, half), left = block.left(unit, half);
     float lost[B::kUnit] = {};
     if (largest >= kInfinityBits) {  // a step that will not be made, so it must leave no trace
-        if (shard.residual) load<Stored32, B::kUnit>(lost, shard.residual + start, left, is_aligned(shard.residual));
+        if (shard.residual) load<Stored32, B::kUnit, B::kAligned>(lost, shard.residual + start, left);
     } else if (largest != 0) {
         #pragma unroll
         for (int i = 0; i < B::kUnit; ++i)
             lost[i] = block.values[unit][half][i] - decoded(B::number(bytes, half, i), B::kStep, scale);
     }
-    store<Stored32, B::kUnit>(shard.new_residual + start, lost, left, is_aligned(shard.new_residual));
+    store<Stored32, B::kUnit, B::kAligned>(shard.new_residual + start, lost, left);
 }
 
 // Writes the block's payload and scale, and what they lose. All lanes of a thread block must come here.
@@ -197,13 +202,11 @@ template <class B>
 BLOCK_MATH void encode_block(B& block, const Shard& shard) {
     if (shard.residual) add_residual(block, shard.residual);
     int32_t largest = largest_of_team(block);
-    if (block.index >= block.blocks) return;
-
     Encoding by = encoding_of(largest, B::Numbers::kLevels);
     bool has_numbers = largest != 0 && largest < kInfinityBits;
     #pragma unroll
     for (int unit = 0; unit < B::kUnits; ++unit) {
-        if (!block.has(unit)) continue;
+        if (!block.stores(unit)) continue;
         alignas(16) uint8_t bytes[B::kUnitBytes] = {};
         if (has_numbers) {
             #pragma unroll
@@ -217,48 +220,60 @@ BLOCK_MATH void encode_block(B& block, const Shard& shard) {
             store_loss(block, shard, bytes, unit, 1, largest, by.scale);
         }
     }
-    if (block.lane == 0) block.store_scale(shard.message, by.scale);
+    if (block.there && block.lane == 0) block.store_scale(shard.message, by.scale);
 }
 
 // ---- the mean over the ranks ----
 
-template <bool kFirst, class B>
-BLOCK_MATH void include(B& block, const uint8_t* message, float scale, float weight) {
+// Includes kCount ranks in the mean, after `before` others. All their memory is asked for before any of it is used.
+template <bool kFirst, int kCount, class B>
+BLOCK_MATH void include(B& block, const uint8_t* const* messages, int before, float shrink) {
+    alignas(16) uint8_t bytes[kCount][B::kUnits][B::kUnitBytes];
+    float scales[kCount];
     #pragma unroll
-    for (int unit = 0; unit < B::kUnits; ++unit) {
-        alignas(16) uint8_t bytes[B::kUnitBytes] = {};
-        if (block.has(unit)) block.load_payload(bytes, message, unit);
+    for (int rank = 0; rank < kCount; ++rank) {
         #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int unit = 0; unit < B::kUnits; ++unit) block.load_payload(bytes[rank][unit], messages[before + rank], unit);
+        scales[rank] = block.load_scale(messages[before + rank]);
+    }
+    #pragma unroll
+    for (int rank = 0; rank < kCount; ++rank) {
+        float scale = scales[rank] * shrink, weight = 1.0f / static_cast<float>(before + rank + 1);
+        #pragma unroll
+        for (int unit = 0; unit < B::kUnits; ++unit)
             #pragma unroll
-            for (int i = 0; i < B::kUnit; ++i) {
-                float value = decoded(B::number(bytes, half, i), B::kStep, scale);
-                float& mean = block.values[unit][half][i];
-                mean = kFirst ? value : running_mean(mean, value, weight);
-            }
+            for (int half = 0; half < 2; ++half)
+                #pragma unroll
+                for (int i = 0; i < B::kUnit; ++i) {
+                    float value = decoded(B::number(bytes[rank][unit], half, i), B::kStep, scale);
+                    float& mean = block.values[unit][half][i];
+                    mean = kFirst && rank == 0 ? value : running_mean(mean, value, weight);
+                }
     }
 }
 
-// Returns whether the block is finite on every rank; else it is NaN.
+// A block that is not finite on some rank is NaN.
 template <int kRanks, class B>
-BLOCK_MATH bool average(B& block, const uint8_t* const* messages) {
-    constexpr int kUnrolled = kRanks * B::kUnits <= 16 ? kRanks : 2;
-    bool there = block.index < block.blocks, finite = true;
+BLOCK_MATH void average(B& block, const uint8_t* const* messages) {
+    bool finite = true;
     float largest = 0.0f;
-    #pragma unroll kUnrolled
+    #pragma unroll 8
     for (int rank = 0; rank < kRanks; ++rank) {
-        float scale = there ? block.load_scale(messages[rank]) : 0.0f;
+        float scale = block.load_scale(messages[rank]);
         finite = finite && is_finite(scale);
         largest = scale > largest ? scale : largest;
     }
     float shrink = kRanks > 1 && must_shrink(largest) ? kShrink : 1.0f;
-    include<true>(block, messages[0], (there ? block.load_scale(messages[0]) : 0.0f) * shrink, 1.0f);
-    #pragma unroll kUnrolled
-    for (int rank = 1; rank < kRanks; ++rank) {
-        float scale = (there ? block.load_scale(messages[rank]) : 0.0f) * shrink;
-        include<false>(block, messages[rank], scale, 1.0f / static_cast<float>(rank + 1));
-    }
-    if (shrink == 1.0f && finite) return true;
+
+    constexpr int kMost = B::kUnitBytes * B::kUnits > 32 ? 2 : 4;  // ranks at a time, in registers
+    constexpr int kGroup = kRanks < kMost ? kRanks : kMost, kRest = kRanks % kGroup;
+    include<true, kGroup>(block, messages, 0, shrink);
+    #pragma unroll(kRanks <= 16 ? 16 : 1)
+    for (int before = kGroup; before + kGroup <= kRanks; before += kGroup)
+        include<false, kGroup>(block, messages, before, shrink);
+    if constexpr (kRest > 0) include<false, kRest>(block, messages, kRanks - kRest, shrink);
+
+    if (shrink == 1.0f && finite) return;
     #pragma unroll
     for (int unit = 0; unit < B::kUnits; ++unit)
         #pragma unroll
@@ -268,34 +283,33 @@ BLOCK_MATH bool average(B& block, const uint8_t* const* messages) {
                 float& mean = block.values[unit][half][i];
                 mean = finite ? grown(mean) : quiet_nan();
             }
-    return finite;
 }
 
 // ---- the kernels ----
 
-template <class Value, class Numbers, int kBlock, int kShards>
+template <class Value, class Numbers, int kBlock, bool kAligned, int kShards>
 BLOCK_MATH void encode(const Work<kShards, 1>& work) {
     const Shard& shard = work.shards[blockIdx.y];
-    Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored)> block(shard.values);
+    Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored), kAligned> block(shard.values);
     block.template load_values<Value>(shard.tensor);
     encode_block(block, shard);
 }
 
-template <class Numbers, class NewNumbers, int kBlock, int kRanks>
+template <class Numbers, class NewNumbers, int kBlock, bool kAligned, int kRanks>
 BLOCK_MATH void reduce(const Work<1, kRanks>& work) {
     const Shard& shard = work.shards[0];
     constexpr int kUnit = Numbers::bytes(2) == 4 ? 8 : 16;  // values of 16 bytes of payload
-    Block<Numbers, kBlock, kUnit> mean(shard.values);
+    Block<Numbers, kBlock, kUnit, kAligned> mean(shard.values);
     average<kRanks>(mean, work.messages);
-    Block<NewNumbers, kBlock, kUnit> block(shard.values);
+    Block<NewNumbers, kBlock, kUnit, kAligned> block(shard.values);
     memcpy(block.values, mean.values, sizeof block.values);
     encode_block(block, shard);
 }
 
-template <class Value, class Numbers, int kBlock, int kShards, int kRanks>
+template <class Value, class Numbers, int kBlock, bool kAligned, int kShards, int kRanks>
 BLOCK_MATH void decode(const Work<kShards, kShards * kRanks>& work) {
     const Shard& shard = work.shards[blockIdx.y];
-    Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored)> block(shard.values);
+    Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored), kAligned> block(shard.values);
     average<kRanks>(block, work.messages + blockIdx.y * kRanks);
     block.template store_values<Value>(shard.tensor);
 }

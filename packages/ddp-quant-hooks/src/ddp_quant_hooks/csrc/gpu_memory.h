@@ -1,4 +1,4 @@
-// How the kernels on a GPU read and write values, 16 bytes at a time wherever memory is aligned.
+// How the kernels on a GPU read and write values: 16 bytes at a time where memory is aligned.
 
 #ifndef DDP_QUANT_HOOKS_GPU_MEMORY_H
 #define DDP_QUANT_HOOKS_GPU_MEMORY_H
@@ -16,18 +16,34 @@ struct alignas(kBytes) Piece {
     uint32_t words[kBytes / 4];
 };
 
-BLOCK_MATH bool is_aligned(const void* memory) { return (reinterpret_cast<uint64_t>(memory) & 15) == 0; }
-
-// Copies whole words between memory and registers. `aligned`: of the memory's start, from which all offsets here are
-// multiples of kBytes.
+// Stores a piece as one. Compilers for sm_80 and sm_90 make a store of each word otherwise (NVRTC 13.5).
 template <int kBytes>
-BLOCK_MATH void read(void* registers, const void* memory, bool aligned) {
+BLOCK_MATH void store_piece(void* memory, const Piece<kBytes>& piece) {
+#if defined(__CUDACC_RTC__)
+    uint64_t address = __cvta_generic_to_global(memory);
+    if constexpr (kBytes == 16) {
+        asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(piece.words[0]),
+                     "r"(piece.words[1]), "r"(piece.words[2]), "r"(piece.words[3]) : "memory");
+        return;
+    }
+    if constexpr (kBytes == 8) {
+        asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(address), "r"(piece.words[0]), "r"(piece.words[1])
+                     : "memory");
+        return;
+    }
+#endif
+    *static_cast<Piece<kBytes>*>(memory) = piece;
+}
+
+// Copies whole words between memory and registers. kAligned: memory is a multiple of kBytes, or of 16.
+template <int kBytes, bool kAligned>
+BLOCK_MATH void read(void* registers, const void* memory) {
     constexpr int kPiece = kBytes < 16 ? kBytes : 16;
     auto target = static_cast<Piece<kPiece>*>(registers);
     auto source = static_cast<const uint8_t*>(memory);
     #pragma unroll
     for (int i = 0; i < kBytes / kPiece; ++i, source += kPiece) {
-        if (aligned) {
+        if constexpr (kAligned) {
             target[i] = *reinterpret_cast<const Piece<kPiece>*>(source);
         } else {
             #pragma unroll
@@ -38,15 +54,15 @@ BLOCK_MATH void read(void* registers, const void* memory, bool aligned) {
     }
 }
 
-template <int kBytes>
-BLOCK_MATH void write(void* memory, const void* registers, bool aligned) {
+template <int kBytes, bool kAligned>
+BLOCK_MATH void write(void* memory, const void* registers) {
     constexpr int kPiece = kBytes < 16 ? kBytes : 16;
     auto target = static_cast<uint8_t*>(memory);
     auto source = static_cast<const Piece<kPiece>*>(registers);
     #pragma unroll
     for (int i = 0; i < kBytes / kPiece; ++i, target += kPiece) {
-        if (aligned) {
-            *reinterpret_cast<Piece<kPiece>*>(target) = source[i];
+        if constexpr (kAligned) {
+            store_piece(target, source[i]);
         } else {
             #pragma unroll
             for (int k = 0; k < kPiece; ++k) target[k] = static_cast<uint8_t>(source[i].words[k / 4] >> k % 4 * 8);
@@ -69,11 +85,11 @@ struct Stored16 {
 };
 
 // Reads the first `count` of kUnit values; the others are zeros.
-template <class Value, int kUnit>
-BLOCK_MATH void load(float* values, const typename Value::Stored* from, int64_t count, bool aligned) {
+template <class Value, int kUnit, bool kAligned>
+BLOCK_MATH void load(float* values, const typename Value::Stored* from, int64_t count) {
     alignas(16) typename Value::Stored stored[kUnit];
     if (count >= kUnit) {
-        read<sizeof stored>(stored, from, aligned);
+        read<sizeof stored, kAligned>(stored, from);
     } else {
         #pragma unroll
         for (int i = 0; i < kUnit; ++i) stored[i] = i < count ? from[i] : 0;
@@ -83,13 +99,13 @@ BLOCK_MATH void load(float* values, const typename Value::Stored* from, int64_t 
 }
 
 // Writes the first `count` of kUnit values.
-template <class Value, int kUnit>
-BLOCK_MATH void store(typename Value::Stored* to, const float* values, int64_t count, bool aligned) {
+template <class Value, int kUnit, bool kAligned>
+BLOCK_MATH void store(typename Value::Stored* to, const float* values, int64_t count) {
     alignas(16) typename Value::Stored stored[kUnit];
     #pragma unroll
     for (int i = 0; i < kUnit; ++i) stored[i] = Value::narrow(values[i]);
     if (count >= kUnit) {
-        write<sizeof stored>(to, stored, aligned);
+        write<sizeof stored, kAligned>(to, stored);
     } else {
         #pragma unroll
         for (int i = 0; i < kUnit; ++i)

@@ -35,7 +35,7 @@ def cuda_kernels_for(device: torch.device) -> CudaKernels | None:
 
 
 def describe() -> str:
-    """Say which backend computes on which device, and why.
+    """Say which backend computes on the CPU and on the current GPU, and why.
 
     Example:
         >>> print(describe())  # doctest: +SKIP
@@ -43,8 +43,11 @@ def describe() -> str:
         cuda:0: CUDA kernels for sm_90, compiled by NVRTC 13.0
         other devices: torch operators
     """
-    gpus = [f"cuda:{index}: {_describe_gpu(index)}" for index in range(torch.cuda.device_count())]
-    return "\n".join([f"cpu: {_describe_cpu()}", *gpus, "other devices: torch operators"])
+    lines = [f"cpu: {_describe_cpu()}"]
+    if torch.cuda.is_available():
+        current = torch.cuda.current_device()
+        lines.append(f"cuda:{current}: {_describe_gpu(current)}")
+    return "\n".join([*lines, "other devices: torch operators"])
 
 
 @cache

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ddp_quant_hooks import affine
+from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.gpu_programs import (
@@ -25,6 +27,8 @@ from ddp_quant_hooks.messages import Layout
 __all__ = ["CudaKernels"]
 
 _T = TypeVar("_T")
+
+_ALIGNMENT = 16
 
 _MOST_BYTES = 4096
 """Of what one launch is given, on every architecture."""
@@ -99,11 +103,12 @@ class CudaKernels:
     def encode(self, shards: Sequence[tuple[torch.Tensor, Outgoing]], layout: Layout) -> None:
         """Write the messages of shards of values; see :func:`ddp_quant_hooks.kernels.encode_shards`."""
         for some in _batches(shards):
-            program = block_program("encode", layout, dtype=some[0][0].dtype, shards=len(some))
             work = _block_work(len(some), 1)()
             for place, (values, out) in zip(work.shards, some, strict=True):
                 place.values, place.tensor = values.numel(), values.data_ptr()
                 _write_to(place, out)
+            dtype, aligned = some[0][0].dtype, _all_aligned(work)
+            program = block_program("encode", layout, dtype=dtype, shards=len(some), aligned=aligned)
             self._launch_blocks(program, layout, work)
 
     def reduce(
@@ -113,11 +118,12 @@ class CudaKernels:
         if _room_for_shards(len(messages)) == 0:  # some 500 ranks
             torch_ops.reduce(messages, layout, values, out, new_layout)
             return
-        program = block_program("reduce", layout, new_layout=new_layout, ranks=len(messages))
         work = _block_work(1, len(messages))()
         work.shards[0].values = values
         _write_to(work.shards[0], out)
         work.messages[:] = [message.data_ptr() for message in messages]
+        ranks, aligned = len(messages), _all_aligned(work)
+        program = block_program("reduce", layout, new_layout=new_layout, ranks=ranks, aligned=aligned)
         self._launch_blocks(program, layout, work)
 
     def decode(self, shards: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], layout: Layout) -> None:
@@ -127,11 +133,12 @@ class CudaKernels:
             torch_ops.decode(shards, layout)
             return
         for some in _batches(shards, ranks):
-            program = block_program("decode", layout, dtype=some[0][1].dtype, shards=len(some), ranks=ranks)
             work = _block_work(len(some), len(some) * ranks)()
             for place, (_, values) in zip(work.shards, some, strict=True):
                 place.values, place.tensor = values.numel(), values.data_ptr()
             work.messages[:] = [message.data_ptr() for messages, _ in some for message in messages]
+            dtype, count, aligned = some[0][1].dtype, len(some), _all_aligned(work)
+            program = block_program("decode", layout, dtype=dtype, shards=count, ranks=ranks, aligned=aligned)
             self._launch_blocks(program, layout, work)
 
     def _launch_blocks(self, program: GpuProgram, layout: Layout, work: Any) -> None:
@@ -144,22 +151,28 @@ class CudaKernels:
         """Write the message of ``values``; see :func:`ddp_quant_hooks.affine.encode`."""
         work = _affine_work(1)(values=values.numel(), channel=channel)
         work.tensor, work.message = values.data_ptr(), message.data_ptr()
-        pieces = affine_pieces(values.numel(), channel)
+        pieces, aligned = affine_pieces(values.numel(), channel), _channels_aligned(work)
         if channels_are_short(channel):
-            self._launch(affine_program("encode_short_channels", values.dtype), work, pieces)
+            program = affine_program("encode_short_channels", values.dtype, aligned=aligned)
+            self._launch(program, work, pieces)
             return
         channels = -(-values.numel() // channel)
         extremes = torch.zeros(2 * channels, dtype=torch.int32, device=values.device)
         work.extremes = extremes.data_ptr()
-        self._launch(affine_program("find_extremes_of_long_channels", values.dtype), work, pieces)
-        self._launch(affine_program("encode_long_channels", values.dtype), work, pieces)
+        for name in ("find_extremes_of_long_channels", "encode_long_channels"):
+            self._launch(affine_program(name, values.dtype, aligned=aligned), work, pieces)
 
     def affine_decode(self, messages: Sequence[torch.Tensor], channel: int, values: torch.Tensor) -> None:
         """Write the mean; see :func:`ddp_quant_hooks.affine.decode_mean`."""
-        work = _affine_work(len(messages))(values=values.numel(), channel=channel)
+        kind = _affine_work(len(messages))
+        if ctypes.sizeof(kind) > _MOST_BYTES:
+            affine.decode_mean(messages, AffineLayout(values.numel(), channel, torch.float32), values)
+            return
+        work = kind(values=values.numel(), channel=channel)
         work.tensor = values.data_ptr()
         work.messages[:] = [message.data_ptr() for message in messages]
-        program = affine_program("decode", values.dtype, ranks=len(messages))
+        aligned = _channels_aligned(work)
+        program = affine_program("decode", values.dtype, aligned=aligned, ranks=len(messages))
         self._launch(program, work, affine_pieces(values.numel(), channel))
 
     # ---- launching ----
@@ -208,6 +221,18 @@ def _batches(shards: Sequence[_T], ranks: int = 1) -> list[Sequence[_T]]:
     """Cut shards into groups for one launch each."""
     size = _room_for_shards(ranks)
     return [shards[first : first + size] for first in range(0, len(shards), size)]
+
+
+def _all_aligned(work: Any) -> bool:
+    """Tell whether everything that a launch works on starts at multiples of 16 bytes."""
+    pointers = [getattr(shard, name) for shard in work.shards for name, _ in _Shard._fields_[1:]]
+    return all((pointer or 0) % _ALIGNMENT == 0 for pointer in [*pointers, *work.messages])
+
+
+def _channels_aligned(work: Any) -> bool:
+    """Tell whether threads may read and write four values at a time, wherever a channel starts."""
+    pointers = (work.tensor, work.message, *work.messages)
+    return work.channel % 4 == 0 and all((pointer or 0) % _ALIGNMENT == 0 for pointer in pointers)
 
 
 def _write_to(place: Any, out: Outgoing) -> None:

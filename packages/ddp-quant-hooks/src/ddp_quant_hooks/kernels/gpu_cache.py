@@ -23,7 +23,11 @@ class _CheckedCache(FileStreamProgramCache):  # type: ignore[misc] # has no type
     """
 
     def __getitem__(self, key: bytes | str) -> bytes:
-        entry = bytes(super().__getitem__(key))
+        try:
+            entry = bytes(super().__getitem__(key))
+        except OSError as error:  # another user's, say
+            _log.warning("a compiled kernel on disk cannot be read: %s", error)
+            raise KeyError(key) from error
         digest, code = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
         if hashlib.sha256(code).digest() != digest:
             _log.warning("a compiled kernel is damaged on disk: compiling it again")

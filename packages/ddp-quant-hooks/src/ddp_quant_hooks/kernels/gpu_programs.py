@@ -40,6 +40,8 @@ _VALUES = {
     torch.float16: "Stored16<Float16>",
 }
 
+_CPP = {True: "true", False: "false"}
+
 # As kThreads and kMostValues in csrc/block_kernels.cu; every program asserts that both agree.
 _BLOCK_THREADS = 256
 _WARP = 32
@@ -108,6 +110,7 @@ def block_program(
     *,
     dtype: torch.dtype | None = None,
     new_layout: Layout | None = None,
+    aligned: bool = True,
     shards: int = 1,
     ranks: int = 1,
 ) -> GpuProgram:
@@ -118,23 +121,24 @@ def block_program(
         layout: Of the messages.
         dtype: Of the values that are encoded or decoded.
         new_layout: Of the message that ``reduce`` writes.
+        aligned: All tensors and messages start at multiples of 16 bytes.
         shards: How many there are.
         ranks: How many messages are averaged.
     """
-    numbers, block = _NUMBERS[layout.format], layout.block_size
+    numbers, block, whole = _NUMBERS[layout.format], layout.block_size, _CPP[aligned]
     if kernel == "reduce":
         assert new_layout is not None
         unit = 8 if layout.format in {"bf16", "fp16"} else 16
-        arguments = f"{numbers}, {_NUMBERS[new_layout.format]}, {block}, {ranks}"
+        arguments = f"{numbers}, {_NUMBERS[new_layout.format]}, {block}, {whole}, {ranks}"
         work = f"Work<1, {ranks}>"
     else:
         assert dtype is not None
         unit = 16 // dtype.itemsize
         averaged = f", {ranks}" if kernel == "decode" else ""
-        arguments = f"{_VALUES[dtype]}, {numbers}, {block}, {shards}{averaged}"
+        arguments = f"{_VALUES[dtype]}, {numbers}, {block}, {whole}, {shards}{averaged}"
         work = f"Work<{shards}, {shards * ranks if kernel == 'decode' else 1}>"
     teams = _BLOCK_THREADS // lanes_of_team(block, unit)
-    checks = f"kThreads == {_BLOCK_THREADS} && Block<{numbers}, {block}, {unit}>::kTeams == {teams}"
+    checks = f"kThreads == {_BLOCK_THREADS} && Block<{numbers}, {block}, {unit}, {whole}>::kTeams == {teams}"
     return GpuProgram("block_kernels.cu", f"{kernel}<{arguments}>", work, _BLOCK_THREADS, teams, checks)
 
 
@@ -146,9 +150,16 @@ def lanes_of_team(block: int, unit: int) -> int:
     return lanes
 
 
-def affine_program(kernel: str, dtype: torch.dtype, *, ranks: int = 1) -> GpuProgram:
-    """Return a kernel of ``csrc/affine_kernels.cu`` for values of ``dtype`` and as many ranks' messages."""
-    arguments = _VALUES[dtype] + (f", {ranks}" if kernel == "decode" else "")
+def affine_program(kernel: str, dtype: torch.dtype, *, aligned: bool = True, ranks: int = 1) -> GpuProgram:
+    """Return a kernel of ``csrc/affine_kernels.cu``.
+
+    Args:
+        kernel: Its name there.
+        dtype: Of the values.
+        aligned: Tensors and messages start at multiples of 16 bytes, and channels at multiples of 4 values.
+        ranks: How many messages are averaged.
+    """
+    arguments = f"{_VALUES[dtype]}, {_CPP[aligned]}" + (f", {ranks}" if kernel == "decode" else "")
     checks = f"kThreads == {_AFFINE_THREADS} && kPiece == {_AFFINE_PIECE}"
     return GpuProgram(
         "affine_kernels.cu", f"{kernel}<{arguments}>", f"Work<{ranks}>", _AFFINE_THREADS, 1, checks
@@ -165,11 +176,15 @@ def channels_are_short(channel: int) -> bool:
     return channel <= _AFFINE_PIECE
 
 
-def cache_folder() -> Path:
-    """Return where compiled kernels are kept: :data:`CACHE_VARIABLE`, or in the user's cache."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    root = os.environ.get("XDG_CACHE_HOME")
-    return Path(chosen) if chosen else (Path(root) if root else Path.home() / ".cache") / "ddp-quant-hooks"
+def cache_folder() -> Path | None:
+    """Return where compiled kernels are kept: :data:`CACHE_VARIABLE`, or in the user's cache, if any."""
+    chosen, root = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    if chosen:
+        return Path(chosen)
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "ddp-quant-hooks"
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
 
 
 def compile_program(
@@ -202,5 +217,6 @@ def compile_program(
         prec_div=True,
         ptxas_options="-v",
     )
-    cache = open_cache(cache_folder()) if use_cache else None
+    folder = cache_folder() if use_cache else None
+    cache = None if folder is None else open_cache(folder)
     return bytes(Program(program.text, "c++", options).compile("cubin", logs=logs, cache=cache).code)

@@ -94,7 +94,7 @@ def _decode_shards(
 
 def _affine_encode(values: torch.Tensor, message: torch.Tensor, channel: int) -> None:
     layout = _affine_layout(values, channel)
-    _check("message", message, (torch.uint8,), layout.message_bytes, values.device)
+    _check_affine_messages([message], layout, values.device)
     kernels = cuda_kernels_for(values.device)
     if kernels is None or values.dtype not in VALUE_DTYPES:
         affine.encode(values, message, layout)
@@ -104,8 +104,7 @@ def _affine_encode(values: torch.Tensor, message: torch.Tensor, channel: int) ->
 
 def _affine_decode(messages: list[torch.Tensor], channel: int, values: torch.Tensor) -> None:
     layout = _affine_layout(values, channel)
-    for index, message in enumerate(messages):
-        _check(f"messages[{index}]", message, (torch.uint8,), layout.message_bytes, values.device)
+    _check_affine_messages(messages, layout, values.device)
     kernels = cuda_kernels_for(values.device)
     if kernels is None or values.dtype not in VALUE_DTYPES:
         affine.decode_mean(messages, layout, values)
@@ -145,6 +144,18 @@ def _check_messages(
         raise ValueError("there must be at least one message")
     for index, (message, count) in enumerate(zip(messages, values, strict=True)):
         _check(f"messages[{index}]", message, (torch.uint8,), layout.message_bytes(count), device)
+
+
+def _check_affine_messages(
+    messages: Sequence[torch.Tensor], layout: AffineLayout, device: torch.device
+) -> None:
+    if not messages:
+        raise ValueError("there must be at least one message")
+    for index, message in enumerate(messages):
+        name = "message" if len(messages) == 1 else f"messages[{index}]"
+        _check(name, message, (torch.uint8,), layout.message_bytes, device)
+        if message.data_ptr() % layout.dtype.itemsize:
+            raise ValueError(f"{name} must start at a multiple of {layout.dtype.itemsize} bytes")
 
 
 def _check_residuals(
