@@ -40,4 +40,4 @@ __all__ = [
     "verify_param_shape_across_processes",
 ]
 
-__version__ = "0.2.0"
+__version__ = "0.2.1"
