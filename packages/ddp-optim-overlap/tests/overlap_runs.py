@@ -61,7 +61,7 @@ def one_group(make, options):
     return lambda ddp: [make(ddp.parameters(), **options)]
 
 
-def train(
+def train(  # noqa: C901, PLR0912 - every way to write the loop
     make_optimizers,
     *,
     overlap,
@@ -93,18 +93,16 @@ def train(
         handle = overlap_optimizer(ddp, optimizers, comm_hook=hook, comm_state=state, **(options or {}))
     elif hook is not None:
         ddp.register_comm_hook(state, hook)
-    data = batches((steps + join * dist.get_rank()) * accumulate)
+    count = steps + join * dist.get_rank()
+    data = batches(count * accumulate)
     with ddp.join() if join else contextlib.nullcontext():
-        for step in range(len(data) // accumulate):
+        for step in range(count):
             if resume_at == step:
                 optimizers, schedulers, handle = _resume(
                     ddp, optimizers, schedulers, handle, make_optimizers, make_schedulers
                 )
             ddp.module.skipped = skip(step)
-            for part in range(accumulate):
-                x = data[step * accumulate + part]
-                with ddp.no_sync() if part < accumulate - 1 else contextlib.nullcontext():
-                    ddp(x).square().sum().backward()
+            _backward(ddp, data[step * accumulate : (step + 1) * accumulate])
             if not overlap:
                 after_backward(ddp)
             if call_step or not overlap:
@@ -124,6 +122,12 @@ def train(
         "states": [optimizer.state_dict() for optimizer in optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in schedulers],
     }
+
+
+def _backward(ddp, parts):
+    for part, x in enumerate(parts):
+        with ddp.no_sync() if part < len(parts) - 1 else contextlib.nullcontext():
+            ddp(x).square().sum().backward()
 
 
 def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_schedulers):

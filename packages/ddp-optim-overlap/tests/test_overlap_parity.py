@@ -26,9 +26,10 @@ def _optimizers(_):
     seen = {}
     for name, view, mode in itertools.product(OPTIMIZERS, (False, True), OverlapMode):
         for kind, make in _makes(name):
-            seen[name, kind, view, mode.name] = differences(
-                make, gradient_as_bucket_view=view, options={"mode": mode}
-            )
+            if mode is OverlapMode.BUCKET or (kind == "default" and not view):
+                seen[name, kind, view, mode.name] = differences(
+                    make, gradient_as_bucket_view=view, options={"mode": mode}
+                )
     return seen
 
 
@@ -41,7 +42,7 @@ def optimizers():
 def test_every_optimizer_in_every_implementation(optimizers, name):
     for rank in optimizers:
         cases = {case: different for case, different in rank.items() if case[0] == name}
-        assert len(cases) == 16 if name in FUSED else 12
+        assert len(cases) == (9 if name in FUSED else 7)
         assert not any(cases.values()), cases
 
 
@@ -131,6 +132,8 @@ def _modes(_):
             {"AdamW": ADAMW, "momentum": MOMENTUM, "groups": _groups, "two optimizers": _two}.items(),
         ):
             for name, arguments in MODES.items():
+                if mode is OverlapMode.AFTER_REDUCE and kind in ("momentum", "groups"):
+                    continue  # it steps by the optimizer's own step()
                 seen[mode.name, kind, name] = differences(make, **arguments, options={"mode": mode})
             seen[mode.name, "clamped", "step does more"] = differences(
                 one_group(Clamped, {"lr": 0.1}), options={"mode": mode}

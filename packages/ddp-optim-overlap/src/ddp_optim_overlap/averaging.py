@@ -1,7 +1,7 @@
 """The average that DDP computes without a communication hook, to the bit."""
 
-# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
-# the real types, and refuses strings.
+from __future__ import annotations
+
 import torch
 import torch.distributed as dist
 
@@ -12,7 +12,9 @@ from dist_utils.torch_compat import GradBucket
 __all__ = ["average_like_ddp"]
 
 
-def average_like_ddp(process_group: GroupLike, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def average_like_ddp(
+    process_group: GroupLike, bucket: GradBucket
+) -> torch.futures.Future[list[torch.Tensor]]:
     """Scale a bucket by 1 / W and sum it over the ranks, as one all-reduce.
 
     DDP itself multiplies dense gradients by the reciprocal and divides sparse ones. Only with the same
@@ -23,7 +25,8 @@ def average_like_ddp(process_group: GroupLike, bucket: GradBucket) -> torch.futu
         bucket: From DDP, dense or sparse.
 
     Returns:
-        A future of ``bucket.buffer()``.
+        A future of a list with ``bucket.buffer()`` in it, as the process group makes it: a callback that
+        took it out would need the interpreter on one of Gloo's threads.
     """
     group = resolve_group(process_group)
     buffer = bucket.buffer()
@@ -33,8 +36,4 @@ def average_like_ddp(process_group: GroupLike, bucket: GradBucket) -> torch.futu
         buffer.mul_(1.0 / group.size())
     work = dist.all_reduce(buffer, group=group, async_op=True)
     summed: torch.futures.Future[list[torch.Tensor]] = work.get_future()
-    return summed.then(_first)
-
-
-def _first(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
-    return done.value()[0]
+    return summed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
@@ -14,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from ddp_compress_hooks import CommHook
 from ddp_compress_hooks.compiled import is_pair
 from ddp_optim_overlap.bucket_gradients import BucketGradients, lent
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError, StepError
@@ -96,7 +96,7 @@ class Engine:
         process_group: dist.ProcessGroup,
         parameters: Sequence[torch.Tensor],
         stepping: Stepping,
-        comm_hook: CommHook,
+        comm_hook: Callable[[Any, GradBucket], torch.futures.Future[Any]],
         comm_state: object,
         *,
         unused_possible: bool = False,
@@ -116,6 +116,7 @@ class Engine:
         self._pass: _Pass | None = None
         self._report = StepReport()
         self._error: OverlapError | None = None
+        self._last_job: torch.futures.Future[torch.Tensor] | None = None
         self._agreement: torch.futures.Future[None] | None = None
         self._got_gradient: set[torch.Tensor] = set()
         self._hooks = [
@@ -154,7 +155,7 @@ class Engine:
             self._got_gradient.clear()
         reduced = self._communicate(bucket, current)
         job = partial(self._step_bucket, current, bucket.index(), last, gradients, used, reduced)
-        done = self._worker.submit(job, device=gradients.buffer.device)
+        done = self._last_job = self._worker.submit(job, device=gradients.buffer.device)
         if last:
             self._end_of_buckets(current, gradients.buffer.device)
             if self._worker.error is not None:
@@ -181,6 +182,10 @@ class Engine:
     def require_complete(self) -> None:
         """Raise if a backward pass has begun to hand over buckets and has not ended."""
         if self._pass is not None and self._pass.steps:
+            if self._last_job is not None:
+                with contextlib.suppress(Exception):
+                    self._last_job.wait()  # what is in progress ends first, or the report would miss it
+            self.raise_error()
             raise StepError(
                 f"the backward pass ended after {self._pass.buckets} buckets, with an error or because "
                 "parameters got no gradient, which DDP allows with find_unused_parameters=True only",

@@ -14,7 +14,7 @@ from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.partial_steps import PartialSteps
 from dist_utils.torch_compat import (
     mark_stepped,
-    register_first_step_post_hook,
+    register_first_step_hooks,
     silence_step_post_hooks,
     step_pre_hooks,
 )
@@ -52,7 +52,7 @@ class OverlappedOptimizers:
         self._clip = clip
         self._scaler = scaler
         self._partial = PartialSteps(optimizers)
-        self._engine: Engine | None = None
+        self._engine: Callable[[], Engine | None] = lambda: None
         self._stepping_now = False
         self._stepped: set[torch.optim.Optimizer] = set()
         self._idle = _IdleStep()
@@ -71,11 +71,12 @@ class OverlappedOptimizers:
 
     def attach(self, engine: Engine) -> None:
         """Begin to take part in ``optimizer.step()``."""
-        self._engine = engine
+        self._engine = weakref.ref(engine)  # which has this: together they would be a cycle
         for optimizer in self._optimizers:
             # Neither the engine nor its thread may live on with an optimizer whose model is gone.
-            before = optimizer.register_step_pre_hook(_weakly(self._before_step))
-            after = register_first_step_post_hook(optimizer, _weakly(self._after_step))
+            before, after = register_first_step_hooks(
+                optimizer, _weakly(self._before_step), _weakly(self._after_step)
+            )
             self._handles += [before, after]
             self._pre_hooks.append(before.id)
 
@@ -88,8 +89,9 @@ class OverlappedOptimizers:
     def finish(self) -> None:
         """A backward pass that has stepped is over."""
         self._partial.finish()
-        if self._engine is not None:
-            self._engine.stepped_gradients.remember(self._partial.parameters)
+        engine = self._engine()
+        if engine is not None:
+            engine.stepped_gradients.remember(self._partial.parameters)
         self._stepped = set(self._optimizers)
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
@@ -98,9 +100,15 @@ class OverlappedOptimizers:
         self._partial.begin()
         if self._clip is not None:
             self._clip.begin()
-        if self._whole:
-            return
-        for optimizer in self._optimizers:
+        self.refuse_pre_hooks()
+
+    def refuse_pre_hooks(self) -> None:
+        """Raise if a step pre-hook would run too late.
+
+        Raises:
+            ConfigError: An optimizer that is stepped by buckets has one.
+        """
+        for optimizer in () if self._whole else self._optimizers:
             if any(number not in self._pre_hooks for number in step_pre_hooks(optimizer)):
                 raise ConfigError(
                     f"{type(optimizer).__name__} has a step pre-hook, which may change gradients and would "
@@ -132,16 +140,17 @@ class OverlappedOptimizers:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if self._stepping_now or self._engine is None or self._idle.again():
+        engine = self._engine()
+        if self._stepping_now or engine is None or self._idle.again():
             return
-        self._engine.raise_error()
-        self._engine.require_complete()
+        engine.raise_error()
+        engine.require_complete()
         if optimizer not in self._stepped:
             return  # an ordinary step, after pause() or no_sync() or once more
         if args[1:] or any(value is not None for value in kwargs.values()):
             raise ConfigError("the parameters are stepped already: a closure would come too late")
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if self._engine.stepped_gradients.changed(own):
+        if engine.stepped_gradients.changed(own):
             raise ConfigError(
                 "gradients were changed (clipped, unscaled, ...) between backward() and step(), after the "
                 "step had used them: give clip= or scaler= to overlap_optimizer instead"
@@ -157,20 +166,22 @@ class OverlappedOptimizers:
 
 
 class _IdleStep:
-    """Lets a call of ``optimizer.step()`` find no parameters."""
+    """Lets a call of ``optimizer.step()`` find no parameters, and leave nothing behind."""
 
     def __init__(self) -> None:
         self._depth = 0  # a subclass whose step calls its parent's runs the hooks twice
-        self._parameters: list[list[torch.Tensor]] = []
-        self._post_hooks: Any = None
+        self._groups: list[dict[str, Any]] = []
+        self._attributes: dict[str, Any] = {}
 
     def begin(self, optimizer: torch.optim.Optimizer, *, silent: bool) -> None:
         """Empty the groups; if ``silent``, keep the user's post-hooks, which have run, from running again."""
         self._depth = 1
-        self._parameters = [group["params"] for group in optimizer.param_groups]
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        self._attributes = dict(optimizer.__dict__)
         for group in optimizer.param_groups:
             group["params"] = []
-        self._post_hooks = silence_step_post_hooks(optimizer, self.end) if silent else None
+        if silent:
+            silence_step_post_hooks(optimizer, self.end)
 
     def again(self) -> bool:
         """Whether such a call is in progress, and has just reached the hooks once more."""
@@ -178,15 +189,17 @@ class _IdleStep:
         return self._depth > 0
 
     def end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Give the groups their parameters back."""
+        """Put everything back, a counter of calls too."""
         if self._depth == 0:
             return
         self._depth -= 1
         if self._depth == 0:
-            for group, parameters in zip(optimizer.param_groups, self._parameters, strict=True):
-                group["params"] = parameters
-            if self._post_hooks is not None:
-                self._post_hooks()
+            optimizer.__dict__.clear()
+            optimizer.__dict__.update(self._attributes)
+            for group, before in zip(optimizer.param_groups, self._groups, strict=True):
+                group.clear()
+                group.update(before)
+            self._groups, self._attributes = [], {}
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

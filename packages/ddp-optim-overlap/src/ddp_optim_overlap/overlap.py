@@ -206,6 +206,7 @@ def overlap_optimizer(
         clip=clip,
         scaler=scaler,
     )
+    calls.refuse_pre_hooks()
     engine = Engine(
         ddp.process_group,
         [parameter for parameter in ddp.parameters() if parameter.requires_grad],

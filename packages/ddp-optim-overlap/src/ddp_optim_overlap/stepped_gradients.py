@@ -48,9 +48,10 @@ class SteppedGradients:
     def changed(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Tell whether somebody has written into one of these since, other than by taking it away."""
         return any(
-            parameter.grad is not None and self._seen.get(parameter, mark) != mark
+            parameter.grad is not None
+            and parameter in self._seen
+            and _mark(parameter.grad) != self._seen[parameter]
             for parameter in parameters
-            if (mark := None if parameter.grad is None else _mark(parameter.grad)) is not None
         )
 
 
