@@ -61,7 +61,7 @@ def one_group(make, options):
     return lambda ddp: [make(ddp.parameters(), **options)]
 
 
-def train(  # noqa: C901, PLR0912 - every way to write the loop
+def train(  # noqa: C901 - every way to write the loop
     make_optimizers,
     *,
     overlap,

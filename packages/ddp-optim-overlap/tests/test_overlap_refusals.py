@@ -57,8 +57,7 @@ class NeedsClosure(torch.optim.SGD):
 
 def _replaced(ddp):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    original = optimizer.step
-    optimizer.step = lambda *args: original(*args)
+    optimizer.step = lambda: None
     return optimizer
 
 
@@ -206,7 +205,7 @@ def _sparse(_):
     }
     for mode in OverlapMode:
         ddp = DistributedDataParallel(WithEmbedding())
-        with pytest.raises(UnsupportedGradientError, match="embedding.weight"):
+        with pytest.raises(UnsupportedGradientError, match=r"embedding\.weight"):
             overlap_optimizer(ddp, torch.optim.AdamW(ddp.parameters()), mode=mode)
     with pytest.raises(ConfigError, match="sparse"):
         overlap_optimizer(ddp, _sgd(ddp), mode=OverlapMode.AFTER_REDUCE, clip=GlobalNorm(1.0))

@@ -49,6 +49,7 @@ class Stepping:
 class _Pass:
     """One backward pass: what it has handed over, and what was stepped."""
 
+    number: int
     steps: bool
     buckets: int = 0
     averaged: list[BucketGradients] = field(default_factory=list)
@@ -74,7 +75,9 @@ class _Pass:
             self.maybe_exposed += seconds
 
     def report(self) -> StepReport:
-        return StepReport(self.buckets, tuple(self.stepped), self.seconds, self.hidden, self.norm)
+        return StepReport(
+            self.number, self.buckets, tuple(self.stepped), self.seconds, self.hidden, self.norm
+        )
 
 
 class Engine:
@@ -114,15 +117,14 @@ class Engine:
         self._on_finish = on_finish
         self._worker: OrderedWorker | None = OrderedWorker(process_group, name="ddp-optim-overlap")
         self._pass: _Pass | None = None
+        self._passes = 0
         self._report = StepReport()
         self._error: OverlapError | None = None
         self._last_job: torch.futures.Future[torch.Tensor] | None = None
         self._agreement: torch.futures.Future[None] | None = None
         self._got_gradient: set[torch.Tensor] = set()
-        self._hooks = [
-            parameter.register_hook(_gradient_hook(weakref.ref(self), weakref.ref(parameter)))  # type: ignore[no-untyped-call]
-            for parameter in parameters
-        ]
+        self._hooks: dict[torch.Tensor, Any] = {}
+        self.observe(parameters)
 
     @property
     def report(self) -> StepReport:
@@ -194,7 +196,7 @@ class Engine:
 
     def remove(self) -> None:
         """From now on only average."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
         if self._watch is not None:
             self._watch.end()
@@ -203,6 +205,13 @@ class Engine:
         if worker is not None:
             worker.close()
         self._pass = None
+
+    def observe(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take notice of the gradients of these parameters, before they are added to ``.grad``."""
+        for parameter in parameters:
+            if parameter not in self._hooks:
+                hook = _gradient_hook(weakref.ref(self), weakref.ref(parameter))
+                self._hooks[parameter] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
 
     def got_gradient(self, parameter: torch.Tensor) -> None:
         """Take notice of a gradient, just before it is added to ``parameter.grad``."""
@@ -223,7 +232,8 @@ class Engine:
             self._stepping.begin()
             if self._watch is not None:
                 self._watch.begin()
-        self._pass = _Pass(steps)
+        self._passes += steps
+        self._pass = _Pass(self._passes, steps)
 
     def _end_of_buckets(self, current: _Pass, device: torch.device) -> None:
         if current.steps:

@@ -11,9 +11,10 @@ __all__ = ["StepReport"]
 
 @dataclass(frozen=True)
 class StepReport:
-    """What the last backward pass has stepped.
+    """What one backward pass has stepped.
 
     Attributes:
+        number: Which pass: 1 for the first that stepped, or was to step.
         buckets: How many gradient buckets were handed over.
         stepped: The indices of those whose parameters were stepped, in order.
         seconds: The time that the steps took, on this rank's host.
@@ -22,6 +23,7 @@ class StepReport:
         norm: The norm of the averaged gradients before clipping, if the clip policy computes it.
     """
 
+    number: int = 0
     buckets: int = 0
     stepped: tuple[int, ...] = ()
     seconds: float = 0.0
@@ -31,5 +33,8 @@ class StepReport:
     def progress(self) -> str:
         """Say which buckets were stepped."""
         if not self.stepped:
-            return "no parameter was stepped"
-        return f"the parameters of bucket {', '.join(map(str, self.stepped))} were stepped, no others"
+            return f"step {self.number}: no parameter was stepped"
+        return (
+            f"step {self.number}: the parameters of bucket {', '.join(map(str, self.stepped))} were stepped, "
+            "no others"
+        )
