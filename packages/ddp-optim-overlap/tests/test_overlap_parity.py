@@ -13,7 +13,7 @@ from dist_utils.testing import run_ranks
 
 
 def _makes(name):
-    """Return the optimizer in its default, foreach and fused implementations."""
+    """Return the optimizer in its default (on CPUs: one by one), foreach and fused implementations."""
     make, options = OPTIMIZERS[name]
     yield "default", one_group(make, options)
     yield "single", one_group(make, {**options, "foreach": False})
@@ -26,7 +26,8 @@ def _optimizers(_):
     seen = {}
     for name, view, mode in itertools.product(OPTIMIZERS, (False, True), OverlapMode):
         for kind, make in _makes(name):
-            if mode is OverlapMode.BUCKET or (kind == "default" and not view):
+            # Steps of buckets in every implementation; the optimizer's own step needs no such proof.
+            if kind == "default" or (mode is OverlapMode.BUCKET and view):
                 seen[name, kind, view, mode.name] = differences(
                     make, gradient_as_bucket_view=view, options={"mode": mode}
                 )
@@ -42,7 +43,7 @@ def optimizers():
 def test_every_optimizer_in_every_implementation(optimizers, name):
     for rank in optimizers:
         cases = {case: different for case, different in rank.items() if case[0] == name}
-        assert len(cases) == (9 if name in FUSED else 7)
+        assert len(cases) == (7 if name in FUSED else 6)
         assert not any(cases.values()), cases
 
 
@@ -132,8 +133,10 @@ def _modes(_):
             {"AdamW": ADAMW, "momentum": MOMENTUM, "groups": _groups, "two optimizers": _two}.items(),
         ):
             for name, arguments in MODES.items():
-                if mode is OverlapMode.AFTER_REDUCE and kind in ("momentum", "groups"):
+                if mode is OverlapMode.AFTER_REDUCE and kind != "AdamW":
                     continue  # it steps by the optimizer's own step()
+                if kind == "two optimizers" and "bucket view" in name:
+                    continue
                 seen[mode.name, kind, name] = differences(make, **arguments, options={"mode": mode})
             seen[mode.name, "clamped", "step does more"] = differences(
                 one_group(Clamped, {"lr": 0.1}), options={"mode": mode}
