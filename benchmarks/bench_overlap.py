@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import statistics
 import sys
 import time
@@ -232,7 +233,12 @@ def _status(name: str) -> int:
 
 
 def all_memory(runs: int) -> dict[str, dict[str, float]]:
-    """Return the median peak of every side, in sizes of the model; the larger rank's."""
+    """Return the median peak of every side, in sizes of the model; the larger rank's.
+
+    The allocator gives every tensor back to the system at once (which a fixed threshold does): otherwise
+    what it keeps for later differs by a model's size from run to run.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**17)
     found: dict[str, dict[str, float]] = {}
     for kind in KINDS:
         for view in (False, True):

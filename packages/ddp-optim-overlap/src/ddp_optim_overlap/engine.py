@@ -33,8 +33,8 @@ class Stepping:
 
     Attributes:
         step: Steps those of the given parameters that are to be stepped, with their ``.grad``.
-        whole: Whether ``step`` gets all parameters at once, when all buckets are averaged; else those of
-            one bucket.
+        whole: Whether ``step`` gets all parameters at once, when DDP has written all averages into
+            ``.grad``; else those of one bucket.
         begin: Called when a backward pass hands over its first bucket, before any communication. May raise.
         norm: The norm that ``step`` has computed on the way.
     """
@@ -52,9 +52,6 @@ class _Pass:
     number: int
     steps: bool
     buckets: int = 0
-    averaged: list[BucketGradients] = field(default_factory=list)
-    used: list[list[bool]] = field(default_factory=list)
-    held: list[tuple[torch.futures.Future[torch.Tensor], torch.Tensor]] = field(default_factory=list)
     stepped: list[int] = field(default_factory=list)
     seconds: float = 0.0
     hidden: float = 0.0
@@ -68,10 +65,10 @@ class _Pass:
             self.maybe_exposed = 0.0
         return reduced.wait()
 
-    def count_step(self, buckets: Sequence[int], seconds: float, device: torch.device) -> None:
+    def count_step(self, buckets: Sequence[int], seconds: float, *, on_host: bool) -> None:
         self.stepped += buckets
         self.seconds += seconds
-        if device.type == "cpu":
+        if on_host:
             self.maybe_exposed += seconds
 
     def report(self) -> StepReport:
@@ -156,13 +153,13 @@ class Engine:
         if last:
             self._got_gradient.clear()
         reduced = self._communicate(bucket, current)
-        job = partial(self._step_bucket, current, bucket.index(), last, gradients, used, reduced)
+        job = partial(self._step_bucket, current, bucket.index(), gradients, used, reduced)
         done = self._last_job = self._worker.submit(job, device=gradients.buffer.device)
         if last:
             self._end_of_buckets(current, gradients.buffer.device)
             if self._worker.error is not None:
                 self.raise_error()  # from here it keeps its type; this rank's communication is complete
-        return self._hold(current, done, gradients.buffer, last) if self._stepping.whole else done
+        return done
 
     def wait(self, timeout: float | None = None) -> StepReport:
         """Return the last report, when every rank has come as far; raise the first error."""
@@ -237,16 +234,23 @@ class Engine:
 
     def _end_of_buckets(self, current: _Pass, device: torch.device) -> None:
         if current.steps:
-            after_backward(partial(self._finish, current))
-        if self._worker is not None and device.type == "cpu":
-            self._agreement = self._worker.submit(partial(_meet_peers, current))
+            after_backward(partial(self._finish, current, device))
+        if not (current.steps and self._stepping.whole):
+            self._meet_peers(current, device)
 
-    def _finish(self, current: _Pass) -> None:
+    def _finish(self, current: _Pass, device: torch.device) -> None:
         if self._watch is not None:
             self._watch.end()
+        if self._stepping.whole:
+            self._step_whole(current)
+            self._meet_peers(current, device)
         self._report = current.report()
-        self._pass = None
+        self._pass = self._last_job = None  # the job's future has a bucket, which DDP may be about to replace
         self._on_finish()
+
+    def _meet_peers(self, current: _Pass, device: torch.device) -> None:
+        if self._worker is not None and device.type == "cpu":
+            self._agreement = self._worker.submit(partial(_meet_peers, current))
 
     def _communicate(self, bucket: GradBucket, current: _Pass) -> torch.futures.Future[Any]:
         try:
@@ -261,7 +265,6 @@ class Engine:
         self,
         current: _Pass,
         index: int,
-        last: bool,
         gradients: BucketGradients,
         used: list[bool],
         reduced: torch.futures.Future[Any],
@@ -276,58 +279,42 @@ class Engine:
             raise CommunicationError(
                 f"bucket {index} was not averaged: {_text(error)}", current.report()
             ) from error
-        current.averaged.append(gradients)
-        current.used.append(used if self._unused_possible else [True] * len(used))
-        if current.steps and (last or not self._stepping.whole):
-            self._step(current, index)
+        if current.steps and not self._stepping.whole:
+            self._step(current, index, gradients, used if self._unused_possible else [True] * len(used))
         return gradients.buffer
 
-    def _step(self, current: _Pass, index: int) -> None:
-        parameters: list[torch.Tensor] = []
-        lent_gradients: list[torch.Tensor | None] = []
-        for gradients, used in zip(current.averaged, current.used, strict=True):
-            for parameter, view, is_used in zip(gradients.parameters, gradients.views, used, strict=True):
-                # A parameter that no rank has used keeps what it had before: nothing, or zeros.
-                parameters.append(parameter)
-                lent_gradients.append(view if is_used else parameter.grad)
+    def _step(self, current: _Pass, index: int, gradients: BucketGradients, used: list[bool]) -> None:
+        parameters = gradients.parameters
+        averaged = [
+            # A parameter that no rank has used keeps what it had before: nothing, or zeros.
+            view if is_used else parameter.grad
+            for parameter, view, is_used in zip(parameters, gradients.views, used, strict=True)
+        ]
         began = time.perf_counter()
         try:
-            with torch.no_grad(), lent(parameters, lent_gradients), record_function("overlapped step"):
+            with torch.no_grad(), lent(parameters, averaged), record_function("overlapped step"):
                 self._stepping.step(parameters)
-        except OverlapError:
-            raise
         except Exception as error:
-            whose = "all buckets" if self._stepping.whole else f"bucket {index}"
-            raise StepError(f"the step of {whose} failed: {_text(error)}", current.report()) from error
-        current.count_step(
-            range(index + 1) if self._stepping.whole else [index],
-            time.perf_counter() - began,
-            current.averaged[-1].buffer.device,
-        )
+            raise StepError(f"the step of bucket {index} failed: {_text(error)}", current.report()) from error
+        on_host = gradients.buffer.device.type == "cpu"
+        current.count_step([index], time.perf_counter() - began, on_host=on_host)
         current.norm = self._stepping.norm()
-        current.averaged.clear()
-        current.used.clear()
         if self._watch is not None:
             self._watch.stepped(parameters)
 
-    def _hold(
-        self,
-        current: _Pass,
-        done: torch.futures.Future[torch.Tensor],
-        buffer: torch.Tensor,
-        last: bool,
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Keep a bucket from DDP until all are stepped: it would write into gradients that are lent."""
-        if last:
-            done.add_done_callback(partial(_release, current, True))
-            return done
-        held: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=None if buffer.device.type == "cpu" else [buffer.device]
-        )
-        result = held.then(_value)
-        current.held.append((held, buffer))
-        done.add_done_callback(partial(_release, current, False))
-        return result
+    def _step_whole(self, current: _Pass) -> None:
+        """Step everything when ``backward()`` has nothing else left to do."""
+        began = time.perf_counter()
+        try:
+            with torch.no_grad(), record_function("overlapped step"):
+                self._stepping.step(())
+        except Exception as error:
+            self._error = StepError(f"the step failed: {_text(error)}", current.report())
+            if self._worker is not None:
+                self._worker.submit(partial(_raise, self._error))  # which tells the peers
+            raise self._error from error
+        current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
+        current.norm = self._stepping.norm()
 
     def _first_error(self) -> OverlapError | None:
         error = self._error or (None if self._worker is None else self._worker.error)
@@ -338,17 +325,8 @@ class Engine:
         return error
 
 
-def _release(current: _Pass, last: bool, done: torch.futures.Future[torch.Tensor]) -> None:
-    """Complete the futures that were held back: with the last bucket, or with the first error."""
-    try:
-        done.value()
-    except Exception as error:  # noqa: BLE001 - whatever it is, it ends all of them
-        while current.held:
-            current.held.pop()[0].set_exception(error)  # type: ignore[arg-type] # torch's annotation
-    else:
-        while last and current.held:
-            held, buffer = current.held.pop()
-            held.set_result(buffer)
+def _raise(error: OverlapError, _: dist.ProcessGroup) -> None:
+    raise error
 
 
 def _meet_peers(current: _Pass, group: dist.ProcessGroup) -> None:
@@ -383,11 +361,6 @@ def _gradient_hook(
             alive.got_gradient(owner)
 
     return notice
-
-
-def _value(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    # Raising in a callback makes an error that DDP's C++ waiters see as one.
-    return done.value()
 
 
 def _first(done: torch.futures.Future[Any]) -> torch.Tensor:

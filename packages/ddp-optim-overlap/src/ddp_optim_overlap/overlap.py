@@ -38,7 +38,7 @@ class OverlapMode(Enum):
     BUCKET = "bucket"
     """Each bucket's as soon as it is averaged, while later ones are computed and sent."""
     AFTER_REDUCE = "after_reduce"
-    """All at once, as soon as the last bucket is averaged: for what needs all gradients."""
+    """All at once, at the end of ``backward()``: for what needs all gradients."""
 
 
 class OverlapHandle:
@@ -194,7 +194,8 @@ def overlap_optimizer(
     """
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
     slot = _own_slot(ddp)
-    _check_options(ddp, optimizers, mode, clip, scaler, unused)
+    _check_kinds(optimizers, mode, clip, unused)
+    _check_mode(ddp, mode, clip, scaler, unused)
     _check_parameters(ddp, optimizers)
     sparse = _sparse_parameters(ddp.module)
     _check_optimizers(optimizers, mode, clip, sparse)
@@ -213,7 +214,9 @@ def overlap_optimizer(
         calls.stepping(),
         comm_hook or average_like_ddp,
         ddp.process_group if comm_hook is None else comm_state,
-        unused_possible=unused == "skip" and (ddp.find_unused_parameters or ddp.static_graph),
+        unused_possible=unused == "skip"
+        and mode is OverlapMode.BUCKET
+        and (ddp.find_unused_parameters or ddp.static_graph),
         check=check,
         on_finish=calls.finish,
     )
@@ -242,13 +245,8 @@ def _own_slot(ddp: DistributedDataParallel) -> _HookSlot | None:
     return None
 
 
-def _check_options(
-    ddp: DistributedDataParallel,
-    optimizers: tuple[torch.optim.Optimizer, ...],
-    mode: OverlapMode,
-    clip: ClipPolicy | None,
-    scaler: torch.amp.GradScaler | None,
-    unused: str,
+def _check_kinds(
+    optimizers: tuple[torch.optim.Optimizer, ...], mode: OverlapMode, clip: ClipPolicy | None, unused: str
 ) -> None:
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -261,6 +259,15 @@ def _check_options(
         raise TypeError(f"clip must be a ClipPolicy, got {clip!r}")
     if unused not in ("skip", "step"):
         raise ValueError(f"unused must be 'skip' or 'step', got {unused!r}")
+
+
+def _check_mode(
+    ddp: DistributedDataParallel,
+    mode: OverlapMode,
+    clip: ClipPolicy | None,
+    scaler: torch.amp.GradScaler | None,
+    unused: str,
+) -> None:
     if mode is OverlapMode.BUCKET and clip is not None and clip.needs_all_gradients:
         raise ConfigError(
             f"{type(clip).__name__} is known only when every bucket is averaged: use "
@@ -271,6 +278,8 @@ def _check_options(
             "an infinity in the last bucket must undo the whole step, which a GradScaler can only before "
             "any bucket is stepped: use OverlapMode.AFTER_REDUCE, or bf16 without a scaler"
         )
+    if unused == "step" and mode is OverlapMode.AFTER_REDUCE:
+        raise ConfigError("unused='step' is for OverlapMode.BUCKET: the optimizer's own step skips them")
     if ddp.mixed_precision is not None:
         raise ConfigError("DDP(mixed_precision=...) needs the communication hook for itself")
 
