@@ -144,6 +144,11 @@ def overlap_optimizer(
     The loop may stay as it is. Its ``optimizer.step()`` finds nothing left to do and takes microseconds;
     it may go, but it raises errors with their type and notices gradients that were changed in vain.
 
+    ``backward()`` raises :class:`CommunicationError`, :class:`StepError` with a report of what was stepped,
+    and :class:`DoubleBackwardError`. Where DDP waits for the last bucket it makes them a plain
+    ``RuntimeError`` with their text; ``handle.wait()`` has the error itself. If one rank fails alone, the
+    others raise in ``handle.wait()``, or in the next ``backward()`` before anything is stepped.
+
     Args:
         ddp: A model whose communication hook is not set, on every rank.
         optimizer: The user's own, or several, over parameters of ``ddp``. It stays in charge: schedulers,
@@ -174,15 +179,10 @@ def overlap_optimizer(
         UnsupportedGradientError: It cannot step sparse gradients, and the model has some.
         TypeError, ValueError: An argument is of another kind. All of these here, before any communication.
 
-        In ``backward()``: :class:`CommunicationError`, :class:`StepError` with a report of what was
-        stepped, :class:`DoubleBackwardError`. Where DDP waits for the last bucket it makes them a plain
-        ``RuntimeError`` with their text; ``handle.wait()`` has the error itself. If one rank fails alone, the
-        others raise in ``handle.wait()``, or in the next ``backward()`` before anything is stepped.
-
     Cost:
         One thread, and one process group of its own, made by the first backward pass. No memory beside the
-        optimizer's own; temporaries of foreach steps are of a bucket's size in place of the model's. One
-        all-reduce of a single value per step; with unused parameters possible, one of a value per parameter.
+        optimizer's own, and none saved. One all-reduce of a single value per step; with unused parameters
+        possible, one of a value per parameter.
 
     Example:
         >>> optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)  # doctest: +SKIP
