@@ -93,7 +93,7 @@ def integration(session: nox.Session, torch: str) -> None:
         env = {**ENV, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
     else:
         install(session, *DEMO_NEEDS, torch=torch)
-    tests = ["integration_tests", *map(str, sorted(ROOT.glob("packages/*/tests/test_*_gpu.py")))]
+    tests = ["integration_tests", *map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))]
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=env, external=True)
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -85,11 +85,25 @@ def time_on_hosts(script: str, count: int, repeats: int, *, rate: str = "1gbit")
         repeats: Handed to the script.
         rate: Of the links.
     """
+    return slowest(run_on_hosts([script, "rank"], [f"--repeats={repeats}"], count, rate=rate))
+
+
+def run_on_hosts(
+    command: Sequence[str], options: Sequence[str], count: int, *, rate: str = "1gbit"
+) -> list[dict[str, list[float]]]:
+    """Run ``python COMMAND FOLDER OPTIONS`` on each of ``count`` emulated hosts; return what each one writes.
+
+    Args:
+        command: What joins a process group by the environment and writes ``FOLDER/RANK.json``.
+        options: Behind the folder.
+        count: Number of hosts.
+        rate: Of the links.
+    """
     with tempfile.TemporaryDirectory() as folder, emulated_hosts(count, rate=rate) as hosts:
-        command = [sys.executable, "-W", "ignore", script, "rank", folder, f"--repeats={repeats}"]
+        line = [sys.executable, "-W", "ignore", *command, folder, *options]
         ranks = [
             subprocess.Popen(
-                [*("ip", "netns", "exec", host), *command],
+                [*("ip", "netns", "exec", host), *line],
                 env={
                     **os.environ,
                     "GLOO_SOCKET_IFNAME": "eth0",
@@ -110,8 +124,7 @@ def time_on_hosts(script: str, count: int, repeats: int, *, rate: str = "1gbit")
                 rank.kill()
         if any(codes):
             raise RuntimeError(f"ranks on emulated hosts ended with {codes}")
-        times = [json.loads((Path(folder) / f"{index}.json").read_text()) for index in range(count)]
-    return slowest(times)
+        return [json.loads((Path(folder) / f"{index}.json").read_text()) for index in range(count)]
 
 
 def be_a_rank(folder: Path, make_hooks: MakeHooks, repeats: int) -> None:

@@ -5,7 +5,8 @@ Everything is chosen by feature (does the name exist?), never by comparing versi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, cast
 
@@ -18,20 +19,30 @@ from torch._C._distributed_c10d import GradBucket
 # The traceable collectives have no public names up to torch 2.15.
 from torch.distributed import _functional_collectives as _functional
 from torch.distributed import distributed_c10d as _c10d
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "GROUPS_END_WITHOUT_GIL",
     "GradBucket",
+    "after_backward",
     "all_gather_single",
+    "comm_hooks",
     "function_transforms_active",
     "functional_all_gather",
     "functional_all_reduce",
     "functional_all_to_all_single",
     "group_timeout",
+    "inside_backward",
     "is_accelerator",
+    "mark_stepped",
     "new_named_group",
     "reduce_scatter_single",
+    "register_first_step_hooks",
+    "silence_step_post_hooks",
+    "step_pre_hooks",
+    "tensor_version",
     "traceable_collectives",
+    "without_step_hooks",
 ]
 
 traceable_collectives: Any = torch.ops._c10d_functional  # noqa: SLF001
@@ -166,3 +177,77 @@ def functional_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> tor
     """Concatenate every rank's ``tensor`` along dimension 0; traceable by ``torch.compile``."""
     result: torch.Tensor = _functional.all_gather_tensor(tensor, 0, group)
     return result
+
+
+def inside_backward() -> bool:
+    """Return whether this thread is running a backward pass. No public name up to torch 2.15."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that this thread is running has ended well.
+
+    Everything that torch does at its end has happened then, the end of DistributedDataParallel's
+    reduction included. The callback runs in the thread that ends the pass, which is still inside
+    ``backward()``; an error of it is an error of ``backward()``. Nothing is called if the pass fails.
+
+    ``torch.autograd.graph.queue_callback`` where it exists (2.15), else its private predecessor.
+    """
+    engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001
+    queue = getattr(torch.autograd.graph, "queue_callback", None) or engine.queue_callback
+    # DDP queues its own end as soon as its last communication hook has returned. A callback that is
+    # queued by a callback comes behind it.
+    queue(lambda: queue(callback))
+
+
+def tensor_version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor's memory was written in place. No public way to read it up to torch 2.15."""
+    return tensor._version  # noqa: SLF001
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Return the communication hooks that a model has, with their states. No public name up to torch 2.15."""
+    return list(ddp._comm_hooks)  # noqa: SLF001
+
+
+_STEP_PRE_HOOKS = "_optimizer_step_pre_hooks"
+_STEP_POST_HOOKS = "_optimizer_step_post_hooks"
+
+
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[..., Any]]:
+    """Return what ``register_step_pre_hook`` has registered. No public name up to torch 2.15."""
+    return cast("Mapping[int, Callable[..., Any]]", getattr(optimizer, _STEP_PRE_HOOKS))
+
+
+def register_first_step_hooks(
+    optimizer: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]
+) -> tuple[Any, Any]:
+    """Register a step pre-hook and a post-hook that run before those registered earlier; return the handles.
+
+    ``register_step_pre_hook`` and ``register_step_post_hook`` put a hook behind the others, up to torch 2.15.
+    """
+    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    for hooks, handle in zip((_STEP_PRE_HOOKS, _STEP_POST_HOOKS), handles, strict=True):
+        getattr(optimizer, hooks).move_to_end(handle.id, last=False)
+    return handles
+
+
+def silence_step_post_hooks(optimizer: torch.optim.Optimizer, instead: Callable[..., None]) -> None:
+    """Let ``instead`` be the only step post-hook, in place of the attribute that keeps them.
+
+    No public way up to torch 2.15.
+    """
+    setattr(optimizer, _STEP_POST_HOOKS, OrderedDict({0: instead}))
+
+
+def without_step_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's attributes for another object that steps without the optimizer's step hooks."""
+    return {**attributes, _STEP_PRE_HOOKS: OrderedDict(), _STEP_POST_HOOKS: OrderedDict()}
+
+
+def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning-rate schedulers that the optimizer has stepped, though nobody called ``step()``.
+
+    They warn otherwise. The attribute that they ask has no public name up to torch 2.15.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001

@@ -1,0 +1,343 @@
+"""Overlapped optimizer steps against the ordinary loop and PyTorch's overlap: time, launch cost, memory.
+
+    python benchmarks/bench_overlap.py             # everything, a quarter of an hour; hosts need root
+    python benchmarks/bench_overlap.py loopback --megabytes 10 --repeats 20
+    python benchmarks/bench_overlap.py hosts | launch | memory
+
+Two ranks on Gloo, a stack of square linear layers, AdamW. Writes results/overlap.json and .png beside this
+file; a part that is run alone replaces only its own numbers. Times are of the slowest rank, for
+zero_grad, forward, backward and step; every repeat runs all sides, in turns forwards and backwards.
+
+With T0 the ordinary loop's time, T ours, O the optimizer's own step and n the number of buckets, all but
+the last bucket's step can be hidden: the efficiency is (T0 - T) / (O - O / n).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bar_charts import draw_bars
+from emulated_hosts import EmulationUnavailableError
+from hook_harness import run_on_hosts
+from machine import describe_machine
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_optim_overlap import OverlapMode, overlap_optimizer
+from ddp_optim_overlap.bucket_gradients import lent
+from ddp_optim_overlap.partial_steps import PartialSteps
+from dist_utils.testing import run_ranks
+
+RESULTS = Path(__file__).parent / "results"
+ORDINARY, PYTORCH, OURS, AFTER = (
+    "ordinary loop",
+    "PyTorch's overlap",
+    "ours: BUCKET",
+    "ours: AFTER_REDUCE",
+)
+STEP = "optimizer.step() alone"
+WIDTHS = {10: (512, 10), 60: (1024, 15)}
+"""Width and number of the layers of a model of so many MB."""
+KINDS = ("fused", "foreach")
+
+
+def make_net(megabytes: int) -> nn.Sequential:
+    """Return a stack of linear layers without biases."""
+    width, count = WIDTHS[megabytes]
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
+
+
+def make_ddp(net: nn.Module, **options: Any) -> DistributedDataParallel:
+    """Return a model with one bucket for each layer, from the second step on."""
+    layer = next(net.parameters())
+    return DistributedDataParallel(net, bucket_cap_mb=layer.nbytes / 2**20, **options)
+
+
+def sides(megabytes: int, kind: str) -> dict[str, tuple[DistributedDataParallel, Any, Any]]:
+    """Return the models, with the optimizer that the loop steps and the handle of an overlap, if any."""
+    made: dict[str, tuple[DistributedDataParallel, Any, Any]] = {}
+    for name in (ORDINARY, PYTORCH, OURS, AFTER):
+        ddp = make_ddp(make_net(megabytes))
+        if name == PYTORCH:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # its functional optimizers are deprecated
+                ddp._register_fused_optim(torch.optim.AdamW, 1e-4, **{kind: True})  # noqa: SLF001 - the other side
+            made[name] = ddp, None, None
+            continue
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, **{kind: True})  # type: ignore[arg-type]
+        handle = None
+        if name != ORDINARY:
+            mode = OverlapMode.BUCKET if name == OURS else OverlapMode.AFTER_REDUCE
+            handle = overlap_optimizer(ddp, optimizer, mode=mode)
+        made[name] = ddp, optimizer, handle
+    return made
+
+
+def measure(rank: int, megabytes: int, kind: str, batch: int, repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of every side's every step, the optimizer's own share, and the buckets."""
+    torch.set_num_threads(1)
+    everyone = sides(megabytes, kind)
+    x = torch.randn(batch, WIDTHS[megabytes][0], generator=torch.Generator().manual_seed(rank))
+    seconds: dict[str, list[float]] = {name: [] for name in (*everyone, STEP)}
+    for repeat in range(-3, repeats):  # DDP rebuilds its buckets, and memory is allocated
+        for name in list(everyone) if repeat % 2 else reversed(list(everyone)):
+            ddp, optimizer, _ = everyone[name]
+            dist.barrier()
+            began = time.perf_counter()
+            ddp.zero_grad()
+            ddp(x).square().mean().backward()
+            averaged = time.perf_counter()
+            if optimizer is not None:
+                optimizer.step()
+            ended = time.perf_counter()
+            if repeat >= 0:
+                seconds[name].append(ended - began)
+                if name == ORDINARY:
+                    seconds[STEP].append(ended - averaged)
+    seconds["buckets"] = [everyone[OURS][2].wait().buckets]
+    return seconds
+
+
+def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
+    """Return medians and quartiles of the slowest rank in ms, and the efficiency."""
+    (buckets,) = ranks[0]["buckets"]
+    times = {
+        name: [1e3 * max(repeat) for repeat in zip(*(rank[name] for rank in ranks), strict=True)]
+        for name in (ORDINARY, PYTORCH, OURS, AFTER, STEP)
+    }
+    summary: dict[str, Any] = {"buckets": int(buckets), "sides": {}}
+    for name, values in times.items():
+        low, median, high = statistics.quantiles(values, n=4)
+        summary["sides"][name] = {
+            "median_ms": round(median, 2),
+            "quartiles_ms": [round(low, 2), round(high, 2)],
+        }
+    step = statistics.median(times[STEP])
+    hideable = step - step / buckets
+    for name in (PYTORCH, OURS, AFTER):
+        # Of the same turn: what slows the machine for a while slows both.
+        saved = [plain - other for plain, other in zip(times[ORDINARY], times[name], strict=True)]
+        ratios = [other / plain for plain, other in zip(times[ORDINARY], times[name], strict=True)]
+        low, median, high = statistics.quantiles(saved, n=4)
+        summary["sides"][name] |= {
+            "saved_ms": round(median, 2),
+            "saved_quartiles_ms": [round(low, 2), round(high, 2)],
+            "of_ordinary": round(statistics.median(ratios), 4),
+            "efficiency": round(median / hideable, 3),
+        }
+    return summary
+
+
+def measure_launch(rank: int, repeats: int = 200, count: int = 200, buckets: int = 10) -> dict[str, Any]:
+    """Return ms for one step of small parameters, and for the same in buckets and one by one."""
+    del rank
+    torch.set_num_threads(1)
+    seen: dict[str, Any] = {"parameters": count, "elements": 64, "buckets": buckets}
+    for kind in KINDS:
+        ways = launch_ways(kind, count, count // buckets)
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for repeat in range(-20, repeats):
+            for name, way in ways.items():
+                began = time.perf_counter()
+                way()
+                if repeat >= 0:
+                    times[name].append(1e3 * (time.perf_counter() - began))
+        one = statistics.median(times["one step"])
+        seen[kind] = {
+            name: {
+                "median_ms": round(statistics.median(values), 3),
+                "quartiles_ms": [round(value, 3) for value in statistics.quantiles(values, n=4)[::2]],
+                "of_one_step": round(statistics.median(values) / one, 2),
+            }
+            for name, values in times.items()
+        }
+    return seen
+
+
+def launch_ways(kind: str, count: int, size: int) -> dict[str, Callable[[], None]]:
+    """Return the ways to step ``count`` parameters of 64 values, ``size`` of them in a bucket."""
+    parameters = [nn.Parameter(torch.randn(64)) for _ in range(count)]
+    gradients = [torch.randn(64) for _ in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    whole = torch.optim.AdamW(parameters, lr=1e-4, **{kind: True})  # type: ignore[arg-type]
+    single = [torch.optim.AdamW([one], lr=1e-4, **{kind: True}) for one in parameters]  # type: ignore[arg-type]
+    partial = PartialSteps([whole])
+    averaged = [gradient.clone() for gradient in gradients]
+
+    def in_buckets() -> None:
+        partial.begin()
+        for begin in range(0, count, size):
+            part = parameters[begin : begin + size]
+            with torch.no_grad(), lent(part, averaged[begin : begin + size]):
+                partial.step(part)
+        partial.finish()
+
+    def one_by_one() -> None:
+        for optimizer in single:
+            optimizer.step()
+
+    def one_step() -> None:
+        whole.step()
+
+    return {
+        "one step": one_step,
+        "ours: steps of buckets": in_buckets,
+        "one optimizer per parameter": one_by_one,
+    }
+
+
+def measure_memory(rank: int, view: bool, kind: str, overlapped: str) -> float:
+    """Return the peak of a fresh process over its start, in sizes of the model."""
+    del rank
+    torch.set_num_threads(1)
+    warm = make_ddp(nn.Sequential(nn.Linear(8, 8)))  # loads code, starts threads
+    warm(torch.ones(1, 8)).sum().backward()
+    torch.optim.AdamW(warm.parameters(), **{kind: True}).step()  # type: ignore[arg-type]
+    del warm
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(12)])
+    size = sum(parameter.nbytes for parameter in net.parameters()) / 1024
+    ddp = make_ddp(net, gradient_as_bucket_view=view)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, **{kind: True})  # type: ignore[arg-type]
+    if overlapped:
+        overlap_optimizer(ddp, optimizer, mode=OverlapMode[overlapped])
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp(torch.ones(1, 2048)).mean().backward()
+        optimizer.step()
+    return (_status("VmHWM") - before) / size
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+    raise RuntimeError(f"no {name} in /proc/self/status")
+
+
+def all_memory(runs: int) -> dict[str, dict[str, float]]:
+    """Return the median peak of every side, in sizes of the model; the larger rank's.
+
+    The allocator gives every tensor back to the system at once (which a fixed threshold does): otherwise
+    what it keeps for later differs by a model's size from run to run.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**17)
+    found: dict[str, dict[str, float]] = {}
+    for kind in KINDS:
+        for view in (False, True):
+            for overlapped in ("", "BUCKET", "AFTER_REDUCE"):
+                peaks = [
+                    max(run_ranks(measure_memory, 2, view, kind, overlapped, timeout=240))
+                    for _ in range(runs)
+                ]
+                name = f"ours: {overlapped}" if overlapped else ORDINARY
+                row = found.setdefault(f"{kind}, gradient_as_bucket_view={view}", {})
+                row[name] = round(statistics.median(peaks), 2)
+                print(kind, view, name, [round(peak, 2) for peak in peaks], flush=True)
+    return found
+
+
+def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
+    """Be one rank on an emulated host."""
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    (size,), (kind,) = options.megabytes, options.kinds
+    seen = measure(rank, size, kind, options.batch, options.repeats)
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def time_everything(where: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Return the summaries of every model and kind of step, on loopback or on two emulated hosts."""
+    found = {}
+    for size in options.megabytes:
+        for kind in options.kinds:
+            if where == "loopback":
+                ranks = run_ranks(measure, 2, size, kind, options.batch, options.repeats, timeout=900)
+            else:
+                arguments = [f"--megabytes={size}", f"--kinds={kind}", f"--batch={options.batch}"]
+                arguments += [f"--repeats={options.repeats}"]
+                ranks = run_on_hosts([__file__, "rank"], arguments, 2, rate="1gbit")
+            summary = summarize(ranks)
+            found[f"{size} MB, {kind}"] = summary
+            print(f"{where}, {size} MB, {kind}, {summary['buckets']} buckets")
+            for name, side in summary["sides"].items():
+                more = (
+                    f"{side['saved_ms']:>8} saved, {side['of_ordinary']:.3f} of ordinary, "
+                    if "saved_ms" in side
+                    else ""
+                )
+                tail = f"efficiency {side['efficiency']}" if more else ""
+                print(
+                    f"  {name:<24}{side['median_ms']:>9} ms {side['quartiles_ms']} {more}{tail}", flush=True
+                )
+    return found
+
+
+def main() -> None:
+    """Run the parts that are asked for, and write what they found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = ("all", "loopback", "hosts", "launch", "memory", "rank")
+    parser.add_argument("part", nargs="?", default="all", choices=parts)
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 60], choices=list(WIDTHS))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=31)
+    options = parser.parse_args()
+    if options.part == "rank":
+        be_a_rank(options.folder, options)
+        return
+    path = RESULTS / "overlap.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    for part in ("loopback", "hosts") if options.part == "all" else [options.part]:
+        if part in ("loopback", "hosts"):
+            try:
+                found = time_everything(part, options)
+            except EmulationUnavailableError as error:
+                print(f"no emulated hosts: {error}", file=sys.stderr)
+                continue
+            results[part] = {**results.get(part, {}), **found}
+    if options.part in ("all", "launch"):
+        (results["launch"],) = run_ranks(measure_launch, 1)
+        print(json.dumps(results["launch"], indent=1))
+    if options.part in ("all", "memory"):
+        results["memory"] = all_memory(runs=1)  # three differed by 0.01 at most
+    results = {**describe_machine(), **{key: results[key] for key in results if key in parts}}
+    results["batch"] = options.batch
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    panels = {
+        f"{part}, {case}": {
+            name: (side["median_ms"], side["quartiles_ms"])
+            for name, side in summary["sides"].items()
+            if name != STEP
+        }
+        for part in ("hosts", "loopback")
+        for case, summary in results.get(part, {}).items()
+    }
+    if panels:
+        draw_bars(panels, "ms for a training step", RESULTS / "overlap.png")
+
+
+if __name__ == "__main__":
+    main()

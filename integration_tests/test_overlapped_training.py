@@ -1,0 +1,67 @@
+"""The documentation's composed job, as its reader would run it; and the overlap with the quantised hooks."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_optim_overlap import OverlapMode, overlap_optimizer
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+
+SCRIPT = Path(__file__).parents[1] / "docs" / "examples" / "overlapped_training.py"
+
+
+def test_quantised_hook_overlapped_adamw_cosine_schedule_and_restart(launch):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, f"--nproc-per-node={launch.world_size}", str(SCRIPT)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    losses = re.search(r"loss (\S+) -> (\S+), learning rate (\S+)", done.stdout)
+    assert losses is not None, done.stdout
+    first, last, rate = map(float, losses.groups())
+    assert last < 0.6 * first
+    assert rate < 1e-5
+    buckets = re.search(r"(\d+) of (\d+) buckets stepped", done.stdout)
+    assert buckets is not None
+    assert buckets[1] == buckets[2] > "1"
+    assert "the same bits" in done.stdout
+
+
+def _quantised(rank):
+    """Train with and without the overlap, on the same hook."""
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    found = []
+    for mode in (None, *OverlapMode):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(
+            torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).to(device), bucket_cap_mb=0.01
+        )
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+        state = QuantizedAllreduceState(min_bytes=0, error_feedback="both")
+        if mode is None:
+            ddp.register_comm_hook(state, quantized_allreduce_hook)
+        else:
+            overlap_optimizer(ddp, optimizer, mode=mode, comm_hook=quantized_allreduce_hook, comm_state=state)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(10):
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 64, generator=generator).to(device)).square().mean().backward()
+            optimizer.step()
+        found.append(torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()]))
+    return [torch.equal(found[0], other) for other in found[1:]]
+
+
+def test_the_bits_of_the_ordinary_loop_with_a_quantised_hook(launch):
+    assert launch(_quantised, timeout=120) == [[True, True]] * launch.world_size

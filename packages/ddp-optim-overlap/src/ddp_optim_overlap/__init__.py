@@ -1,0 +1,55 @@
+"""Any torch optimizer, stepped bucket by bucket inside DistributedDataParallel's backward pass."""
+
+from ddp_optim_overlap.clipping import ByValue, ClipPolicy, GlobalNorm, PerBucketNorm, PreviousStepNorm
+from ddp_optim_overlap.drop_ins import (
+    FunctionalOptimizer,
+    OptimizerHookState,
+    hook_then_optimizer,
+    register_fused_optim,
+)
+from ddp_optim_overlap.errors import (
+    CommunicationError,
+    ConfigError,
+    DoubleBackwardError,
+    OverlapError,
+    StepError,
+    UnsupportedGradientError,
+    UnsupportedOptimizerError,
+    WeightReuseError,
+)
+from ddp_optim_overlap.in_backward import (
+    apply_optim_in_backward_hook,
+    apply_optimizer_in_backward,
+    get_in_backward_optimizers,
+)
+from ddp_optim_overlap.overlap import OverlapHandle, OverlapMode, overlap_optimizer
+from ddp_optim_overlap.report import StepReport
+
+__all__ = [
+    "ByValue",
+    "ClipPolicy",
+    "CommunicationError",
+    "ConfigError",
+    "DoubleBackwardError",
+    "FunctionalOptimizer",
+    "GlobalNorm",
+    "OptimizerHookState",
+    "OverlapError",
+    "OverlapHandle",
+    "OverlapMode",
+    "PerBucketNorm",
+    "PreviousStepNorm",
+    "StepError",
+    "StepReport",
+    "UnsupportedGradientError",
+    "UnsupportedOptimizerError",
+    "WeightReuseError",
+    "apply_optim_in_backward_hook",
+    "apply_optimizer_in_backward",
+    "get_in_backward_optimizers",
+    "hook_then_optimizer",
+    "overlap_optimizer",
+    "register_fused_optim",
+]
+
+__version__ = "0.1.0"

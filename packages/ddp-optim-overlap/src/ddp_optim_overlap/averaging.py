@@ -1,0 +1,39 @@
+"""The average that DDP computes without a communication hook, to the bit."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from dist_utils import resolve_group
+from dist_utils.process_groups import GroupLike
+from dist_utils.torch_compat import GradBucket
+
+__all__ = ["average_like_ddp"]
+
+
+def average_like_ddp(
+    process_group: GroupLike, bucket: GradBucket
+) -> torch.futures.Future[list[torch.Tensor]]:
+    """Scale a bucket by 1 / W and sum it over the ranks, as one all-reduce.
+
+    DDP itself multiplies dense gradients by the reciprocal and divides sparse ones. Only with the same
+    operations are the results bitwise equal where W is no power of two.
+
+    Args:
+        process_group: As in :func:`dist_utils.resolve_group`.
+        bucket: From DDP, dense or sparse.
+
+    Returns:
+        A future of a list with ``bucket.buffer()`` in it, as the process group makes it: a callback that
+        took it out would need the interpreter on one of Gloo's threads.
+    """
+    group = resolve_group(process_group)
+    buffer = bucket.buffer()
+    if buffer.is_sparse:
+        buffer.div_(group.size())
+    else:
+        buffer.mul_(1.0 / group.size())
+    work = dist.all_reduce(buffer, group=group, async_op=True)
+    summed: torch.futures.Future[list[torch.Tensor]] = work.get_future()
+    return summed

@@ -1,0 +1,96 @@
+"""The averaged gradients of one bucket, and lending them to the parameters while they are stepped."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dist_utils.torch_compat import GradBucket
+
+__all__ = ["BucketGradients", "lent"]
+
+
+class BucketGradients:
+    """Where the averaged gradients of a bucket will be: views of its memory.
+
+    Args:
+        bucket: As DDP hands it to the communication hook, before anything is done with it: hooks may set
+            another buffer.
+    """
+
+    def __init__(self, bucket: GradBucket) -> None:
+        self.parameters: list[torch.Tensor] = bucket.parameters()
+        self.buffer = bucket.buffer()
+        self.views = [self.buffer] if self.buffer.is_sparse else _views(bucket, self.parameters)
+
+    def write(self, average: Any) -> None:
+        """Put what the hook's future holds into the bucket, unless it is there.
+
+        Args:
+            average: A tensor of as many elements, of any dtype; or a list that starts with one.
+
+        Raises:
+            TypeError, ValueError: It is something else.
+        """
+        first = average[0] if isinstance(average, (list, tuple)) and average else average
+        if not isinstance(first, torch.Tensor):
+            raise TypeError(f"the hook's future must hold a tensor, got {type(average).__name__}")
+        if first is self.buffer:
+            return
+        if first.numel() != self.buffer.numel():
+            raise ValueError(
+                f"the hook's future must hold a tensor of {self.buffer.numel()} elements, got {first.numel()}"
+            )
+        if first.device.type != "cpu":
+            # It may belong to the hook's stream, and is read on this one.
+            first.record_stream(torch.get_device_module(first.device).current_stream(first.device))
+        if self.buffer.is_sparse:
+            self.buffer.copy_(first)
+        elif first.data_ptr() != self.buffer.data_ptr() or first.dtype != self.buffer.dtype:
+            self.buffer.copy_(first.view_as(self.buffer))
+
+
+def _views(bucket: GradBucket, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return one view for each parameter, with the parameter's own strides, as DDP lays them out.
+
+    ``bucket.gradients()`` has the right places but always rows first: for a channels_last weight it
+    permutes the gradient.
+    """
+    flat = bucket.gradients()
+    return [
+        view
+        if parameter.is_contiguous() or not _fills_its_memory(parameter)
+        else view.as_strided(parameter.size(), parameter.stride())
+        for parameter, view in zip(parameters, flat, strict=True)
+    ]
+
+
+def _fills_its_memory(tensor: torch.Tensor) -> bool:
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+@contextlib.contextmanager
+def lent(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Let ``parameter.grad`` be these gradients for a while.
+
+    Optimizers read ``.grad``, and DDP copies the averages there only when the backward pass ends.
+    """
+    own = [parameter.grad for parameter in parameters]
+    try:
+        for parameter, mine, gradient in zip(parameters, own, gradients, strict=True):
+            if not _same_memory(mine, gradient):
+                parameter.grad = gradient
+        yield
+    finally:
+        for parameter, mine in zip(parameters, own, strict=True):
+            if parameter.grad is not mine:
+                parameter.grad = mine
+
+
+def _same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or one.is_sparse or other.is_sparse:
+        return one is other
+    return one.data_ptr() == other.data_ptr() and one.numel() > 0

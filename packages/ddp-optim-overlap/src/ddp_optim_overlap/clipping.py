@@ -1,0 +1,162 @@
+"""Limits for gradients: which are exact, which are approximations, and when each is known."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+__all__ = ["ByValue", "ClipPolicy", "GlobalNorm", "PerBucketNorm", "PreviousStepNorm"]
+
+_TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
+
+
+class ClipPolicy(abc.ABC):
+    """How to limit averaged gradients before a step uses them."""
+
+    needs_all_gradients = False
+    """Whether the limit is known only when every bucket is averaged."""
+
+    def begin(self) -> None:  # noqa: B027 - most policies remember nothing
+        """A step begins."""
+
+    @abc.abstractmethod
+    def clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Limit the gradients of one bucket's parameters; of all, if :attr:`needs_all_gradients`."""
+
+    @property
+    def norm(self) -> torch.Tensor | None:
+        """The norm of the step's averaged gradients before clipping, where the policy computes it."""
+        return None
+
+
+@dataclass(frozen=True)
+class ByValue(ClipPolicy):
+    """Clamp every value into ``[-max_value, max_value]``: exactly ``torch.nn.utils.clip_grad_value_``.
+
+    Args:
+        max_value: The limit, positive.
+    """
+
+    max_value: float
+
+    def __post_init__(self) -> None:
+        _require_positive("max_value", self.max_value)
+
+    def clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Clamp in place."""
+        torch.nn.utils.clip_grad_value_(parameters, self.max_value)
+
+
+@dataclass
+class GlobalNorm(ClipPolicy):
+    """Scale all gradients so that their norm is at most ``max_norm``: exactly ``clip_grad_norm_``.
+
+    The norm is that of all gradients of the model, and so needs ``OverlapMode.AFTER_REDUCE``.
+
+    Args:
+        max_norm: The limit of the 2-norm, positive.
+    """
+
+    max_norm: float
+    needs_all_gradients = True
+    _norm: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _require_positive("max_norm", self.max_norm)
+
+    def clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Scale in place."""
+        self._norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
+
+    @property
+    def norm(self) -> torch.Tensor | None:
+        """Of the last step."""
+        return self._norm
+
+
+@dataclass
+class PerBucketNorm(ClipPolicy):
+    """An approximation: scale the gradients of every bucket so that their norm is at most ``max_norm``.
+
+    Buckets with small gradients keep them, so directions change; the whole norm can reach
+    ``max_norm * sqrt(buckets)``. How parameters fall into buckets depends on ``bucket_cap_mb``.
+
+    Args:
+        max_norm: The limit of each bucket's 2-norm, positive.
+    """
+
+    max_norm: float
+
+    def __post_init__(self) -> None:
+        _require_positive("max_norm", self.max_norm)
+
+    def clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Scale in place."""
+        gradients = _gradients(parameters)
+        _scale(gradients, self.max_norm, _norm(gradients))
+
+
+@dataclass
+class PreviousStepNorm(ClipPolicy):
+    """An approximation: scale by what :class:`GlobalNorm` would have needed in the step before.
+
+    A sudden large gradient is clipped one step late. As long as no norm is known, every bucket is
+    limited as by :class:`PerBucketNorm`.
+
+    Args:
+        max_norm: The limit of the 2-norm, positive.
+        previous: The norm to begin with; on resuming, the saved :attr:`norm`.
+    """
+
+    max_norm: float
+    previous: float | torch.Tensor | None = None
+    _squares: list[torch.Tensor] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _require_positive("max_norm", self.max_norm)
+
+    def begin(self) -> None:
+        """Make the last step's norm the one to clip by."""
+        if self._squares:
+            self.previous = self.norm
+        self._squares = []
+
+    def clip(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Scale in place by the previous norm, and remember this one."""
+        gradients = _gradients(parameters)
+        norm = _norm(gradients)
+        self._squares.append(norm.square())
+        _scale(gradients, self.max_norm, norm if self.previous is None else self.previous)
+
+    @property
+    def norm(self) -> torch.Tensor | None:
+        """Of the last step, before clipping."""
+        return torch.stack(self._squares).sum().sqrt() if self._squares else None
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {value}")
+
+
+def _gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the 2-norm over all gradients, in fp32."""
+    norms = [torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).float() for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
+def _wide(gradient: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(gradient.dtype, torch.float32)
+
+
+def _scale(gradients: Sequence[torch.Tensor], limit: float, norm: torch.Tensor | float) -> None:
+    factor = torch.as_tensor(limit / (norm + _TINY)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device))

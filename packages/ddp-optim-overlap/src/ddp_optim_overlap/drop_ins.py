@@ -1,0 +1,175 @@
+"""Counterparts of PyTorch's ``_hook_then_optimizer`` and ``_register_fused_optim``."""
+
+# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
+# the real types, and refuses strings.
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compress_hooks import CommHook
+from ddp_optim_overlap.engine import Engine, Stepping
+from ddp_optim_overlap.fitness import require_plain_step, require_step_per_parameter
+from ddp_optim_overlap.hook_states import EngineAtFirstBucket
+from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
+from ddp_optim_overlap.partial_steps import PartialSteps
+from dist_utils.torch_compat import GradBucket
+
+__all__ = ["FunctionalOptimizer", "OptimizerHookState", "hook_then_optimizer", "register_fused_optim"]
+
+
+class FunctionalOptimizer(Protocol):
+    """What PyTorch calls a functional optimizer: steps one parameter with a given gradient."""
+
+    def step_param(self, param: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """Step one parameter."""
+
+
+class OptimizerHookState:
+    """What :func:`hook_then_optimizer` steps.
+
+    Args:
+        functional_optim: An object with ``step_param(param, grad)``, or any ``torch.optim`` optimizer
+            that :func:`overlap_optimizer` takes.
+        params: Those to step; ``None`` for all that the optimizer has or, for ``step_param``, the model.
+
+    Raises:
+        ValueError: ``functional_optim`` is neither.
+        UnsupportedOptimizerError: The optimizer does not step per parameter.
+
+    Counterpart of ``_OptimizerHookState`` in
+    ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks``.
+
+    Example:
+        >>> state = OptimizerHookState(torch.optim.AdamW(ddp.parameters()))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        functional_optim: FunctionalOptimizer | torch.optim.Optimizer,
+        params: Iterable[torch.Tensor] | None = None,
+    ) -> None:
+        self.functional_optimizer = functional_optim
+        self.params_to_optimize = None if params is None else set(params)
+        self._partial: PartialSteps | None = None
+        self._stepped: list[torch.Tensor] = []
+        if isinstance(functional_optim, torch.optim.Optimizer):
+            require_plain_step(functional_optim)
+            require_step_per_parameter(functional_optim, ())
+            self._partial = PartialSteps([functional_optim])
+        elif not callable(getattr(functional_optim, "step_param", None)):
+            raise ValueError(  # noqa: TRY004 - PyTorch's
+                f"{type(functional_optim).__name__} is no torch.optim.Optimizer and has no "
+                "step_param(param, grad)"
+            )
+
+    def begin(self) -> None:
+        """A backward pass begins to hand over buckets."""
+        if self._partial is not None:
+            self._partial.begin()
+
+    def finish(self) -> list[torch.Tensor]:
+        """It has ended: return what was stepped."""
+        if self._partial is not None:
+            self._partial.finish()
+        stepped, self._stepped = self._stepped, []
+        return stepped
+
+    def step(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Step those of ``parameters`` that are to be stepped, with their ``.grad``."""
+        chosen = self.params_to_optimize
+        wanted = [parameter for parameter in parameters if chosen is None or parameter in chosen]
+        if self._partial is not None:
+            self._partial.step(wanted)
+        else:
+            functional: Any = self.functional_optimizer
+            for parameter in wanted:
+                functional.step_param(parameter, parameter.grad)
+        self._stepped += wanted
+
+
+def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> CommHook:
+    """Return a communication hook that steps each bucket's parameters when ``hook`` has averaged them.
+
+    Args:
+        hook: Any communication hook; the value of its future is used.
+        optimizer_state: What to step.
+
+    Returns:
+        A hook for ``register_comm_hook``, with the state of ``hook`` as its state. The ranks that train
+        together are those of that state if it is or has a process group, else WORLD. For one model.
+
+    Raises:
+        TypeError: ``hook`` is not callable, or ``optimizer_state`` no :class:`OptimizerHookState`.
+        In ``backward()``: as :func:`overlap_optimizer`.
+
+    Cost:
+        As :func:`overlap_optimizer`.
+
+    A parameter that no rank has used is stepped with a zero gradient, as PyTorch's does it;
+    :func:`overlap_optimizer` leaves it alone. Counterpart of
+    ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._hook_then_optimizer``.
+
+    Example:
+        >>> hook = hook_then_optimizer(allreduce_hook, state)  # doctest: +SKIP
+        >>> ddp.register_comm_hook(None, hook)  # doctest: +SKIP
+    """
+    if not callable(hook):
+        raise TypeError(f"hook must be a communication hook, got {type(hook).__name__}")
+    if not isinstance(optimizer_state, OptimizerHookState):
+        raise TypeError(
+            f"optimizer_state must be an OptimizerHookState, got {type(optimizer_state).__name__}"
+        )
+
+    def make(group: dist.ProcessGroup, hook_state: object) -> Engine:
+        stepping = Stepping(step=optimizer_state.step, begin=optimizer_state.begin)
+        return Engine(group, [], stepping, hook, hook_state, on_finish=finish)
+
+    def finish() -> None:
+        stepped = optimizer_state.finish()
+        if lazy.engine is not None:
+            lazy.engine.stepped_gradients.remember(stepped)
+
+    lazy = EngineAtFirstBucket(make)
+
+    def hook_then_step(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        return lazy.take(hook_state, bucket)
+
+    hook_then_step.__qualname__ = (
+        f"hook_then_optimizer({getattr(hook, '__qualname__', type(hook).__qualname__)})"
+    )
+    return hook_then_step
+
+
+def register_fused_optim(
+    ddp: DistributedDataParallel,
+    optim: type[torch.optim.Optimizer],
+    *args: Any,
+    optim_params: Iterable[torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> OverlapHandle:
+    """Make an optimizer of a model's parameters and overlap its steps.
+
+    Args:
+        ddp: The model.
+        optim: The optimizer's class.
+        *args: Its positional arguments behind the parameters.
+        optim_params: What to optimize; ``None`` for all parameters of ``ddp``.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        A handle; ``handle.optimizers[0]`` is the optimizer, for schedulers and checkpoints.
+
+    Raises:
+        As :func:`overlap_optimizer`, and whatever ``optim`` raises.
+
+    Counterpart of ``DistributedDataParallel._register_fused_optim``.
+
+    Example:
+        >>> handle = register_fused_optim(ddp, torch.optim.Adam, 1e-2, betas=(0.9, 0.99))  # doctest: +SKIP
+    """
+    parameters = list(ddp.parameters() if optim_params is None else optim_params)
+    make: Any = optim
+    return overlap_optimizer(ddp, make(parameters, *args, **kwargs))

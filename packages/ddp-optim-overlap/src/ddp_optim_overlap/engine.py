@@ -1,0 +1,373 @@
+"""What happens to one bucket, from the communication hook to the stepped parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from ddp_compress_hooks.compiled import is_pair
+from ddp_optim_overlap.bucket_gradients import BucketGradients, lent
+from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError, StepError
+from ddp_optim_overlap.report import StepReport
+from ddp_optim_overlap.stepped_gradients import SteppedGradients
+from ddp_optim_overlap.weight_reuse import WeightWatch
+from dist_utils import OrderedWorker
+from dist_utils.torch_compat import GradBucket, after_backward, inside_backward
+
+__all__ = ["Engine", "Stepping"]
+
+
+@dataclass(frozen=True)
+class Stepping:
+    """How an engine steps.
+
+    Attributes:
+        step: Steps those of the given parameters that are to be stepped, with their ``.grad``.
+        whole: Whether ``step`` gets all parameters at once, when DDP has written all averages into
+            ``.grad``; else those of one bucket.
+        begin: Called when a backward pass hands over its first bucket, before any communication. May raise.
+        norm: The norm that ``step`` has computed on the way.
+    """
+
+    step: Callable[[Sequence[torch.Tensor]], None]
+    whole: bool = False
+    begin: Callable[[], None] = lambda: None
+    norm: Callable[[], torch.Tensor | None] = lambda: None
+
+
+@dataclass
+class _Pass:
+    """One backward pass: what it has handed over, and what was stepped."""
+
+    number: int
+    steps: bool
+    buckets: int = 0
+    stepped: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    hidden: float = 0.0
+    maybe_exposed: float = 0.0
+    norm: torch.Tensor | None = None
+
+    def await_bucket(self, reduced: torch.futures.Future[Any]) -> Any:
+        """Return the average; if it is not there yet, what was stepped until now was hidden behind it."""
+        if not reduced.done():
+            self.hidden += self.maybe_exposed
+            self.maybe_exposed = 0.0
+        return reduced.wait()
+
+    def count_step(self, buckets: Sequence[int], seconds: float, *, on_host: bool) -> None:
+        self.stepped += buckets
+        self.seconds += seconds
+        if on_host:
+            self.maybe_exposed += seconds
+
+    def report(self) -> StepReport:
+        return StepReport(
+            self.number, self.buckets, tuple(self.stepped), self.seconds, self.hidden, self.norm
+        )
+
+
+class Engine:
+    """The state of the overlapped hook: hands buckets on to be averaged and, averaged, to be stepped.
+
+    Args:
+        process_group: Whose ranks train together.
+        parameters: Of the model, those that get gradients.
+        stepping: What to do with averaged gradients.
+        comm_hook: Averages; any hook.
+        comm_state: Its first argument.
+        unused_possible: Whether parameters may be left out of a backward pass. Then the ranks tell each
+            other which ones got a gradient.
+        check: Watch for stepped weights that the same backward pass reads.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup,
+        parameters: Sequence[torch.Tensor],
+        stepping: Stepping,
+        comm_hook: Callable[[Any, GradBucket], torch.futures.Future[Any]],
+        comm_state: object,
+        *,
+        unused_possible: bool = False,
+        check: bool = False,
+        on_finish: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.process_group = process_group
+        self.stepped_gradients = SteppedGradients()
+        self.paused = False
+        self._stepping = stepping
+        self._comm_hook = comm_hook
+        self._comm_state = comm_state
+        self._unused_possible = unused_possible
+        self._watch = WeightWatch() if check else None
+        self._on_finish = on_finish
+        self._worker: OrderedWorker | None = OrderedWorker(process_group, name="ddp-optim-overlap")
+        self._pass: _Pass | None = None
+        self._passes = 0
+        self._report = StepReport()
+        self._error: OverlapError | None = None
+        self._last_job: torch.futures.Future[torch.Tensor] | None = None
+        self._agreement: torch.futures.Future[None] | None = None
+        self._got_gradient: set[torch.Tensor] = set()
+        self._hooks: dict[torch.Tensor, Any] = {}
+        self.observe(parameters)
+
+    @property
+    def report(self) -> StepReport:
+        """Of the last backward pass that stepped."""
+        return self._report
+
+    @property
+    def removed(self) -> bool:
+        """Whether :meth:`remove` was called."""
+        return self._worker is None
+
+    def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Be the communication hook for one bucket."""
+        if is_pair(bucket):
+            raise ConfigError(
+                "the overlapped step needs buckets, and DDP's python reducer has none: set "
+                "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
+            )
+        if bucket.index() == 0:
+            self._begin()
+        current, last = self._pass, bucket.is_last()
+        if current is None or self._worker is None:
+            if last:
+                self._got_gradient.clear()
+            return self._comm_hook(self._comm_state, bucket).then(_first)
+        current.buckets += 1
+        gradients = BucketGradients(bucket)
+        used = [parameter in self._got_gradient for parameter in gradients.parameters]
+        if last:
+            self._got_gradient.clear()
+        reduced = self._communicate(bucket, current)
+        job = partial(self._step_bucket, current, bucket.index(), gradients, used, reduced)
+        done = self._last_job = self._worker.submit(job, device=gradients.buffer.device)
+        if last:
+            self._end_of_buckets(current, gradients.buffer.device)
+            if self._worker.error is not None:
+                self.raise_error()  # from here it keeps its type; this rank's communication is complete
+        return done
+
+    def wait(self, timeout: float | None = None) -> StepReport:
+        """Return the last report, when every rank has come as far; raise the first error."""
+        if self._agreement is not None:
+            done = threading.Event()
+            self._agreement.add_done_callback(lambda _: done.set())
+            if not done.wait(timeout):
+                raise TimeoutError(f"a peer has not finished its step within {timeout:g} s")
+        self.raise_error()
+        self.require_complete()
+        return self._report
+
+    def raise_error(self) -> None:
+        """Raise the first error that there was, if there was one."""
+        error = self._first_error()
+        if error is not None:
+            raise error
+
+    def require_complete(self) -> None:
+        """Raise if a backward pass has begun to hand over buckets and has not ended."""
+        if self._pass is not None and self._pass.steps:
+            if self._last_job is not None:
+                with contextlib.suppress(Exception):
+                    self._last_job.wait()  # what is in progress ends first, or the report would miss it
+            self.raise_error()
+            raise StepError(
+                f"the backward pass ended after {self._pass.buckets} buckets, with an error or because "
+                "parameters got no gradient, which DDP allows with find_unused_parameters=True only",
+                self._pass.report(),
+            )
+
+    def remove(self) -> None:
+        """From now on only average."""
+        for hook in self._hooks.values():
+            hook.remove()
+        if self._watch is not None:
+            self._watch.end()
+        self.stepped_gradients.forget()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.close()
+        self._pass = None
+
+    def observe(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take notice of the gradients of these parameters, before they are added to ``.grad``."""
+        for parameter in parameters:
+            if parameter not in self._hooks:
+                hook = _gradient_hook(weakref.ref(self), weakref.ref(parameter))
+                self._hooks[parameter] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+
+    def got_gradient(self, parameter: torch.Tensor) -> None:
+        """Take notice of a gradient, just before it is added to ``parameter.grad``."""
+        self.stepped_gradients.require_new(parameter)
+        self._got_gradient.add(parameter)
+
+    def _begin(self) -> None:
+        self._pass = None
+        if self._worker is None:
+            return
+        self.raise_error()
+        if self.paused:
+            return
+        # Under join() a rank without data calls its hook outside of any backward pass: it takes part
+        # in the communication, and does not step, as it does not in the ordinary loop.
+        steps = inside_backward()
+        if steps:
+            self._stepping.begin()
+            if self._watch is not None:
+                self._watch.begin()
+        self._passes += steps
+        self._pass = _Pass(self._passes, steps)
+
+    def _end_of_buckets(self, current: _Pass, device: torch.device) -> None:
+        if current.steps:
+            after_backward(partial(self._finish, current, device))
+        if not (current.steps and self._stepping.whole):
+            self._meet_peers(current, device)
+
+    def _finish(self, current: _Pass, device: torch.device) -> None:
+        if self._watch is not None:
+            self._watch.end()
+        if self._stepping.whole:
+            self._step_whole(current)
+            self._meet_peers(current, device)
+        self._report = current.report()
+        self._pass = self._last_job = None  # the job's future has a bucket, which DDP may be about to replace
+        self._on_finish()
+
+    def _meet_peers(self, current: _Pass, device: torch.device) -> None:
+        if self._worker is not None and device.type == "cpu":
+            self._agreement = self._worker.submit(partial(_meet_peers, current))
+
+    def _communicate(self, bucket: GradBucket, current: _Pass) -> torch.futures.Future[Any]:
+        try:
+            return self._comm_hook(self._comm_state, bucket)
+        except Exception as error:
+            self._error = CommunicationError(
+                f"the communication hook failed for bucket {bucket.index()}: {_text(error)}", current.report()
+            )
+            raise self._error from error
+
+    def _step_bucket(
+        self,
+        current: _Pass,
+        index: int,
+        gradients: BucketGradients,
+        used: list[bool],
+        reduced: torch.futures.Future[Any],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """Wait for the average and step with it; on the worker or, on an accelerator, on its stream."""
+        try:
+            if self._unused_possible:
+                used = _used_anywhere(used, group, gradients.buffer.device)
+            gradients.write(current.await_bucket(reduced))
+        except Exception as error:
+            raise CommunicationError(
+                f"bucket {index} was not averaged: {_text(error)}", current.report()
+            ) from error
+        if current.steps and not self._stepping.whole:
+            self._step(current, index, gradients, used if self._unused_possible else [True] * len(used))
+        return gradients.buffer
+
+    def _step(self, current: _Pass, index: int, gradients: BucketGradients, used: list[bool]) -> None:
+        parameters = gradients.parameters
+        averaged = [
+            # A parameter that no rank has used keeps what it had before: nothing, or zeros.
+            view if is_used else parameter.grad
+            for parameter, view, is_used in zip(parameters, gradients.views, used, strict=True)
+        ]
+        began = time.perf_counter()
+        try:
+            with torch.no_grad(), lent(parameters, averaged), record_function("overlapped step"):
+                self._stepping.step(parameters)
+        except Exception as error:
+            raise StepError(f"the step of bucket {index} failed: {_text(error)}", current.report()) from error
+        on_host = gradients.buffer.device.type == "cpu"
+        current.count_step([index], time.perf_counter() - began, on_host=on_host)
+        current.norm = self._stepping.norm()
+        if self._watch is not None:
+            self._watch.stepped(parameters)
+
+    def _step_whole(self, current: _Pass) -> None:
+        """Step everything when ``backward()`` has nothing else left to do."""
+        began = time.perf_counter()
+        try:
+            with torch.no_grad(), record_function("overlapped step"):
+                self._stepping.step(())
+        except Exception as error:
+            self._error = StepError(f"the step failed: {_text(error)}", current.report())
+            if self._worker is not None:
+                self._worker.submit(partial(_raise, self._error))  # which tells the peers
+            raise self._error from error
+        current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
+        current.norm = self._stepping.norm()
+
+    def _first_error(self) -> OverlapError | None:
+        error = self._error or (None if self._worker is None else self._worker.error)
+        if error is not None and not isinstance(error, OverlapError):
+            self._error = CommunicationError(str(error))
+            self._error.__cause__ = error
+            return self._error
+        return error
+
+
+def _raise(error: OverlapError, _: dist.ProcessGroup) -> None:
+    raise error
+
+
+def _meet_peers(current: _Pass, group: dist.ProcessGroup) -> None:
+    """Return when every rank has stepped. A rank whose step failed has ended this group instead."""
+    if group.size() == 1:
+        return
+    try:
+        dist.all_reduce(torch.zeros(1), group=group)
+    except Exception as error:
+        raise CommunicationError(
+            f"another rank failed in this step: {_text(error)}", current.report()
+        ) from error
+
+
+def _used_anywhere(used: list[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
+    """Return which parameters of a bucket got a gradient on some rank."""
+    anywhere = torch.tensor(used, dtype=torch.int32, device=device)
+    if group.size() > 1:
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+    # Reading it waits for the device: only where the answer is open.
+    return used if all(used) else [bool(value) for value in anywhere.tolist()]
+
+
+def _gradient_hook(
+    engine: weakref.ref[Engine], parameter: weakref.ref[torch.Tensor]
+) -> Callable[[torch.Tensor | None], None]:
+    """Return a hook on a parameter that keeps neither alive."""
+
+    def notice(gradient: torch.Tensor | None) -> None:
+        alive, owner = engine(), parameter()
+        if alive is not None and owner is not None and gradient is not None:
+            alive.got_gradient(owner)
+
+    return notice
+
+
+def _first(done: torch.futures.Future[Any]) -> torch.Tensor:
+    value = done.value()
+    tensor: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
+    return tensor
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

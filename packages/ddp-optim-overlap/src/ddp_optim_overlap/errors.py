@@ -1,0 +1,58 @@
+"""What can go wrong, by name."""
+
+from __future__ import annotations
+
+from ddp_optim_overlap.report import StepReport
+
+__all__ = [
+    "CommunicationError",
+    "ConfigError",
+    "DoubleBackwardError",
+    "OverlapError",
+    "StepError",
+    "UnsupportedGradientError",
+    "UnsupportedOptimizerError",
+    "WeightReuseError",
+]
+
+
+class OverlapError(RuntimeError):
+    """What every error of this package is.
+
+    Attributes:
+        report: Which buckets were stepped before it; ``None`` for an error before any step.
+    """
+
+    def __init__(self, message: str, report: StepReport | None = None) -> None:
+        if report is not None:
+            message = f"{message} ({report.progress()})"
+        super().__init__(message)
+        self.report = report
+
+
+class ConfigError(OverlapError):
+    """The options, the model or the training loop ask for what would step wrongly."""
+
+
+class UnsupportedOptimizerError(OverlapError):
+    """The optimizer cannot step a part of its parameters at a time, or needs a closure."""
+
+
+class UnsupportedGradientError(OverlapError):
+    """The optimizer cannot step with the gradients that the model gives it."""
+
+
+class CommunicationError(OverlapError):
+    """Gradients were not averaged: the communication hook failed, or a peer did."""
+
+
+class StepError(OverlapError):
+    """The optimizer's step failed, or did not come to its end."""
+
+
+class DoubleBackwardError(OverlapError):
+    """A backward pass adds to gradients that a step has already used."""
+
+
+class WeightReuseError(OverlapError):
+    """The backward pass reads a parameter that it has already stepped."""

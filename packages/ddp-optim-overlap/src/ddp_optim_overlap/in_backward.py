@@ -1,0 +1,188 @@
+"""One optimizer per parameter, stepped inside backward: counterparts of PyTorch's optimizer in backward."""
+
+# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
+# the real types, and refuses strings.
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compress_hooks import CommHook
+from ddp_optim_overlap.averaging import average_like_ddp
+from ddp_optim_overlap.engine import Engine, Stepping
+from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.fitness import require_plain_step
+from ddp_optim_overlap.hook_states import EngineAtFirstBucket
+from dist_utils.torch_compat import GradBucket, comm_hooks
+
+__all__ = ["apply_optim_in_backward_hook", "apply_optimizer_in_backward", "get_in_backward_optimizers"]
+
+_OURS = "_ddp_optim_overlap"
+"""The attribute of a parameter that has its :class:`_InBackward`."""
+
+
+class _InBackward:
+    """The optimizers of one parameter, and who steps them."""
+
+    def __init__(self) -> None:
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.averaged_first = False
+
+    def step(self, parameter: torch.Tensor) -> None:
+        """Step with the gradient of this process, unless a DDP model averages it first."""
+        if not self.averaged_first:
+            for optimizer in self.optimizers:
+                optimizer.step()
+            parameter.grad = None
+
+
+_unclaimed: weakref.WeakSet[_InBackward] = weakref.WeakSet()
+_watching: list[Any] = []
+
+
+def apply_optimizer_in_backward(
+    optimizer_class: type[torch.optim.Optimizer],
+    params: Iterable[nn.Parameter],
+    optimizer_kwargs: dict[str, Any],
+    register_hook: bool = True,
+) -> None:
+    """Give each parameter an optimizer of its own, which ``backward()`` steps; gradients are ``None`` after.
+
+    Outside of DDP a parameter is stepped as soon as its gradient is complete. If a
+    ``DistributedDataParallel`` model with such parameters is called, it gets
+    :func:`apply_optim_in_backward_hook`: its parameters are stepped when they are averaged.
+
+    Args:
+        optimizer_class: Made once for each parameter. Called again for a parameter, it adds one.
+        params: The parameters.
+        optimizer_kwargs: For every optimizer.
+        register_hook: Without it nothing steps outside of DDP.
+
+    Raises:
+        UnsupportedOptimizerError: Its step needs a closure.
+        ConfigError: In the model's forward pass: it has another communication hook.
+
+    Cost:
+        One optimizer object per parameter: see the README for the time of their steps. Prefer
+        :func:`overlap_optimizer`, which has one. Until all such parameters are found in DDP models, every
+        module call in this process takes about a microsecond longer.
+
+    Counterpart of ``torch.distributed.optim._apply_optimizer_in_backward``.
+
+    Example:
+        >>> apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})  # doctest: +SKIP
+        >>> ddp = DistributedDataParallel(net)  # doctest: +SKIP
+        >>> ddp(batch).mean().backward()  # steps  # doctest: +SKIP
+    """
+    for parameter in params:
+        ours: _InBackward | None = getattr(parameter, _OURS, None)
+        if ours is None:
+            ours = _InBackward()
+            setattr(parameter, _OURS, ours)
+            _unclaimed.add(ours)
+            if register_hook:
+                parameter.register_post_accumulate_grad_hook(ours.step)  # type: ignore[no-untyped-call]
+        make: Any = optimizer_class
+        optimizer = make([parameter], **optimizer_kwargs)
+        require_plain_step(optimizer)
+        ours.optimizers.append(optimizer)
+    if _unclaimed and not _watching:
+        _watching.append(register_module_forward_pre_hook(_claim))
+
+
+def get_in_backward_optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that :func:`apply_optimizer_in_backward` has given a module's parameters.
+
+    Args:
+        module: Any module, DDP or not.
+
+    Counterpart of ``torch.distributed.optim._get_in_backward_optimizers``.
+    """
+    return [optimizer for parameter in module.parameters() for optimizer in _optimizers_of(parameter)]
+
+
+def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
+    """Return a communication hook that averages, steps each parameter's own optimizers, and drops gradients.
+
+    Args:
+        gradient_is_bucket_view: As the model's ``gradient_as_bucket_view``. Kept for PyTorch's signature;
+            either value is right for either model.
+
+    Returns:
+        A hook for one model. Its state may be the model, a weak reference to it, a process group, or
+        ``None`` for WORLD.
+
+    Raises:
+        In ``backward()``: as :func:`overlap_optimizer`.
+
+    Cost:
+        As :func:`overlap_optimizer`, with one optimizer object per parameter.
+
+    Counterpart of
+    ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._apply_optim_in_backward_hook``,
+    which fails without an accelerator.
+
+    Example:
+        >>> ddp.register_comm_hook(None, apply_optim_in_backward_hook(False))  # doctest: +SKIP
+    """
+    del gradient_is_bucket_view
+    stepped: list[torch.Tensor] = []
+
+    def step(parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
+            for optimizer in _optimizers_of(parameter):
+                optimizer.step()
+        stepped.extend(parameter for parameter in parameters if _optimizers_of(parameter))
+
+    def drop_gradients() -> None:
+        while stepped:
+            stepped.pop().grad = None
+
+    def make(group: dist.ProcessGroup, hook_state: object) -> Engine:
+        del hook_state
+        return Engine(group, [], Stepping(step=step), average_like_ddp, group, on_finish=drop_gradients)
+
+    lazy = EngineAtFirstBucket(make)
+
+    def optimizers_in_backward_hook(
+        hook_state: Any, bucket: GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        return lazy.take(hook_state, bucket)
+
+    return optimizers_in_backward_hook
+
+
+def _optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
+    ours: _InBackward | None = getattr(parameter, _OURS, None)
+    return [] if ours is None else ours.optimizers
+
+
+def _claim(module: nn.Module, _: Any) -> None:
+    """Before any module's forward pass: see to it that a DDP model averages before it steps."""
+    if not isinstance(module, DistributedDataParallel):
+        return
+    found = [
+        ours for parameter in module.parameters() if (ours := getattr(parameter, _OURS, None)) is not None
+    ]
+    if all(ours.averaged_first for ours in found):
+        return
+    hooks = [hook for hook, _ in comm_hooks(module)]
+    if not hooks:
+        hook = apply_optim_in_backward_hook(module.gradient_as_bucket_view)
+        module.register_comm_hook(weakref.ref(module), hook)
+    elif any("optimizers_in_backward_hook" not in hook.__qualname__ for hook in hooks):
+        raise ConfigError(
+            "parameters of this model have optimizers in backward, and the model another communication hook: "
+            "use overlap_optimizer(..., comm_hook=) for both"
+        )
+    for ours in found:
+        ours.averaged_first = True
+        _unclaimed.discard(ours)
+    if not _unclaimed:
+        while _watching:
+            _watching.pop().remove()

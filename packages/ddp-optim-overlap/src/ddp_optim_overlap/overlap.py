@@ -1,0 +1,328 @@
+"""The call that a user makes, and what it gives back."""
+
+# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
+# the real types, and refuses strings.
+import contextlib
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compress_hooks import CommHook
+from ddp_optim_overlap.averaging import average_like_ddp
+from ddp_optim_overlap.clipping import ClipPolicy
+from ddp_optim_overlap.engine import Engine
+from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.fitness import (
+    require_plain_step,
+    require_sparse_support,
+    require_step_per_parameter,
+)
+from ddp_optim_overlap.optimizers import OverlappedOptimizers
+from ddp_optim_overlap.report import StepReport
+from dist_utils.torch_compat import GradBucket, comm_hooks
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["OverlapHandle", "OverlapMode", "overlap_optimizer"]
+
+
+class OverlapMode(Enum):
+    """When parameters are stepped."""
+
+    BUCKET = "bucket"
+    """Each bucket's as soon as it is averaged, while later ones are computed and sent."""
+    AFTER_REDUCE = "after_reduce"
+    """All at once, at the end of ``backward()``: for what needs all gradients."""
+
+
+class OverlapHandle:
+    """What :func:`overlap_optimizer` returns. As a context manager it ends the overlap on leaving.
+
+    It need not be kept: the overlap lasts as long as the model.
+
+    Attributes:
+        optimizers: The user's own objects.
+        mode: When parameters are stepped.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizers: tuple[torch.optim.Optimizer, ...],
+        mode: OverlapMode,
+        calls: OverlappedOptimizers,
+    ) -> None:
+        self.optimizers = optimizers
+        self.mode = mode
+        self._engine = engine
+        self._calls = calls
+
+    def wait(self, timeout: float | None = None) -> StepReport:
+        """Wait until every rank has finished the last backward pass's step.
+
+        ``backward()`` returns with this rank's parameters stepped, so this need not be called, except to
+        learn early of another rank's failure, for instance before a checkpoint is written. Without it
+        the next ``backward()`` raises, before anything is stepped.
+
+        Args:
+            timeout: Seconds; ``None`` for as long as the process group allows. On an accelerator nothing
+                is waited for.
+
+        Returns:
+            What was stepped, and how much of the time was hidden.
+
+        Raises:
+            OverlapError: The first error, of its own type; ``backward()`` raises some as ``RuntimeError``.
+            TimeoutError: A peer has not finished.
+        """
+        return self._engine.wait(timeout)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Let backward passes only average, on every rank alike; ``optimizer.step()`` is an ordinary step.
+
+        For evaluation with gradients, and for accumulation without ``no_sync()``.
+        """
+        if self._engine.removed:
+            raise ConfigError("this overlap was removed")
+        before, self._engine.paused = self._engine.paused, True
+        try:
+            yield
+        finally:
+            self._engine.paused = before
+
+    def remove(self) -> None:
+        """End the overlap: the model averages as its hook says, and the ordinary loop steps.
+
+        DDP cannot take back a communication hook. :func:`overlap_optimizer` may be called again. Calling
+        this twice is harmless.
+        """
+        self._calls.remove()
+        self._engine.remove()
+
+    def __enter__(self) -> "Self":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+class _HookSlot:
+    """What DDP keeps as the state of its one hook, so that the engine behind it can change."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+
+def overlapped_step_hook(state: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket and step its parameters: the hook that :func:`overlap_optimizer` registers."""
+    return state.engine.take(bucket)
+
+
+def overlap_optimizer(
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    *,
+    comm_hook: CommHook | None = None,
+    comm_state: object = None,
+    mode: OverlapMode = OverlapMode.BUCKET,
+    clip: ClipPolicy | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    unused: Literal["skip", "step"] = "skip",
+    check: bool = False,
+) -> OverlapHandle:
+    """Step an optimizer inside ``backward()``, each bucket when it is averaged, bitwise as an ordinary loop.
+
+    The loop may stay as it is. Its ``optimizer.step()`` finds nothing left to do and takes microseconds;
+    it may go, but it raises errors with their type and notices gradients that were changed in vain.
+
+    ``backward()`` raises :class:`CommunicationError`, :class:`StepError` with a report of what was stepped,
+    and :class:`DoubleBackwardError`. Where DDP waits for the last bucket it makes them a plain
+    ``RuntimeError`` with their text; ``handle.wait()`` has the error itself. If one rank fails alone, the
+    others raise in ``handle.wait()``, or in the next ``backward()`` before anything is stepped.
+
+    Args:
+        ddp: A model whose communication hook is not set, on every rank.
+        optimizer: The user's own, or several, over parameters of ``ddp``. It stays in charge: schedulers,
+            parameter groups, ``state_dict`` and ``load_state_dict`` work as always. Any optimizer that
+            steps per parameter, foreach and fused included; it is tried out on copies of two small
+            parameters. ``AFTER_REDUCE`` takes those that couple parameters too.
+        comm_hook: What averages the gradients, as ``register_comm_hook`` takes it. The value of its
+            future is used, be it the bucket's own buffer or a new tensor. ``None``: the average that DDP
+            computes itself, to the bit.
+        comm_state: The first argument of ``comm_hook``.
+        mode: ``BUCKET`` steps each bucket's parameters at once, ``AFTER_REDUCE`` all of them after the last.
+        clip: A :class:`ClipPolicy`. :class:`GlobalNorm` needs ``AFTER_REDUCE``.
+        scaler: A ``GradScaler``; needs ``AFTER_REDUCE``. The loop scales the loss and calls
+            ``scaler.update()``; ``unscale_`` and ``step`` of the scaler are called here.
+        unused: What becomes of a parameter that no rank has used (``find_unused_parameters``,
+            ``static_graph``): ``"skip"`` leaves it alone, as the ordinary loop does. ``"step"`` steps it
+            with a zero gradient, so that momentum and weight decay move it, and saves a small
+            all-reduce per bucket.
+        check: Raise :class:`WeightReuseError` if a checkpointed block reads a parameter after its step.
+            For finding out; costs a little with every parameter.
+
+    Returns:
+        A handle. It need not be kept.
+
+    Raises:
+        ConfigError: The options, the model or the loop ask for what would step wrongly.
+        UnsupportedOptimizerError: It needs a closure, couples parameters, or is sharded over ranks.
+        UnsupportedGradientError: It cannot step sparse gradients, and the model has some.
+        TypeError, ValueError: An argument is of another kind. All of these here, before any communication.
+
+    Cost:
+        One thread, and one process group of its own, made by the first backward pass. No memory beside the
+        optimizer's own, and none saved. One all-reduce of a single value per step; with unused parameters
+        possible, one of a value per parameter.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)  # doctest: +SKIP
+        >>> overlap_optimizer(ddp, optimizer)  # doctest: +SKIP
+        >>> for batch in batches:  # doctest: +SKIP
+        ...     optimizer.zero_grad()
+        ...     ddp(batch).mean().backward()  # steps, bucket by bucket
+        ...     optimizer.step()  # nothing left to do
+    """
+    optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    slot = _own_slot(ddp)
+    _check_kinds(optimizers, mode, clip, unused)
+    _check_mode(ddp, mode, clip, scaler, unused)
+    _check_parameters(ddp, optimizers)
+    sparse = _sparse_parameters(ddp.module)
+    _check_optimizers(optimizers, mode, clip, sparse)
+
+    calls = OverlappedOptimizers(
+        optimizers,
+        model=list(ddp.parameters()),
+        whole=mode is OverlapMode.AFTER_REDUCE,
+        clip=clip,
+        scaler=scaler,
+    )
+    calls.refuse_pre_hooks()
+    engine = Engine(
+        ddp.process_group,
+        [parameter for parameter in ddp.parameters() if parameter.requires_grad],
+        calls.stepping(),
+        comm_hook or average_like_ddp,
+        ddp.process_group if comm_hook is None else comm_state,
+        unused_possible=unused == "skip"
+        and mode is OverlapMode.BUCKET
+        and (ddp.find_unused_parameters or ddp.static_graph),
+        check=check,
+        on_finish=calls.finish,
+    )
+    calls.attach(engine)
+    if slot is None:
+        ddp.register_comm_hook(_HookSlot(engine), overlapped_step_hook)
+    else:
+        slot.engine = engine
+    return OverlapHandle(engine, optimizers, mode, calls)
+
+
+def _own_slot(ddp: DistributedDataParallel) -> _HookSlot | None:
+    """Return the slot that an earlier, removed overlap left in the model; raise if another hook is there."""
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
+    for hook, state in comm_hooks(ddp):
+        if not isinstance(state, _HookSlot):
+            name = getattr(hook, "__qualname__", type(hook).__name__)
+            raise ConfigError(
+                f"this model already has the communication hook {name}: give it to overlap_optimizer as "
+                "comm_hook= instead, since DDP takes only one"
+            )
+        if not state.engine.removed:
+            raise ConfigError("this model already has an overlapped optimizer: remove() that one first")
+        return state
+    return None
+
+
+def _check_kinds(
+    optimizers: tuple[torch.optim.Optimizer, ...], mode: OverlapMode, clip: ClipPolicy | None, unused: str
+) -> None:
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not optimizers:
+        raise ConfigError("there is no optimizer to step")
+    if not isinstance(mode, OverlapMode):
+        raise TypeError(f"mode must be an OverlapMode, got {mode!r}")
+    if clip is not None and not isinstance(clip, ClipPolicy):
+        raise TypeError(f"clip must be a ClipPolicy, got {clip!r}")
+    if unused not in ("skip", "step"):
+        raise ValueError(f"unused must be 'skip' or 'step', got {unused!r}")
+
+
+def _check_mode(
+    ddp: DistributedDataParallel,
+    mode: OverlapMode,
+    clip: ClipPolicy | None,
+    scaler: torch.amp.GradScaler | None,
+    unused: str,
+) -> None:
+    if mode is OverlapMode.BUCKET and clip is not None and clip.needs_all_gradients:
+        raise ConfigError(
+            f"{type(clip).__name__} is known only when every bucket is averaged: use "
+            "OverlapMode.AFTER_REDUCE, or an approximation (PerBucketNorm, PreviousStepNorm)"
+        )
+    if mode is OverlapMode.BUCKET and scaler is not None and scaler.is_enabled():
+        raise ConfigError(
+            "an infinity in the last bucket must undo the whole step, which a GradScaler can only before "
+            "any bucket is stepped: use OverlapMode.AFTER_REDUCE, or bf16 without a scaler"
+        )
+    if unused == "step" and mode is OverlapMode.AFTER_REDUCE:
+        raise ConfigError("unused='step' is for OverlapMode.BUCKET: the optimizer's own step skips them")
+    if ddp.mixed_precision is not None:
+        raise ConfigError("DDP(mixed_precision=...) needs the communication hook for itself")
+
+
+def _check_parameters(ddp: DistributedDataParallel, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    averaged = {
+        parameter
+        for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
+        if name not in ddp.parameters_to_ignore
+    }
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in averaged:
+                    raise ConfigError(
+                        f"parameter {place} of group {number} of {type(optimizer).__name__}, of shape "
+                        f"{tuple(parameter.shape)}, is none that this DDP model averages: it would never be "
+                        "stepped. Give it an optimizer of its own, which the loop steps"
+                    )
+
+
+def _check_optimizers(
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    mode: OverlapMode,
+    clip: ClipPolicy | None,
+    sparse: dict[torch.Tensor, str],
+) -> None:
+    for optimizer in optimizers:
+        require_plain_step(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in sparse:
+                    require_sparse_support(optimizer, parameter, sparse[parameter])
+        if mode is OverlapMode.BUCKET:
+            require_step_per_parameter(optimizer, sparse)
+    if sparse and clip is not None:
+        raise ConfigError(f"gradients of {', '.join(sparse.values())} are sparse: they cannot be clipped")
+
+
+def _sparse_parameters(module: nn.Module) -> dict[torch.Tensor, str]:
+    """Return the parameters with sparse gradients and their names, found as DDP itself finds them."""
+    return {
+        part.weight: f"{name}.weight".lstrip(".")
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad
+    }

@@ -1,0 +1,170 @@
+"""One small training run, ordinary or overlapped, for tests that compare the two to the bit."""
+
+import contextlib
+import copy
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_optim_overlap import overlap_optimizer
+
+OPTIMIZERS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "SGD nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.05}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
+}
+FUSED = ("SGD", "SGD momentum", "SGD nesterov", "Adam", "AdamW", "Adagrad")
+
+
+class Net(torch.nn.Module):
+    """A convolution in channels_last, and linear layers, one of which may be left out or tied."""
+
+    def __init__(self, *, tied=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = torch.nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(4))
+        if tied:
+            self.layers[3].weight = self.layers[0].weight
+        self.skipped = ()
+
+    def forward(self, x):
+        x = self.conv(x).mean(1).flatten(1)
+        for index, layer in enumerate(self.layers):
+            if index not in self.skipped:
+                x = torch.tanh(layer(x))
+        return x
+
+
+def batches(count, rank=None, seed=0):
+    generator = torch.Generator().manual_seed(100 * seed + (dist.get_rank() if rank is None else rank))
+    return [torch.randn(3, 2, 4, 4, generator=generator) for _ in range(count)]
+
+
+def make_ddp(*, tied=False, bucket_cap_mb=0.002, **options):
+    return DistributedDataParallel(Net(tied=tied), bucket_cap_mb=bucket_cap_mb, **options)
+
+
+def one_group(make, options):
+    return lambda ddp: [make(ddp.parameters(), **options)]
+
+
+def train(  # noqa: C901 - every way to write the loop
+    make_optimizers,
+    *,
+    overlap,
+    steps=4,
+    accumulate=1,
+    skip=lambda step: (),
+    join=0,
+    set_to_none=True,
+    call_step=True,
+    make_schedulers=lambda optimizers: [],
+    resume_at=None,
+    tied=False,
+    comm=None,
+    after_backward=lambda ddp: None,
+    options=None,
+    **ddp_options,
+):
+    """Train; return parameters, gradients and the optimizers' state dicts.
+
+    ``comm``: makes the hook and its state, which the ordinary run registers itself. ``after_backward``:
+    what only the ordinary loop does between ``backward()`` and ``step()``.
+    """
+    ddp = make_ddp(tied=tied, **ddp_options)
+    optimizers = make_optimizers(ddp)
+    schedulers = make_schedulers(optimizers)
+    hook, state = comm() if comm is not None else (None, None)
+    handle = None
+    if overlap:
+        handle = overlap_optimizer(ddp, optimizers, comm_hook=hook, comm_state=state, **(options or {}))
+    elif hook is not None:
+        ddp.register_comm_hook(state, hook)
+    count = steps + join * dist.get_rank()
+    data = batches(count * accumulate)
+    with ddp.join() if join else contextlib.nullcontext():
+        for step in range(count):
+            if resume_at == step:
+                optimizers, schedulers, handle = _resume(
+                    ddp, optimizers, schedulers, handle, make_optimizers, make_schedulers
+                )
+            ddp.module.skipped = skip(step)
+            _backward(ddp, data[step * accumulate : (step + 1) * accumulate])
+            if not overlap:
+                after_backward(ddp)
+            if call_step or not overlap:
+                for optimizer in optimizers:
+                    optimizer.step()
+            for scheduler in schedulers:
+                scheduler.step()
+            last = [None if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none=set_to_none)
+    if handle is not None:
+        handle.wait()
+        handle.remove()
+    return {
+        "parameters": [p.detach().clone() for p in ddp.parameters()],
+        "gradients": last,
+        "states": [optimizer.state_dict() for optimizer in optimizers],
+        "schedulers": [scheduler.state_dict() for scheduler in schedulers],
+    }
+
+
+def _backward(ddp, parts):
+    for part, x in enumerate(parts):
+        with ddp.no_sync() if part < len(parts) - 1 else contextlib.nullcontext():
+            ddp(x).square().sum().backward()
+
+
+def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_schedulers):
+    """Save, and go on with new optimizers and schedulers that have loaded what was saved."""
+    saved = copy.deepcopy([one.state_dict() for one in (*optimizers, *schedulers)])
+    if handle is not None:
+        handle.remove()
+    with torch.no_grad():
+        model = copy.deepcopy(ddp.module.state_dict())
+        for parameter in ddp.parameters():
+            parameter.zero_()
+        ddp.module.load_state_dict(model)
+    optimizers = make_optimizers(ddp)
+    schedulers = make_schedulers(optimizers)
+    if handle is not None:
+        handle = overlap_optimizer(ddp, optimizers)
+    for one, state in zip((*optimizers, *schedulers), saved, strict=True):
+        one.load_state_dict(state)
+    return optimizers, schedulers, handle
+
+
+def same(one, other):
+    """Compare everything to the bit: tensors, and containers of them."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        return (
+            isinstance(other, dict) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
+        )
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other or (one != one and other != other)  # noqa: PLR0124 - NaN
+
+
+def differences(make_optimizers, **arguments):
+    """Return what differs between the ordinary and the overlapped run, and whether anything moved."""
+    options = arguments.pop("options", None)
+    ordinary = train(make_optimizers, overlap=False, **arguments)
+    overlapped = train(make_optimizers, overlap=True, options=options, **arguments)
+    return [key for key in ordinary if not same(ordinary[key], overlapped[key])]

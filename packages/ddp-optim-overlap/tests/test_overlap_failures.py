@@ -1,0 +1,291 @@
+"""A peer, a hook or a step that fails: an error on every rank, never a hang, and no wrong step."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from overlap_runs import Net, batches, same
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_optim_overlap import (
+    CommunicationError,
+    OverlapError,
+    OverlapMode,
+    StepError,
+    overlap_optimizer,
+)
+from dist_utils.testing import run_ranks
+from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
+
+GROUP_TIMEOUT = 15.0
+
+
+class DieInBackward(torch.autograd.Function):
+    """The identity; its backward ends or stops the process, when later layers' buckets are on their way."""
+
+    @staticmethod
+    def forward(ctx, x, dies):
+        ctx.dies = dies
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.dies == "exits":
+            os._exit(3)
+        if ctx.dies == "stops":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return grad, None
+
+
+class DyingNet(Net):
+    dies = None
+
+    def forward(self, x):
+        x = self.conv(x).mean(1).flatten(1)
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if index == 1:
+                x = DieInBackward.apply(x, self.dies)
+        return x
+
+
+class RaisesOnce(torch.optim.SGD):
+    """An optimizer whose step fails for the chosen parameter, on the chosen ranks."""
+
+    victim = None
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if any(parameter is self.victim for parameter in group["params"]):
+                raise ValueError("no step today")
+        return super().step(closure)
+
+
+def _start(mode, net=Net, make=torch.optim.SGD, **options):
+    """Train two steps, so that DDP has rebuilt its buckets."""
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=0.002)
+    optimizer = make(ddp.parameters(), lr=0.1)
+    handle = overlap_optimizer(ddp, optimizer, mode=mode, **options)
+    for x in batches(2):
+        optimizer.zero_grad()
+        ddp(x).square().sum().backward()
+    optimizer.zero_grad()
+    handle.wait()
+    return ddp, optimizer, handle
+
+
+def _changed(ddp, before):
+    """Return the positions of the parameters that were moved."""
+    return [
+        index
+        for index, (one, other) in enumerate(zip(before, ddp.parameters(), strict=True))
+        if not torch.equal(one, other)
+    ]
+
+
+def _snapshot(ddp):
+    return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
+def _peer_dies(rank, mode, how):
+    ddp, optimizer, handle = _start(mode, net=DyingNet)
+    before = _snapshot(ddp)
+    ddp.module.dies = how if rank == 1 else None
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        ddp(batches(1)[0]).square().sum().backward()
+    seconds = time.monotonic() - start
+    with pytest.raises(CommunicationError) as caught:
+        handle.wait()
+    with pytest.raises(CommunicationError):
+        optimizer.step()
+    with pytest.raises(OverlapError):  # nothing goes on after that
+        ddp(batches(1)[0]).square().sum().backward()
+    return len(_changed(ddp, before)), caught.value.report, seconds
+
+
+def test_survivors_raise_within_the_timeout():
+    first, died, last = run_ranks(
+        _peer_dies, 3, OverlapMode.BUCKET, "exits", may_die={1}, group_timeout=GROUP_TIMEOUT, timeout=90
+    )
+    assert died is None
+    for changed, report, seconds in (first, last):
+        assert report.number == 3
+        assert (changed > 0) == (len(report.stepped) > 0)
+        assert seconds < GROUP_TIMEOUT + 5
+
+
+def _peer_stops(rank, mode, pids):
+    """As a peer that dies, but with its connections open: only the group's timeout can tell."""
+    if rank == 1:
+        Path(pids).write_text(str(os.getpid()))
+    try:
+        return _peer_dies(rank, mode, "stops")
+    finally:
+        if rank == 0:
+            os.kill(int(Path(pids).read_text()), signal.SIGKILL)
+
+
+def test_a_peer_that_stops_raises_at_the_timeout(tmp_path):
+    pids = str(tmp_path / "pid")
+    first, _, last = run_ranks(
+        _peer_stops, 3, OverlapMode.AFTER_REDUCE, pids, may_die={1}, group_timeout=3.0, timeout=90
+    )
+    for changed, report, seconds in (first, last):
+        assert changed == 0
+        assert report.number == 3
+        assert report.stepped == ()
+        assert seconds < 20
+
+
+def _hook_raises_everywhere(mode):
+    def hook(state, bucket):
+        if state["fails"] and bucket.index() == 1:
+            raise ValueError("a bad hook")
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    state = {"fails": False}
+    ddp, optimizer, handle = _start(mode, comm_hook=hook, comm_state=state)
+    state["fails"] = True
+    before = _snapshot(ddp)
+    with pytest.raises(CommunicationError, match="a bad hook") as caught:
+        ddp(batches(1)[0]).square().sum().backward()
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(CommunicationError, match="a bad hook"):
+        handle.wait()
+    with pytest.raises(CommunicationError, match="a bad hook"):
+        optimizer.step()
+    stepped_first_bucket = set(_changed(ddp, before)) < set(range(len(before)))
+    return stepped_first_bucket and (mode is OverlapMode.BUCKET or not _changed(ddp, before))
+
+
+def _hook_future_fails(mode):
+    """The hook's future has an error, or something that is no gradient."""
+    found = []
+    for value in (ValueError("lost"), "text", torch.zeros(3)):
+
+        def hook(state, bucket, value=value):
+            future = torch.futures.Future()
+            result = future.then(lambda done: done.value())
+            if state["fails"] and isinstance(value, Exception):
+                future.set_exception(value)
+            else:
+                future.set_result(value if state["fails"] else bucket.buffer())
+            return result
+
+        state = {"fails": False}
+        ddp, _, handle = _start(mode, comm_hook=hook, comm_state=state)
+        state["fails"] = True
+        before = _snapshot(ddp)
+        with pytest.raises(RuntimeError):
+            ddp(batches(1)[0]).square().sum().backward()
+        with pytest.raises(CommunicationError) as caught:
+            handle.wait()
+        found.append(not _changed(ddp, before) and caught.value.report.stepped == ())
+    return all(found)
+
+
+def _step_raises_everywhere(mode):
+    ddp, optimizer, handle = _start(mode, make=RaisesOnce)
+    before = _snapshot(ddp)
+    optimizer.victim = ddp.module.layers[1].weight  # in a bucket in the middle
+    with pytest.raises(RuntimeError, match="no step today"):
+        ddp(batches(1)[0]).square().sum().backward()
+    with pytest.raises(StepError, match="no step today") as caught:
+        handle.wait()
+    changed, report = _changed(ddp, before), caught.value.report
+    if mode is OverlapMode.AFTER_REDUCE:
+        return not changed and report.stepped == ()
+    # Layers 3 and 2 come before it, what is before layer 1 comes after it.
+    return 0 < len(changed) < len(before) and 0 < len(report.stepped) < report.buckets
+
+
+def _everywhere(_):
+    return {
+        (part.__name__, mode.name): part(mode)
+        for part in (_hook_raises_everywhere, _hook_future_fails, _step_raises_everywhere)
+        for mode in OverlapMode
+    }
+
+
+def test_a_failure_on_all_ranks():
+    for rank in run_ranks(_everywhere, 2, timeout=90, group_timeout=GROUP_TIMEOUT):
+        assert len(rank) == 6
+        assert all(rank.values()), rank
+
+
+def _step_raises_on_one(rank, mode, done):
+    """Rank 1 fails after its gradients were averaged, and lives on: rank 0 learns of it all the same."""
+    ddp, optimizer, handle = _start(mode, make=RaisesOnce)
+    before = _snapshot(ddp)
+    if rank == 1:
+        optimizer.victim = ddp.module.layers[1].weight
+    error = None
+    try:
+        ddp(batches(1)[0]).square().sum().backward()
+    except RuntimeError as raised:
+        error = raised
+    assert (error is not None) == (rank == 1)
+    if rank == 1 and not GROUPS_END_WITHOUT_GIL:
+        os._exit(0)  # torch 2.6 cannot end a group before
+    with pytest.raises(OverlapError) as caught:
+        handle.wait()
+    changed = _changed(ddp, before)
+    optimizer.zero_grad()
+    with pytest.raises(OverlapError):
+        ddp(batches(1)[0]).square().sum().backward()
+    assert _changed(ddp, before) == changed  # nothing was stepped on top of it
+    if rank == 0:
+        Path(done).touch()
+    deadline = time.monotonic() + 30
+    while not Path(done).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return type(caught.value), len(changed), caught.value.report
+
+
+@pytest.mark.parametrize("mode", OverlapMode)
+def test_a_step_that_fails_on_one_rank_raises_on_every_rank(mode, tmp_path):
+    zero, one = run_ranks(
+        _step_raises_on_one,
+        2,
+        mode,
+        str(tmp_path / "done"),
+        may_die={1},
+        group_timeout=GROUP_TIMEOUT,
+        timeout=90,
+    )
+    kind, changed, report = zero
+    assert kind is CommunicationError
+    assert changed == 10  # it had finished its own step: its report says so
+    assert report.stepped == tuple(range(report.buckets))
+    if one is not None:
+        kind, changed, report = one
+        assert kind is StepError
+        assert changed < 10
+        assert len(report.stepped) < report.buckets
+
+
+def _hook_raises_on_one(rank):
+    def hook(state, bucket):
+        if state["fails"] and bucket.index() == 1 and rank == 1:
+            raise ValueError("a bad hook")
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
+
+    state = {"fails": False}
+    ddp, _, handle = _start(OverlapMode.AFTER_REDUCE, comm_hook=hook, comm_state=state)
+    state["fails"] = True
+    before = _snapshot(ddp)
+    with pytest.raises(RuntimeError):
+        ddp(batches(1)[0]).square().sum().backward()
+    with pytest.raises(CommunicationError):
+        handle.wait()
+    return same(before, _snapshot(ddp))
+
+
+def test_a_hook_that_raises_on_one_rank_raises_on_every_rank():
+    """The others wait for its part of the average until it ends or the group's timeout is over."""
+    assert run_ranks(_hook_raises_on_one, 2, group_timeout=5.0, timeout=60) == [True, True]

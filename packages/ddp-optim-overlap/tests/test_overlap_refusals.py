@@ -1,0 +1,256 @@
+"""What cannot be right is refused, with a reason, before anything communicates."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from overlap_runs import Net, differences, make_ddp, one_group, same, train
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compress_hooks import allreduce_hook
+from ddp_optim_overlap import (
+    ConfigError,
+    GlobalNorm,
+    OverlapError,
+    OverlapMode,
+    UnsupportedGradientError,
+    UnsupportedOptimizerError,
+    overlap_optimizer,
+)
+from dist_utils.testing import run_ranks
+
+
+class ClipsItself(torch.optim.SGD):
+    """Limits the norm over all of its parameters: couples them."""
+
+    def step(self, closure=None):
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients]))
+            torch._foreach_mul_(gradients, (1.0 / norm).clamp(max=1.0))
+        return super().step(closure)
+
+
+class CountsCalls(torch.optim.SGD):
+    """Keeps a counter in the group, as some optimizers do for their schedule."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["calls"] = group.get("calls", 0) + 1
+        return super().step(closure)
+
+
+class CountsInside(torch.optim.SGD):
+    """Keeps a counter in the object."""
+
+    calls = 0
+
+    def step(self, closure=None):
+        self.calls = self.calls + 1
+        return super().step(closure)
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure):
+        closure()
+        return super().step()
+
+
+def _replaced(ddp):
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer.step = lambda: None
+    return optimizer
+
+
+def _with_pre_hook(ddp):
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def _foreign(ddp):
+    return torch.optim.SGD([*ddp.parameters(), torch.nn.Parameter(torch.ones(3))], lr=0.1)
+
+
+def _sgd(ddp):
+    return torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+
+def _zero(ddp):
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - warns, which pytest refuses
+
+    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+
+
+REFUSED = {
+    "LBFGS": (lambda ddp: torch.optim.LBFGS(ddp.parameters()), {}, UnsupportedOptimizerError, "closure"),
+    "closure": (
+        lambda ddp: NeedsClosure(ddp.parameters(), lr=0.1),
+        {"mode": OverlapMode.AFTER_REDUCE},
+        UnsupportedOptimizerError,
+        "closure",
+    ),
+    "ZeRO": (_zero, {}, UnsupportedOptimizerError, "communicates"),
+    "couples": (
+        lambda ddp: ClipsItself(ddp.parameters(), lr=0.1),
+        {},
+        UnsupportedOptimizerError,
+        "AFTER_REDUCE",
+    ),
+    "group counter": (
+        lambda ddp: CountsCalls(ddp.parameters(), lr=0.1),
+        {},
+        UnsupportedOptimizerError,
+        "'calls'",
+    ),
+    "own counter": (
+        lambda ddp: CountsInside(ddp.parameters(), lr=0.1),
+        {},
+        UnsupportedOptimizerError,
+        "'calls'",
+    ),
+    "differentiable": (
+        lambda ddp: torch.optim.SGD(ddp.parameters(), lr=0.1, differentiable=True),
+        {},
+        UnsupportedOptimizerError,
+        "differentiable",
+    ),
+    "replaced step": (_replaced, {}, UnsupportedOptimizerError, "replaced"),
+    "pre-hook": (_with_pre_hook, {}, ConfigError, "pre-hook"),
+    "foreign parameter": (_foreign, {}, ConfigError, "group 0 of SGD"),
+    "global norm": (_sgd, {"clip": GlobalNorm(1.0)}, ConfigError, "AFTER_REDUCE"),
+    "scaler": (_sgd, {"scaler": torch.amp.GradScaler("cpu")}, ConfigError, "AFTER_REDUCE"),
+    "no optimizer": (lambda _: [], {}, ConfigError, "no optimizer"),
+    "mode": (_sgd, {"mode": "bucket"}, TypeError, "OverlapMode"),
+    "clip": (_sgd, {"clip": 1.0}, TypeError, "ClipPolicy"),
+    "unused": (_sgd, {"unused": "zero"}, ValueError, "'skip' or 'step'"),
+    "optimizer": (lambda _: [torch.nn.Linear(2, 2)], {}, TypeError, "Linear"),
+}
+
+
+def _refused(name, ddp):
+    make, options, kind, text = REFUSED[name]
+    optimizer = make(ddp)
+    with pytest.raises(kind, match=text):
+        overlap_optimizer(ddp, optimizer, **options)
+    assert issubclass(kind, OverlapError) or kind in (TypeError, ValueError)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return True
+    return not optimizer.state  # the trial has left nothing behind
+
+
+def _refusals(rank):
+    ddp = make_ddp()
+    seen = {name: _refused(name, ddp) for name in REFUSED}
+    overlap_optimizer(ddp, _sgd(ddp))  # none of them has left a hook
+    with pytest.raises(ConfigError, match="remove"):
+        overlap_optimizer(ddp, _sgd(ddp))
+    hooked = make_ddp()
+    hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(ConfigError, match="allreduce_hook"):
+        overlap_optimizer(hooked, _sgd(hooked))
+    with pytest.raises(TypeError, match="Net"):
+        overlap_optimizer(Net(), _sgd(hooked))
+    ignoring = Net()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ignoring, ["layers.0.weight"])
+    ddp = DistributedDataParallel(ignoring)
+    with pytest.raises(ConfigError, match="never be stepped"):
+        overlap_optimizer(ddp, _sgd(ddp))
+    return seen
+
+
+def test_refused_with_a_reason():
+    for rank in run_ranks(_refusals, 1, timeout=120):
+        assert rank == dict.fromkeys(REFUSED, True)
+
+
+class WithEmbedding(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(50, 8, sparse=True)
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(self.embedding(x).mean(1))
+
+
+def _sparse_run(make_optimizers, *, overlap):
+    ddp = DistributedDataParallel(WithEmbedding(), bucket_cap_mb=0.0001)
+    optimizers = make_optimizers(ddp)
+    handle = overlap_optimizer(ddp, optimizers) if overlap else None
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        ddp(torch.randint(50, (4, 3), generator=generator)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    if handle is not None:
+        handle.wait()
+    return [p.detach().clone() for p in ddp.parameters()], [o.state_dict() for o in optimizers]
+
+
+def _sparse(_):
+    supported = {
+        "SGD": one_group(torch.optim.SGD, {"lr": 0.1}),
+        "Adagrad": one_group(torch.optim.Adagrad, {"lr": 0.1}),
+        "SparseAdam": lambda ddp: [
+            torch.optim.SparseAdam(ddp.module.embedding.parameters(), lr=0.01),
+            torch.optim.AdamW(ddp.module.linear.parameters(), lr=0.01),
+        ],
+    }
+    seen = {
+        name: same(_sparse_run(make, overlap=False), _sparse_run(make, overlap=True))
+        for name, make in supported.items()
+    }
+    for mode in OverlapMode:
+        ddp = DistributedDataParallel(WithEmbedding())
+        with pytest.raises(UnsupportedGradientError, match=r"embedding\.weight"):
+            overlap_optimizer(ddp, torch.optim.AdamW(ddp.parameters()), mode=mode)
+    with pytest.raises(ConfigError, match="sparse"):
+        overlap_optimizer(ddp, _sgd(ddp), mode=OverlapMode.AFTER_REDUCE, clip=GlobalNorm(1.0))
+    # What couples parameters may step all at once.
+    seen["couples"] = not differences(
+        one_group(ClipsItself, {"lr": 0.1}), options={"mode": OverlapMode.AFTER_REDUCE}
+    )
+    seen["group counter"] = not differences(
+        one_group(CountsCalls, {"lr": 0.1}), options={"mode": OverlapMode.AFTER_REDUCE}
+    )
+    frozen = make_ddp()
+    frozen.module.layers[1].weight.requires_grad_(False)
+    overlap_optimizer(frozen, _sgd(frozen))  # a frozen parameter needs no step
+    return seen
+
+
+def test_sparse_gradients_are_stepped_or_refused():
+    for rank in run_ranks(_sparse, 2, timeout=120):
+        assert rank == dict.fromkeys(["SGD", "Adagrad", "SparseAdam", "couples", "group counter"], True)
+
+
+def _unused_step(_):
+    """With unused='step' a resting layer is moved by weight decay; by default it is not."""
+    make = one_group(torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5})
+    moved = {}
+    for unused in ("skip", "step"):
+        runs = [
+            train(
+                make,
+                overlap=True,
+                steps=steps,
+                find_unused_parameters=True,
+                skip=lambda step: (1,) if step else (),
+                options={"unused": unused},
+            )["parameters"]
+            for steps in (1, 2)
+        ]
+        changed = [not torch.equal(one, other) for one, other in zip(*runs, strict=True)]
+        moved[unused] = changed
+    return moved
+
+
+def test_what_becomes_of_a_parameter_that_nobody_used():
+    weight = 4  # conv.weight, conv.bias, then two for each layer
+    for rank in run_ranks(_unused_step, 2, timeout=60):
+        assert rank["skip"][weight] is False
+        assert rank["step"][weight] is True
+        assert all(rank["skip"][:2])
