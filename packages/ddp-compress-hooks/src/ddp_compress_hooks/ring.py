@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_compress_hooks.payload import Piece, largest_share, pieces
 from ddp_compress_hooks.state import CompressState
-from dist_utils.process_groups import runs_on_host
+from dist_utils.process_groups import future_of_work
 
 __all__ = ["average", "average_uncompressed"]
 
@@ -48,7 +48,7 @@ def average(
             piece.decode()
             return buffer
 
-        arrivals.append(_arrival(work, group, values.device).then(arrive))
+        arrivals.append(future_of_work(work, group, values.device).then(arrive))
     return arrivals[0] if len(arrivals) == 1 else _when_all_have(arrivals)
 
 
@@ -58,20 +58,9 @@ def average_uncompressed(
     """Average ``buffer`` as it is; also for a sparse one, where the result may be a new tensor."""
     buffer.div_(group.size())
     work: Any = dist.all_reduce(buffer, group=group, async_op=True)
-    arrival = _arrival(work, group, buffer.device)
+    arrival = future_of_work(work, group, buffer.device)
     reduced: torch.futures.Future[torch.Tensor] = arrival.then(lambda done: done.value()[0])
     return reduced
-
-
-def _arrival(work: Any, group: dist.ProcessGroup, device: torch.device) -> torch.futures.Future[Any]:
-    """Return a work's future. Gloo's know nothing of an accelerator's streams; to wait there does."""
-    arrival: torch.futures.Future[Any] = work.get_future()
-    if device.type == "cpu" or not runs_on_host(group, device):
-        return arrival
-    work.wait()
-    done: torch.futures.Future[Any] = torch.futures.Future(devices=[device])
-    done.set_result(arrival.wait())
-    return done
 
 
 def _when_all_have(

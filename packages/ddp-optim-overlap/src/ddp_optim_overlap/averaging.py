@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from dist_utils import resolve_group
-from dist_utils.process_groups import GroupLike
+from dist_utils.process_groups import GroupLike, future_of_work
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["average_like_ddp"]
@@ -34,6 +36,5 @@ def average_like_ddp(
         buffer.div_(group.size())
     else:
         buffer.mul_(1.0 / group.size())
-    work = dist.all_reduce(buffer, group=group, async_op=True)
-    summed: torch.futures.Future[list[torch.Tensor]] = work.get_future()
-    return summed
+    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+    return future_of_work(work, group, buffer.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ __all__ = [
     "GroupLike",
     "collective_device",
     "device_types",
+    "future_of_work",
     "global_rank",
     "group_rank",
     "resolve_group",
@@ -116,6 +117,23 @@ def runs_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     Waiting for such a collective blocks the caller, on an accelerator as well.
     """
     return device.type == "cpu" or f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+
+
+def future_of_work(
+    work: dist.Work, group: dist.ProcessGroup, device: torch.device
+) -> torch.futures.Future[Any]:
+    """Return the future of a collective on tensors of ``device``, for whoever reads them on any stream.
+
+    Gloo's own futures know nothing of an accelerator's streams: there this waits until the collective is
+    done, and makes a future that does.
+    """
+    own: torch.futures.Future[Any] = work.get_future()
+    if device.type == "cpu" or not runs_on_host(group, device):
+        return own
+    work.wait()
+    done: torch.futures.Future[Any] = torch.futures.Future(devices=[device])
+    done.set_result(own.wait())
+    return done
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:
