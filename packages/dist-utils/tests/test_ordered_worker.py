@@ -257,3 +257,16 @@ def test_the_interpreter_exits_with_an_open_worker():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "1"  # some versions of Gloo print before it
+
+
+def _thread_counts(rank):
+    with OrderedWorker() as worker:
+        found = []
+        for count in (3, 1):
+            torch.set_num_threads(count)
+            found.append(worker.submit(lambda group: torch.get_num_threads()).wait())
+    return found
+
+
+def test_a_job_uses_as_many_threads_as_its_caller():
+    assert run_ranks(_thread_counts, 1) == [[3, 1]]

@@ -72,12 +72,10 @@ class Task:
     Attributes:
         kept: Its residuals.
         sampled: Measure its error.
-        threads: How many the kernels may use: those of the thread that runs ``backward()``.
     """
 
     kept: BucketResiduals
     sampled: bool
-    threads: int
 
 
 class QuantizedAllreduceState:
@@ -266,7 +264,7 @@ class QuantizedAllreduceState:
         kept = self.residuals.of_bucket(bucket.parameters(), own=own, shard=shard, device=values.device)
         sampled = self.sample_every > 0 and self._taken % self.sample_every == 0
         self._taken += 1
-        return Task(kept, sampled, torch.get_num_threads())
+        return Task(kept, sampled)
 
     def average(
         self, group: dist.ProcessGroup, values: torch.Tensor, task: Task, exact: list[torch.Tensor]
@@ -279,8 +277,6 @@ class QuantizedAllreduceState:
             task: From :meth:`take_bucket`.
             exact: Parts of the bucket to average without compression.
         """
-        if torch.get_num_threads() != task.threads:  # this thread's number is its own
-            torch.set_num_threads(task.threads)
         bytes_sent = 0
         reference = apart = None
         if task.sampled:

@@ -96,7 +96,7 @@ class OrderedWorker:
                 Gloo, it runs on the worker's thread; otherwise here and now, and must not synchronise
                 with the host. On an accelerator the side stream is the current stream, which follows
                 what the caller's stream has to do until now. Tensors it uses must live until its
-                future is complete.
+                future is complete. Torch's operators use as many threads as on the caller's thread.
             device: Where the job's tensors live.
 
         Returns:
@@ -187,6 +187,7 @@ class _Job(NamedTuple):
     run: Callable[[dist.ProcessGroup], Any]
     done: torch.futures.Future[Any]
     side: _Side | None
+    threads: int  # that torch's operators may use
 
 
 class _Lane:
@@ -209,7 +210,7 @@ class _Lane:
         result = done.then(_value)
         with self._ending:
             if not self._ended:
-                self._jobs.put(_Job(run, done, side))
+                self._jobs.put(_Job(run, done, side, torch.get_num_threads()))
                 return result
         done.set_exception(self.error or self._group_is_gone())  # type: ignore[arg-type] # torch's annotation
         return result
@@ -234,6 +235,8 @@ class _Lane:
         self._destroy_group()
 
     def _settle(self, job: _Job) -> None:
+        if torch.get_num_threads() != job.threads:  # every thread has a number of its own
+            torch.set_num_threads(job.threads)
         try:
             result = self._run_in_group(job)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
