@@ -68,4 +68,6 @@ def test_grids_streams_and_arguments_reach_the_driver(tmp_path):
         ["1", "1", "256", "1000", "(nil)"],  # reduce has no tensor
         ["196", "1", "128", "100000", "0x200"],  # a thread block for each channel of 512
     ]
-    assert error == "decode<Stored32, Int8, 128, 1, 1> did not start on cuda:0: CUDA_ERROR_INVALID_HANDLE"
+    assert (
+        error == "decode<Stored32, Int8, 128, true, 1, 1> did not start on cuda:0: CUDA_ERROR_INVALID_HANDLE"
+    )
