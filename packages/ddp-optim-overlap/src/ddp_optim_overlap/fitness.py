@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,10 +20,14 @@ __all__ = ["require_plain_step", "require_sparse_support", "require_step_per_par
 
 _SCALES = (100.0, 1.0, 1e-3)
 """Of the gradients in the trial's steps: some above and some below whatever limit an optimizer may have."""
+_LEAST_RATE = 0.01
+"""A warm-up may begin with a learning rate of zero, under which nothing would show."""
+_OF_EVERY_OPTIMIZER = frozenset(torch.optim.Optimizer([torch.zeros(1)], {}).__dict__) - {"defaults"}
+"""Attributes that say nothing about the step: hooks, mostly; groups and state are copied apart."""
 
 
 def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless ``optimizer.step()`` needs no closure and no peer.
+    """Raise unless ``optimizer.step()`` needs no closure, no peer and no other optimizer.
 
     Raises:
         UnsupportedOptimizerError: It does.
@@ -37,6 +42,12 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
         raise UnsupportedOptimizerError(f"{name}.step needs a closure, which evaluates the model again")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise UnsupportedOptimizerError(f"{name} has differentiable=True: autograd would record its steps")
+    inner = next((key for key, value in optimizer.__dict__.items() if _has_optimizer(value)), None)
+    if inner is not None:
+        raise UnsupportedOptimizerError(
+            f"{name} has another optimizer in its attribute {inner!r}, which would step all of its "
+            "parameters whenever some are stepped: use the ordinary loop"
+        )
     on_instance = optimizer.__dict__.get("step")
     if on_instance is not None and inspect.unwrap(on_instance) is not inspect.unwrap(type(optimizer).step):
         raise UnsupportedOptimizerError(
@@ -48,43 +59,64 @@ def require_step_per_parameter(optimizer: torch.optim.Optimizer, sparse: Collect
     """Raise unless stepping parameters apart gives the bits of stepping them together.
 
     Tried on copies of two of the optimizer's smallest parameters, with its own options and state. What
-    couples parameters (a norm over all of them, a counter of calls) shows there.
+    couples parameters (a norm over all of them, a counter of calls, random numbers) shows there.
 
     Args:
         optimizer: Left as it is.
         sparse: Parameters with sparse gradients, which take no part.
 
     Raises:
-        UnsupportedOptimizerError: The results, the states or the options differ, or the step fails.
+        UnsupportedOptimizerError: The results, the states, the options or the attributes differ, the step
+            fails, or it steps something else than the parameters in the groups.
     """
     name = type(optimizer).__name__
     pair = _smallest_pair(optimizer, sparse)
-    if len(pair) < 2:
-        return  # nothing to couple
-    together, apart = (_trial(optimizer, pair) for _ in range(2))
-    devices = [pair[0][1].device] if pair[0][1].device.type == "cuda" else []
-    parts = PartialSteps([apart])
+    if not pair:
+        return
+    versions = _versions(optimizer)
+    fresh, together, apart, backwards = (_trial(optimizer, pair) for _ in range(4))
     try:
-        with torch.random.fork_rng(devices=devices):
-            for step, scale in enumerate(_SCALES):
-                for run in (together, apart):
-                    _set_gradients(run, scale, seed=step)
-                    torch.manual_seed(step)  # for optimizers that add noise
-                    if run is together:
-                        run.step()
-                    else:
-                        for parameter in _parameters(run):
-                            parts.step([parameter])
+        _try_steps(together, apart, backwards, generators=_generators(pair))
     except Exception as error:
         raise UnsupportedOptimizerError(
             f"the step of {name} failed on copies of two parameters: {type(error).__name__}: {error}"
         ) from error
-    difference = _difference(together, apart)
+    if _versions(optimizer) != versions:
+        raise UnsupportedOptimizerError(
+            f"the step of {name} has changed parameters that are not in its groups: this trial has stepped "
+            "the model. Use the ordinary loop"
+        )
+    if not _tensors_differ(fresh, together):
+        raise UnsupportedOptimizerError(
+            f"the step of {name} does not move the parameters in its groups: use the ordinary loop"
+        )
+    difference = _difference(together, apart) or _difference(together, backwards)
     if difference:
         raise UnsupportedOptimizerError(
             f"{name} does not step per parameter: {difference} when two parameters are stepped apart. "
             "Use OverlapMode.AFTER_REDUCE, which steps all at once"
         )
+
+
+def _try_steps(
+    together: torch.optim.Optimizer,
+    apart: torch.optim.Optimizer,
+    backwards: torch.optim.Optimizer,
+    generators: Sequence[torch.Generator],
+) -> None:
+    """Step the first as it is, the others one parameter at a time, in either direction."""
+    with _restored(generators):
+        for step, scale in enumerate(_SCALES):
+            for run in (together, apart, backwards):
+                _set_gradients(run, scale, seed=step)
+                for generator in generators:
+                    generator.manual_seed(step)  # for optimizers that add noise
+                if run is together:
+                    run.step()
+                    continue
+                parts = PartialSteps([run])
+                for parameter in _parameters(run)[:: 1 if run is apart else -1]:
+                    parts.step([parameter])
 
 
 def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str) -> None:
@@ -123,7 +155,7 @@ def _smallest_pair(
         (number, parameter)
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
-        if parameter.requires_grad and id(parameter) not in sparse_ids
+        if parameter.requires_grad and parameter.numel() and id(parameter) not in sparse_ids
     ]
     candidates.sort(key=lambda pair: pair[1].numel())
     for number, _ in candidates[:1]:
@@ -136,32 +168,94 @@ def _smallest_pair(
 def _trial(
     optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, torch.Tensor]], rows: int | None = None
 ) -> torch.optim.Optimizer:
-    """Return an optimizer as this one, with copies of some parameters and of their state."""
-    state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
+    """Return an optimizer as this one, with copies of some parameters and of all that may change."""
+    state: defaultdict[Any, Any] = defaultdict(dict)
     groups: dict[int, dict[str, Any]] = {}
+    # What else refers to a parameter must not lead back to the user's, nor copy a whole model.
+    memo: dict[int, Any] = {
+        id(parameter): torch.empty_like(parameter, device="meta") for parameter in _parameters(optimizer)
+    }
     for number, parameter in chosen:
-        copied = parameter.detach()[:rows].clone().requires_grad_()
-        original = optimizer.param_groups[number]
-        group = groups.setdefault(
-            number,
-            {
-                **{key: copy.deepcopy(value) for key, value in original.items() if key != "params"},
-                "params": [],
-            },
-        )
+        copied = _rows(parameter.detach(), rows).clone().requires_grad_()
+        memo[id(parameter)] = copied
+        group = groups.setdefault(number, {"params": []})
         group["params"].append(copied)
         if parameter in optimizer.state:
             state[copied] = {
-                key: value[:rows].clone()
+                key: _rows(value, rows).clone()
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                else copy.deepcopy(value)
+                else copy.deepcopy(value, memo)
                 for key, value in optimizer.state[parameter].items()
             }
+    for owner, value in _shared_state(optimizer).items():
+        state[owner] = copy.deepcopy(value, memo)
+    for number, group in groups.items():
+        original = optimizer.param_groups[number]
+        group.update({key: copy.deepcopy(value, memo) for key, value in original.items() if key != "params"})
+        if isinstance(group.get("lr"), torch.Tensor):
+            group["lr"].clamp_(min=_LEAST_RATE)
+        elif isinstance(group.get("lr"), (int, float)):
+            group["lr"] = max(group["lr"], _LEAST_RATE)
+        memo[id(original)] = group
     run = stand_in(optimizer, list(groups.values()))
-    own = {key: value for key, value in run.__dict__.items() if _is_number(value)}
-    run.__dict__.update(copy.deepcopy(own))
     run.state = state
+    memo |= {
+        id(optimizer): run,
+        id(optimizer.state): state,
+        id(optimizer.param_groups): run.param_groups,
+    }
+    for key, value in _own_attributes(run).items():
+        with contextlib.suppress(Exception):  # a lock, a process group: cannot be copied, and stays
+            run.__dict__[key] = copy.deepcopy(value, memo)
     return run
+
+
+def _rows(tensor: torch.Tensor, count: int | None) -> torch.Tensor:
+    return tensor[:count] if tensor.dim() else tensor
+
+
+def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.__dict__.items() if key not in _OF_EVERY_OPTIMIZER}
+
+
+def _shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return the state that belongs to no parameter."""
+    state: Mapping[Any, Any] = optimizer.state
+    return {owner: value for owner, value in state.items() if not isinstance(owner, torch.Tensor)}
+
+
+def _has_optimizer(value: object) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_optimizer, value))
+    return isinstance(value, torch.optim.Optimizer)
+
+
+def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
+    """Return how often each parameter and each tensor of the state was written."""
+    states = [state.values() for state in optimizer.state.values() if isinstance(state, dict)]
+    tensors = [*_parameters(optimizer), *(value for values in states for value in values)]
+    return [
+        tensor._version  # noqa: SLF001 - no public name
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
+    ]
+
+
+def _generators(pair: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Generator]:
+    devices = {parameter.device.index for _, parameter in pair if parameter.device.type == "cuda"}
+    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+
+
+@contextlib.contextmanager
+def _restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
+    states = [generator.get_state() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
 
 
 def _parameters(run: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -171,35 +265,63 @@ def _parameters(run: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _set_gradients(run: torch.optim.Optimizer, scale: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in _parameters(run):
-        values = torch.randn(parameter.shape, generator=generator) * scale
+        dtype = torch.complex64 if parameter.is_complex() else torch.float32
+        values = torch.randn(parameter.shape, generator=generator, dtype=dtype) * scale
         parameter.grad = torch.empty_like(parameter).copy_(values)
 
 
-def _difference(together: torch.optim.Optimizer, apart: torch.optim.Optimizer) -> str:
-    for one, other in zip(_parameters(together), _parameters(apart), strict=True):
-        if not _equal(one.detach(), other.detach()):
+def _tensors_differ(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> str:
+    for first, second in zip(_parameters(one), _parameters(other), strict=True):
+        if not _equal(first.detach(), second.detach()):
             return "other values come out"
-        if not _equal(dict(together.state[one]), dict(apart.state[other])):
+        if not _equal(dict(one.state[first]), dict(other.state[second])):
             return "its state differs"
+    return ""
+
+
+def _difference(together: torch.optim.Optimizer, apart: torch.optim.Optimizer) -> str:
+    if found := _tensors_differ(together, apart):
+        return found
+    if not _equal(_shared_state(together), _shared_state(apart)):
+        return "its state, where it belongs to no parameter, differs"
     for one_group, other_group in zip(together.param_groups, apart.param_groups, strict=True):
         for key in {*one_group, *other_group} - {"params"}:
             if not _equal(one_group.get(key), other_group.get(key)):
                 return f"its option {key!r}, which it changes in every step, differs"
-    for key, value in together.__dict__.items():
-        if _is_number(value) and not _equal(value, apart.__dict__.get(key)):
+    one_own, other_own = _own_attributes(together), _own_attributes(apart)
+    for key in {*one_own, *other_own}:
+        if not _equal(one_own.get(key), other_own.get(key)):
             return f"its attribute {key!r}, which it changes in every step, differs"
     return ""
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float, torch.Tensor)) and not isinstance(value, bool)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
-    if isinstance(one, float) and isinstance(other, float) and math.isnan(one):
+def _equal(one: Any, other: Any, above: frozenset[int] = frozenset()) -> bool:
+    """Compare to the bit. Objects without ``==`` are equal if their attributes are."""
+    if one is other or id(one) in above:  # within itself
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return _equal_tensors(one, other)
+    above |= {id(one)}
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key], above) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(
+            _equal(first, second, above) for first, second in zip(one, other, strict=True)
+        )
+    if isinstance(one, float) and math.isnan(one):
         return math.isnan(other)
-    return bool(one == other)
+    if "__eq__" not in {name for kind in type(one).__mro__[:-1] for name in vars(kind)}:
+        return _equal(getattr(one, "__dict__", None), getattr(other, "__dict__", None), above)
+    same = one == other
+    return bool(same.all() if hasattr(same, "all") else same)  # NumPy compares element by element
+
+
+def _equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.is_meta or torch.equal(one, other):
+        return True
+    floating = one.is_floating_point() or one.is_complex()
+    return floating and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
