@@ -59,13 +59,25 @@ def _views(bucket: GradBucket, parameters: Sequence[torch.Tensor]) -> list[torch
     ``bucket.gradients()`` has the right places but always rows first: for a channels_last weight it
     permutes the gradient.
     """
-    flat = bucket.gradients()
+    flat = _complex_views(bucket.buffer(), parameters) or bucket.gradients()
     return [
         view
         if parameter.is_contiguous() or not _fills_its_memory(parameter)
         else view.as_strided(parameter.size(), parameter.stride())
         for parameter, view in zip(parameters, flat, strict=True)
     ]
+
+
+def _complex_views(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the gradients of a bucket of complex parameters; of another one, none.
+
+    DDP keeps them as pairs of real numbers, and ``bucket.gradients()`` finds half of them, up to torch 2.13.
+    """
+    if buffer.is_complex() or not all(parameter.is_complex() for parameter in parameters):
+        return []
+    values = torch.view_as_complex(buffer.view(-1, 2))
+    parts = torch.split(values, [parameter.numel() for parameter in parameters])
+    return [part.view(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:

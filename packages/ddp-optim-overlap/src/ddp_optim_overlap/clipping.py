@@ -96,7 +96,7 @@ class PerBucketNorm(ClipPolicy):
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Scale in place."""
         gradients = _gradients(parameters)
-        _scale(gradients, self.max_norm, _norm(gradients))
+        _scale(gradients, self.max_norm, _norm(gradients, parameters[0].device))
 
 
 @dataclass
@@ -127,7 +127,7 @@ class PreviousStepNorm(ClipPolicy):
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Scale in place by the previous norm, and remember this one."""
         gradients = _gradients(parameters)
-        norm = _norm(gradients)
+        norm = _norm(gradients, parameters[0].device)
         self._squares.append(norm.square())
         _scale(gradients, self.max_norm, norm if self.previous is None else self.previous)
 
@@ -146,10 +146,10 @@ def _gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the 2-norm over all gradients, in fp32."""
+def _norm(gradients: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Return the 2-norm over all gradients, in fp32; zero, on ``device``, if there are none."""
     norms = [torch.linalg.vector_norm(gradient, dtype=_wide(gradient)).float() for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
 
 
 def _wide(gradient: torch.Tensor) -> torch.dtype:
