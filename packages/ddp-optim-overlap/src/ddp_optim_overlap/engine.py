@@ -17,12 +17,18 @@ from torch.profiler import record_function
 
 from ddp_compress_hooks.compiled import is_pair
 from ddp_optim_overlap.bucket_gradients import BucketGradients, lent
-from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError, StepError
+from ddp_optim_overlap.errors import (
+    CommunicationError,
+    ConfigError,
+    DoubleBackwardError,
+    OverlapError,
+    StepError,
+)
 from ddp_optim_overlap.report import StepReport
 from ddp_optim_overlap.stepped_gradients import SteppedGradients
 from ddp_optim_overlap.weight_reuse import WeightWatch
 from dist_utils import OrderedWorker
-from dist_utils.torch_compat import GradBucket, after_backward, inside_backward
+from dist_utils.torch_compat import GradBucket, after_backward, inside_backward, is_accelerator
 
 __all__ = ["Engine", "Stepping"]
 
@@ -37,12 +43,14 @@ class Stepping:
             ``.grad``; else those of one bucket.
         begin: Called when a backward pass hands over its first bucket, before any communication. May raise.
         norm: The norm that ``step`` has computed on the way.
+        begun: If ``whole``, the steps of how many optimizers have begun, in their order.
     """
 
     step: Callable[[Sequence[torch.Tensor]], None]
     whole: bool = False
     begin: Callable[[], None] = lambda: None
     norm: Callable[[], torch.Tensor | None] = lambda: None
+    begun: Callable[[], int] = lambda: 1
 
 
 @dataclass
@@ -53,10 +61,20 @@ class _Pass:
     steps: bool
     buckets: int = 0
     stepped: list[int] = field(default_factory=list)
+    partial: tuple[int, ...] = ()
+    optimizers: tuple[int, ...] = ()
     seconds: float = 0.0
     hidden: float = 0.0
     maybe_exposed: float = 0.0
     norm: torch.Tensor | None = None
+    cancelled: bool = False
+    stepping: threading.Lock = field(default_factory=threading.Lock)
+
+    def cancel(self) -> None:
+        """Let no bucket's step begin any more, and wait for the one in progress: the report is final then."""
+        self.cancelled = True
+        with self.stepping:
+            pass
 
     def await_bucket(self, reduced: torch.futures.Future[Any]) -> Any:
         """Return the average; if it is not there yet, what was stepped until now was hidden behind it."""
@@ -73,8 +91,29 @@ class _Pass:
 
     def report(self) -> StepReport:
         return StepReport(
-            self.number, self.buckets, tuple(self.stepped), self.seconds, self.hidden, self.norm
+            self.number,
+            self.buckets,
+            tuple(self.stepped),
+            self.partial,
+            self.optimizers,
+            self.seconds,
+            self.hidden,
+            self.norm,
         )
+
+
+class _CancelUnlessCalled:
+    """A callback for the end of a backward pass. If that fails, torch drops its callbacks uncalled."""
+
+    def __init__(self, current: _Pass) -> None:
+        self._pass: _Pass | None = current
+
+    def __call__(self) -> None:
+        self._pass = None
+
+    def __del__(self) -> None:
+        if self._pass is not None:
+            self._pass.cancel()  # before backward() raises
 
 
 class Engine:
@@ -82,7 +121,7 @@ class Engine:
 
     Args:
         process_group: Whose ranks train together.
-        parameters: Of the model, those that get gradients.
+        parameters: Of the model; frozen ones too, which may be unfrozen later.
         stepping: What to do with averaged gradients.
         comm_hook: Averages; any hook.
         comm_state: Its first argument.
@@ -106,6 +145,10 @@ class Engine:
         self.process_group = process_group
         self.stepped_gradients = SteppedGradients()
         self.paused = False
+        self.step_stands = False
+        """Whether the last pass has stepped and no gradient has come since."""
+        self.averaged: set[torch.Tensor] = set()
+        """Whose gradients have been in a bucket."""
         self._stepping = stepping
         self._comm_hook = comm_hook
         self._comm_state = comm_state
@@ -120,7 +163,8 @@ class Engine:
         self._last_job: torch.futures.Future[torch.Tensor] | None = None
         self._agreement: torch.futures.Future[None] | None = None
         self._got_gradient: set[torch.Tensor] = set()
-        self._hooks: dict[torch.Tensor, Any] = {}
+        self._used_up: set[torch.Tensor] = set()
+        self._hooks: dict[torch.Tensor, list[Any]] = {}
         self.observe(parameters)
 
     @property
@@ -149,6 +193,8 @@ class Engine:
             return self._comm_hook(self._comm_state, bucket).then(_first)
         current.buckets += 1
         gradients = BucketGradients(bucket)
+        self.averaged.update(gradients.parameters)
+        self._require_observed(gradients.parameters)
         used = [parameter in self._got_gradient for parameter in gradients.parameters]
         if last:
             self._got_gradient.clear()
@@ -184,6 +230,7 @@ class Engine:
             if self._last_job is not None:
                 with contextlib.suppress(Exception):
                     self._last_job.wait()  # what is in progress ends first, or the report would miss it
+            self._pass.cancel()
             self.raise_error()
             raise StepError(
                 f"the backward pass ended after {self._pass.buckets} buckets, with an error or because "
@@ -193,8 +240,8 @@ class Engine:
 
     def remove(self) -> None:
         """From now on only average."""
-        for hook in self._hooks.values():
-            hook.remove()
+        if not self.step_stands:  # else the loop's step() is still to come, unless a gradient comes first
+            self.stop_observing()
         if self._watch is not None:
             self._watch.end()
         self.stepped_gradients.forget()
@@ -204,16 +251,51 @@ class Engine:
         self._pass = None
 
     def observe(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take notice of the gradients of these parameters, before they are added to ``.grad``."""
+        """Take notice of the gradients of these parameters."""
         for parameter in parameters:
-            if parameter not in self._hooks:
-                hook = _gradient_hook(weakref.ref(self), weakref.ref(parameter))
-                self._hooks[parameter] = parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+            if parameter in self._hooks or not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
+            trained = parameter.requires_grad
+            parameter.requires_grad_()  # or torch takes no hook; it keeps those of frozen ones
+            before = _hook(Engine.gradient_comes, weakref.ref(self), weakref.ref(parameter))
+            after = _hook(Engine.got_gradient, weakref.ref(self), weakref.ref(parameter))
+            self._hooks[parameter] = [
+                parameter.register_hook(before),  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
+            ]
+            parameter.requires_grad_(trained)
+
+    def stop_observing(self) -> None:
+        """Take notice of no gradients any more."""
+        while self._hooks:
+            for hook in self._hooks.popitem()[1]:
+                hook.remove()
+
+    def gradient_comes(self, parameter: torch.Tensor) -> None:
+        """Look at ``parameter.grad`` before a gradient is added; ``torch.autograd.grad`` will add none."""
+        if self.stepped_gradients.is_used_up(parameter):
+            self._used_up.add(parameter)
+        else:
+            self._used_up.discard(parameter)
 
     def got_gradient(self, parameter: torch.Tensor) -> None:
-        """Take notice of a gradient, just before it is added to ``parameter.grad``."""
-        self.stepped_gradients.require_new(parameter)
+        """Take notice of a gradient that was added to ``parameter.grad``."""
+        if parameter in self._used_up and not self.removed:
+            raise DoubleBackwardError(
+                "backward() adds to gradients that a step has already used: call zero_grad() after each "
+                "step, and accumulate with no_sync() or pause()"
+            )
+        self.step_stands = False
+        self.stepped_gradients.got_new(parameter)
         self._got_gradient.add(parameter)
+
+    def _require_observed(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Raise if a parameter would count as unused because nobody has looked."""
+        if self._unused_possible and not all(parameter in self._hooks for parameter in parameters):
+            raise ConfigError(
+                "DDP averages a parameter that the model did not have when overlap_optimizer was called: "
+                "remove() the overlap and make a new one"
+            )
 
     def _begin(self) -> None:
         self._pass = None
@@ -231,6 +313,8 @@ class Engine:
                 self._watch.begin()
         self._passes += steps
         self._pass = _Pass(self._passes, steps)
+        if steps:
+            after_backward(_CancelUnlessCalled(self._pass))
 
     def _end_of_buckets(self, current: _Pass, device: torch.device) -> None:
         if current.steps:
@@ -242,10 +326,11 @@ class Engine:
         if self._watch is not None:
             self._watch.end()
         if self._stepping.whole:
-            self._step_whole(current)
+            self._step_whole(current, device)
             self._meet_peers(current, device)
         self._report = current.report()
         self._pass = self._last_job = None  # the job's future has a bucket, which DDP may be about to replace
+        self.step_stands = True
         self._on_finish()
 
     def _meet_peers(self, current: _Pass, device: torch.device) -> None:
@@ -256,6 +341,7 @@ class Engine:
         try:
             return self._comm_hook(self._comm_state, bucket)
         except Exception as error:
+            current.cancel()
             self._error = CommunicationError(
                 f"the communication hook failed for bucket {bucket.index()}: {_text(error)}", current.report()
             )
@@ -280,7 +366,11 @@ class Engine:
                 f"bucket {index} was not averaged: {_text(error)}", current.report()
             ) from error
         if current.steps and not self._stepping.whole:
-            self._step(current, index, gradients, used if self._unused_possible else [True] * len(used))
+            with current.stepping:
+                if not current.cancelled:
+                    self._step(
+                        current, index, gradients, used if self._unused_possible else [True] * len(used)
+                    )
         return gradients.buffer
 
     def _step(self, current: _Pass, index: int, gradients: BucketGradients, used: list[bool]) -> None:
@@ -295,6 +385,7 @@ class Engine:
             with torch.no_grad(), lent(parameters, averaged), record_function("overlapped step"):
                 self._stepping.step(parameters)
         except Exception as error:
+            current.partial = (index,)
             raise StepError(f"the step of bucket {index} failed: {_text(error)}", current.report()) from error
         on_host = gradients.buffer.device.type == "cpu"
         current.count_step([index], time.perf_counter() - began, on_host=on_host)
@@ -302,15 +393,19 @@ class Engine:
         if self._watch is not None:
             self._watch.stepped(parameters)
 
-    def _step_whole(self, current: _Pass) -> None:
+    def _step_whole(self, current: _Pass, device: torch.device) -> None:
         """Step everything when ``backward()`` has nothing else left to do."""
         began = time.perf_counter()
         try:
             with torch.no_grad(), record_function("overlapped step"):
                 self._stepping.step(())
         except Exception as error:
+            begun = self._stepping.begun()
+            current.partial = tuple(range(current.buckets if begun else 0))
+            current.optimizers = tuple(range(begun - 1))
             self._error = StepError(f"the step failed: {_text(error)}", current.report())
-            if self._worker is not None:
+            # On an accelerator the peers do not wait, and a job would make this rank alone make a group.
+            if self._worker is not None and device.type == "cpu":
                 self._worker.submit(partial(_raise, self._error))  # which tells the peers
             raise self._error from error
         current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
@@ -343,22 +438,25 @@ def _meet_peers(current: _Pass, group: dist.ProcessGroup) -> None:
 
 def _used_anywhere(used: list[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
     """Return which parameters of a bucket got a gradient on some rank."""
-    anywhere = torch.tensor(used, dtype=torch.int32, device=device)
+    pin = is_accelerator(device)  # a copy from other memory would wait for the device
+    anywhere = torch.tensor(used, dtype=torch.int32, pin_memory=pin).to(device, non_blocking=pin)
     if group.size() > 1:
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
     # Reading it waits for the device: only where the answer is open.
     return used if all(used) else [bool(value) for value in anywhere.tolist()]
 
 
-def _gradient_hook(
-    engine: weakref.ref[Engine], parameter: weakref.ref[torch.Tensor]
+def _hook(
+    method: Callable[[Engine, torch.Tensor], None],
+    engine: weakref.ref[Engine],
+    parameter: weakref.ref[torch.Tensor],
 ) -> Callable[[torch.Tensor | None], None]:
     """Return a hook on a parameter that keeps neither alive."""
 
     def notice(gradient: torch.Tensor | None) -> None:
         alive, owner = engine(), parameter()
         if alive is not None and owner is not None and gradient is not None:
-            alive.got_gradient(owner)
+            method(alive, owner)
 
     return notice
 

@@ -11,7 +11,8 @@ import torch
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.engine import Engine, Stepping
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.partial_steps import PartialSteps
+from ddp_optim_overlap.partial_steps import PartialSteps, stand_in
+from ddp_optim_overlap.stepped_gradients import StepInputs
 from dist_utils.torch_compat import (
     mark_stepped,
     register_first_step_hooks,
@@ -54,9 +55,9 @@ class OverlappedOptimizers:
         self._partial = PartialSteps(optimizers)
         self._engine: Callable[[], Engine | None] = lambda: None
         self._stepping_now = False
-        self._stepped: set[torch.optim.Optimizer] = set()
+        self._begun = 0
+        self._stepped: dict[torch.optim.Optimizer, StepInputs] = {}
         self._idle = _IdleStep()
-        self._pre_hooks: list[int] = []
         self._handles: list[Any] = []
 
     def stepping(self) -> Stepping:
@@ -67,6 +68,7 @@ class OverlappedOptimizers:
             whole=self._whole,
             begin=self._begin,
             norm=lambda: None if clip is None else clip.norm,
+            begun=lambda: self._begun,
         )
 
     def attach(self, engine: Engine) -> None:
@@ -74,14 +76,15 @@ class OverlappedOptimizers:
         self._engine = weakref.ref(engine)  # which has this: together they would be a cycle
         for optimizer in self._optimizers:
             # Neither the engine nor its thread may live on with an optimizer whose model is gone.
-            before, after = register_first_step_hooks(
-                optimizer, _weakly(self._before_step), _weakly(self._after_step)
+            self._handles += register_first_step_hooks(
+                optimizer, _WeakCall(self._before_step), _WeakCall(self._after_step)
             )
-            self._handles += [before, after]
-            self._pre_hooks.append(before.id)
 
     def remove(self) -> None:
-        """Leave ``optimizer.step()`` as it was."""
+        """Leave ``optimizer.step()`` as it was; a step that is done already stays done."""
+        engine = self._engine()
+        if self._stepped and engine is not None and engine.step_stands:
+            return
         for handle in self._handles:
             handle.remove()
         self._stepped.clear()
@@ -92,15 +95,30 @@ class OverlappedOptimizers:
         engine = self._engine()
         if engine is not None:
             engine.stepped_gradients.remember(self._partial.parameters)
-        self._stepped = set(self._optimizers)
+        self._stepped = {optimizer: StepInputs(optimizer) for optimizer in self._optimizers}
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
 
     def _begin(self) -> None:
+        self._idle.restore()
         self._partial.begin()
+        self._refuse_foreign()
         if self._clip is not None:
             self._clip.begin()
         self.refuse_pre_hooks()
+
+    def _refuse_foreign(self) -> None:
+        """Raise if the optimizers have got parameters that DDP does not average."""
+        engine = self._engine()
+        if engine is None or not engine.averaged:  # in the first pass nobody knows
+            return
+        for parameter in self._partial.parameters:
+            if parameter.requires_grad and parameter not in engine.averaged:
+                raise ConfigError(
+                    f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
+                    "does not average, because it is not the model's or was frozen when DDP was made: it would "
+                    "never be stepped. Give it an optimizer of its own, or make the DDP model anew"
+                )
 
     def refuse_pre_hooks(self) -> None:
         """Raise if a step pre-hook would run too late.
@@ -109,7 +127,7 @@ class OverlappedOptimizers:
             ConfigError: An optimizer that is stepped by buckets has one.
         """
         for optimizer in () if self._whole else self._optimizers:
-            if any(number not in self._pre_hooks for number in step_pre_hooks(optimizer)):
+            if any(not isinstance(hook, _WeakCall) for hook in step_pre_hooks(optimizer).values()):
                 raise ConfigError(
                     f"{type(optimizer).__name__} has a step pre-hook, which may change gradients and would "
                     "run after they were used: use OverlapMode.AFTER_REDUCE"
@@ -123,6 +141,7 @@ class OverlappedOptimizers:
     def _step_whole(self, parameters: Sequence[torch.Tensor]) -> None:
         del parameters  # the optimizers know theirs, and their gradients are in place
         self._stepping_now = True
+        self._begun = 0
         try:
             if self._scaler is not None:
                 for optimizer in self._optimizers:
@@ -130,6 +149,7 @@ class OverlappedOptimizers:
             if self._clip is not None:
                 self._clip.clip(self._model)
             for optimizer in self._optimizers:
+                self._begun += 1
                 if self._scaler is not None:
                     self._scaler.step(optimizer)
                 else:
@@ -143,20 +163,27 @@ class OverlappedOptimizers:
         engine = self._engine()
         if self._stepping_now or engine is None or self._idle.again():
             return
-        engine.raise_error()
-        engine.require_complete()
-        if optimizer not in self._stepped:
+        if not engine.removed:
+            engine.raise_error()
+            engine.require_complete()
+        if not engine.step_stands or optimizer not in self._stepped:
             return  # an ordinary step, after pause() or no_sync() or once more
-        if args[1:] or any(value is not None for value in kwargs.values()):
-            raise ConfigError("the parameters are stepped already: a closure would come too late")
+        _refuse_arguments(args, kwargs)
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if engine.stepped_gradients.changed(own):
+        changed = self._stepped[optimizer].changed(optimizer)
+        if changed is None and engine.stepped_gradients.changed(own):
+            changed = "gradients were changed (clipped, unscaled, ...)"
+        if changed is None and getattr(optimizer, "found_inf", None) is not None:
+            changed = "a GradScaler called step()"
+        if changed is not None:
             raise ConfigError(
-                "gradients were changed (clipped, unscaled, ...) between backward() and step(), after the "
-                "step had used them: give clip= or scaler= to overlap_optimizer instead"
+                f"{changed} between backward() and step(), after the step had been done: do it before "
+                "backward() or after step(), or give clip= or scaler= to overlap_optimizer instead"
             )
-        self._stepped.discard(optimizer)
         self._idle.begin(optimizer, silent=self._whole)
+        del self._stepped[optimizer]
+        if engine.removed and not self._stepped:
+            engine.stop_observing()
 
     def _after_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -172,14 +199,32 @@ class _IdleStep:
         self._depth = 0  # a subclass whose step calls its parent's runs the hooks twice
         self._groups: list[dict[str, Any]] = []
         self._attributes: dict[str, Any] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._rehearsed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def begin(self, optimizer: torch.optim.Optimizer, *, silent: bool) -> None:
-        """Empty the groups; if ``silent``, keep the user's post-hooks, which have run, from running again."""
+        """Empty the groups; if ``silent``, keep the user's post-hooks, which have run, from running again.
+
+        Raises:
+            ConfigError: The optimizer's step cannot do without parameters. Its groups are as before.
+        """
         self._depth = 1
+        self._optimizer = optimizer
         self._groups = [dict(group) for group in optimizer.param_groups]
         self._attributes = dict(optimizer.__dict__)
         for group in optimizer.param_groups:
             group["params"] = []
+        if optimizer not in self._rehearsed:
+            try:
+                # Nobody could put the groups back if the step itself failed: no hook is called then.
+                stand_in(optimizer, optimizer.param_groups).step()
+            except Exception as error:
+                self.restore()
+                raise ConfigError(
+                    f"the parameters are stepped already, and {type(optimizer).__name__}.step() fails when "
+                    f"it has none to step ({type(error).__name__}: {error}): leave step() out of the loop"
+                ) from error
+            self._rehearsed.add(optimizer)
         if silent:
             silence_step_post_hooks(optimizer, self.end)
 
@@ -190,10 +235,15 @@ class _IdleStep:
 
     def end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Put everything back, a counter of calls too."""
-        if self._depth == 0:
-            return
-        self._depth -= 1
-        if self._depth == 0:
+        del optimizer
+        if self._depth == 1:
+            self.restore()
+        self._depth = max(0, self._depth - 1)
+
+    def restore(self) -> None:
+        """Put everything back at once, if that is still to be done: such a call may have failed."""
+        optimizer, self._optimizer, self._depth = self._optimizer, None, 0
+        if optimizer is not None:
             optimizer.__dict__.clear()
             optimizer.__dict__.update(self._attributes)
             for group, before in zip(optimizer.param_groups, self._groups, strict=True):
@@ -202,13 +252,23 @@ class _IdleStep:
             self._groups, self._attributes = [], {}
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a bound method as long as its object lives."""
-    reference = weakref.WeakMethod(method)
+def _refuse_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    if args[1:] or "closure" in given:
+        raise ConfigError("the parameters are stepped already: a closure would come too late")
+    if given:
+        raise ConfigError(
+            f"the parameters are stepped already: {', '.join(given)} for step() would come too late"
+        )
 
-    def call(*args: Any) -> None:
-        alive = reference()
+
+class _WeakCall:
+    """Calls a bound method as long as its object lives."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self, *args: Any) -> None:
+        alive = self._method()
         if alive is not None:
             alive(*args)
-
-    return call

@@ -27,17 +27,20 @@ class PartialSteps:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
-        self._sizes: list[list[int]] = []
+        self._members: list[list[list[int]]] = []
         self._owners: dict[torch.Tensor, list[tuple[int, int]]] = {}
         self._states_in_order = [0] * len(optimizers)
         self.refresh()
 
     def refresh(self) -> None:
-        """Take notice of parameters that ``add_param_group`` has added since."""
-        sizes = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self._optimizers]
-        if sizes == self._sizes:
+        """Take notice of parameters that were added, or moved to other groups, since."""
+        members = [
+            [list(map(id, group["params"])) for group in optimizer.param_groups]
+            for optimizer in self._optimizers
+        ]
+        if members == self._members:
             return
-        self._sizes = sizes
+        self._members = members
         self._owners = {}
         for place, optimizer in enumerate(self._optimizers):
             for number, group in enumerate(optimizer.param_groups):

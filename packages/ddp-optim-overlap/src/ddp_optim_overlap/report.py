@@ -17,6 +17,10 @@ class StepReport:
         number: Which pass: 1 for the first that stepped, or was to step.
         buckets: How many gradient buckets were handed over.
         stepped: The indices of those whose parameters were stepped, in order.
+        partial: The indices of those whose step began and failed: any of their parameters may have been
+            stepped. In ``AFTER_REDUCE`` mode all, if an optimizer's step had begun.
+        optimizers: In ``AFTER_REDUCE`` mode, if the step of one of several optimizers failed: the places of
+            those that had stepped before.
         seconds: The time that the steps took, on this rank's host.
         seconds_hidden: The part of it in which gradients were still being computed or averaged. Zero on an
             accelerator, where the host does not know.
@@ -26,15 +30,25 @@ class StepReport:
     number: int = 0
     buckets: int = 0
     stepped: tuple[int, ...] = ()
+    partial: tuple[int, ...] = ()
+    optimizers: tuple[int, ...] = ()
     seconds: float = 0.0
     seconds_hidden: float = 0.0
     norm: torch.Tensor | None = None
 
     def progress(self) -> str:
         """Say which buckets were stepped."""
-        if not self.stepped:
+        if not (self.stepped or self.partial):
             return f"step {self.number}: no parameter was stepped"
-        return (
-            f"step {self.number}: the parameters of bucket {', '.join(map(str, self.stepped))} were stepped, "
-            "no others"
-        )
+        parts = []
+        if self.stepped:
+            parts.append(f"the parameters of bucket {_listed(self.stepped)} were stepped")
+        if self.partial:
+            parts.append(f"those of bucket {_listed(self.partial)}, whose step failed, in part or not")
+        if self.optimizers:
+            parts.append(f"optimizer {_listed(self.optimizers)} had stepped")
+        return f"step {self.number}: {', '.join(parts)}, no others"
+
+
+def _listed(numbers: tuple[int, ...]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,15 +1,15 @@
-"""Which gradients a step has used up, and whether anybody has touched them since."""
+"""Which gradients a step has used up, and what it has read that somebody has changed since."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from ddp_optim_overlap.errors import DoubleBackwardError
 from dist_utils.torch_compat import tensor_version
 
-__all__ = ["SteppedGradients"]
+__all__ = ["StepInputs", "SteppedGradients"]
 
 
 class SteppedGradients:
@@ -23,27 +23,27 @@ class SteppedGradients:
         self._seen: dict[torch.Tensor, tuple[int, int]] = {}
 
     def remember(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take the gradients of these as used up."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                self._seen[parameter] = _mark(parameter.grad)
+        """Take the gradients of these, and no others, as used up."""
+        self._seen = {
+            parameter: _mark(parameter.grad) for parameter in parameters if parameter.grad is not None
+        }
 
     def forget(self) -> None:
         """Take none as used up."""
         self._seen.clear()
 
-    def require_new(self, parameter: torch.Tensor) -> None:
-        """Raise if a gradient that is about to be added to was used up; to be called before it is.
+    def is_used_up(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter.grad`` is what a step has used, changed or not, and not zeros."""
+        gradient = parameter.grad
+        if gradient is None or parameter not in self._seen:
+            return False
+        if gradient.device.type != "cpu":  # reading it would block the host: a changed one passes for zeros
+            return _mark(gradient) == self._seen[parameter]
+        return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
 
-        Raises:
-            DoubleBackwardError: It was, and is unchanged since.
-        """
-        mark = self._seen.pop(parameter, None)
-        if mark is not None and parameter.grad is not None and _mark(parameter.grad) == mark:
-            raise DoubleBackwardError(
-                "backward() adds to gradients that a step has already used: call zero_grad() after each "
-                "step, and accumulate with no_sync() or pause()"
-            )
+    def got_new(self, parameter: torch.Tensor) -> None:
+        """Take what this has now as not used."""
+        self._seen.pop(parameter, None)
 
     def changed(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Tell whether somebody has written into one of these since, other than by taking it away."""
@@ -53,6 +53,86 @@ class SteppedGradients:
             and _mark(parameter.grad) != self._seen[parameter]
             for parameter in parameters
         )
+
+
+class StepInputs:
+    """What a step has read of an optimizer and its parameters, and what it has left.
+
+    Cheap, and so not complete: writes through ``.data`` into parameters are not seen, and such writes into
+    gradients, and collectives, are seen in a sample of the gradients on CPUs.
+
+    Args:
+        optimizer: It has just been stepped.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._groups = [_options(group) for group in optimizer.param_groups]
+        self._state = optimizer.state
+        self._versions = [tensor_version(parameter) for parameter in _parameters(optimizer)]
+        self._sample = _sample(_parameters(optimizer))
+
+    def changed(self, optimizer: torch.optim.Optimizer) -> str | None:
+        """Name what somebody has changed since."""
+        if optimizer.state is not self._state:
+            return "the optimizer's state was loaded"
+        if len(optimizer.param_groups) != len(self._groups):
+            return "parameter groups were added or taken away"
+        for number, (before, group) in enumerate(zip(self._groups, optimizer.param_groups, strict=True)):
+            now = _options(group)
+            for name, value in before.items():
+                if now.get(name) != value:
+                    return f"{name} of parameter group {number} was changed"
+        if [tensor_version(parameter) for parameter in _parameters(optimizer)] != self._versions:
+            return "parameters were changed"
+        if any(
+            parameter.grad is not None and not torch.equal(_bytes(parameter.grad), before)
+            for parameter, before in self._sample
+        ):
+            return "gradients were changed (clipped, unscaled, ...)"
+        return None
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``==`` may compare: of a tensor, such as a learning rate, which and its version."""
+    return {
+        name: len(value)
+        if name == "params"
+        else (id(value), tensor_version(value))
+        if isinstance(value, torch.Tensor)
+        else value
+        for name, value in group.items()
+    }
+
+
+_SAMPLED_GRADIENTS = 8
+_SAMPLED_BYTES = 1024
+
+
+def _sample(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the beginning of some gradients."""
+    readable = [
+        parameter
+        for parameter in parameters
+        if (gradient := parameter.grad) is not None
+        and gradient.device.type == "cpu"
+        and not gradient.is_sparse
+        and gradient.is_contiguous()
+    ]
+    every = max(1, len(readable) // _SAMPLED_GRADIENTS)
+    return [
+        (parameter, _bytes(parameter.grad).clone())
+        for parameter in readable[::every]
+        if parameter.grad is not None
+    ]
+
+
+def _bytes(gradient: torch.Tensor) -> torch.Tensor:
+    """Return bits, not numbers: NaN differs from itself."""
+    return gradient.detach().reshape(-1)[:_SAMPLED_BYTES].view(torch.uint8)[:_SAMPLED_BYTES]
 
 
 def _mark(gradient: torch.Tensor) -> tuple[int, int]:
