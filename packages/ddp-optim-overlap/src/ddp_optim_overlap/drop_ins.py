@@ -13,8 +13,8 @@ from ddp_compress_hooks import CommHook
 from ddp_optim_overlap.engine import Engine, Stepping
 from ddp_optim_overlap.fitness import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
+from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
-from ddp_optim_overlap.partial_steps import PartialSteps
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["FunctionalOptimizer", "OptimizerHookState", "hook_then_optimizer", "register_fused_optim"]
@@ -32,12 +32,14 @@ class OptimizerHookState:
 
     Args:
         functional_optim: An object with ``step_param(param, grad)``, or any ``torch.optim`` optimizer
-            that :func:`overlap_optimizer` takes.
+            that :func:`overlap_optimizer` takes. The optimizer's own ``step()`` may stay in the loop, and
+            finds nothing left to do.
         params: Those to step; ``None`` for all that the optimizer has or, for ``step_param``, the model.
 
     Raises:
         ValueError: ``functional_optim`` is neither.
         UnsupportedOptimizerError: The optimizer does not step per parameter.
+        ConfigError: It has a step pre-hook, which would run too late.
 
     Counterpart of ``_OptimizerHookState`` in
     ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks``.
@@ -53,41 +55,54 @@ class OptimizerHookState:
     ) -> None:
         self.functional_optimizer = functional_optim
         self.params_to_optimize = None if params is None else set(params)
-        self._partial: PartialSteps | None = None
+        self._calls: OverlappedOptimizers | None = None
         self._stepped: list[torch.Tensor] = []
         if isinstance(functional_optim, torch.optim.Optimizer):
             require_plain_step(functional_optim)
-            require_step_per_parameter(functional_optim, ())
-            self._partial = PartialSteps([functional_optim])
+            own = [parameter for group in functional_optim.param_groups for parameter in group["params"]]
+            # Which parameters of another optimizer have sparse gradients is not known without the model.
+            sparse = own if type(functional_optim) is torch.optim.SparseAdam else ()
+            require_step_per_parameter(functional_optim, sparse)
+            self._calls = OverlappedOptimizers(
+                [functional_optim], model=own, whole=False, clip=None, scaler=None
+            )
+            self._calls.refuse_pre_hooks()
         elif not callable(getattr(functional_optim, "step_param", None)):
             raise ValueError(  # noqa: TRY004 - PyTorch's
                 f"{type(functional_optim).__name__} is no torch.optim.Optimizer and has no "
                 "step_param(param, grad)"
             )
 
-    def begin(self) -> None:
-        """A backward pass begins to hand over buckets."""
-        if self._partial is not None:
-            self._partial.begin()
-
-    def finish(self) -> list[torch.Tensor]:
-        """It has ended: return what was stepped."""
-        if self._partial is not None:
-            self._partial.finish()
-        stepped, self._stepped = self._stepped, []
-        return stepped
-
-    def step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Step those of ``parameters`` that are to be stepped, with their ``.grad``."""
+    def stepping(self) -> Stepping:
+        """Return what an engine needs."""
+        step = self._step_functions if self._calls is None else self._calls.stepping().step
+        begin = (lambda: None) if self._calls is None else self._calls.stepping().begin
         chosen = self.params_to_optimize
-        wanted = [parameter for parameter in parameters if chosen is None or parameter in chosen]
-        if self._partial is not None:
-            self._partial.step(wanted)
+
+        def step_chosen(parameters: Sequence[torch.Tensor]) -> None:
+            step([parameter for parameter in parameters if chosen is None or parameter in chosen])
+
+        return Stepping(step=step_chosen, begin=begin)
+
+    def attach(self, engine: Engine) -> None:
+        """Take part in ``optimizer.step()``, if there is one, for this engine only."""
+        if self._calls is not None:
+            self._calls.remove()
+            self._calls.attach(engine)
+
+    def finish(self, engine: Engine) -> None:
+        """A backward pass that has stepped is over."""
+        if self._calls is not None:
+            self._calls.finish()
         else:
-            functional: Any = self.functional_optimizer
-            for parameter in wanted:
-                functional.step_param(parameter, parameter.grad)
-        self._stepped += wanted
+            engine.stepped_gradients.remember(self._stepped)
+            self._stepped = []
+
+    def _step_functions(self, parameters: Sequence[torch.Tensor]) -> None:
+        functional: Any = self.functional_optimizer
+        for parameter in parameters:
+            functional.step_param(parameter, parameter.grad)
+        self._stepped += parameters
 
 
 def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> CommHook:
@@ -123,14 +138,15 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
             f"optimizer_state must be an OptimizerHookState, got {type(optimizer_state).__name__}"
         )
 
-    def make(group: dist.ProcessGroup, hook_state: object) -> Engine:
-        stepping = Stepping(step=optimizer_state.step, begin=optimizer_state.begin)
-        return Engine(group, [], stepping, hook, hook_state, on_finish=finish)
+    def make(group: dist.ProcessGroup, hook_state: object, model: DistributedDataParallel | None) -> Engine:
+        del model
+        engine = Engine(group, [], optimizer_state.stepping(), hook, hook_state, on_finish=finish)
+        optimizer_state.attach(engine)
+        return engine
 
     def finish() -> None:
-        stepped = optimizer_state.finish()
         if lazy.engine is not None:
-            lazy.engine.stepped_gradients.remember(stepped)
+            optimizer_state.finish(lazy.engine)
 
     lazy = EngineAtFirstBucket(make)
 

@@ -1,4 +1,4 @@
-"""Hooks that make their engine at the first bucket, when they learn which ranks train together."""
+"""Hooks that make their engine late, when they learn which ranks train together."""
 
 from __future__ import annotations
 
@@ -20,23 +20,31 @@ __all__ = ["EngineAtFirstBucket"]
 
 
 class EngineAtFirstBucket:
-    """Takes buckets for an engine that is made with the first one.
+    """Takes buckets for an engine that is made with the first one, unless it is started earlier.
 
     Args:
-        make: Makes the engine for a process group and the state that the hook was registered with.
+        make: Makes the engine for a process group, the state that the hook was registered with and, if
+            that is known, the model.
     """
 
-    def __init__(self, make: Callable[[dist.ProcessGroup, object], Engine]) -> None:
+    def __init__(
+        self, make: Callable[[dist.ProcessGroup, object, DistributedDataParallel | None], Engine]
+    ) -> None:
         self._make = make
         self.engine: Engine | None = None
 
+    def start(self, hook_state: object, model: DistributedDataParallel | None = None) -> Engine:
+        """Return the engine, made by now."""
+        if self.engine is None:
+            self.engine = self._make(_group_of(hook_state), hook_state, model)
+        return self.engine
+
     def take(self, hook_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Be the communication hook for one bucket."""
-        if self.engine is None:
-            self.engine = self._make(_group_of(hook_state), hook_state)
+        engine = self.start(hook_state)
         if not is_pair(bucket):
-            self.engine.observe(bucket.parameters())
-        return self.engine.take(bucket)
+            engine.observe(bucket.parameters())
+        return engine.take(bucket)
 
 
 def _group_of(hook_state: Any) -> dist.ProcessGroup:

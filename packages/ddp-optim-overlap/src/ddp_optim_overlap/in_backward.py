@@ -31,18 +31,24 @@ class _InBackward:
 
     def __init__(self) -> None:
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.averaged_first = False
+        self.registered = False
+        self.averaged_by: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+    def __reduce__(self) -> tuple[type["_InBackward"], tuple[()]]:
+        return _InBackward, ()  # a copy of the parameter has neither the hook nor an optimizer of its own
 
     def step(self, parameter: torch.Tensor) -> None:
         """Step with the gradient of this process, unless a DDP model averages it first."""
-        if not self.averaged_first:
+        if not self.averaged_by:
             for optimizer in self.optimizers:
                 optimizer.step()
             parameter.grad = None
 
 
-_unclaimed: weakref.WeakSet[_InBackward] = weakref.WeakSet()
+_alive: weakref.WeakSet[_InBackward] = weakref.WeakSet()
 _watching: list[Any] = []
+_hooks: weakref.WeakKeyDictionary[CommHook, EngineAtFirstBucket] = weakref.WeakKeyDictionary()
+"""What :func:`apply_optim_in_backward_hook` has returned."""
 
 
 def apply_optimizer_in_backward(
@@ -69,8 +75,8 @@ def apply_optimizer_in_backward(
 
     Cost:
         One optimizer object per parameter: see the README for the time of their steps. Prefer
-        :func:`overlap_optimizer`, which has one. Until all such parameters are found in DDP models, every
-        module call in this process takes about a microsecond longer.
+        :func:`overlap_optimizer`, which has one. As long as such a parameter lives, every module call in
+        this process takes about a microsecond longer, and that of a DDP model a look at its parameters.
 
     Counterpart of ``torch.distributed.optim._apply_optimizer_in_backward``.
 
@@ -84,14 +90,15 @@ def apply_optimizer_in_backward(
         if ours is None:
             ours = _InBackward()
             setattr(parameter, _OURS, ours)
-            _unclaimed.add(ours)
-            if register_hook:
-                parameter.register_post_accumulate_grad_hook(ours.step)  # type: ignore[no-untyped-call]
+            _alive.add(ours)
+        if register_hook and not ours.registered:
+            parameter.register_post_accumulate_grad_hook(ours.step)  # type: ignore[no-untyped-call]
+            ours.registered = True
         make: Any = optimizer_class
         optimizer = make([parameter], **optimizer_kwargs)
         require_plain_step(optimizer)
         ours.optimizers.append(optimizer)
-    if _unclaimed and not _watching:
+    if _alive and not _watching:
         _watching.append(register_module_forward_pre_hook(_claim))
 
 
@@ -115,7 +122,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
 
     Returns:
         A hook for one model. Its state may be the model, a weak reference to it, a process group, or
-        ``None`` for WORLD.
+        ``None`` for WORLD. A parameter that no rank has used is left alone.
 
     Raises:
         In ``backward()``: as :func:`overlap_optimizer`.
@@ -143,9 +150,17 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
         while stepped:
             stepped.pop().grad = None
 
-    def make(group: dist.ProcessGroup, hook_state: object) -> Engine:
+    def make(group: dist.ProcessGroup, hook_state: object, model: DistributedDataParallel | None) -> Engine:
         del hook_state
-        return Engine(group, [], Stepping(step=step), average_like_ddp, group, on_finish=drop_gradients)
+        return Engine(
+            group,
+            [] if model is None else [one for one in model.parameters() if one.requires_grad],
+            Stepping(step=step),
+            average_like_ddp,
+            group,
+            unused_possible=model is not None and (model.find_unused_parameters or model.static_graph),
+            on_finish=drop_gradients,
+        )
 
     lazy = EngineAtFirstBucket(make)
 
@@ -154,6 +169,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
     ) -> torch.futures.Future[torch.Tensor]:
         return lazy.take(hook_state, bucket)
 
+    _hooks[optimizers_in_backward_hook] = lazy
     return optimizers_in_backward_hook
 
 
@@ -164,25 +180,28 @@ def _optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
 
 def _claim(module: nn.Module, _: Any) -> None:
     """Before any module's forward pass: see to it that a DDP model averages before it steps."""
+    if not _alive:
+        while _watching:
+            _watching.pop().remove()
     if not isinstance(module, DistributedDataParallel):
         return
     found = [
-        ours for parameter in module.parameters() if (ours := getattr(parameter, _OURS, None)) is not None
+        ours
+        for parameter in module.parameters()
+        if (ours := getattr(parameter, _OURS, None)) is not None and ours.optimizers
     ]
-    if all(ours.averaged_first for ours in found):
+    if all(module in ours.averaged_by for ours in found):
         return
-    hooks = [hook for hook, _ in comm_hooks(module)]
-    if not hooks:
+    if not comm_hooks(module):
         hook = apply_optim_in_backward_hook(module.gradient_as_bucket_view)
         module.register_comm_hook(weakref.ref(module), hook)
-    elif any("optimizers_in_backward_hook" not in hook.__qualname__ for hook in hooks):
-        raise ConfigError(
-            "parameters of this model have optimizers in backward, and the model another communication hook: "
-            "use overlap_optimizer(..., comm_hook=) for both"
-        )
+    for hook, state in comm_hooks(module):
+        lazy = next((lazy for own, lazy in _hooks.items() if own is hook), None)
+        if lazy is None:
+            raise ConfigError(
+                "parameters of this model have optimizers in backward, and the model another communication "
+                "hook: use overlap_optimizer(..., comm_hook=) for both"
+            )
+        lazy.start(state, module)
     for ours in found:
-        ours.averaged_first = True
-        _unclaimed.discard(ours)
-    if not _unclaimed:
-        while _watching:
-            _watching.pop().remove()
+        ours.averaged_by.add(module)

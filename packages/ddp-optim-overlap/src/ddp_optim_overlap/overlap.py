@@ -116,14 +116,23 @@ class OverlapHandle:
 
 
 class _HookSlot:
-    """What DDP keeps as the state of its one hook, so that the engine behind it can change."""
+    """What DDP keeps as the state of its one hook, so that the engine behind it can change.
+
+    A copy of the model (``deepcopy``, ``torch.save``) has no hook in its reducer, and an empty slot: it
+    averages as DDP does, until :func:`overlap_optimizer` is called for it.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine: Engine | None = engine
+
+    def __getstate__(self) -> dict[str, None]:
+        return {"engine": None}
 
 
 def overlapped_step_hook(state: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket and step its parameters: the hook that :func:`overlap_optimizer` registers."""
+    if state.engine is None:
+        raise ConfigError("this is the hook of another model, of which only a copy is left")
     return state.engine.take(bucket)
 
 
@@ -210,7 +219,7 @@ def overlap_optimizer(
     calls.refuse_pre_hooks()
     engine = Engine(
         ddp.process_group,
-        [parameter for parameter in ddp.parameters() if parameter.requires_grad],
+        list(ddp.parameters()),
         calls.stepping(),
         comm_hook or average_like_ddp,
         ddp.process_group if comm_hook is None else comm_state,
@@ -239,6 +248,8 @@ def _own_slot(ddp: DistributedDataParallel) -> _HookSlot | None:
                 f"this model already has the communication hook {name}: give it to overlap_optimizer as "
                 "comm_hook= instead, since DDP takes only one"
             )
+        if state.engine is None:
+            continue
         if not state.engine.removed:
             raise ConfigError("this model already has an overlapped optimizer: remove() that one first")
         return state
