@@ -116,7 +116,7 @@ class OverlappedOptimizers:
             if parameter.requires_grad and parameter not in engine.averaged:
                 raise ConfigError(
                     f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
-                    "does not average, because it is not the model's or was frozen when DDP was made: it would "
+                    "does not average, as it is not the model's or was frozen when DDP was made: it would "
                     "never be stepped. Give it an optimizer of its own, or make the DDP model anew"
                 )
 
