@@ -1,10 +1,12 @@
 """What the training loop may do around an overlapped step, and what it gets told."""
 
 import contextlib
+import copy
 import gc
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -246,9 +248,203 @@ def _incomplete_backward(seen):
     seen["incomplete backward"] = 0 < len(caught.value.report.stepped) < len(list(ddp.parameters()))
 
 
+def _refused(ddp, optimizer, x, match, between=lambda: None):
+    """Whether ``optimizer.step()`` refuses what was done behind a backward pass, again and again."""
+    optimizer.zero_grad()
+    _backward(ddp, x)
+    between()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=match):
+            optimizer.step()
+    return True
+
+
+def _too_late(seen):
+    """Whatever a step has read, or left, must not change before the loop calls step()."""
+
+    def edit_parameters(ddp):
+        with torch.no_grad():
+            next(ddp.parameters()).mul_(0.9)
+
+    def clamp_data(ddp):
+        for parameter in ddp.parameters():
+            parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+    def sum_again(ddp):
+        for parameter in ddp.parameters():
+            dist.all_reduce(parameter.grad)
+
+    changes = {
+        "lr of parameter group 0": lambda ddp, optimizer: optimizer.param_groups[0].update(lr=0.1),
+        "state was loaded": lambda ddp, optimizer: optimizer.load_state_dict(
+            copy.deepcopy(optimizer.state_dict())
+        ),
+        "parameters were changed": lambda ddp, optimizer: edit_parameters(ddp),
+        "gradients were changed": lambda ddp, optimizer: clamp_data(ddp),
+        "gradients": lambda ddp, optimizer: sum_again(ddp),
+        "unscaled": lambda ddp, optimizer: scaler.unscale_(optimizer),
+    }
+    for match, change in changes.items():
+        ddp = make_ddp()
+        optimizer = _adamw(ddp)
+        overlap_optimizer(ddp, optimizer)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        seen[f"too late: {match}"] = _refused(
+            ddp, optimizer, batches(1)[0], match, partial(change, ddp, optimizer)
+        )
+
+
+def _used_up_gradients(seen):
+    """Gradients that a step has used stay used, whatever was done to them."""
+    for view in (False, True):
+        for clips in (False, True):
+            ddp = make_ddp(gradient_as_bucket_view=view)
+            optimizer = _adamw(ddp)
+            overlap_optimizer(ddp, optimizer)
+            first, second = batches(2)
+            _backward(ddp, first)  # after the first pass DDP moves the gradients
+            if clips:
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+            after = _parameters(ddp)
+            for _ in range(2):
+                with pytest.raises(DoubleBackwardError, match="zero_grad"):
+                    _backward(ddp, second)
+            seen[f"used up, {view}, {clips}"] = same(after, _parameters(ddp))
+
+
+def _ordinary_steps(seen):
+    """A loop without step(), and then an ordinary one; torch.autograd.grad, which is no backward pass."""
+    results = []
+    for overlapped in (False, True):
+        for how in ("pause", "no_sync", "autograd.grad"):
+            ddp = make_ddp()
+            optimizer = _adamw(ddp)
+            handle = overlap_optimizer(ddp, optimizer) if overlapped else None
+            first, second = batches(2)
+            _backward(ddp, first)
+            if not overlapped:
+                optimizer.step()
+            if how == "autograd.grad":
+                torch.autograd.grad(ddp.module(first).sum(), list(ddp.module.parameters()))
+            optimizer.zero_grad()
+            around = ddp.no_sync if how == "no_sync" else handle.pause if handle else contextlib.nullcontext
+            with around():
+                _backward(ddp, second)
+                optimizer.step()
+            results.append([_parameters(ddp), optimizer.state_dict()])
+    seen["ordinary steps"] = same(results[:3], results[3:])
+
+
+def _frozen_layers(seen):
+    """A layer that is frozen at first; and one used by torch.autograd.grad only."""
+    results = []
+    for overlapped in (False, True):
+        ddp = make_ddp(find_unused_parameters=True)
+        optimizer = _adamw(ddp)
+        layer = ddp.module.layers[1].requires_grad_(False)
+        if overlapped:
+            overlap_optimizer(ddp, optimizer)
+        for step, x in enumerate(batches(5)):
+            layer.requires_grad_(step in (1, 2))
+            if step == 4:
+                layer.requires_grad_(True)
+                torch.autograd.grad(ddp.module(x).sum(), list(ddp.module.parameters()))
+                ddp.module.skipped = (1,)
+            optimizer.zero_grad()
+            _backward(ddp, x)
+            optimizer.step()
+        results.append([_parameters(ddp), optimizer.state_dict()])
+    seen["frozen at first"] = same(*results)
+
+
+def _foreign_parameters(seen):
+    """Parameters that DDP does not average, or that moved to another group, later."""
+    for how in ("added", "unfrozen"):
+        net = Net()
+        if how == "unfrozen":
+            net.layers[1].requires_grad_(False)
+        ddp = DistributedDataParallel(net)
+        optimizer = _adamw(ddp)
+        overlap_optimizer(ddp, optimizer)
+        _backward(ddp, batches(1)[0])
+        optimizer.zero_grad()
+        if how == "added":
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        else:
+            net.layers[1].requires_grad_(True)
+        before = _parameters(ddp)
+        with pytest.raises(ConfigError, match="does not average"):
+            _backward(ddp, batches(1)[0])
+        seen[f"foreign: {how}"] = same(before, _parameters(ddp))
+    results = []
+    for overlapped in (False, True):
+        ddp = make_ddp()
+        own = list(ddp.parameters())
+        optimizer = torch.optim.SGD([{"params": own[:5], "lr": 0.1}, {"params": own[5:], "lr": 0.001}])
+        if overlapped:
+            overlap_optimizer(ddp, optimizer)
+        for x in batches(2):
+            _backward(ddp, x)
+            optimizer.step()
+            optimizer.zero_grad()
+            one, other = optimizer.param_groups
+            one["params"], other["params"] = other["params"], one["params"]
+        results.append(_parameters(ddp))
+    seen["groups change places"] = same(*results)
+
+
+class NeedsParameters(torch.optim.SGD):
+    """Its step fails when it has nothing to step."""
+
+    def step(self, closure=None, *, flag=None):
+        del flag
+        assert self.param_groups[0]["params"][0].requires_grad
+        return super().step(closure)
+
+
+def _step_without_parameters(seen):
+    for mode in OverlapMode:
+        ddp = make_ddp()
+        optimizer = NeedsParameters(ddp.parameters(), lr=0.1)
+        overlap_optimizer(ddp, optimizer, mode=mode)
+        refused = _refused(ddp, optimizer, batches(1)[0], "leave step")
+        seen[f"groups are kept, {mode.name}"] = refused and len(optimizer.param_groups[0]["params"]) == 10
+        with pytest.raises(ConfigError, match="flag"):
+            optimizer.step(flag=True)
+
+
+def _removed_before_step(seen):
+    results = []
+    for overlapped in (False, True):
+        ddp = make_ddp()
+        optimizer = _adamw(ddp)
+        first, second, third = batches(3)
+        with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext():
+            _backward(ddp, first)
+        optimizer.step()
+        optimizer.zero_grad()
+        with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext():
+            _backward(ddp, second)
+            if not overlapped:
+                optimizer.step()
+        optimizer.zero_grad()
+        _backward(ddp, third)  # the step that was pending is over
+        optimizer.step()
+        results.append([_parameters(ddp), optimizer.state_dict()])
+    seen["removed before step()"] = same(*results)
+
+
 def _loop(_):
     seen = {}
     for part in (
+        _too_late,
+        _used_up_gradients,
+        _ordinary_steps,
+        _frozen_layers,
+        _foreign_parameters,
+        _step_without_parameters,
+        _removed_before_step,
         _double_backward,
         _changed_gradients,
         _calls_of_step,
@@ -266,7 +462,7 @@ def _loop(_):
 
 def test_the_loop_around_it():
     for rank in run_ranks(_loop, 2, timeout=120):
-        assert len(rank) == 16
+        assert len(rank) == 34
         assert all(rank.values()), rank
 
 
