@@ -147,3 +147,10 @@ def test_limits_must_be_positive():
         for limit in (0.0, -1.0, float("nan")):
             with pytest.raises(ValueError, match="positive"):
                 policy(limit)
+
+
+def test_a_bucket_without_gradients_has_a_zero_norm_on_its_own_device():
+    clip = PreviousStepNorm(1.0)
+    clip.begin()
+    clip.clip([torch.nn.Parameter(torch.empty(3, device="meta"))])
+    assert clip.norm.device.type == "meta"

@@ -49,6 +49,74 @@ class CountsInside(torch.optim.SGD):
         return super().step(closure)
 
 
+class CountsInDict(torch.optim.SGD):
+    """Keeps a counter inside an attribute that a shallow copy shares."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.clock = {"calls": 0}
+
+    def step(self, closure=None):
+        self.clock["calls"] += 1
+        return super().step(closure)
+
+
+class CountsInState(torch.optim.SGD):
+    """Keeps a counter in the state of no parameter."""
+
+    def step(self, closure=None):
+        self.state["all"]["calls"] = self.state["all"].get("calls", 0) + 1
+        return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise, which depends on the order of the parameters."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+class Wraps(torch.optim.Optimizer):
+    """Lets another optimizer step."""
+
+    def __init__(self, base, *, within=lambda base: base):
+        self.base = within(base)
+        super().__init__([p for group in base.param_groups for p in group["params"]], {})
+
+    def step(self, closure=None):
+        self.base.step(closure)
+
+
+class Elsewhere(torch.optim.SGD):
+    """Steps what it finds somewhere else than in its groups."""
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for parameter in _HIDDEN:
+                parameter.add_(0.0)
+
+
+class Idle(torch.optim.SGD):
+    def step(self, closure=None):
+        pass
+
+
+_HIDDEN = []
+
+
+def _elsewhere(ddp):
+    _HIDDEN[:] = ddp.parameters()
+    return Elsewhere(ddp.parameters(), lr=0.1)
+
+
+def _warming_up(ddp):
+    """With a rate of zero, what couples parameters would not show in them."""
+    return ClipsItself(ddp.parameters(), lr=0.0)
+
+
 class NeedsClosure(torch.optim.SGD):
     def step(self, closure):
         closure()
@@ -108,6 +176,34 @@ REFUSED = {
         UnsupportedOptimizerError,
         "'calls'",
     ),
+    "counter in a dict": (
+        lambda ddp: CountsInDict(ddp.parameters(), lr=0.1),
+        {},
+        UnsupportedOptimizerError,
+        "'clock'",
+    ),
+    "counter in the state": (
+        lambda ddp: CountsInState(ddp.parameters(), lr=0.1),
+        {},
+        UnsupportedOptimizerError,
+        "belongs to no parameter",
+    ),
+    "noise": (lambda ddp: Noisy(ddp.parameters(), lr=0.1), {}, UnsupportedOptimizerError, "other values"),
+    "couples, in a warm-up": (_warming_up, {}, UnsupportedOptimizerError, "AFTER_REDUCE"),
+    "wrapper": (lambda ddp: Wraps(_sgd(ddp)), {}, UnsupportedOptimizerError, "'base'"),
+    "wrapper, in a list": (
+        lambda ddp: Wraps(_sgd(ddp), within=lambda base: {"all": [base]}),
+        {"mode": OverlapMode.AFTER_REDUCE},
+        UnsupportedOptimizerError,
+        "'base'",
+    ),
+    "steps elsewhere": (_elsewhere, {}, UnsupportedOptimizerError, "not in its groups"),
+    "moves nothing": (
+        lambda ddp: Idle(ddp.parameters(), lr=0.1),
+        {},
+        UnsupportedOptimizerError,
+        "does not move",
+    ),
     "differentiable": (
         lambda ddp: torch.optim.SGD(ddp.parameters(), lr=0.1, differentiable=True),
         {},
@@ -130,12 +226,46 @@ REFUSED = {
 def _refused(name, ddp):
     make, options, kind, text = REFUSED[name]
     optimizer = make(ddp)
+    before = [p.detach().clone() for p in ddp.parameters()]
     with pytest.raises(kind, match=text):
         overlap_optimizer(ddp, optimizer, **options)
     assert issubclass(kind, OverlapError) or kind in (TypeError, ValueError)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return True
-    return not optimizer.state  # the trial has left nothing behind
+    # The trial has left nothing behind.
+    clock = getattr(optimizer, "clock", {"calls": 0})
+    kept = same(before, [p.detach() for p in ddp.parameters()])
+    return kept and not optimizer.state and clock == {"calls": 0}
+
+
+class Odd(torch.nn.Module):
+    """Parameters of no dimension, of no element, complex ones, and one that is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+        self.empty = torch.nn.Parameter(torch.empty(0))
+        self.linear = torch.nn.Linear(8, 8, dtype=torch.complex64)
+        self.turned = torch.nn.Parameter(torch.randn(8, 4, dtype=torch.complex64).t())
+        self.phase = torch.nn.Parameter(torch.randn((), dtype=torch.complex64))
+
+    def forward(self, x):
+        values = self.linear(x + 0j) @ self.turned.t() * self.phase
+        return values.abs().sum() * self.scale.exp() + self.empty.sum()
+
+
+def _odd_run(*, overlap, view):
+    ddp = DistributedDataParallel(Odd(), bucket_cap_mb=0.0001, gradient_as_bucket_view=view)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    if overlap:
+        overlap_optimizer(ddp, optimizer)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(4):
+        optimizer.zero_grad()
+        ddp(torch.randn(2, 8, generator=generator)).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in ddp.parameters()], optimizer.state_dict()
 
 
 def _refusals(rank):
@@ -203,6 +333,8 @@ def _sparse(_):
         name: same(_sparse_run(make, overlap=False), _sparse_run(make, overlap=True))
         for name, make in supported.items()
     }
+    for view in (False, True):
+        seen["odd", view] = same(*[_odd_run(overlap=overlap, view=view) for overlap in (False, True)])
     for mode in OverlapMode:
         ddp = DistributedDataParallel(WithEmbedding())
         with pytest.raises(UnsupportedGradientError, match=r"embedding\.weight"):
@@ -222,9 +354,10 @@ def _sparse(_):
     return seen
 
 
-def test_sparse_gradients_are_stepped_or_refused():
+def test_sparse_and_odd_parameters_are_stepped_or_refused():
     for rank in run_ranks(_sparse, 2, timeout=120):
-        assert rank == dict.fromkeys(["SGD", "Adagrad", "SparseAdam", "couples", "group counter"], True)
+        assert len(rank) == 7
+        assert all(rank.values()), rank
 
 
 def _unused_step(_):
