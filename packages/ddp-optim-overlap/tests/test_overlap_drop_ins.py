@@ -1,6 +1,8 @@
 """PyTorch's names, on CPUs and with every optimizer: the bits of the ordinary loop."""
 
 import copy
+import functools
+import io
 import warnings
 import weakref
 
@@ -20,6 +22,7 @@ from ddp_optim_overlap import (
     apply_optimizer_in_backward,
     get_in_backward_optimizers,
     hook_then_optimizer,
+    overlap_optimizer,
     register_fused_optim,
 )
 from dist_utils.testing import run_ranks
@@ -79,6 +82,31 @@ def _hook_then_optimizer(seen):
     seen["params"] = moved == [False, False] + [True] * 8
 
 
+def _step_left_in_the_loop(seen):
+    """It finds nothing left to do, and a scheduler does not miss it."""
+    for name, call_step in (("step in the loop", True), ("no step in the loop", False)):
+        runs = []
+        for ours in (False, True):
+            ddp = make_ddp()
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            if ours:
+                hook = hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer))
+                ddp.register_comm_hook(None, hook)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+                for x in batches(3):
+                    optimizer.zero_grad()
+                    ddp(x).square().sum().backward()
+                    if call_step or not ours:
+                        optimizer.step()
+                    scheduler.step()
+            runs.append(_parameters(ddp))
+        seen[name] = same(*runs)
+    embeddings = torch.nn.Sequential(*[torch.nn.Embedding(10, 4, sparse=True) for _ in range(2)])
+    OptimizerHookState(torch.optim.SparseAdam(embeddings.parameters()))
+
+
 def _pytorchs_functional(seen):
     """PyTorch's own functional optimizers work too, with the deprecation warnings that they have."""
     with warnings.catch_warnings():
@@ -125,6 +153,50 @@ def _in_backward(seen):
         seen["by hand", str(state)] = same(_train(ddp), _ordinary(torch.optim.SGD, {"lr": 0.1}))
 
 
+def _in_backward_unused(seen):
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    runs = []
+    for ours in (False, True):
+        ddp = make_ddp(find_unused_parameters=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), **options)
+        if ours:
+            apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), options)
+        for step, x in enumerate(batches(4)):
+            ddp.module.skipped = (1,) if step == 2 else ()
+            ddp.zero_grad()
+            ddp(x).square().sum().backward()
+            if not ours:
+                optimizer.step()
+        runs.append(_parameters(ddp))
+    seen["in backward, unused"] = same(*runs)
+
+
+def _in_backward_wrapped_again(seen):
+    net, ordinary = Net(), Net()
+    apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    optimizer = torch.optim.SGD(ordinary.parameters(), lr=0.1)
+    for wrapping in range(2):
+        ours = _train(DistributedDataParallel(net, bucket_cap_mb=0.002))
+        theirs = _train(DistributedDataParallel(ordinary, bucket_cap_mb=0.002), optimizer)
+        seen["wrapped", wrapping] = same(ours, theirs)
+    torch.save(net, io.BytesIO())
+
+
+def _copies(seen):
+    """A copy of an overlapped model averages, and can be overlapped itself."""
+    ddp = make_ddp()
+    overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    _train(ddp)
+    torch.save(ddp, io.BytesIO())
+    one, other = copy.deepcopy(ddp), copy.deepcopy(ddp)
+    before = _parameters(one)
+    seen["copy averages"] = same(_train(one), before)
+    overlap_optimizer(one, torch.optim.SGD(one.parameters(), lr=0.1))
+    seen["copy overlapped"] = same(_train(one), _train(other, torch.optim.SGD(other.parameters(), lr=0.1)))
+    with pytest.raises(ConfigError, match="remove"):
+        overlap_optimizer(one, torch.optim.SGD(one.parameters(), lr=0.1))
+
+
 def _in_backward_accumulates(seen):
     ddp, ordinary = make_ddp(), make_ddp()
     apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), {"lr": 0.1})
@@ -148,6 +220,12 @@ def _in_backward_refuses(seen):
     ddp.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ConfigError, match="overlap_optimizer"):
         ddp(batches(1)[0])
+    ddp = DistributedDataParallel(net)
+    partial = functools.partial(allreduce_hook)
+    partial.__name__ = partial.__qualname__ = "optimizers_in_backward_hook"  # another hook all the same
+    ddp.register_comm_hook(None, partial)
+    with pytest.raises(ConfigError, match="overlap_optimizer"):
+        ddp(batches(1)[0])
     seen["another hook"] = True
 
 
@@ -155,9 +233,13 @@ def _drop_ins(_):
     seen = {}
     for part in (
         _hook_then_optimizer,
+        _step_left_in_the_loop,
         _pytorchs_functional,
         _register_fused_optim,
         _in_backward,
+        _in_backward_unused,
+        _in_backward_wrapped_again,
+        _copies,
         _in_backward_accumulates,
         _in_backward_refuses,
     ):
@@ -167,7 +249,7 @@ def _drop_ins(_):
 
 def test_the_bits_of_the_ordinary_loop():
     for rank in run_ranks(_drop_ins, 2, timeout=120):
-        assert len(rank) == 20
+        assert len(rank) == 27
         assert all(rank.values()), rank
 
 
@@ -186,6 +268,9 @@ def test_outside_of_ddp_each_backward_steps():
     apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, False)
     without(batches(1, rank=0)[0]).sum().backward()
     assert all(torch.equal(p, q) for p, q in zip(without.parameters(), Net().parameters(), strict=True))
+    apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, True)  # and now it does
+    without(batches(1, rank=0)[0]).sum().backward()
+    assert not any(torch.equal(p, q) for p, q in zip(without.parameters(), Net().parameters(), strict=True))
 
 
 def test_what_is_no_optimizer_is_refused():
