@@ -99,7 +99,7 @@ def train(  # noqa: C901 - every way to write the loop
         for step in range(count):
             if resume_at == step:
                 optimizers, schedulers, handle = _resume(
-                    ddp, optimizers, schedulers, handle, make_optimizers, make_schedulers
+                    ddp, optimizers, schedulers, handle, make_optimizers, make_schedulers, options or {}
                 )
             ddp.module.skipped = skip(step)
             _backward(ddp, data[step * accumulate : (step + 1) * accumulate])
@@ -114,7 +114,9 @@ def train(  # noqa: C901 - every way to write the loop
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=set_to_none)
     if handle is not None:
-        handle.wait()
+        report = handle.wait()  # or optimizer.step() has done it all, and the overlap nothing
+        assert report.stepped == tuple(range(report.buckets)), report
+        assert report.buckets
         handle.remove()
     return {
         "parameters": [p.detach().clone() for p in ddp.parameters()],
@@ -130,7 +132,7 @@ def _backward(ddp, parts):
             ddp(x).square().sum().backward()
 
 
-def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_schedulers):
+def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_schedulers, options):
     """Save, and go on with new optimizers and schedulers that have loaded what was saved."""
     saved = copy.deepcopy([one.state_dict() for one in (*optimizers, *schedulers)])
     if handle is not None:
@@ -143,7 +145,7 @@ def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_scheduler
     optimizers = make_optimizers(ddp)
     schedulers = make_schedulers(optimizers)
     if handle is not None:
-        handle = overlap_optimizer(ddp, optimizers)
+        handle = overlap_optimizer(ddp, optimizers, **options)
     for one, state in zip((*optimizers, *schedulers), saved, strict=True):
         one.load_state_dict(state)
     return optimizers, schedulers, handle
@@ -163,7 +165,7 @@ def same(one, other):
 
 
 def differences(make_optimizers, **arguments):
-    """Return what differs between the ordinary and the overlapped run, and whether anything moved."""
+    """Return what differs between the ordinary and the overlapped run."""
     options = arguments.pop("options", None)
     ordinary = train(make_optimizers, overlap=False, **arguments)
     overlapped = train(make_optimizers, overlap=True, options=options, **arguments)

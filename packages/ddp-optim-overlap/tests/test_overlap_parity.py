@@ -163,7 +163,7 @@ def _three(_):
     moved = train(ADAMW, overlap=True)["parameters"]
     start = [parameter.detach() for parameter in make_ddp().parameters()]
     seen["moved"] = not any(torch.equal(one, other) for one, other in zip(moved, start, strict=True))
-    seen["fp64"] = differences(
+    seen["tensor lr"] = differences(
         lambda ddp: [torch.optim.SGD(ddp.parameters(), lr=torch.tensor(0.1), foreach=True)]
     )
     return seen
@@ -171,4 +171,4 @@ def _three(_):
 
 def test_three_ranks():
     for rank in run_ranks(_three, 3, timeout=120):
-        assert rank == {False: [], True: [], "moved": True, "fp64": []}
+        assert rank == {False: [], True: [], "moved": True, "tensor lr": []}
