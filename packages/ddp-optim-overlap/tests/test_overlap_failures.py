@@ -204,17 +204,133 @@ def _step_raises_everywhere(mode):
     return 0 < len(changed) < len(before) and 0 < len(report.stepped) < report.buckets
 
 
+class FailsOnTheWay(torch.optim.SGD):
+    """Its step fails when it has moved some parameters."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for place, parameter in enumerate(group["params"]):
+                if self.fails and place == 1:
+                    raise ValueError("no step today")
+                if parameter.grad is not None:
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def _fails_on_the_way(mode):
+    """The report tells of buckets that were stepped in part, and of optimizers that had stepped."""
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=25)
+    first = torch.optim.SGD(ddp.module.conv.parameters(), lr=0.1)
+    optimizer = FailsOnTheWay(ddp.module.layers.parameters(), lr=0.1)
+    handle = overlap_optimizer(ddp, [first, optimizer], mode=mode)
+    optimizer.fails = True
+    before = _snapshot(ddp)
+    with pytest.raises(RuntimeError, match="no step today"):
+        ddp(batches(1)[0]).square().sum().backward()
+    with pytest.raises(StepError, match="of bucket 0, whose step failed, in part or not") as caught:
+        handle.wait()
+    report = caught.value.report
+    expected = (0,) if mode is OverlapMode.AFTER_REDUCE else ()
+    return _changed(ddp, before) and (report.stepped, report.partial, report.optimizers) == (
+        (),
+        (0,),
+        expected,
+    )
+
+
+def _post_hook_raises(mode):
+    if mode is OverlapMode.BUCKET:
+        return True  # they run in the loop's own step()
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.002)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def fails(*_):
+        raise ValueError("a bad hook")
+
+    optimizer.register_step_post_hook(fails)
+    handle = overlap_optimizer(ddp, optimizer, mode=mode)
+    with pytest.raises(RuntimeError, match="a bad hook"):
+        ddp(batches(1)[0]).square().sum().backward()
+    with pytest.raises(StepError) as caught:
+        handle.wait()
+    report = caught.value.report
+    return report.buckets > 0 and report.partial == tuple(range(report.buckets))
+
+
+class RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ValueError("a bad layer")
+
+
+class RaisingNet(Net):
+    raises = False
+
+    def forward(self, x):
+        x = self.conv(x).mean(1).flatten(1)
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if index == 1 and self.raises:
+                x = RaisesInBackward.apply(x)
+        return x
+
+
+def _nothing_steps_later(mode):
+    """A hook or the model raises while averages of other buckets are on their way: those step no more."""
+
+    def hook(state, bucket):
+        if state["fails"] == "hook" and bucket.index() == 2:
+            raise ValueError("a bad layer")
+        done = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+        def average(done):
+            time.sleep(0.3 if state["fails"] else 0)
+            return done.value()[0] / 2
+
+        return done.then(average)
+
+    found = []
+    for fails in ("hook", "model"):
+        state = {"fails": None}
+        ddp, optimizer, handle = _start(mode, net=RaisingNet, comm_hook=hook, comm_state=state)
+        state["fails"] = fails
+        ddp.module.raises = fails == "model"
+        before = _snapshot(ddp)
+        with pytest.raises((ValueError, CommunicationError), match="a bad layer"):
+            ddp(batches(1)[0]).square().sum().backward()
+        now = _changed(ddp, before)
+        with pytest.raises(OverlapError) as caught:
+            optimizer.step()
+        time.sleep(1.5)
+        found.append(_changed(ddp, before) == now and bool(now) == bool(caught.value.report.stepped))
+        handle.remove()
+    return all(found)
+
+
 def _everywhere(_):
     return {
         (part.__name__, mode.name): part(mode)
-        for part in (_hook_raises_everywhere, _hook_future_fails, _step_raises_everywhere)
+        for part in (
+            _hook_raises_everywhere,
+            _hook_future_fails,
+            _step_raises_everywhere,
+            _fails_on_the_way,
+            _post_hook_raises,
+            _nothing_steps_later,
+        )
         for mode in OverlapMode
     }
 
 
 def test_a_failure_on_all_ranks():
     for rank in run_ranks(_everywhere, 2, timeout=90, group_timeout=GROUP_TIMEOUT):
-        assert len(rank) == 6
+        assert len(rank) == 12
         assert all(rank.values()), rank
 
 
