@@ -1,5 +1,6 @@
 """What really goes over the wire, counted by the kernel: the payload of a ring, at every way to sum."""
 
+import statistics
 import sys
 
 import pytest
@@ -21,11 +22,14 @@ def _count(rank):
     states = {name: state_of(name) for name in HOOKS}
     for name, state in states.items():
         run_hook(name, bucket, torch.ones(10), state=state)  # makes groups and connections
-        dist.barrier()
-        before = tcp_bytes_sent()
-        run_hook(name, bucket, torch.ones(ELEMENTS), state=state)
-        dist.barrier()
-        sent[name] = tcp_bytes_sent() - before
+        counts = []
+        for _ in range(3):
+            dist.barrier()
+            before = tcp_bytes_sent()
+            run_hook(name, bucket, torch.ones(ELEMENTS), state=state)
+            dist.barrier()
+            counts.append(tcp_bytes_sent() - before)
+        sent[name] = statistics.median(counts)  # on a loaded machine the kernel may retransmit in one of them
     return sent
 
 

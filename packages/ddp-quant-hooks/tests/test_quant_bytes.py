@@ -1,5 +1,6 @@
 """Bytes on the wire, counted by the kernel: a quarter of an fp32 ring's."""
 
+import statistics
 import sys
 
 import pytest
@@ -25,12 +26,15 @@ def _bytes(rank):
     runs["fp32"] = lambda values: run_hook(None, bucket, values, allreduce_hook)
     for name, run in runs.items():
         run(torch.ones(1000))  # connects
-        dist.barrier()
-        before = tcp_bytes_sent()
-        run(torch.randn(ELEMENTS))
-        dist.barrier()
-        sent[name] = tcp_bytes_sent() - before
-    counted = {name: state.statistics.bytes_sent for name, state in states.items()}
+        counts = []
+        for _ in range(3):
+            dist.barrier()
+            before = tcp_bytes_sent()
+            run(torch.randn(ELEMENTS))
+            dist.barrier()
+            counts.append(tcp_bytes_sent() - before)
+        sent[name] = statistics.median(counts)  # on a loaded machine the kernel may retransmit in one of them
+    counted = {name: state.statistics.bytes_sent / 3 for name, state in states.items()}
     return sent, counted
 
 

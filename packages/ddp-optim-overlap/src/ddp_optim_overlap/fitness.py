@@ -15,6 +15,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
 from ddp_optim_overlap.partial_steps import PartialSteps, stand_in
+from dist_utils.torch_compat import FUSED_CHECK
 
 __all__ = ["require_plain_step", "require_sparse_support", "require_step_per_parameter"]
 
@@ -289,7 +290,7 @@ def _difference(together: torch.optim.Optimizer, apart: torch.optim.Optimizer) -
             if not _equal(one_group.get(key), other_group.get(key)):
                 return f"its option {key!r}, which it changes in every step, differs"
     one_own, other_own = _own_attributes(together), _own_attributes(apart)
-    for key in {*one_own, *other_own}:
+    for key in {*one_own, *other_own} - {FUSED_CHECK}:
         if not _equal(one_own.get(key), other_own.get(key)):
             return f"its attribute {key!r}, which it changes in every step, differs"
     return ""

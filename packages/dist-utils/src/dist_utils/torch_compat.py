@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as _c10d
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "FUSED_CHECK",
     "GROUPS_END_WITHOUT_GIL",
     "GradBucket",
     "after_backward",
@@ -209,6 +210,10 @@ def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], o
     """Return the communication hooks that a model has, with their states. No public name up to torch 2.15."""
     return list(ddp._comm_hooks)  # noqa: SLF001
 
+
+FUSED_CHECK = "_need_device_dtype_check_for_fused"
+"""An attribute of fused SGD and Adagrad: the next step has to look at its parameters' devices, as only the
+first one does."""
 
 _STEP_PRE_HOOKS = "_optimizer_step_pre_hooks"
 _STEP_POST_HOOKS = "_optimizer_step_post_hooks"
