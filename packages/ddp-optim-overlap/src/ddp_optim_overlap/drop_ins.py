@@ -15,6 +15,7 @@ from ddp_optim_overlap.fitness import require_plain_step, require_step_per_param
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
+from ddp_optim_overlap.partial_steps import parameters_of
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["FunctionalOptimizer", "OptimizerHookState", "hook_then_optimizer", "register_fused_optim"]
@@ -59,7 +60,7 @@ class OptimizerHookState:
         self._stepped: list[torch.Tensor] = []
         if isinstance(functional_optim, torch.optim.Optimizer):
             require_plain_step(functional_optim)
-            own = [parameter for group in functional_optim.param_groups for parameter in group["params"]]
+            own = parameters_of(functional_optim)
             # Which parameters of another optimizer have sparse gradients is not known without the model.
             sparse = own if type(functional_optim) is torch.optim.SparseAdam else ()
             require_step_per_parameter(functional_optim, sparse)

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from ddp_compress_hooks.compiled import is_pair
+from ddp_optim_overlap.backward_pass import BackwardPass, CancelUnlessCalled
 from ddp_optim_overlap.bucket_gradients import BucketGradients, lent
 from ddp_optim_overlap.errors import (
     CommunicationError,
@@ -51,69 +52,6 @@ class Stepping:
     begin: Callable[[], None] = lambda: None
     norm: Callable[[], torch.Tensor | None] = lambda: None
     begun: Callable[[], int] = lambda: 1
-
-
-@dataclass
-class _Pass:
-    """One backward pass: what it has handed over, and what was stepped."""
-
-    number: int
-    steps: bool
-    buckets: int = 0
-    stepped: list[int] = field(default_factory=list)
-    partial: tuple[int, ...] = ()
-    optimizers: tuple[int, ...] = ()
-    seconds: float = 0.0
-    hidden: float = 0.0
-    maybe_exposed: float = 0.0
-    norm: torch.Tensor | None = None
-    cancelled: bool = False
-    stepping: threading.Lock = field(default_factory=threading.Lock)
-
-    def cancel(self) -> None:
-        """Let no bucket's step begin any more, and wait for the one in progress: the report is final then."""
-        self.cancelled = True
-        with self.stepping:
-            pass
-
-    def await_bucket(self, reduced: torch.futures.Future[Any]) -> Any:
-        """Return the average; if it is not there yet, what was stepped until now was hidden behind it."""
-        if not reduced.done():
-            self.hidden += self.maybe_exposed
-            self.maybe_exposed = 0.0
-        return reduced.wait()
-
-    def count_step(self, buckets: Sequence[int], seconds: float, *, on_host: bool) -> None:
-        self.stepped += buckets
-        self.seconds += seconds
-        if on_host:
-            self.maybe_exposed += seconds
-
-    def report(self) -> StepReport:
-        return StepReport(
-            self.number,
-            self.buckets,
-            tuple(self.stepped),
-            self.partial,
-            self.optimizers,
-            self.seconds,
-            self.hidden,
-            self.norm,
-        )
-
-
-class _CancelUnlessCalled:
-    """A callback for the end of a backward pass. If that fails, torch drops its callbacks uncalled."""
-
-    def __init__(self, current: _Pass) -> None:
-        self._pass: _Pass | None = current
-
-    def __call__(self) -> None:
-        self._pass = None
-
-    def __del__(self) -> None:
-        if self._pass is not None:
-            self._pass.cancel()  # before backward() raises
 
 
 class Engine:
@@ -156,7 +94,7 @@ class Engine:
         self._watch = WeightWatch() if check else None
         self._on_finish = on_finish
         self._worker: OrderedWorker | None = OrderedWorker(process_group, name="ddp-optim-overlap")
-        self._pass: _Pass | None = None
+        self._pass: BackwardPass | None = None
         self._passes = 0
         self._report = StepReport()
         self._error: OverlapError | None = None
@@ -312,17 +250,17 @@ class Engine:
             if self._watch is not None:
                 self._watch.begin()
         self._passes += steps
-        self._pass = _Pass(self._passes, steps)
+        self._pass = BackwardPass(self._passes, steps)
         if steps:
-            after_backward(_CancelUnlessCalled(self._pass))
+            after_backward(CancelUnlessCalled(self._pass))
 
-    def _end_of_buckets(self, current: _Pass, device: torch.device) -> None:
+    def _end_of_buckets(self, current: BackwardPass, device: torch.device) -> None:
         if current.steps:
             after_backward(partial(self._finish, current, device))
         if not (current.steps and self._stepping.whole):
             self._meet_peers(current, device)
 
-    def _finish(self, current: _Pass, device: torch.device) -> None:
+    def _finish(self, current: BackwardPass, device: torch.device) -> None:
         if self._watch is not None:
             self._watch.end()
         if self._stepping.whole:
@@ -333,11 +271,11 @@ class Engine:
         self.step_stands = True
         self._on_finish()
 
-    def _meet_peers(self, current: _Pass, device: torch.device) -> None:
+    def _meet_peers(self, current: BackwardPass, device: torch.device) -> None:
         if self._worker is not None and device.type == "cpu":
             self._agreement = self._worker.submit(partial(_meet_peers, current))
 
-    def _communicate(self, bucket: GradBucket, current: _Pass) -> torch.futures.Future[Any]:
+    def _communicate(self, bucket: GradBucket, current: BackwardPass) -> torch.futures.Future[Any]:
         try:
             return self._comm_hook(self._comm_state, bucket)
         except Exception as error:
@@ -349,7 +287,7 @@ class Engine:
 
     def _step_bucket(
         self,
-        current: _Pass,
+        current: BackwardPass,
         index: int,
         gradients: BucketGradients,
         used: list[bool],
@@ -373,7 +311,7 @@ class Engine:
                     )
         return gradients.buffer
 
-    def _step(self, current: _Pass, index: int, gradients: BucketGradients, used: list[bool]) -> None:
+    def _step(self, current: BackwardPass, index: int, gradients: BucketGradients, used: list[bool]) -> None:
         parameters = gradients.parameters
         averaged = [
             # A parameter that no rank has used keeps what it had before: nothing, or zeros.
@@ -393,7 +331,7 @@ class Engine:
         if self._watch is not None:
             self._watch.stepped(parameters)
 
-    def _step_whole(self, current: _Pass, device: torch.device) -> None:
+    def _step_whole(self, current: BackwardPass, device: torch.device) -> None:
         """Step everything when ``backward()`` has nothing else left to do."""
         began = time.perf_counter()
         try:
@@ -424,7 +362,7 @@ def _raise(error: OverlapError, _: dist.ProcessGroup) -> None:
     raise error
 
 
-def _meet_peers(current: _Pass, group: dist.ProcessGroup) -> None:
+def _meet_peers(current: BackwardPass, group: dist.ProcessGroup) -> None:
     """Return when every rank has stepped. A rank whose step failed has ended this group instead."""
     if group.size() == 1:
         return

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 
 from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
-from ddp_optim_overlap.partial_steps import PartialSteps, stand_in
+from ddp_optim_overlap.partial_steps import PartialSteps, parameters_of, stand_in
 from dist_utils.torch_compat import FUSED_CHECK
 
 __all__ = ["require_plain_step", "require_sparse_support", "require_step_per_parameter"]
@@ -116,7 +116,7 @@ def _try_steps(
                     run.step()
                     continue
                 parts = PartialSteps([run])
-                for parameter in _parameters(run)[:: 1 if run is apart else -1]:
+                for parameter in parameters_of(run)[:: 1 if run is apart else -1]:
                     parts.step([parameter])
 
 
@@ -137,7 +137,7 @@ def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Te
         if any(parameter is other for other in group["params"])
     )
     run = _trial(optimizer, [(number, parameter)], rows=2)
-    (copied,) = _parameters(run)
+    (copied,) = parameters_of(run)
     copied.grad = torch.ones_like(copied).to_sparse(1)
     try:
         run.step()
@@ -174,7 +174,7 @@ def _trial(
     groups: dict[int, dict[str, Any]] = {}
     # What else refers to a parameter must not lead back to the user's, nor copy a whole model.
     memo: dict[int, Any] = {
-        id(parameter): torch.empty_like(parameter, device="meta") for parameter in _parameters(optimizer)
+        id(parameter): torch.empty_like(parameter, device="meta") for parameter in parameters_of(optimizer)
     }
     for number, parameter in chosen:
         copied = _rows(parameter.detach(), rows).clone().requires_grad_()
@@ -236,7 +236,7 @@ def _has_optimizer(value: object) -> bool:
 def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
     """Return how often each parameter and each tensor of the state was written."""
     states = [state.values() for state in optimizer.state.values() if isinstance(state, dict)]
-    tensors = [*_parameters(optimizer), *(value for values in states for value in values)]
+    tensors = [*parameters_of(optimizer), *(value for values in states for value in values)]
     return [
         tensor._version  # noqa: SLF001 - no public name
         for tensor in tensors
@@ -259,20 +259,16 @@ def _restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _parameters(run: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in run.param_groups for parameter in group["params"]]
-
-
 def _set_gradients(run: torch.optim.Optimizer, scale: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for parameter in _parameters(run):
+    for parameter in parameters_of(run):
         dtype = torch.complex64 if parameter.is_complex() else torch.float32
         values = torch.randn(parameter.shape, generator=generator, dtype=dtype) * scale
         parameter.grad = torch.empty_like(parameter).copy_(values)
 
 
 def _tensors_differ(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> str:
-    for first, second in zip(_parameters(one), _parameters(other), strict=True):
+    for first, second in zip(parameters_of(one), parameters_of(other), strict=True):
         if not _equal(first.detach(), second.detach()):
             return "other values come out"
         if not _equal(dict(one.state[first]), dict(other.state[second])):

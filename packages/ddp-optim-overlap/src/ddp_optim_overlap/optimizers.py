@@ -11,7 +11,7 @@ import torch
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.engine import Engine, Stepping
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.partial_steps import PartialSteps, stand_in
+from ddp_optim_overlap.partial_steps import PartialSteps, parameters_of, stand_in
 from ddp_optim_overlap.stepped_gradients import StepInputs
 from dist_utils.torch_compat import (
     mark_stepped,
@@ -169,7 +169,7 @@ class OverlappedOptimizers:
         if not engine.step_stands or optimizer not in self._stepped:
             return  # an ordinary step, after pause() or no_sync() or once more
         _refuse_arguments(args, kwargs)
-        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        own = parameters_of(optimizer)
         changed = self._stepped[optimizer].changed(optimizer)
         if changed is None and engine.stepped_gradients.changed(own):
             changed = "gradients were changed (clipped, unscaled, ...)"

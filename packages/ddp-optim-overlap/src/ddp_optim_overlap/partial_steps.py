@@ -10,7 +10,7 @@ import torch
 
 from dist_utils.torch_compat import without_step_hooks
 
-__all__ = ["PartialSteps", "stand_in"]
+__all__ = ["PartialSteps", "parameters_of", "stand_in"]
 
 
 class PartialSteps:
@@ -63,7 +63,7 @@ class PartialSteps:
             state = optimizer.state
             new = list(state)[known:]
             if new:
-                place = {parameter: number for number, parameter in enumerate(_parameters(optimizer))}
+                place = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
                 for parameter in sorted(new, key=lambda key: place.get(key, len(place))):
                     state[parameter] = state.pop(parameter)
 
@@ -82,7 +82,8 @@ class PartialSteps:
             stand_in(optimizer, groups).step()
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 

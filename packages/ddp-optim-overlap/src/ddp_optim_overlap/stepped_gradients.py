@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ddp_optim_overlap.partial_steps import parameters_of
 from dist_utils.torch_compat import tensor_version
 
 __all__ = ["StepInputs", "SteppedGradients"]
@@ -69,8 +70,8 @@ class StepInputs:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._groups = [_options(group) for group in optimizer.param_groups]
         self._state = optimizer.state
-        self._versions = [tensor_version(parameter) for parameter in _parameters(optimizer)]
-        self._sample = _sample(_parameters(optimizer))
+        self._versions = [tensor_version(parameter) for parameter in parameters_of(optimizer)]
+        self._sample = _sample(parameters_of(optimizer))
 
     def changed(self, optimizer: torch.optim.Optimizer) -> str | None:
         """Name what somebody has changed since."""
@@ -83,7 +84,7 @@ class StepInputs:
             for name, value in before.items():
                 if now.get(name) != value:
                     return f"{name} of parameter group {number} was changed"
-        if [tensor_version(parameter) for parameter in _parameters(optimizer)] != self._versions:
+        if [tensor_version(parameter) for parameter in parameters_of(optimizer)] != self._versions:
             return "parameters were changed"
         if any(
             parameter.grad is not None and not torch.equal(_bytes(parameter.grad), before)
@@ -91,10 +92,6 @@ class StepInputs:
         ):
             return "gradients were changed (clipped, unscaled, ...)"
         return None
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:

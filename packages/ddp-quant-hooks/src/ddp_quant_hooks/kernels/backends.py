@@ -25,6 +25,10 @@ class Outgoing(NamedTuple):
     residual: torch.Tensor | None = None
     new_residual: torch.Tensor | None = None
 
+    def addresses(self) -> tuple[int | None, ...]:
+        """Return where the three lie in memory, as compiled kernels take them."""
+        return tuple(None if tensor is None else tensor.data_ptr() for tensor in self)
+
 
 class Backend(Protocol):
     """Encode, reduce and decode flat tensors, with the same bits as every other backend."""

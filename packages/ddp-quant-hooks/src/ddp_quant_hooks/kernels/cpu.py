@@ -127,9 +127,5 @@ def _read_from(work: _Work, messages: Sequence[torch.Tensor], layout: Layout) ->
 
 
 def _write_to(work: _Work, out: Outgoing, layout: Layout) -> None:
-    work.message, work.message_format = out.message.data_ptr(), _FORMATS[layout.format]
-    work.residual, work.new_residual = _address(out.residual), _address(out.new_residual)
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    work.message, work.residual, work.new_residual = out.addresses()
+    work.message_format = _FORMATS[layout.format]

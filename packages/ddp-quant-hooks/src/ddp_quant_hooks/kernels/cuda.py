@@ -106,7 +106,7 @@ class CudaKernels:
             work = _block_work(len(some), 1)()
             for place, (values, out) in zip(work.shards, some, strict=True):
                 place.values, place.tensor = values.numel(), values.data_ptr()
-                _write_to(place, out)
+                place.message, place.residual, place.new_residual = out.addresses()
             dtype, aligned = some[0][0].dtype, _all_aligned(work)
             program = block_program("encode", layout, dtype=dtype, shards=len(some), aligned=aligned)
             self._launch_blocks(program, layout, work)
@@ -119,8 +119,9 @@ class CudaKernels:
             torch_ops.reduce(messages, layout, values, out, new_layout)
             return
         work = _block_work(1, len(messages))()
-        work.shards[0].values = values
-        _write_to(work.shards[0], out)
+        (place,) = work.shards
+        place.values = values
+        place.message, place.residual, place.new_residual = out.addresses()
         work.messages[:] = [message.data_ptr() for message in messages]
         ranks, aligned = len(messages), _all_aligned(work)
         program = block_program("reduce", layout, new_layout=new_layout, ranks=ranks, aligned=aligned)
@@ -198,14 +199,16 @@ class CudaKernels:
 
     def _kernel(self, program: GpuProgram) -> tuple[Any, Any]:
         """Return the loaded kernel of a program, and as the driver knows it. The device must be current."""
-        from cuda.core import Device, ObjectCode  # noqa: PLC0415 - as above
-
         if not hasattr(self._ready, "device"):
+            from cuda.core import Device  # noqa: PLC0415 - as above
+
             # A thread that has made no runtime call yet has no context for the driver's.
             self._ready.device = Device(self._device.index)
             self._ready.device.set_current()
         found = self._kernels.get(program)
         if found is None:
+            from cuda.core import ObjectCode  # noqa: PLC0415 - as above
+
             code = compile_program(program, self.architecture)
             kernel = ObjectCode.from_cubin(code).get_kernel("kernel")
             found = self._kernels[program] = kernel, self._driver.CUfunction(int(kernel.handle))
@@ -226,18 +229,13 @@ def _batches(shards: Sequence[_T], ranks: int = 1) -> list[Sequence[_T]]:
 def _all_aligned(work: Any) -> bool:
     """Tell whether everything that a launch works on starts at multiples of 16 bytes."""
     pointers = [getattr(shard, name) for shard in work.shards for name, _ in _Shard._fields_[1:]]
-    return all((pointer or 0) % _ALIGNMENT == 0 for pointer in [*pointers, *work.messages])
+    return _are_aligned([*pointers, *work.messages])
 
 
 def _channels_aligned(work: Any) -> bool:
     """Tell whether threads may read and write four values at a time, wherever a channel starts."""
-    pointers = (work.tensor, work.message, *work.messages)
-    return work.channel % 4 == 0 and all((pointer or 0) % _ALIGNMENT == 0 for pointer in pointers)
+    return work.channel % 4 == 0 and _are_aligned([work.tensor, work.message, *work.messages])
 
 
-def _write_to(place: Any, out: Outgoing) -> None:
-    place.message, place.residual, place.new_residual = map(_address, out)
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _are_aligned(pointers: list[int | None]) -> bool:
+    return all((pointer or 0) % _ALIGNMENT == 0 for pointer in pointers)

@@ -104,6 +104,7 @@ def source(file: str) -> str:
     return "#define FOUR_AT_A_TIME\n" + expand(file)
 
 
+@functools.cache  # asked for at every launch
 def block_program(
     kernel: str,
     layout: Layout,
@@ -150,6 +151,7 @@ def lanes_of_team(block: int, unit: int) -> int:
     return lanes
 
 
+@functools.cache
 def affine_program(kernel: str, dtype: torch.dtype, *, aligned: bool = True, ranks: int = 1) -> GpuProgram:
     """Return a kernel of ``csrc/affine_kernels.cu``.
 
