@@ -4,9 +4,13 @@
     python benchmarks/bench_overlap.py loopback --megabytes 10 --repeats 20
     python benchmarks/bench_overlap.py hosts | launch | memory
 
-Two ranks on Gloo, a stack of square linear layers, AdamW. Writes results/overlap.json and .png beside this
-file; a part that is run alone replaces only its own numbers. Times are of the slowest rank, for
-zero_grad, forward, backward and step; every repeat runs all sides, in turns forwards and backwards.
+Two ranks on Gloo, a stack of square linear layers with biases, AdamW. Writes results/overlap.json and .png
+beside this file; a part that is run alone replaces only its own numbers. Times are of the slowest rank, for
+zero_grad, forward, backward and step; every repeat runs all sides, in turns forwards and backwards. The
+allocator keeps what is freed: new pages cost more than what is compared, now on this side, now on that.
+
+One side is the ordinary loop with PyTorch's allreduce_hook, which averages as DDP does without a hook: what
+any communication hook in Python costs, before anything is overlapped.
 
 With T0 the ordinary loop's time, T ours, O the optimizer's own step and n the number of buckets, all but
 the last bucket's step can be hidden: the efficiency is (T0 - T) / (O - O / n).
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
 import statistics
@@ -33,6 +38,7 @@ from emulated_hosts import EmulationUnavailableError
 from hook_harness import run_on_hosts
 from machine import describe_machine
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import OverlapMode, overlap_optimizer
@@ -41,36 +47,41 @@ from ddp_optim_overlap.partial_steps import PartialSteps
 from dist_utils.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
-ORDINARY, PYTORCH, OURS, AFTER = (
+ORDINARY, HOOKED, PYTORCH, OURS, AFTER = (
     "ordinary loop",
+    "ordinary loop, hook",
     "PyTorch's overlap",
     "ours: BUCKET",
     "ours: AFTER_REDUCE",
 )
 STEP = "optimizer.step() alone"
-WIDTHS = {10: (512, 10), 60: (1024, 15)}
-"""Width and number of the layers of a model of so many MB."""
+MODELS = {10: (256, 40, 10), 60: (512, 60, 15)}
+"""Of a model of so many MB: the width and the number of its layers, and the number of its buckets."""
+BATCHES = {"loopback": (8, 64), "hosts": (8,)}
 KINDS = ("fused", "foreach")
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # names of numbers in glibc's malloc.h
 
 
 def make_net(megabytes: int) -> nn.Sequential:
-    """Return a stack of linear layers without biases."""
-    width, count = WIDTHS[megabytes]
+    """Return a stack of linear layers."""
+    width, count, _ = MODELS[megabytes]
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(count)])
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
 
 
-def make_ddp(net: nn.Module, **options: Any) -> DistributedDataParallel:
-    """Return a model with one bucket for each layer, from the second step on."""
-    layer = next(net.parameters())
-    return DistributedDataParallel(net, bucket_cap_mb=layer.nbytes / 2**20, **options)
+def make_ddp(net: nn.Module, buckets: int, **options: Any) -> DistributedDataParallel:
+    """Return a model with so many buckets, from the second step on, or one more."""
+    size = sum(parameter.nbytes for parameter in net.parameters())
+    return DistributedDataParallel(net, bucket_cap_mb=size / buckets / 2**20, **options)
 
 
 def sides(megabytes: int, kind: str) -> dict[str, tuple[DistributedDataParallel, Any, Any]]:
     """Return the models, with the optimizer that the loop steps and the handle of an overlap, if any."""
     made: dict[str, tuple[DistributedDataParallel, Any, Any]] = {}
-    for name in (ORDINARY, PYTORCH, OURS, AFTER):
-        ddp = make_ddp(make_net(megabytes))
+    for name in (ORDINARY, HOOKED, PYTORCH, OURS, AFTER):
+        ddp = make_ddp(make_net(megabytes), MODELS[megabytes][-1])
+        if name == HOOKED:
+            ddp.register_comm_hook(None, allreduce_hook)
         if name == PYTORCH:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # its functional optimizers are deprecated
@@ -79,7 +90,7 @@ def sides(megabytes: int, kind: str) -> dict[str, tuple[DistributedDataParallel,
             continue
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, **{kind: True})  # type: ignore[arg-type]
         handle = None
-        if name != ORDINARY:
+        if name in (OURS, AFTER):
             mode = OverlapMode.BUCKET if name == OURS else OverlapMode.AFTER_REDUCE
             handle = overlap_optimizer(ddp, optimizer, mode=mode)
         made[name] = ddp, optimizer, handle
@@ -89,8 +100,11 @@ def sides(megabytes: int, kind: str) -> dict[str, tuple[DistributedDataParallel,
 def measure(rank: int, megabytes: int, kind: str, batch: int, repeats: int) -> dict[str, list[float]]:
     """Return the seconds of every side's every step, the optimizer's own share, and the buckets."""
     torch.set_num_threads(1)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, 2**25)
+    libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     everyone = sides(megabytes, kind)
-    x = torch.randn(batch, WIDTHS[megabytes][0], generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(batch, MODELS[megabytes][0], generator=torch.Generator().manual_seed(rank))
     seconds: dict[str, list[float]] = {name: [] for name in (*everyone, STEP)}
     for repeat in range(-3, repeats):  # DDP rebuilds its buckets, and memory is allocated
         for name in list(everyone) if repeat % 2 else reversed(list(everyone)):
@@ -116,9 +130,15 @@ def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
     (buckets,) = ranks[0]["buckets"]
     times = {
         name: [1e3 * max(repeat) for repeat in zip(*(rank[name] for rank in ranks), strict=True)]
-        for name in (ORDINARY, PYTORCH, OURS, AFTER, STEP)
+        for name in (ORDINARY, HOOKED, PYTORCH, OURS, AFTER, STEP)
     }
-    summary: dict[str, Any] = {"buckets": int(buckets), "sides": {}}
+    load = [round(value, 1) for value in os.getloadavg()]
+    summary: dict[str, Any] = {
+        "buckets": int(buckets),
+        "repeats": len(times[STEP]),
+        "load_1_5_15_min": load,
+        "sides": {},
+    }
     for name, values in times.items():
         low, median, high = statistics.quantiles(values, n=4)
         summary["sides"][name] = {
@@ -127,15 +147,19 @@ def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
         }
     step = statistics.median(times[STEP])
     hideable = step - step / buckets
-    for name in (PYTORCH, OURS, AFTER):
+    for name in (HOOKED, PYTORCH, OURS, AFTER):
         # Of the same turn: what slows the machine for a while slows both.
         saved = [plain - other for plain, other in zip(times[ORDINARY], times[name], strict=True)]
-        ratios = [other / plain for plain, other in zip(times[ORDINARY], times[name], strict=True)]
+        ratios = {
+            base: statistics.median(other / one for one, other in zip(times[base], times[name], strict=True))
+            for base in (ORDINARY, PYTORCH)
+        }
         low, median, high = statistics.quantiles(saved, n=4)
         summary["sides"][name] |= {
             "saved_ms": round(median, 2),
             "saved_quartiles_ms": [round(low, 2), round(high, 2)],
-            "of_ordinary": round(statistics.median(ratios), 4),
+            "of_ordinary": round(ratios[ORDINARY], 3),
+            "of_pytorch": round(ratios[PYTORCH], 3),
             "efficiency": round(median / hideable, 3),
         }
     return summary
@@ -204,7 +228,10 @@ def measure_memory(rank: int, view: bool, kind: str, overlapped: str) -> float:
     """Return the peak of a fresh process over its start, in sizes of the model."""
     del rank
     torch.set_num_threads(1)
-    warm = make_ddp(nn.Sequential(nn.Linear(8, 8)))  # loads code, starts threads
+    # Every tensor goes back to the system at once: otherwise what the allocator keeps for later differs by a
+    # model's size from run to run.
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**17)
+    warm = make_ddp(nn.Sequential(nn.Linear(8, 8)), 1)  # loads code, starts threads
     warm(torch.ones(1, 8)).sum().backward()
     torch.optim.AdamW(warm.parameters(), **{kind: True}).step()  # type: ignore[arg-type]
     del warm
@@ -214,7 +241,7 @@ def measure_memory(rank: int, view: bool, kind: str, overlapped: str) -> float:
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(12)])
     size = sum(parameter.nbytes for parameter in net.parameters()) / 1024
-    ddp = make_ddp(net, gradient_as_bucket_view=view)
+    ddp = make_ddp(net, 12, gradient_as_bucket_view=view)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, **{kind: True})  # type: ignore[arg-type]
     if overlapped:
         overlap_optimizer(ddp, optimizer, mode=OverlapMode[overlapped])
@@ -233,12 +260,7 @@ def _status(name: str) -> int:
 
 
 def all_memory(runs: int) -> dict[str, dict[str, float]]:
-    """Return the median peak of every side, in sizes of the model; the larger rank's.
-
-    The allocator gives every tensor back to the system at once (which a fixed threshold does): otherwise
-    what it keeps for later differs by a model's size from run to run.
-    """
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**17)
+    """Return the median peak of every side, in sizes of the model; the larger rank's."""
     found: dict[str, dict[str, float]] = {}
     for kind in KINDS:
         for view in (False, True):
@@ -258,8 +280,8 @@ def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
     """Be one rank on an emulated host."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    (size,), (kind,) = options.megabytes, options.kinds
-    seen = measure(rank, size, kind, options.batch, options.repeats)
+    (size,), (kind,), (batch,) = options.megabytes, options.kinds, options.batches
+    seen = measure(rank, size, kind, batch, options.repeats)
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
@@ -268,27 +290,23 @@ def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
 def time_everything(where: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the summaries of every model and kind of step, on loopback or on two emulated hosts."""
     found = {}
-    for size in options.megabytes:
-        for kind in options.kinds:
-            if where == "loopback":
-                ranks = run_ranks(measure, 2, size, kind, options.batch, options.repeats, timeout=900)
-            else:
-                arguments = [f"--megabytes={size}", f"--kinds={kind}", f"--batch={options.batch}"]
-                arguments += [f"--repeats={options.repeats}"]
-                ranks = run_on_hosts([__file__, "rank"], arguments, 2, rate="1gbit")
-            summary = summarize(ranks)
-            found[f"{size} MB, {kind}"] = summary
-            print(f"{where}, {size} MB, {kind}, {summary['buckets']} buckets")
-            for name, side in summary["sides"].items():
-                more = (
-                    f"{side['saved_ms']:>8} saved, {side['of_ordinary']:.3f} of ordinary, "
-                    if "saved_ms" in side
-                    else ""
-                )
-                tail = f"efficiency {side['efficiency']}" if more else ""
-                print(
-                    f"  {name:<24}{side['median_ms']:>9} ms {side['quartiles_ms']} {more}{tail}", flush=True
-                )
+    cases = itertools.product(options.megabytes, options.kinds, options.batches or BATCHES[where])
+    for size, kind, batch in cases:
+        if where == "loopback":
+            ranks = run_ranks(measure, 2, size, kind, batch, options.repeats, timeout=900)
+        else:
+            arguments = [f"--megabytes={size}", f"--kinds={kind}", f"--batches={batch}"]
+            arguments += [f"--repeats={options.repeats}"]
+            ranks = run_on_hosts([__file__, "rank"], arguments, 2, rate="1gbit")
+        case = f"{size} MB, {kind}, batch {batch}"
+        found[case] = summary = summarize(ranks)
+        print(f"{where}, {case}, {summary['buckets']} buckets, load {summary['load_1_5_15_min']}")
+        for name, side in summary["sides"].items():
+            line = f"  {name:<24}{side['median_ms']:>9} ms {side['quartiles_ms']}"
+            if "saved_ms" in side:
+                line += f"{side['saved_ms']:>8} saved, {side['of_ordinary']} of ordinary, "
+                line += f"{side['of_pytorch']} of PyTorch's, efficiency {side['efficiency']}"
+            print(line, flush=True)
     return found
 
 
@@ -300,9 +318,9 @@ def main() -> None:
     parts = ("all", "loopback", "hosts", "launch", "memory", "rank")
     parser.add_argument("part", nargs="?", default="all", choices=parts)
     parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 60], choices=list(WIDTHS))
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 60], choices=list(MODELS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--batches", type=int, nargs="+", help="rows; default: 8, on loopback 64 too")
     parser.add_argument("--repeats", type=int, default=31)
     options = parser.parse_args()
     if options.part == "rank":
@@ -324,7 +342,6 @@ def main() -> None:
     if options.part in ("all", "memory"):
         results["memory"] = all_memory(runs=1)  # three differed by 0.01 at most
     results = {**describe_machine(), **{key: results[key] for key in results if key in parts}}
-    results["batch"] = options.batch
     path.write_text(json.dumps(results, indent=1) + "\n")
     panels = {
         f"{part}, {case}": {

@@ -53,8 +53,13 @@ def batches(count, rank=None, seed=0):
     return [torch.randn(3, 2, 4, 4, generator=generator) for _ in range(count)]
 
 
+def rank_device():
+    """Return where this rank's process group works."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 def make_ddp(*, tied=False, bucket_cap_mb=0.002, **options):
-    return DistributedDataParallel(Net(tied=tied), bucket_cap_mb=bucket_cap_mb, **options)
+    return DistributedDataParallel(Net(tied=tied).to(rank_device()), bucket_cap_mb=bucket_cap_mb, **options)
 
 
 def one_group(make, options):
@@ -129,7 +134,7 @@ def train(  # noqa: C901 - every way to write the loop
 def _backward(ddp, parts):
     for part, x in enumerate(parts):
         with ddp.no_sync() if part < len(parts) - 1 else contextlib.nullcontext():
-            ddp(x).square().sum().backward()
+            ddp(x.to(rank_device())).square().sum().backward()
 
 
 def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_schedulers, options):

@@ -1,45 +1,53 @@
 """The parity suite with CUDA streams, over NCCL: one rank per GPU, as many as there are, two at most."""
 
-import itertools
+import contextlib
 
 import pytest
 import torch
-from overlap_runs import FUSED, OPTIMIZERS, batches, same
+from overlap_runs import batches, rank_device, same
+from parity_cases import MODES, every_mode, every_optimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import GlobalNorm, OverlapMode, overlap_optimizer
 from dist_utils.testing import run_ranks
 
-GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu
-WORLD_SIZE = min(2, max(1, GPUS))
+WORLD_SIZE = min(2, max(1, torch.cuda.device_count()))
 
 
-class Wide(torch.nn.Sequential):
-    """Wide enough that the steps take longer than their launch."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        super().__init__(torch.nn.Flatten(), torch.nn.Linear(32, 1024), *[torch.nn.Linear(1024, 1024)] * 2)
-        self.skipped = ()
+def _on_nccl(cases, timeout):
+    return run_ranks(_deterministic, WORLD_SIZE, cases, backend="nccl", timeout=timeout)
 
 
-def _train(
-    make_optimizer, rank, *, overlap, steps=5, accumulate=1, scaled=False, options=None, **ddp_options
-):
-    device = torch.device("cuda", rank)
-    ddp = DistributedDataParallel(Wide().to(device), device_ids=[rank], bucket_cap_mb=2, **ddp_options)
-    optimizer = make_optimizer(ddp.parameters())
-    scaler = torch.amp.GradScaler("cuda", enabled=scaled, init_scale=1024.0)
-    options = dict(options or {})
+def _deterministic(rank, cases):
+    torch.cuda.set_device(rank)
+    torch.backends.cudnn.deterministic = True  # two runs are compared to the bit
+    return cases(rank)
+
+
+@pytest.mark.parametrize("cases", [every_optimizer, every_mode])
+def test_the_parity_suite(cases):
+    for rank in _on_nccl(cases, timeout=900):
+        assert len(rank) > len(MODES)
+        assert not any(rank.values()), {case: different for case, different in rank.items() if different}
+
+
+def _train_wide(*, overlap, steps=5, accumulate=1, scaled=False, options=None, **ddp_options):
+    """Train a model whose steps take longer than their launch: what does not wait for its stream shows."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Flatten(), torch.nn.Linear(32, 1024), *[torch.nn.Linear(1024, 1024) for _ in range(3)]]
+    device, options = rank_device(), dict(options or {})
+    ddp = DistributedDataParallel(torch.nn.Sequential(*layers).to(device), bucket_cap_mb=2, **ddp_options)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01, fused=True)
+    scaler = torch.amp.GradScaler(device.type, enabled=scaled, init_scale=1024.0)
     if overlap:
         overlap_optimizer(ddp, optimizer, scaler=scaler, **options)
-    for step, x in enumerate(batches(steps * accumulate, rank=rank)):
-        if step % accumulate < accumulate - 1:
-            with ddp.no_sync():
-                scaler.scale(ddp(x.to(device)).square().mean()).backward()
+    for step, x in enumerate(batches(steps * accumulate)):
+        last = step % accumulate == accumulate - 1
+        with contextlib.nullcontext() if last else ddp.no_sync():
+            scaler.scale(ddp(x.to(device)).square().mean()).backward()
+        if not last:
             continue
-        scaler.scale(ddp(x.to(device)).square().mean()).backward()
         if not overlap:
             scaler.unscale_(optimizer)
             if "clip" in options:
@@ -51,47 +59,26 @@ def _train(
     return [p.detach().clone() for p in ddp.parameters()], optimizer.state_dict()
 
 
-def _equal(make, rank, **arguments):
-    return same(_train(make, rank, overlap=False, **arguments), _train(make, rank, overlap=True, **arguments))
+AFTER = {"mode": OverlapMode.AFTER_REDUCE}
+WIDE = {
+    "plain": {},
+    "bucket view": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "find_unused": {"find_unused_parameters": True},
+    "no_sync": {"accumulate": 3},
+    "clip": {"options": {**AFTER, "clip": GlobalNorm(0.01)}},
+    "scaler": {"scaled": True, "options": AFTER},
+    "scaler and clip": {"scaled": True, "options": {**AFTER, "clip": GlobalNorm(0.01)}},
+}
 
 
-def _optimizers(rank):
-    seen = {}
-    for (name, (make, options)), mode, view in itertools.product(
-        OPTIMIZERS.items(), OverlapMode, (False, True)
-    ):
-        kinds = [{"foreach": True}, {"foreach": False}, *([{"fused": True}] if name in FUSED else [])]
-        for kind in kinds:
-            seen[name, mode.name, view, str(kind)] = _equal(
-                lambda parameters, make=make, both={**options, **kind}: make(parameters, **both),
-                rank,
-                gradient_as_bucket_view=view,
-                options={"mode": mode},
-            )
-    return seen
-
-
-def test_every_optimizer_on_side_streams():
-    for rank in run_ranks(_optimizers, WORLD_SIZE, backend="nccl", timeout=600):
-        assert all(rank.values()), [case for case, equal in rank.items() if not equal]
-
-
-def _modes(rank):
-    after = {"mode": OverlapMode.AFTER_REDUCE}
-
-    def adamw(parameters):
-        return torch.optim.AdamW(parameters, lr=0.01, fused=True)
-
+def _every_wide(_):
     return {
-        "static graph": _equal(adamw, rank, static_graph=True),
-        "find_unused": _equal(adamw, rank, find_unused_parameters=True),
-        "no_sync": _equal(adamw, rank, accumulate=3),
-        "clip": _equal(adamw, rank, options={**after, "clip": GlobalNorm(0.01)}),
-        "scaler": _equal(adamw, rank, scaled=True, options=after),
-        "scaler and clip": _equal(adamw, rank, scaled=True, options={**after, "clip": GlobalNorm(0.01)}),
+        name: same(_train_wide(overlap=False, **arguments), _train_wide(overlap=True, **arguments))
+        for name, arguments in WIDE.items()
     }
 
 
-def test_every_way_to_run_ddp_on_side_streams():
-    for rank in run_ranks(_modes, WORLD_SIZE, backend="nccl", timeout=300):
+def test_steps_that_take_longer_than_their_launch():
+    for rank in _on_nccl(_every_wide, timeout=300):
         assert all(rank.values()), rank

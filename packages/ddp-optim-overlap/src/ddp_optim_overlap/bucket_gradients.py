@@ -92,17 +92,9 @@ def lent(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | 
     """
     own = [parameter.grad for parameter in parameters]
     try:
-        for parameter, mine, gradient in zip(parameters, own, gradients, strict=True):
-            if not _same_memory(mine, gradient):
-                parameter.grad = gradient
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
         yield
     finally:
         for parameter, mine in zip(parameters, own, strict=True):
-            if parameter.grad is not mine:
-                parameter.grad = mine
-
-
-def _same_memory(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None or one.is_sparse or other.is_sparse:
-        return one is other
-    return one.data_ptr() == other.data_ptr() and one.numel() > 0
+            parameter.grad = mine

@@ -98,6 +98,7 @@ class Engine:
         self._passes = 0
         self._report = StepReport()
         self._error: OverlapError | None = None
+        self._averages: list[torch.futures.Future[torch.Tensor]] = []
         self._last_job: torch.futures.Future[torch.Tensor] | None = None
         self._agreement: torch.futures.Future[None] | None = None
         self._got_gradient: set[torch.Tensor] = set()
@@ -137,8 +138,12 @@ class Engine:
         if last:
             self._got_gradient.clear()
         reduced = self._communicate(bucket, current)
-        job = partial(self._step_bucket, current, bucket.index(), gradients, used, reduced)
-        done = self._last_job = self._worker.submit(job, device=gradients.buffer.device)
+        if self._stepping.whole:
+            done = reduced.then(partial(self._written, current, bucket.index(), gradients))
+            self._averages.append(done)
+        else:
+            job = partial(self._step_bucket, current, bucket.index(), gradients, used, reduced)
+            done = self._last_job = self._worker.submit(job, device=gradients.buffer.device)
         if last:
             self._end_of_buckets(current, gradients.buffer.device)
             if self._worker.error is not None:
@@ -237,6 +242,7 @@ class Engine:
 
     def _begin(self) -> None:
         self._pass = None
+        self._averages = []
         if self._worker is None:
             return
         self.raise_error()
@@ -257,6 +263,9 @@ class Engine:
     def _end_of_buckets(self, current: BackwardPass, device: torch.device) -> None:
         if current.steps:
             after_backward(partial(self._finish, current, device))
+        averages, self._averages = self._averages, []
+        if averages and self._worker is not None and device.type == "cpu":
+            self._worker.submit(partial(_wait_for_all, averages))  # its error ends the group: peers notice
         if not (current.steps and self._stepping.whole):
             self._meet_peers(current, device)
 
@@ -285,6 +294,21 @@ class Engine:
             )
             raise self._error from error
 
+    def _written(
+        self,
+        current: BackwardPass,
+        index: int,
+        gradients: BucketGradients,
+        reduced: torch.futures.Future[Any],
+    ) -> torch.Tensor:
+        """Put the average of a bucket that is not stepped by itself where DDP looks for it."""
+        try:
+            gradients.write(reduced.value())
+        except Exception as error:
+            self._error = self._error or _not_averaged(index, error, current)
+            raise self._error from error
+        return gradients.buffer
+
     def _step_bucket(
         self,
         current: BackwardPass,
@@ -300,10 +324,8 @@ class Engine:
                 used = _used_anywhere(used, group, gradients.buffer.device)
             gradients.write(current.await_bucket(reduced))
         except Exception as error:
-            raise CommunicationError(
-                f"bucket {index} was not averaged: {_text(error)}", current.report()
-            ) from error
-        if current.steps and not self._stepping.whole:
+            raise _not_averaged(index, error, current) from error
+        if current.steps:
             with current.stepping:
                 if not current.cancelled:
                     self._step(
@@ -356,6 +378,15 @@ class Engine:
             self._error.__cause__ = error
             return self._error
         return error
+
+
+def _not_averaged(index: int, error: Exception, current: BackwardPass) -> CommunicationError:
+    return CommunicationError(f"bucket {index} was not averaged: {_text(error)}", current.report())
+
+
+def _wait_for_all(averages: list[torch.futures.Future[torch.Tensor]], _: dist.ProcessGroup) -> None:
+    for average in averages:
+        average.wait()
 
 
 def _raise(error: OverlapError, _: dist.ProcessGroup) -> None:
