@@ -1,5 +1,6 @@
 """The cases of the parity suite, for whatever device the process group is of."""
 
+import contextlib
 import itertools
 import math
 import warnings
@@ -10,10 +11,9 @@ from overlap_runs import FUSED, OPTIMIZERS, differences, one_group, rank_device
 from ddp_optim_overlap import OverlapMode
 
 
-def _makes(name):
-    """Return the optimizer in its default (on CPUs: one by one), foreach and fused implementations."""
+def _implementations(name):
+    """Return the optimizer stepping one by one, foreach and, where there is such a step, fused."""
     make, options = OPTIMIZERS[name]
-    yield "default", one_group(make, options)
     yield "single", one_group(make, {**options, "foreach": False})
     yield "foreach", one_group(make, {**options, "foreach": True})
     if name in FUSED and _has_fused(make):
@@ -29,18 +29,6 @@ def _has_fused(make):
     except (RuntimeError, NotImplementedError):
         return False
     return True
-
-
-def every_optimizer(_):
-    seen = {}
-    for name, view, mode in itertools.product(OPTIMIZERS, (False, True), OverlapMode):
-        for kind, make in _makes(name):
-            # Steps of buckets in every implementation; the optimizer's own step needs no such proof.
-            if kind == "default" or (mode is OverlapMode.BUCKET and view):
-                seen[name, kind, view, mode.name] = differences(
-                    make, gradient_as_bucket_view=view, options={"mode": mode}
-                )
-    return seen
 
 
 def _groups(ddp):
@@ -85,7 +73,6 @@ class Clamped(torch.optim.SGD):
 
 
 ADAMW = one_group(torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})
-MOMENTUM = one_group(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1})
 
 
 def _unused(step):
@@ -94,6 +81,8 @@ def _unused(step):
 
 
 MODES = {
+    "plain": {},
+    "bucket view": {"gradient_as_bucket_view": True},
     "static graph": {"static_graph": True},
     "static graph, bucket view": {"static_graph": True, "gradient_as_bucket_view": True},
     "static graph, a layer never used": {"static_graph": True, "skip": lambda _: (1,)},
@@ -120,21 +109,40 @@ MODES = {
 }
 
 
-def every_mode(_):
+def every_optimizer(_):
+    """Every optimizer in every implementation in every mode; the optimizer's own step needs less proof."""
     seen = {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*lr_scheduler.step")  # of a scheduler that misses step()
-        for mode, (kind, make) in itertools.product(
-            OverlapMode,
-            {"AdamW": ADAMW, "momentum": MOMENTUM, "groups": _groups, "two optimizers": _two}.items(),
-        ):
-            for name, arguments in MODES.items():
-                if mode is OverlapMode.AFTER_REDUCE and kind != "AdamW":
-                    continue  # it steps by the optimizer's own step()
-                if kind == "two optimizers" and "bucket view" in name:
-                    continue
-                seen[mode.name, kind, name] = differences(make, **arguments, options={"mode": mode})
-            seen[mode.name, "clamped", "step does more"] = differences(
-                one_group(Clamped, {"lr": 0.1}), options={"mode": mode}
-            )
+    with _no_scheduler_warns():
+        for name in OPTIMIZERS:
+            for (kind, make), mode in itertools.product(_implementations(name), MODES):
+                seen[name, kind, mode] = differences(make, **MODES[mode])
+            for mode in ("plain", "bucket view"):
+                after = {"mode": OverlapMode.AFTER_REDUCE}
+                seen[name, "AFTER_REDUCE", mode] = differences(
+                    one_group(*OPTIMIZERS[name]), **MODES[mode], options=after
+                )
     return seen
+
+
+def every_mode(_):
+    """Every mode with parameter groups, with two optimizers, and after the reduction."""
+    seen = {}
+    with _no_scheduler_warns():
+        for name, arguments in MODES.items():
+            seen["groups", name] = differences(_groups, **arguments)
+            seen["two optimizers", name] = differences(_two, **arguments)
+            for kind, make in {"AdamW": ADAMW, "groups": _groups, "two optimizers": _two}.items():
+                after = {"mode": OverlapMode.AFTER_REDUCE}
+                seen["AFTER_REDUCE", kind, name] = differences(make, **arguments, options=after)
+    for mode in OverlapMode:
+        seen[mode.name, "step does more"] = differences(
+            one_group(Clamped, {"lr": 0.1}), options={"mode": mode}
+        )
+    return seen
+
+
+@contextlib.contextmanager
+def _no_scheduler_warns():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step")  # of a missing optimizer.step()
+        yield

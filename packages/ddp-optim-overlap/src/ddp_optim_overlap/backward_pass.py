@@ -54,14 +54,14 @@ class BackwardPass:
     def report(self) -> StepReport:
         """Return what was stepped until now."""
         return StepReport(
-            self.number,
-            self.buckets,
-            tuple(self.stepped),
-            self.partial,
-            self.optimizers,
-            self.seconds,
-            self.hidden,
-            self.norm,
+            number=self.number,
+            buckets=self.buckets,
+            stepped=tuple(self.stepped),
+            partial=self.partial,
+            optimizers=self.optimizers,
+            seconds=self.seconds,
+            seconds_hidden=self.hidden,
+            norm=self.norm,
         )
 
 

@@ -47,7 +47,8 @@ class ByValue(ClipPolicy):
 
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clamp in place."""
-        torch.nn.utils.clip_grad_value_(parameters, self.max_value)
+        if _gradients(parameters):  # torch wants one at least
+            torch.nn.utils.clip_grad_value_(parameters, self.max_value)
 
 
 @dataclass

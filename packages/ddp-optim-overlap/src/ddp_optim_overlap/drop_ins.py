@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CommHook
-from ddp_optim_overlap.engine import Engine, Stepping
+from ddp_optim_overlap.engine import Engine, Stepper
 from ddp_optim_overlap.fitness import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
@@ -56,54 +56,43 @@ class OptimizerHookState:
     ) -> None:
         self.functional_optimizer = functional_optim
         self.params_to_optimize = None if params is None else set(params)
-        self._calls: OverlappedOptimizers | None = None
-        self._stepped: list[torch.Tensor] = []
         if isinstance(functional_optim, torch.optim.Optimizer):
             require_plain_step(functional_optim)
             own = parameters_of(functional_optim)
             # Which parameters of another optimizer have sparse gradients is not known without the model.
             sparse = own if type(functional_optim) is torch.optim.SparseAdam else ()
             require_step_per_parameter(functional_optim, sparse)
-            self._calls = OverlappedOptimizers(
-                [functional_optim], model=own, whole=False, clip=None, scaler=None
+            calls = OverlappedOptimizers(
+                [functional_optim], model=own, whole=False, only=self.params_to_optimize
             )
-            self._calls.refuse_pre_hooks()
-        elif not callable(getattr(functional_optim, "step_param", None)):
+            calls.refuse_pre_hooks()
+            self.stepper: OverlappedOptimizers | _StepFunctions = calls
+        elif callable(getattr(functional_optim, "step_param", None)):
+            self.stepper = _StepFunctions(functional_optim, self.params_to_optimize)
+        else:
             raise ValueError(  # noqa: TRY004 - PyTorch's
                 f"{type(functional_optim).__name__} is no torch.optim.Optimizer and has no "
                 "step_param(param, grad)"
             )
 
-    def stepping(self) -> Stepping:
-        """Return what an engine needs."""
-        step = self._step_functions if self._calls is None else self._calls.stepping().step
-        begin = (lambda: None) if self._calls is None else self._calls.stepping().begin
-        chosen = self.params_to_optimize
 
-        def step_chosen(parameters: Sequence[torch.Tensor]) -> None:
-            step([parameter for parameter in parameters if chosen is None or parameter in chosen])
+class _StepFunctions(Stepper):
+    """Steps one parameter after the other with ``step_param``."""
 
-        return Stepping(step=step_chosen, begin=begin)
+    def __init__(self, functional: FunctionalOptimizer, only: set[torch.Tensor] | None) -> None:
+        self._functional = functional
+        self._only = only
+        self._stepped: list[torch.Tensor] = []
 
-    def attach(self, engine: Engine) -> None:
-        """Take part in ``optimizer.step()``, if there is one, for this engine only."""
-        if self._calls is not None:
-            self._calls.remove()
-            self._calls.attach(engine)
+    def step(self, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if self._only is None or parameter in self._only:
+                self._functional.step_param(parameter, parameter.grad)
+                self._stepped.append(parameter)
 
     def finish(self, engine: Engine) -> None:
-        """A backward pass that has stepped is over."""
-        if self._calls is not None:
-            self._calls.finish()
-        else:
-            engine.stepped_gradients.remember(self._stepped)
-            self._stepped = []
-
-    def _step_functions(self, parameters: Sequence[torch.Tensor]) -> None:
-        functional: Any = self.functional_optimizer
-        for parameter in parameters:
-            functional.step_param(parameter, parameter.grad)
-        self._stepped += parameters
+        engine.gradients.used(self._stepped)
+        self._stepped = []
 
 
 def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> CommHook:
@@ -141,13 +130,12 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
 
     def make(group: dist.ProcessGroup, hook_state: object, model: DistributedDataParallel | None) -> Engine:
         del model
-        engine = Engine(group, [], optimizer_state.stepping(), hook, hook_state, on_finish=finish)
-        optimizer_state.attach(engine)
+        stepper = optimizer_state.stepper
+        engine = Engine(group, [], stepper, hook, hook_state)
+        if isinstance(stepper, OverlappedOptimizers):
+            stepper.remove()  # from another hook's engine
+            stepper.attach(engine)
         return engine
-
-    def finish() -> None:
-        if lazy.engine is not None:
-            optimizer_state.finish(lazy.engine)
 
     lazy = EngineAtFirstBucket(make)
 

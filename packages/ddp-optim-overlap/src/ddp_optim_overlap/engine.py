@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,37 +19,41 @@ from ddp_optim_overlap.bucket_gradients import BucketGradients, lent
 from ddp_optim_overlap.errors import (
     CommunicationError,
     ConfigError,
-    DoubleBackwardError,
     OverlapError,
     StepError,
 )
+from ddp_optim_overlap.gradient_watch import GradientWatch
 from ddp_optim_overlap.report import StepReport
-from ddp_optim_overlap.stepped_gradients import SteppedGradients
 from ddp_optim_overlap.weight_reuse import WeightWatch
 from dist_utils import OrderedWorker
 from dist_utils.torch_compat import GradBucket, after_backward, inside_backward, is_accelerator
 
-__all__ = ["Engine", "Stepping"]
+__all__ = ["Engine", "Stepper"]
 
 
-@dataclass(frozen=True)
-class Stepping:
-    """How an engine steps.
+class Stepper:
+    """What an engine steps with.
 
     Attributes:
-        step: Steps those of the given parameters that are to be stepped, with their ``.grad``.
-        whole: Whether ``step`` gets all parameters at once, when DDP has written all averages into
-            ``.grad``; else those of one bucket.
-        begin: Called when a backward pass hands over its first bucket, before any communication. May raise.
-        norm: The norm that ``step`` has computed on the way.
+        whole: Whether :meth:`step` is called once, without parameters, when DDP has written all averages
+            into ``.grad``; else for every bucket.
+        norm: The norm that :meth:`step` has computed on the way.
         begun: If ``whole``, the steps of how many optimizers have begun, in their order.
     """
 
-    step: Callable[[Sequence[torch.Tensor]], None]
-    whole: bool = False
-    begin: Callable[[], None] = lambda: None
-    norm: Callable[[], torch.Tensor | None] = lambda: None
-    begun: Callable[[], int] = lambda: 1
+    whole = False
+    norm: torch.Tensor | None = None
+    begun = 1
+
+    def begin(self, engine: Engine) -> None:
+        """A backward pass hands over its first bucket, before any communication. May raise."""
+
+    def step(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Step those of ``parameters`` that are to be stepped, with their ``.grad``."""
+        raise NotImplementedError
+
+    def finish(self, engine: Engine) -> None:
+        """A backward pass that has stepped is over."""
 
 
 class Engine:
@@ -60,7 +62,7 @@ class Engine:
     Args:
         process_group: Whose ranks train together.
         parameters: Of the model; frozen ones too, which may be unfrozen later.
-        stepping: What to do with averaged gradients.
+        stepper: What to do with averaged gradients.
         comm_hook: Averages; any hook.
         comm_state: Its first argument.
         unused_possible: Whether parameters may be left out of a backward pass. Then the ranks tell each
@@ -72,44 +74,31 @@ class Engine:
         self,
         process_group: dist.ProcessGroup,
         parameters: Sequence[torch.Tensor],
-        stepping: Stepping,
+        stepper: Stepper,
         comm_hook: Callable[[Any, GradBucket], torch.futures.Future[Any]],
         comm_state: object,
         *,
         unused_possible: bool = False,
         check: bool = False,
-        on_finish: Callable[[], None] = lambda: None,
     ) -> None:
-        self.process_group = process_group
-        self.stepped_gradients = SteppedGradients()
+        self.gradients = GradientWatch(parameters)
         self.paused = False
-        self.step_stands = False
-        """Whether the last pass has stepped and no gradient has come since."""
         self.averaged: set[torch.Tensor] = set()
         """Whose gradients have been in a bucket."""
-        self._stepping = stepping
+        self._stepper = stepper
         self._comm_hook = comm_hook
         self._comm_state = comm_state
         self._unused_possible = unused_possible
         self._watch = WeightWatch() if check else None
-        self._on_finish = on_finish
         self._worker: OrderedWorker | None = OrderedWorker(process_group, name="ddp-optim-overlap")
         self._pass: BackwardPass | None = None
         self._passes = 0
         self._report = StepReport()
         self._error: OverlapError | None = None
+        self._refused: OverlapError | None = None
         self._averages: list[torch.futures.Future[torch.Tensor]] = []
         self._last_job: torch.futures.Future[torch.Tensor] | None = None
         self._agreement: torch.futures.Future[None] | None = None
-        self._got_gradient: set[torch.Tensor] = set()
-        self._used_up: set[torch.Tensor] = set()
-        self._hooks: dict[torch.Tensor, list[Any]] = {}
-        self.observe(parameters)
-
-    @property
-    def report(self) -> StepReport:
-        """Of the last backward pass that stepped."""
-        return self._report
 
     @property
     def removed(self) -> bool:
@@ -123,22 +112,34 @@ class Engine:
                 "the overlapped step needs buckets, and DDP's python reducer has none: set "
                 "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
             )
+        try:
+            return self._take(bucket)
+        except OverlapError as error:
+            # Raised here, it would leave DDP in the middle of a pass, and the model of no use any more.
+            self._refused = error
+            return _failed(error)
+
+    def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
+            self._refused = None
             self._begin()
+        if self._refused is not None:  # the ranks' collectives would not match any more
+            return _failed(self._refused)
         current, last = self._pass, bucket.is_last()
         if current is None or self._worker is None:
+            self.gradients.averaged_anew(bucket.parameters())
             if last:
-                self._got_gradient.clear()
+                self.gradients.new.clear()
             return self._comm_hook(self._comm_state, bucket).then(_first)
         current.buckets += 1
         gradients = BucketGradients(bucket)
         self.averaged.update(gradients.parameters)
         self._require_observed(gradients.parameters)
-        used = [parameter in self._got_gradient for parameter in gradients.parameters]
+        used = [self.gradients.is_new(parameter) for parameter in gradients.parameters]
         if last:
-            self._got_gradient.clear()
+            self.gradients.new.clear()
         reduced = self._communicate(bucket, current)
-        if self._stepping.whole:
+        if self._stepper.whole:
             done = reduced.then(partial(self._written, current, bucket.index(), gradients))
             self._averages.append(done)
         else:
@@ -146,8 +147,6 @@ class Engine:
             done = self._last_job = self._worker.submit(job, device=gradients.buffer.device)
         if last:
             self._end_of_buckets(current, gradients.buffer.device)
-            if self._worker.error is not None:
-                self.raise_error()  # from here it keeps its type; this rank's communication is complete
         return done
 
     def wait(self, timeout: float | None = None) -> StepReport:
@@ -163,7 +162,7 @@ class Engine:
 
     def raise_error(self) -> None:
         """Raise the first error that there was, if there was one."""
-        error = self._first_error()
+        error = self._first_error() or self._refused
         if error is not None:
             raise error
 
@@ -183,58 +182,19 @@ class Engine:
 
     def remove(self) -> None:
         """From now on only average."""
-        if not self.step_stands:  # else the loop's step() is still to come, unless a gradient comes first
-            self.stop_observing()
+        if not self.gradients.step_stands:  # else step() is still to come, unless a gradient comes first
+            self.gradients.stop()
         if self._watch is not None:
             self._watch.end()
-        self.stepped_gradients.forget()
+        self.gradients.forget()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
         self._pass = None
 
-    def observe(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take notice of the gradients of these parameters."""
-        for parameter in parameters:
-            if parameter in self._hooks or not (parameter.is_floating_point() or parameter.is_complex()):
-                continue
-            trained = parameter.requires_grad
-            parameter.requires_grad_()  # or torch takes no hook; it keeps those of frozen ones
-            before = _hook(Engine.gradient_comes, weakref.ref(self), weakref.ref(parameter))
-            after = _hook(Engine.got_gradient, weakref.ref(self), weakref.ref(parameter))
-            self._hooks[parameter] = [
-                parameter.register_hook(before),  # type: ignore[no-untyped-call]
-                parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
-            ]
-            parameter.requires_grad_(trained)
-
-    def stop_observing(self) -> None:
-        """Take notice of no gradients any more."""
-        while self._hooks:
-            for hook in self._hooks.popitem()[1]:
-                hook.remove()
-
-    def gradient_comes(self, parameter: torch.Tensor) -> None:
-        """Look at ``parameter.grad`` before a gradient is added; ``torch.autograd.grad`` will add none."""
-        if self.stepped_gradients.is_used_up(parameter):
-            self._used_up.add(parameter)
-        else:
-            self._used_up.discard(parameter)
-
-    def got_gradient(self, parameter: torch.Tensor) -> None:
-        """Take notice of a gradient that was added to ``parameter.grad``."""
-        if parameter in self._used_up and not self.removed:
-            raise DoubleBackwardError(
-                "backward() adds to gradients that a step has already used: call zero_grad() after each "
-                "step, and accumulate with no_sync() or pause()"
-            )
-        self.step_stands = False
-        self.stepped_gradients.got_new(parameter)
-        self._got_gradient.add(parameter)
-
     def _require_observed(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise if a parameter would count as unused because nobody has looked."""
-        if self._unused_possible and not all(parameter in self._hooks for parameter in parameters):
+        if self._unused_possible and not self.gradients.watches(parameters):
             raise ConfigError(
                 "DDP averages a parameter that the model did not have when overlap_optimizer was called: "
                 "remove() the overlap and make a new one"
@@ -252,7 +212,7 @@ class Engine:
         # in the communication, and does not step, as it does not in the ordinary loop.
         steps = inside_backward()
         if steps:
-            self._stepping.begin()
+            self._stepper.begin(self)
             if self._watch is not None:
                 self._watch.begin()
         self._passes += steps
@@ -266,19 +226,20 @@ class Engine:
         averages, self._averages = self._averages, []
         if averages and self._worker is not None and device.type == "cpu":
             self._worker.submit(partial(_wait_for_all, averages))  # its error ends the group: peers notice
-        if not (current.steps and self._stepping.whole):
+        if not (current.steps and self._stepper.whole):
             self._meet_peers(current, device)
 
     def _finish(self, current: BackwardPass, device: torch.device) -> None:
         if self._watch is not None:
             self._watch.end()
-        if self._stepping.whole:
+        if self._stepper.whole:
             self._step_whole(current, device)
             self._meet_peers(current, device)
+        current.norm = self._stepper.norm
         self._report = current.report()
         self._pass = self._last_job = None  # the job's future has a bucket, which DDP may be about to replace
-        self.step_stands = True
-        self._on_finish()
+        self.gradients.step_stands = True
+        self._stepper.finish(self)
 
     def _meet_peers(self, current: BackwardPass, device: torch.device) -> None:
         if self._worker is not None and device.type == "cpu":
@@ -289,10 +250,8 @@ class Engine:
             return self._comm_hook(self._comm_state, bucket)
         except Exception as error:
             current.cancel()
-            self._error = CommunicationError(
-                f"the communication hook failed for bucket {bucket.index()}: {_text(error)}", current.report()
-            )
-            raise self._error from error
+            text = f"the communication hook failed for bucket {bucket.index()}: {_text(error)}"
+            raise self._first_of(CommunicationError(text, current.report())) from error
 
     def _written(
         self,
@@ -305,8 +264,7 @@ class Engine:
         try:
             gradients.write(reduced.value())
         except Exception as error:
-            self._error = self._error or _not_averaged(index, error, current)
-            raise self._error from error
+            raise self._first_of(_not_averaged(index, error, current)) from error
         return gradients.buffer
 
     def _step_bucket(
@@ -343,13 +301,12 @@ class Engine:
         began = time.perf_counter()
         try:
             with torch.no_grad(), lent(parameters, averaged), record_function("overlapped step"):
-                self._stepping.step(parameters)
+                self._stepper.step(parameters)
         except Exception as error:
             current.partial = (index,)
             raise StepError(f"the step of bucket {index} failed: {_text(error)}", current.report()) from error
         on_host = gradients.buffer.device.type == "cpu"
         current.count_step([index], time.perf_counter() - began, on_host=on_host)
-        current.norm = self._stepping.norm()
         if self._watch is not None:
             self._watch.stepped(parameters)
 
@@ -357,19 +314,29 @@ class Engine:
         """Step everything when ``backward()`` has nothing else left to do."""
         began = time.perf_counter()
         try:
-            with torch.no_grad(), record_function("overlapped step"):
-                self._stepping.step(())
+            # backward() may have been called under autocast; the step that it stands for is not.
+            with (
+                torch.no_grad(),
+                torch.autocast(device.type, enabled=False),
+                record_function("overlapped step"),
+            ):
+                self._stepper.step(())
         except Exception as error:
-            begun = self._stepping.begun()
+            begun = self._stepper.begun
             current.partial = tuple(range(current.buckets if begun else 0))
             current.optimizers = tuple(range(begun - 1))
-            self._error = StepError(f"the step failed: {_text(error)}", current.report())
+            failure = self._first_of(StepError(f"the step failed: {_text(error)}", current.report()))
             # On an accelerator the peers do not wait, and a job would make this rank alone make a group.
             if self._worker is not None and device.type == "cpu":
-                self._worker.submit(partial(_raise, self._error))  # which tells the peers
-            raise self._error from error
-        current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
-        current.norm = self._stepping.norm()
+                self._worker.submit(partial(_raise, failure))  # which tells the peers
+            raise failure from error
+        if self._stepper.begun:  # a scaler that has found an infinity skips the step
+            current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
+
+    def _first_of(self, error: OverlapError) -> OverlapError:
+        """Return this error if it is the first; it is kept then."""
+        self._error = self._first_error() or error
+        return self._error
 
     def _first_error(self) -> OverlapError | None:
         error = self._error or (None if self._worker is None else self._worker.error)
@@ -389,8 +356,15 @@ def _wait_for_all(averages: list[torch.futures.Future[torch.Tensor]], _: dist.Pr
         average.wait()
 
 
-def _raise(error: OverlapError, _: dist.ProcessGroup) -> None:
+def _raise(error: OverlapError, _: object) -> Any:
     raise error
+
+
+def _failed(error: OverlapError) -> torch.futures.Future[torch.Tensor]:
+    begun: torch.futures.Future[None] = torch.futures.Future()
+    failed: torch.futures.Future[torch.Tensor] = begun.then(partial(_raise, error))
+    begun.set_result(None)  # only an error that is raised in a callback is one for those who wait in C++
+    return failed
 
 
 def _meet_peers(current: BackwardPass, group: dist.ProcessGroup) -> None:
@@ -413,21 +387,6 @@ def _used_anywhere(used: list[bool], group: dist.ProcessGroup, device: torch.dev
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
     # Reading it waits for the device: only where the answer is open.
     return used if all(used) else [bool(value) for value in anywhere.tolist()]
-
-
-def _hook(
-    method: Callable[[Engine, torch.Tensor], None],
-    engine: weakref.ref[Engine],
-    parameter: weakref.ref[torch.Tensor],
-) -> Callable[[torch.Tensor | None], None]:
-    """Return a hook on a parameter that keeps neither alive."""
-
-    def notice(gradient: torch.Tensor | None) -> None:
-        alive, owner = engine(), parameter()
-        if alive is not None and owner is not None and gradient is not None:
-            method(alive, owner)
-
-    return notice
 
 
 def _first(done: torch.futures.Future[Any]) -> torch.Tensor:

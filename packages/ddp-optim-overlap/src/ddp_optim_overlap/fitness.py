@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,14 +12,17 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable
 
+from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
 from ddp_optim_overlap.partial_steps import PartialSteps, parameters_of, stand_in
-from dist_utils.torch_compat import FUSED_CHECK
+from dist_utils.torch_compat import FUSED_CHECK, tensor_version
 
 __all__ = ["require_plain_step", "require_sparse_support", "require_step_per_parameter"]
 
 _SCALES = (100.0, 1.0, 1e-3)
 """Of the gradients in the trial's steps: some above and some below whatever limit an optimizer may have."""
+_TRIAL_VALUES = 2**20
+"""Of all parameters in the trial together: four copies are made of them and of their state."""
 _LEAST_RATE = 0.01
 """A warm-up may begin with a learning rate of zero, under which nothing would show."""
 _OF_EVERY_OPTIMIZER = frozenset(torch.optim.Optimizer([torch.zeros(1)], {}).__dict__) - {"defaults"}
@@ -50,6 +52,10 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
             "parameters whenever some are stepped: use the ordinary loop"
         )
     on_instance = optimizer.__dict__.get("step")
+    if _is_compiled(on_instance):
+        raise UnsupportedOptimizerError(
+            f"step of this {name} is compiled: what is stepped by buckets is not, and has other bits"
+        )
     if on_instance is not None and inspect.unwrap(on_instance) is not inspect.unwrap(type(optimizer).step):
         raise UnsupportedOptimizerError(
             f"step was replaced on this {name}: what replaced it would not run for a part of the parameters"
@@ -59,7 +65,7 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
 def require_step_per_parameter(optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]) -> None:
     """Raise unless stepping parameters apart gives the bits of stepping them together.
 
-    Tried on copies of two of the optimizer's smallest parameters, with its own options and state. What
+    Tried on copies of two small parameters of each group, with the optimizer's own options and state. What
     couples parameters (a norm over all of them, a counter of calls, random numbers) shows there.
 
     Args:
@@ -71,16 +77,16 @@ def require_step_per_parameter(optimizer: torch.optim.Optimizer, sparse: Collect
             fails, or it steps something else than the parameters in the groups.
     """
     name = type(optimizer).__name__
-    pair = _smallest_pair(optimizer, sparse)
-    if not pair:
+    chosen = _smallest_of_groups(optimizer, sparse)
+    if not chosen:
         return
     versions = _versions(optimizer)
-    fresh, together, apart, backwards = (_trial(optimizer, pair) for _ in range(4))
+    fresh, together, apart, backwards = (_trial(optimizer, chosen) for _ in range(4))
     try:
-        _try_steps(together, apart, backwards, generators=_generators(pair))
+        _try_steps(together, apart, backwards, generators=_generators(chosen))
     except Exception as error:
         raise UnsupportedOptimizerError(
-            f"the step of {name} failed on copies of two parameters: {type(error).__name__}: {error}"
+            f"the step of {name} failed on copies of small parameters: {type(error).__name__}: {error}"
         ) from error
     if _versions(optimizer) != versions:
         raise UnsupportedOptimizerError(
@@ -94,7 +100,7 @@ def require_step_per_parameter(optimizer: torch.optim.Optimizer, sparse: Collect
     difference = _difference(together, apart) or _difference(together, backwards)
     if difference:
         raise UnsupportedOptimizerError(
-            f"{name} does not step per parameter: {difference} when two parameters are stepped apart. "
+            f"{name} does not step per parameter: {difference} when parameters are stepped apart. "
             "Use OverlapMode.AFTER_REDUCE, which steps all at once"
         )
 
@@ -148,22 +154,32 @@ def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Te
         ) from error
 
 
-def _smallest_pair(
+def _smallest_of_groups(
     optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]
 ) -> list[tuple[int, torch.Tensor]]:
+    """Return the smallest pair of each group, but no more than is cheap to copy, with the groups' numbers."""
     sparse_ids = {id(parameter) for parameter in sparse}
-    candidates = [
-        (number, parameter)
-        for number, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-        if parameter.requires_grad and parameter.numel() and id(parameter) not in sparse_ids
-    ]
-    candidates.sort(key=lambda pair: pair[1].numel())
-    for number, _ in candidates[:1]:
-        same_group = [pair for pair in candidates if pair[0] == number]
-        if len(same_group) >= 2:
-            return same_group[:2]
-    return candidates[:2]
+    pairs = []
+    for number, group in enumerate(optimizer.param_groups):
+        candidates = [
+            parameter
+            for parameter in group["params"]
+            if parameter.requires_grad and parameter.numel() and id(parameter) not in sparse_ids
+        ]
+        candidates.sort(key=torch.Tensor.numel)
+        # One that has never been stepped is in no list of an ordinary step with one that has.
+        stepped = [parameter for parameter in candidates if optimizer.state.get(parameter)]
+        fresh = [parameter for parameter in candidates if not optimizer.state.get(parameter)]
+        pairs.append([(number, one) for one in (stepped if len(stepped) > 1 else fresh or stepped)[:2]])
+    pairs.sort(key=lambda pair: sum(parameter.numel() for _, parameter in pair))
+    chosen: list[tuple[int, torch.Tensor]] = []
+    values = 0
+    for pair in filter(None, pairs):
+        values += sum(parameter.numel() for _, parameter in pair)
+        if values > _TRIAL_VALUES and chosen:
+            break
+        chosen += pair
+    return sorted(chosen, key=lambda pair: pair[0])
 
 
 def _trial(
@@ -225,6 +241,14 @@ def _shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     return {owner: value for owner, value in state.items() if not isinstance(owner, torch.Tensor)}
 
 
+def _is_compiled(step: Any) -> bool:
+    while step is not None:
+        if hasattr(step, "_torchdynamo_orig_callable"):
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False
+
+
 def _has_optimizer(value: object) -> bool:
     if isinstance(value, Mapping):
         value = list(value.values())
@@ -238,14 +262,14 @@ def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
     states = [state.values() for state in optimizer.state.values() if isinstance(state, dict)]
     tensors = [*parameters_of(optimizer), *(value for values in states for value in values)]
     return [
-        tensor._version  # noqa: SLF001 - no public name
+        tensor_version(tensor)
         for tensor in tensors
         if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
     ]
 
 
-def _generators(pair: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Generator]:
-    devices = {parameter.device.index for _, parameter in pair if parameter.device.type == "cuda"}
+def _generators(chosen: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Generator]:
+    devices = {parameter.device.index for _, parameter in chosen if parameter.device.type == "cuda"}
     return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
 
 
@@ -269,9 +293,9 @@ def _set_gradients(run: torch.optim.Optimizer, scale: float, seed: int) -> None:
 
 def _tensors_differ(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> str:
     for first, second in zip(parameters_of(one), parameters_of(other), strict=True):
-        if not _equal(first.detach(), second.detach()):
+        if not equal(first.detach(), second.detach()):
             return "other values come out"
-        if not _equal(dict(one.state[first]), dict(other.state[second])):
+        if not equal(dict(one.state[first]), dict(other.state[second])):
             return "its state differs"
     return ""
 
@@ -279,46 +303,14 @@ def _tensors_differ(one: torch.optim.Optimizer, other: torch.optim.Optimizer) ->
 def _difference(together: torch.optim.Optimizer, apart: torch.optim.Optimizer) -> str:
     if found := _tensors_differ(together, apart):
         return found
-    if not _equal(_shared_state(together), _shared_state(apart)):
+    if not equal(_shared_state(together), _shared_state(apart)):
         return "its state, where it belongs to no parameter, differs"
     for one_group, other_group in zip(together.param_groups, apart.param_groups, strict=True):
         for key in {*one_group, *other_group} - {"params"}:
-            if not _equal(one_group.get(key), other_group.get(key)):
+            if not equal(one_group.get(key), other_group.get(key)):
                 return f"its option {key!r}, which it changes in every step, differs"
     one_own, other_own = _own_attributes(together), _own_attributes(apart)
     for key in {*one_own, *other_own} - {FUSED_CHECK}:
-        if not _equal(one_own.get(key), other_own.get(key)):
+        if not equal(one_own.get(key), other_own.get(key)):
             return f"its attribute {key!r}, which it changes in every step, differs"
     return ""
-
-
-def _equal(one: Any, other: Any, above: frozenset[int] = frozenset()) -> bool:
-    """Compare to the bit. Objects without ``==`` are equal if their attributes are."""
-    if one is other or id(one) in above:  # within itself
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, torch.Tensor):
-        return _equal_tensors(one, other)
-    above |= {id(one)}
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key], above) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(
-            _equal(first, second, above) for first, second in zip(one, other, strict=True)
-        )
-    if isinstance(one, float) and math.isnan(one):
-        return math.isnan(other)
-    if "__eq__" not in {name for kind in type(one).__mro__[:-1] for name in vars(kind)}:
-        return _equal(getattr(one, "__dict__", None), getattr(other, "__dict__", None), above)
-    same = one == other
-    return bool(same.all() if hasattr(same, "all") else same)  # NumPy compares element by element
-
-
-def _equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
-        return False
-    if one.is_meta or torch.equal(one, other):
-        return True
-    floating = one.is_floating_point() or one.is_complex()
-    return floating and torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)

@@ -43,7 +43,7 @@ class EngineAtFirstBucket:
         """Be the communication hook for one bucket."""
         engine = self.start(hook_state)
         if not is_pair(bucket):
-            engine.observe(bucket.parameters())
+            engine.gradients.watch(bucket.parameters())
         return engine.take(bucket)
 
 

@@ -14,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CommHook
 from ddp_optim_overlap.averaging import average_like_ddp
-from ddp_optim_overlap.engine import Engine, Stepping
+from ddp_optim_overlap.engine import Engine, Stepper
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_plain_step
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
+from ddp_optim_overlap.refusals import require_ddp_options
 from dist_utils.torch_compat import GradBucket, comm_hooks
 
 __all__ = ["apply_optim_in_backward_hook", "apply_optimizer_in_backward", "get_in_backward_optimizers"]
@@ -39,7 +40,7 @@ class _InBackward:
 
     def step(self, parameter: torch.Tensor) -> None:
         """Step with the gradient of this process, unless a DDP model averages it first."""
-        if not self.averaged_by:
+        if self.optimizers and not self.averaged_by:
             for optimizer in self.optimizers:
                 optimizer.step()
             parameter.grad = None
@@ -85,7 +86,11 @@ def apply_optimizer_in_backward(
         >>> ddp = DistributedDataParallel(net)  # doctest: +SKIP
         >>> ddp(batch).mean().backward()  # steps  # doctest: +SKIP
     """
-    for parameter in params:
+    make: Any = optimizer_class
+    made = [(parameter, make([parameter], **optimizer_kwargs)) for parameter in params]
+    for _, optimizer in made:  # nothing is registered if one is refused
+        require_plain_step(optimizer)
+    for parameter, optimizer in made:
         ours: _InBackward | None = getattr(parameter, _OURS, None)
         if ours is None:
             ours = _InBackward()
@@ -94,9 +99,6 @@ def apply_optimizer_in_backward(
         if register_hook and not ours.registered:
             parameter.register_post_accumulate_grad_hook(ours.step)  # type: ignore[no-untyped-call]
             ours.registered = True
-        make: Any = optimizer_class
-        optimizer = make([parameter], **optimizer_kwargs)
-        require_plain_step(optimizer)
         ours.optimizers.append(optimizer)
     if _alive and not _watching:
         _watching.append(register_module_forward_pre_hook(_claim))
@@ -138,28 +140,18 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
         >>> ddp.register_comm_hook(None, apply_optim_in_backward_hook(False))  # doctest: +SKIP
     """
     del gradient_is_bucket_view
-    stepped: list[torch.Tensor] = []
-
-    def step(parameters: Sequence[torch.Tensor]) -> None:
-        for parameter in parameters:
-            for optimizer in _optimizers_of(parameter):
-                optimizer.step()
-        stepped.extend(parameter for parameter in parameters if _optimizers_of(parameter))
-
-    def drop_gradients() -> None:
-        while stepped:
-            stepped.pop().grad = None
 
     def make(group: dist.ProcessGroup, hook_state: object, model: DistributedDataParallel | None) -> Engine:
         del hook_state
+        if model is not None:
+            require_ddp_options(model)
         return Engine(
             group,
             [] if model is None else [one for one in model.parameters() if one.requires_grad],
-            Stepping(step=step),
+            _OwnOptimizers(),
             average_like_ddp,
             group,
             unused_possible=model is not None and (model.find_unused_parameters or model.static_graph),
-            on_finish=drop_gradients,
         )
 
     lazy = EngineAtFirstBucket(make)
@@ -171,6 +163,25 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
 
     _hooks[optimizers_in_backward_hook] = lazy
     return optimizers_in_backward_hook
+
+
+class _OwnOptimizers(Stepper):
+    """Steps each parameter's own optimizers, and drops its gradient at the end."""
+
+    def __init__(self) -> None:
+        self._stepped: list[torch.Tensor] = []
+
+    def step(self, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
+            for optimizer in (own := _optimizers_of(parameter)):
+                optimizer.step()
+            if own:
+                self._stepped.append(parameter)
+
+    def finish(self, engine: Engine) -> None:
+        del engine
+        while self._stepped:
+            self._stepped.pop().grad = None
 
 
 def _optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 
 from ddp_optim_overlap.clipping import ClipPolicy
-from ddp_optim_overlap.engine import Engine, Stepping
+from ddp_optim_overlap.engine import Engine, Stepper
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.partial_steps import PartialSteps, parameters_of, stand_in
-from ddp_optim_overlap.stepped_gradients import StepInputs
-from dist_utils.torch_compat import (
-    mark_stepped,
-    register_first_step_hooks,
-    silence_step_post_hooks,
-    step_pre_hooks,
-)
+from ddp_optim_overlap.partial_steps import PartialSteps
+from ddp_optim_overlap.step_inputs import StepInputs
+from dist_utils.torch_compat import mark_stepped, step_pre_hooks
 
 __all__ = ["OverlappedOptimizers"]
 
 
-class OverlappedOptimizers:
+class OverlappedOptimizers(Stepper):
     """Steps optimizers for an engine, and makes the loop's own ``optimizer.step()`` harmless.
 
-    The first ``optimizer.step()`` after a backward pass that has stepped finds nothing left to do. It
-    runs the optimizer's step hooks, checks that nobody has changed gradients in vain, and raises errors
-    with their type. Any other call is an ordinary step.
+    The first ``optimizer.step()`` after a backward pass that has stepped does not step. It checks that
+    nobody has changed in vain what the step had read, raises errors with their type, and runs the
+    optimizer's step hooks, unless these have run in the pass. Any other call is an ordinary step.
 
     Args:
         optimizers: The user's.
@@ -36,6 +33,7 @@ class OverlappedOptimizers:
         whole: Step everything at once, by ``optimizer.step()`` itself.
         clip: Limits gradients before a step.
         scaler: Unscales them before that.
+        only: Which parameters to step; ``None`` for all that the optimizers have.
     """
 
     def __init__(
@@ -44,73 +42,66 @@ class OverlappedOptimizers:
         *,
         model: Sequence[torch.Tensor],
         whole: bool,
-        clip: ClipPolicy | None,
-        scaler: torch.amp.GradScaler | None,
+        clip: ClipPolicy | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        only: set[torch.Tensor] | None = None,
     ) -> None:
         self._optimizers = optimizers
         self._model = model
-        self._whole = whole
+        self.whole = whole
         self._clip = clip
         self._scaler = scaler
+        self._only = only
         self._partial = PartialSteps(optimizers)
         self._engine: Callable[[], Engine | None] = lambda: None
         self._stepping_now = False
-        self._begun = 0
+        self.begun = 0
         self._stepped: dict[torch.optim.Optimizer, StepInputs] = {}
-        self._idle = _IdleStep()
-        self._handles: list[Any] = []
-
-    def stepping(self) -> Stepping:
-        """Return what an engine needs."""
-        clip = self._clip
-        return Stepping(
-            step=self._step_whole if self._whole else self._step_bucket,
-            whole=self._whole,
-            begin=self._begin,
-            norm=lambda: None if clip is None else clip.norm,
-            begun=lambda: self._begun,
-        )
+        self._replaced: list[_ReplacedStep] = []
 
     def attach(self, engine: Engine) -> None:
         """Begin to take part in ``optimizer.step()``."""
         self._engine = weakref.ref(engine)  # which has this: together they would be a cycle
-        for optimizer in self._optimizers:
-            # Neither the engine nor its thread may live on with an optimizer whose model is gone.
-            self._handles += register_first_step_hooks(
-                optimizer, _WeakCall(self._before_step), _WeakCall(self._after_step)
-            )
+        self._replaced = [_ReplacedStep(optimizer, self._is_done) for optimizer in self._optimizers]
 
     def remove(self) -> None:
-        """Leave ``optimizer.step()`` as it was; a step that is done already stays done."""
+        """Leave ``optimizer.step()`` as it was; one that is done already stays done."""
         engine = self._engine()
-        if self._stepped and engine is not None and engine.step_stands:
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._stepped.clear()
+        if not (self._stepped and engine is not None and engine.gradients.step_stands):
+            self._leave()
 
-    def finish(self) -> None:
+    def _leave(self) -> None:
+        while self._replaced:
+            self._replaced.pop().restore()
+        self._stepped.clear()
+        engine = self._engine()
+        if engine is not None and engine.removed:
+            engine.gradients.stop()
+
+    @property
+    def norm(self) -> torch.Tensor | None:  # type: ignore[override]
+        """Of the last step's gradients, before clipping."""
+        return None if self._clip is None else self._clip.norm
+
+    def finish(self, engine: Engine) -> None:
         """A backward pass that has stepped is over."""
         self._partial.finish()
-        engine = self._engine()
-        if engine is not None:
-            engine.stepped_gradients.remember(self._partial.parameters)
+        engine.gradients.used(self._partial.parameters)
         self._stepped = {optimizer: StepInputs(optimizer) for optimizer in self._optimizers}
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
 
-    def _begin(self) -> None:
-        self._idle.restore()
+    def begin(self, engine: Engine) -> None:
+        """A backward pass hands over its first bucket."""
         self._partial.begin()
-        self._refuse_foreign()
+        self._refuse_foreign(engine)
         if self._clip is not None:
             self._clip.begin()
         self.refuse_pre_hooks()
 
-    def _refuse_foreign(self) -> None:
+    def _refuse_foreign(self, engine: Engine) -> None:
         """Raise if the optimizers have got parameters that DDP does not average."""
-        engine = self._engine()
-        if engine is None or not engine.averaged:  # in the first pass nobody knows
+        if not engine.averaged:  # in the first pass nobody knows
             return
         for parameter in self._partial.parameters:
             if parameter.requires_grad and parameter not in engine.averaged:
@@ -126,22 +117,25 @@ class OverlappedOptimizers:
         Raises:
             ConfigError: An optimizer that is stepped by buckets has one.
         """
-        for optimizer in () if self._whole else self._optimizers:
-            if any(not isinstance(hook, _WeakCall) for hook in step_pre_hooks(optimizer).values()):
+        for optimizer in () if self.whole else self._optimizers:
+            if step_pre_hooks(optimizer):
                 raise ConfigError(
                     f"{type(optimizer).__name__} has a step pre-hook, which may change gradients and would "
                     "run after they were used: use OverlapMode.AFTER_REDUCE"
                 )
 
-    def _step_bucket(self, parameters: Sequence[torch.Tensor]) -> None:
+    def step(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Step a bucket's parameters; everything, if :attr:`whole`."""
+        if self.whole:
+            self._step_whole()
+            return
         if self._clip is not None:
             self._clip.clip(parameters)
-        self._partial.step(parameters)
+        self._partial.step([one for one in parameters if self._only is None or one in self._only])
 
-    def _step_whole(self, parameters: Sequence[torch.Tensor]) -> None:
-        del parameters  # the optimizers know theirs, and their gradients are in place
+    def _step_whole(self) -> None:
         self._stepping_now = True
-        self._begun = 0
+        self.begun = 0
         try:
             if self._scaler is not None:
                 for optimizer in self._optimizers:
@@ -149,112 +143,56 @@ class OverlappedOptimizers:
             if self._clip is not None:
                 self._clip.clip(self._model)
             for optimizer in self._optimizers:
-                self._begun += 1
                 if self._scaler is not None:
-                    self._scaler.step(optimizer)
+                    self._scaler.step(optimizer)  # calls optimizer.step(), or skips it
                 else:
                     optimizer.step()
         finally:
             self._stepping_now = False
 
-    def _before_step(
+    def _is_done(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    ) -> bool:
+        """Whether this call of ``optimizer.step()`` finds nothing left to do; raises what is wrong."""
+        if self._stepping_now:
+            self.begun += 1
+            return False
         engine = self._engine()
-        if self._stepping_now or engine is None or self._idle.again():
-            return
+        if engine is None or not self._replaced:
+            return False
         if not engine.removed:
             engine.raise_error()
             engine.require_complete()
-        if not engine.step_stands or optimizer not in self._stepped:
-            return  # an ordinary step, after pause() or no_sync() or once more
+        if not engine.gradients.step_stands and engine.removed:
+            self._leave()
+        if not engine.gradients.step_stands or optimizer not in self._stepped:
+            return False  # an ordinary step, after pause() or no_sync() or once more
         _refuse_arguments(args, kwargs)
-        own = parameters_of(optimizer)
+        self._refuse_late_changes(optimizer)
+        del self._stepped[optimizer]
+        if not self._stepped:
+            engine.gradients.step_stands = False
+            if engine.removed:
+                self._leave()
+        if not self.whole:  # else they have run
+            _run_step_hooks(optimizer)
+        return True
+
+    def _refuse_late_changes(self, optimizer: torch.optim.Optimizer) -> None:
         changed = self._stepped[optimizer].changed(optimizer)
-        if changed is None and engine.stepped_gradients.changed(own):
-            changed = "gradients were changed (clipped, unscaled, ...)"
         if changed is None and getattr(optimizer, "found_inf", None) is not None:
             changed = "a GradScaler called step()"
         if changed is not None:
             raise ConfigError(
                 f"{changed} between backward() and step(), after the step had been done: do it before "
-                "backward() or after step(), or give clip= or scaler= to overlap_optimizer instead"
+                "backward() or after step(), or give clip= or scaler= to overlap_optimizer instead. A norm "
+                "that is only looked at: torch.nn.utils.get_total_norm, or the report of handle.wait()"
             )
-        self._idle.begin(optimizer, silent=self._whole)
-        del self._stepped[optimizer]
-        if engine.removed and not self._stepped:
-            engine.stop_observing()
-
-    def _after_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        del args, kwargs
-        self._idle.end(optimizer)
-
-
-class _IdleStep:
-    """Lets a call of ``optimizer.step()`` find no parameters, and leave nothing behind."""
-
-    def __init__(self) -> None:
-        self._depth = 0  # a subclass whose step calls its parent's runs the hooks twice
-        self._groups: list[dict[str, Any]] = []
-        self._attributes: dict[str, Any] = {}
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._rehearsed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-
-    def begin(self, optimizer: torch.optim.Optimizer, *, silent: bool) -> None:
-        """Empty the groups; if ``silent``, keep the user's post-hooks, which have run, from running again.
-
-        Raises:
-            ConfigError: The optimizer's step cannot do without parameters. Its groups are as before.
-        """
-        self._depth = 1
-        self._optimizer = optimizer
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        self._attributes = dict(optimizer.__dict__)
-        for group in optimizer.param_groups:
-            group["params"] = []
-        if optimizer not in self._rehearsed:
-            try:
-                # Nobody could put the groups back if the step itself failed: no hook is called then.
-                stand_in(optimizer, optimizer.param_groups).step()
-            except Exception as error:
-                self.restore()
-                raise ConfigError(
-                    f"the parameters are stepped already, and {type(optimizer).__name__}.step() fails when "
-                    f"it has none to step ({type(error).__name__}: {error}): leave step() out of the loop"
-                ) from error
-            self._rehearsed.add(optimizer)
-        if silent:
-            silence_step_post_hooks(optimizer, self.end)
-
-    def again(self) -> bool:
-        """Whether such a call is in progress, and has just reached the hooks once more."""
-        self._depth += bool(self._depth)
-        return self._depth > 0
-
-    def end(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Put everything back, a counter of calls too."""
-        del optimizer
-        if self._depth == 1:
-            self.restore()
-        self._depth = max(0, self._depth - 1)
-
-    def restore(self) -> None:
-        """Put everything back at once, if that is still to be done: such a call may have failed."""
-        optimizer, self._optimizer, self._depth = self._optimizer, None, 0
-        if optimizer is not None:
-            optimizer.__dict__.clear()
-            optimizer.__dict__.update(self._attributes)
-            for group, before in zip(optimizer.param_groups, self._groups, strict=True):
-                group.clear()
-                group.update(before)
-            self._groups, self._attributes = [], {}
 
 
 def _refuse_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     given = {name: value for name, value in kwargs.items() if value is not None}
-    if args[1:] or "closure" in given:
+    if any(value is not None for value in args) or "closure" in given:
         raise ConfigError("the parameters are stepped already: a closure would come too late")
     if given:
         raise ConfigError(
@@ -262,13 +200,39 @@ def _refuse_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         )
 
 
-class _WeakCall:
-    """Calls a bound method as long as its object lives."""
+@torch.optim.Optimizer.profile_hook_step
+def _run_step_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Be a step that does nothing, with the hooks of one."""
 
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = weakref.WeakMethod(method)
 
-    def __call__(self, *args: Any) -> None:
-        alive = self._method()
-        if alive is not None:
-            alive(*args)
+class _ReplacedStep:
+    """In place of an optimizer's ``step``, as schedulers do it: asks first whether anything is to be done.
+
+    Keeps neither the engine nor its thread alive with an optimizer whose model is gone.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, is_done: Callable[..., bool]) -> None:
+        earlier: _ReplacedStep | None = getattr(optimizer.__dict__.get("step"), "replaced", None)
+        if earlier is not None:
+            earlier.restore()  # of an overlap that has ended
+        self._optimizer = weakref.ref(optimizer)
+        self._before = before = optimizer.__dict__.get("step")  # a scheduler's
+        ask = weakref.WeakMethod(is_done)
+
+        @functools.wraps(before or type(optimizer).step)
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            asked = ask()
+            if asked is not None and asked(self, args, kwargs):
+                return None
+            return before(*args, **kwargs) if before else type(self).step(self, *args, **kwargs)
+
+        step.replaced = self  # type: ignore[attr-defined]
+        self._step = optimizer.__dict__["step"] = MethodType(step, optimizer)
+
+    def restore(self) -> None:
+        """Put back what was there, unless a scheduler has been put on top."""
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.__dict__.get("step") is self._step:
+            del optimizer.__dict__["step"]
+            if self._before is not None:
+                optimizer.__dict__["step"] = self._before

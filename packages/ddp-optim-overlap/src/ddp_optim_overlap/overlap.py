@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CommHook
@@ -17,12 +16,14 @@ from ddp_optim_overlap.averaging import average_like_ddp
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.fitness import (
-    require_plain_step,
-    require_sparse_support,
-    require_step_per_parameter,
-)
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
+from ddp_optim_overlap.refusals import (
+    require_ddp_options,
+    require_kinds,
+    require_optimizers,
+    require_options,
+    require_own_parameters,
+)
 from ddp_optim_overlap.report import StepReport
 from dist_utils.torch_compat import GradBucket, comm_hooks
 
@@ -203,16 +204,19 @@ def overlap_optimizer(
     """
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
     slot = _own_slot(ddp)
-    _check_kinds(optimizers, mode, clip, unused)
-    _check_mode(ddp, mode, clip, scaler, unused)
-    _check_parameters(ddp, optimizers)
-    sparse = _sparse_parameters(ddp.module)
-    _check_optimizers(optimizers, mode, clip, sparse)
+    require_kinds(optimizers, clip, unused)
+    if not isinstance(mode, OverlapMode):
+        raise TypeError(f"mode must be an OverlapMode, got {mode!r}")
+    whole = mode is OverlapMode.AFTER_REDUCE
+    require_ddp_options(ddp)
+    require_options(whole=whole, clip=clip, scaler=scaler, unused=unused)
+    require_own_parameters(ddp, optimizers)
+    require_optimizers(optimizers, ddp.module, whole=whole, clip=clip)
 
     calls = OverlappedOptimizers(
         optimizers,
         model=list(ddp.parameters()),
-        whole=mode is OverlapMode.AFTER_REDUCE,
+        whole=whole,
         clip=clip,
         scaler=scaler,
     )
@@ -220,19 +224,18 @@ def overlap_optimizer(
     engine = Engine(
         ddp.process_group,
         list(ddp.parameters()),
-        calls.stepping(),
+        calls,
         comm_hook or average_like_ddp,
         ddp.process_group if comm_hook is None else comm_state,
-        unused_possible=unused == "skip"
-        and mode is OverlapMode.BUCKET
-        and (ddp.find_unused_parameters or ddp.static_graph),
+        unused_possible=unused == "skip" and not whole and (ddp.find_unused_parameters or ddp.static_graph),
         check=check,
-        on_finish=calls.finish,
     )
     calls.attach(engine)
     if slot is None:
         ddp.register_comm_hook(_HookSlot(engine), overlapped_step_hook)
     else:
+        if slot.engine is not None:
+            slot.engine.gradients.stop()
         slot.engine = engine
     return OverlapHandle(engine, optimizers, mode, calls)
 
@@ -254,86 +257,3 @@ def _own_slot(ddp: DistributedDataParallel) -> _HookSlot | None:
             raise ConfigError("this model already has an overlapped optimizer: remove() that one first")
         return state
     return None
-
-
-def _check_kinds(
-    optimizers: tuple[torch.optim.Optimizer, ...], mode: OverlapMode, clip: ClipPolicy | None, unused: str
-) -> None:
-    for optimizer in optimizers:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
-    if not optimizers:
-        raise ConfigError("there is no optimizer to step")
-    if not isinstance(mode, OverlapMode):
-        raise TypeError(f"mode must be an OverlapMode, got {mode!r}")
-    if clip is not None and not isinstance(clip, ClipPolicy):
-        raise TypeError(f"clip must be a ClipPolicy, got {clip!r}")
-    if unused not in ("skip", "step"):
-        raise ValueError(f"unused must be 'skip' or 'step', got {unused!r}")
-
-
-def _check_mode(
-    ddp: DistributedDataParallel,
-    mode: OverlapMode,
-    clip: ClipPolicy | None,
-    scaler: torch.amp.GradScaler | None,
-    unused: str,
-) -> None:
-    if mode is OverlapMode.BUCKET and clip is not None and clip.needs_all_gradients:
-        raise ConfigError(
-            f"{type(clip).__name__} is known only when every bucket is averaged: use "
-            "OverlapMode.AFTER_REDUCE, or an approximation (PerBucketNorm, PreviousStepNorm)"
-        )
-    if mode is OverlapMode.BUCKET and scaler is not None and scaler.is_enabled():
-        raise ConfigError(
-            "an infinity in the last bucket must undo the whole step, which a GradScaler can only before "
-            "any bucket is stepped: use OverlapMode.AFTER_REDUCE, or bf16 without a scaler"
-        )
-    if unused == "step" and mode is OverlapMode.AFTER_REDUCE:
-        raise ConfigError("unused='step' is for OverlapMode.BUCKET: the optimizer's own step skips them")
-    if ddp.mixed_precision is not None:
-        raise ConfigError("DDP(mixed_precision=...) needs the communication hook for itself")
-
-
-def _check_parameters(ddp: DistributedDataParallel, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    averaged = {
-        parameter
-        for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
-        if name not in ddp.parameters_to_ignore
-    }
-    for optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            for place, parameter in enumerate(group["params"]):
-                if parameter.requires_grad and parameter not in averaged:
-                    raise ConfigError(
-                        f"parameter {place} of group {number} of {type(optimizer).__name__}, of shape "
-                        f"{tuple(parameter.shape)}, is none that this DDP model averages: it would never be "
-                        "stepped. Give it an optimizer of its own, which the loop steps"
-                    )
-
-
-def _check_optimizers(
-    optimizers: tuple[torch.optim.Optimizer, ...],
-    mode: OverlapMode,
-    clip: ClipPolicy | None,
-    sparse: dict[torch.Tensor, str],
-) -> None:
-    for optimizer in optimizers:
-        require_plain_step(optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter in sparse:
-                    require_sparse_support(optimizer, parameter, sparse[parameter])
-        if mode is OverlapMode.BUCKET:
-            require_step_per_parameter(optimizer, sparse)
-    if sparse and clip is not None:
-        raise ConfigError(f"gradients of {', '.join(sparse.values())} are sparse: they cannot be clipped")
-
-
-def _sparse_parameters(module: nn.Module) -> dict[torch.Tensor, str]:
-    """Return the parameters with sparse gradients and their names, found as DDP itself finds them."""
-    return {
-        part.weight: f"{name}.weight".lstrip(".")
-        for name, part in module.named_modules()
-        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad
-    }

@@ -55,6 +55,14 @@ class WeightWatch:
 _DESCRIPTIONS = {
     getattr(torch.Tensor, name).__get__
     for name in ("device", "dtype", "grad", "is_sparse", "layout", "ndim", "requires_grad", "shape")
+} | {
+    torch.Tensor.dim,
+    torch.Tensor.is_complex,
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_floating_point,
+    torch.Tensor.numel,
+    torch.Tensor.size,
+    torch.Tensor.stride,
 }
 """What may be asked of a stepped parameter: nothing here depends on its values."""
 

@@ -38,8 +38,6 @@ __all__ = [
     "mark_stepped",
     "new_named_group",
     "reduce_scatter_single",
-    "register_first_step_hooks",
-    "silence_step_post_hooks",
     "step_pre_hooks",
     "tensor_version",
     "traceable_collectives",
@@ -222,27 +220,6 @@ _STEP_POST_HOOKS = "_optimizer_step_post_hooks"
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[..., Any]]:
     """Return what ``register_step_pre_hook`` has registered. No public name up to torch 2.15."""
     return cast("Mapping[int, Callable[..., Any]]", getattr(optimizer, _STEP_PRE_HOOKS))
-
-
-def register_first_step_hooks(
-    optimizer: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]
-) -> tuple[Any, Any]:
-    """Register a step pre-hook and a post-hook that run before those registered earlier; return the handles.
-
-    ``register_step_pre_hook`` and ``register_step_post_hook`` put a hook behind the others, up to torch 2.15.
-    """
-    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-    for hooks, handle in zip((_STEP_PRE_HOOKS, _STEP_POST_HOOKS), handles, strict=True):
-        getattr(optimizer, hooks).move_to_end(handle.id, last=False)
-    return handles
-
-
-def silence_step_post_hooks(optimizer: torch.optim.Optimizer, instead: Callable[..., None]) -> None:
-    """Let ``instead`` be the only step post-hook, in place of the attribute that keeps them.
-
-    No public way up to torch 2.15.
-    """
-    setattr(optimizer, _STEP_POST_HOOKS, OrderedDict({0: instead}))
 
 
 def without_step_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:

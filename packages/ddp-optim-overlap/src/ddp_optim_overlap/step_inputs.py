@@ -1,60 +1,18 @@
-"""Which gradients a step has used up, and what it has read that somebody has changed since."""
+"""What a step has read that somebody has changed since."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.partial_steps import parameters_of
 from dist_utils.torch_compat import tensor_version
 
-__all__ = ["StepInputs", "SteppedGradients"]
-
-
-class SteppedGradients:
-    """Remember gradients as they were when the backward pass that stepped with them had ended.
-
-    No copies and no references are kept, so that setting them to ``None`` frees them: only where each one
-    lies in memory, and its version, which every write in place raises.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[torch.Tensor, tuple[int, int]] = {}
-
-    def remember(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take the gradients of these, and no others, as used up."""
-        self._seen = {
-            parameter: _mark(gradient) for parameter in parameters if (gradient := parameter.grad) is not None
-        }
-
-    def forget(self) -> None:
-        """Take none as used up."""
-        self._seen.clear()
-
-    def is_used_up(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter.grad`` is what a step has used, changed or not, and not zeros."""
-        gradient = parameter.grad
-        if gradient is None or parameter not in self._seen:
-            return False
-        if gradient.device.type != "cpu":  # reading it would block the host: a changed one passes for zeros
-            return _mark(gradient) == self._seen[parameter]
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        return bool(values.count_nonzero())  # ten times as fast as any()
-
-    def got_new(self, parameter: torch.Tensor) -> None:
-        """Take what this has now as not used."""
-        self._seen.pop(parameter, None)
-
-    def changed(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Tell whether somebody has written into one of these since, other than by taking it away."""
-        return any(
-            (gradient := parameter.grad) is not None and _mark(gradient) != seen
-            for parameter in parameters
-            if (seen := self._seen.get(parameter)) is not None
-        )
+__all__ = ["StepInputs", "gradient_mark"]
 
 
 class StepInputs:
@@ -72,6 +30,7 @@ class StepInputs:
         self._state = optimizer.state
         parameters = parameters_of(optimizer)
         self._versions = [tensor_version(parameter) for parameter in parameters]
+        self._gradients = _marks(parameters)
         self._sample = _sample(parameters)
 
     def changed(self, optimizer: torch.optim.Optimizer) -> str | None:
@@ -83,16 +42,24 @@ class StepInputs:
         for number, (before, group) in enumerate(zip(self._groups, optimizer.param_groups, strict=True)):
             now = _options(group)
             for name, value in before.items():
-                if now.get(name) != value:
+                other = now.get(name)
+                if value is not other and not equal(value, other):
                     return f"{name} of parameter group {number} was changed"
-        if [tensor_version(parameter) for parameter in parameters_of(optimizer)] != self._versions:
+        parameters = parameters_of(optimizer)
+        if [tensor_version(parameter) for parameter in parameters] != self._versions:
             return "parameters were changed"
-        if any(
+        if _marks(parameters) != self._gradients or any(
             (gradient := parameter.grad) is not None and _first_bytes(gradient) != before
             for parameter, before in self._sample
         ):
-            return "gradients were changed (clipped, unscaled, ...)"
+            return "gradients were changed (clipped, unscaled, set to None, ...)"
         return None
+
+
+def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int] | None]:
+    return [
+        None if (gradient := parameter.grad) is None else gradient_mark(gradient) for parameter in parameters
+    ]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -131,5 +98,6 @@ def _first_bytes(gradient: torch.Tensor) -> bytes:
     return ctypes.string_at(gradient.data_ptr(), min(_SAMPLED_BYTES, gradient.nbytes))
 
 
-def _mark(gradient: torch.Tensor) -> tuple[int, int]:
+def gradient_mark(gradient: torch.Tensor) -> tuple[int, int]:
+    """Return what every write in place and every other gradient changes."""
     return tensor_version(gradient), 0 if gradient.is_sparse else gradient.data_ptr()

@@ -1,0 +1,119 @@
+"""What :func:`overlap_optimizer` refuses before it does anything."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_optim_overlap.clipping import ClipPolicy
+from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.fitness import (
+    require_plain_step,
+    require_sparse_support,
+    require_step_per_parameter,
+)
+
+__all__ = [
+    "require_ddp_options",
+    "require_kinds",
+    "require_optimizers",
+    "require_options",
+    "require_own_parameters",
+]
+
+
+def require_kinds(
+    optimizers: tuple[torch.optim.Optimizer, ...], clip: ClipPolicy | None, unused: str
+) -> None:
+    """Raise if an argument is of another kind."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not optimizers:
+        raise ConfigError("there is no optimizer to step")
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise ConfigError("an optimizer is given twice, and would step twice")
+    if clip is not None and not isinstance(clip, ClipPolicy):
+        raise TypeError(f"clip must be a ClipPolicy, got {clip!r}")
+    if unused not in ("skip", "step"):
+        raise ValueError(f"unused must be 'skip' or 'step', got {unused!r}")
+
+
+def require_ddp_options(ddp: DistributedDataParallel) -> None:
+    """Raise if the model averages in a way that does not hand every gradient to its hook."""
+    if ddp.mixed_precision is not None:
+        raise ConfigError("DDP(mixed_precision=...) needs the communication hook for itself")
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise ConfigError(
+            "DDP(skip_all_reduce_unused_params=True) hands over no bucket of which all parameters are "
+            "unused: nobody could tell when a pass begins and ends"
+        )
+
+
+def require_options(
+    *, whole: bool, clip: ClipPolicy | None, scaler: torch.amp.GradScaler | None, unused: str
+) -> None:
+    """Raise if the options contradict each other; ``whole`` is ``OverlapMode.AFTER_REDUCE``."""
+    if not whole and clip is not None and clip.needs_all_gradients:
+        raise ConfigError(
+            f"{type(clip).__name__} is known only when every bucket is averaged: use "
+            "OverlapMode.AFTER_REDUCE, or an approximation (PerBucketNorm, PreviousStepNorm)"
+        )
+    if not whole and scaler is not None and scaler.is_enabled():
+        raise ConfigError(
+            "an infinity in the last bucket must undo the whole step, which a GradScaler can only before "
+            "any bucket is stepped: use OverlapMode.AFTER_REDUCE, or bf16 without a scaler"
+        )
+    if unused == "step" and whole:
+        raise ConfigError("unused='step' is for OverlapMode.BUCKET: the optimizer's own step skips them")
+
+
+def require_own_parameters(
+    ddp: DistributedDataParallel, optimizers: tuple[torch.optim.Optimizer, ...]
+) -> None:
+    """Raise if an optimizer has parameters that this model does not average."""
+    averaged = {
+        parameter
+        for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
+        if name not in ddp.parameters_to_ignore
+    }
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in averaged:
+                    raise ConfigError(
+                        f"parameter {place} of group {number} of {type(optimizer).__name__}, of shape "
+                        f"{tuple(parameter.shape)}, is none that this DDP model averages: it would never be "
+                        "stepped. Give it an optimizer of its own, which the loop steps"
+                    )
+
+
+def require_optimizers(
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    module: nn.Module,
+    *,
+    whole: bool,
+    clip: ClipPolicy | None,
+) -> None:
+    """Raise if an optimizer cannot step in this mode, or not with the model's sparse gradients."""
+    sparse = _sparse_parameters(module)
+    for optimizer in optimizers:
+        require_plain_step(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in sparse:
+                    require_sparse_support(optimizer, parameter, sparse[parameter])
+        if not whole:
+            require_step_per_parameter(optimizer, sparse)
+    if sparse and clip is not None:
+        raise ConfigError(f"gradients of {', '.join(sparse.values())} are sparse: they cannot be clipped")
+
+
+def _sparse_parameters(module: nn.Module) -> dict[torch.Tensor, str]:
+    """Return the parameters with sparse gradients and their names, found as DDP itself finds them."""
+    return {
+        part.weight: f"{name}.weight".lstrip(".")
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad
+    }
