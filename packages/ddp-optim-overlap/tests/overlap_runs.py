@@ -54,8 +54,8 @@ def batches(count, rank=None, seed=0):
 
 
 def rank_device():
-    """Return where this rank's process group works."""
-    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    """Return where this rank trains: on its current GPU, if the test has chosen one."""
+    return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
 
 
 def make_ddp(*, tied=False, bucket_cap_mb=0.002, **options):
