@@ -322,6 +322,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--batches", type=int, nargs="+", help="rows; default: 8, on loopback 64 too")
     parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--runs", type=int, default=3, help="for memory")
     options = parser.parse_args()
     if options.part == "rank":
         be_a_rank(options.folder, options)
@@ -335,13 +336,14 @@ def main() -> None:
             except EmulationUnavailableError as error:
                 print(f"no emulated hosts: {error}", file=sys.stderr)
                 continue
-            results[part] = {**results.get(part, {}), **found}
+            earlier = results.get(part, {}).get("cases", {})
+            results[part] = {**describe_machine(), "cases": {**earlier, **found}}
     if options.part in ("all", "launch"):
-        (results["launch"],) = run_ranks(measure_launch, 1)
-        print(json.dumps(results["launch"], indent=1))
+        (found,) = run_ranks(measure_launch, 1)
+        results["launch"] = {**describe_machine(), **found}
+        print(json.dumps(found, indent=1))
     if options.part in ("all", "memory"):
-        results["memory"] = all_memory(runs=1)  # three differed by 0.01 at most
-    results = {**describe_machine(), **{key: results[key] for key in results if key in parts}}
+        results["memory"] = {**describe_machine(), "cases": all_memory(options.runs)}
     path.write_text(json.dumps(results, indent=1) + "\n")
     panels = {
         f"{part}, {case}": {
@@ -350,7 +352,7 @@ def main() -> None:
             if name != STEP
         }
         for part in ("hosts", "loopback")
-        for case, summary in results.get(part, {}).items()
+        for case, summary in results.get(part, {}).get("cases", {}).items()
     }
     if panels:
         draw_bars(panels, "ms for a training step", RESULTS / "overlap.png")

@@ -106,7 +106,9 @@ def main() -> None:
         job.load(torch.load(path))
         job.train(STEPS // 2, STEPS)
         resumed = job.checkpoint()
-    equal = all(torch.equal(one, resumed["model"][name]) for name, one in through["model"].items())
+    same = all(torch.equal(one, resumed["model"][name]) for name, one in through["model"].items())
+    equal = torch.tensor(int(same), device=device)
+    dist.all_reduce(equal, op=dist.ReduceOp.MIN)  # on every rank
     if dist.get_rank() == 0:
         print(f"loss {start:.3f} -> {end:.3f}, learning rate {job.scheduler.get_last_lr()[0]:.1e}")
         print(f"{len(report.stepped)} of {report.buckets} buckets stepped inside backward()")

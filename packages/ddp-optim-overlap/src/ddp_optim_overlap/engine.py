@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -292,7 +292,7 @@ class Engine:
         return gradients.buffer
 
     def _step(self, current: BackwardPass, index: int, gradients: BucketGradients, used: list[bool]) -> None:
-        parameters = gradients.parameters
+        parameters, device = gradients.parameters, gradients.buffer.device
         averaged = [
             # A parameter that no rank has used keeps what it had before: nothing, or zeros.
             view if is_used else parameter.grad
@@ -300,13 +300,12 @@ class Engine:
         ]
         began = time.perf_counter()
         try:
-            with torch.no_grad(), lent(parameters, averaged), record_function("overlapped step"):
+            with _as_outside_of_backward(device), lent(parameters, averaged):
                 self._stepper.step(parameters)
         except Exception as error:
             current.partial = (index,)
             raise StepError(f"the step of bucket {index} failed: {_text(error)}", current.report()) from error
-        on_host = gradients.buffer.device.type == "cpu"
-        current.count_step([index], time.perf_counter() - began, on_host=on_host)
+        current.count_step([index], time.perf_counter() - began, on_host=device.type == "cpu")
         if self._watch is not None:
             self._watch.stepped(parameters)
 
@@ -314,12 +313,7 @@ class Engine:
         """Step everything when ``backward()`` has nothing else left to do."""
         began = time.perf_counter()
         try:
-            # backward() may have been called under autocast; the step that it stands for is not.
-            with (
-                torch.no_grad(),
-                torch.autocast(device.type, enabled=False),
-                record_function("overlapped step"),
-            ):
+            with _as_outside_of_backward(device):
                 self._stepper.step(())
         except Exception as error:
             begun = self._stepper.begun
@@ -341,10 +335,18 @@ class Engine:
     def _first_error(self) -> OverlapError | None:
         error = self._error or (None if self._worker is None else self._worker.error)
         if error is not None and not isinstance(error, OverlapError):
-            self._error = CommunicationError(str(error))
+            report = self._report if self._pass is None else self._pass.report()
+            self._error = CommunicationError(str(error), report)
             self._error.__cause__ = error
             return self._error
         return error
+
+
+@contextlib.contextmanager
+def _as_outside_of_backward(device: torch.device) -> Iterator[None]:
+    """Be where a loop calls ``step()``: not under autocast, for one, though ``backward()`` may be."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), record_function("overlapped step"):
+        yield
 
 
 def _not_averaged(index: int, error: Exception, current: BackwardPass) -> CommunicationError:

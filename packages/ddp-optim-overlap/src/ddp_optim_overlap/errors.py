@@ -20,7 +20,7 @@ class OverlapError(RuntimeError):
     """What every error of this package is.
 
     Attributes:
-        report: Which buckets were stepped before it; ``None`` for an error before any step.
+        report: Which buckets were stepped before it; ``None`` if nobody was stepping.
     """
 
     def __init__(self, message: str, report: StepReport | None = None) -> None:

@@ -69,7 +69,7 @@ class OverlapHandle:
 
         ``backward()`` returns with this rank's parameters stepped, so this need not be called, except to
         learn early of another rank's failure, for instance before a checkpoint is written. Without it
-        the next ``backward()`` raises, before anything is stepped.
+        the next ``backward()`` raises on CPUs, before anything is stepped.
 
         Args:
             timeout: Seconds; ``None`` for as long as the process group allows. On an accelerator nothing
@@ -79,7 +79,7 @@ class OverlapHandle:
             What was stepped, and how much of the time was hidden.
 
         Raises:
-            OverlapError: The first error, of its own type; ``backward()`` raises some as ``RuntimeError``.
+            OverlapError: The first error, of its own type; ``backward()`` raises it as ``RuntimeError``.
             TimeoutError: A peer has not finished.
         """
         return self._engine.wait(timeout)
@@ -151,13 +151,14 @@ def overlap_optimizer(
 ) -> OverlapHandle:
     """Step an optimizer inside ``backward()``, each bucket when it is averaged, bitwise as an ordinary loop.
 
-    The loop may stay as it is. Its ``optimizer.step()`` finds nothing left to do and takes microseconds;
+    The loop may stay as it is. Its ``optimizer.step()`` does not step and takes a fraction of a millisecond;
     it may go, but it raises errors with their type and notices gradients that were changed in vain.
 
-    ``backward()`` raises :class:`CommunicationError`, :class:`StepError` with a report of what was stepped,
-    and :class:`DoubleBackwardError`. Where DDP waits for the last bucket it makes them a plain
-    ``RuntimeError`` with their text; ``handle.wait()`` has the error itself. If one rank fails alone, the
-    others raise in ``handle.wait()``, or in the next ``backward()`` before anything is stepped.
+    What fails inside ``backward()`` is raised there as ``RuntimeError`` with the text, and by
+    ``optimizer.step()`` and ``handle.wait()`` with its type and a report of what was stepped:
+    :class:`CommunicationError`, :class:`StepError`. A second backward pass onto used gradients raises
+    :class:`DoubleBackwardError` at once. If one rank's step fails alone, on CPUs the others raise in
+    ``handle.wait()``, or in the next ``backward()`` before anything is stepped.
 
     Args:
         ddp: A model whose communication hook is not set, on every rank.
@@ -167,7 +168,7 @@ def overlap_optimizer(
             parameters. ``AFTER_REDUCE`` takes those that couple parameters too.
         comm_hook: What averages the gradients, as ``register_comm_hook`` takes it. The value of its
             future is used, be it the bucket's own buffer or a new tensor. ``None``: the average that DDP
-            computes itself, to the bit.
+            computes itself, to the bit (with one exception: see the documentation's corner cases).
         comm_state: The first argument of ``comm_hook``.
         mode: ``BUCKET`` steps each bucket's parameters at once, ``AFTER_REDUCE`` all of them after the last.
         clip: A :class:`ClipPolicy`. :class:`GlobalNorm` needs ``AFTER_REDUCE``.
@@ -187,12 +188,13 @@ def overlap_optimizer(
         ConfigError: The options, the model or the loop ask for what would step wrongly.
         UnsupportedOptimizerError: It needs a closure, couples parameters, or is sharded over ranks.
         UnsupportedGradientError: It cannot step sparse gradients, and the model has some.
-        TypeError, ValueError: An argument is of another kind. All of these here, before any communication.
+        TypeError, ValueError: An argument is of another kind. All of these before any communication;
+            ``backward()`` and ``optimizer.step()`` raise a ConfigError for what comes up later.
 
     Cost:
         One thread, and one process group of its own, made by the first backward pass. No memory beside the
         optimizer's own, and none saved. One all-reduce of a single value per step; with unused parameters
-        possible, one of a value per parameter.
+        possible, one of a value per parameter for every bucket.
 
     Example:
         >>> optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)  # doctest: +SKIP

@@ -22,8 +22,8 @@ class StepReport:
         optimizers: In ``AFTER_REDUCE`` mode, if the step of one of several optimizers failed: the places of
             those that had stepped before.
         seconds: The time that the steps took, on this rank's host.
-        seconds_hidden: The part of it in which gradients were still being computed or averaged. Zero on an
-            accelerator, where the host does not know.
+        seconds_hidden: The part of it, at least, that was over when a later average was still awaited. Zero
+            on an accelerator, where the host does not know.
         norm: The norm of the averaged gradients before clipping, if the clip policy computes it.
     """
 
