@@ -94,8 +94,8 @@ def _calls_of_step(seen):
         for x in batches(2):
             optimizer.zero_grad()
             _backward(ddp, x)
-            optimizer.step()
-            optimizer.step()
+            optimizer.step(None)  # as Accelerate hands it on
+            optimizer.step(closure=None)
         optimizer.zero_grad()
         with ddp.no_sync():
             _backward(ddp, batches(1)[0])
@@ -273,6 +273,10 @@ def _too_late(seen):
         for parameter in ddp.parameters():
             parameter.grad.data.clamp_(-1e-3, 1e-3)
 
+    def drop_some(ddp):
+        for parameter in ddp.module.layers[3].parameters():
+            parameter.grad = None
+
     def sum_again(ddp):
         for parameter in ddp.parameters():
             dist.all_reduce(parameter.grad)
@@ -285,6 +289,8 @@ def _too_late(seen):
         "parameters were changed": lambda ddp, optimizer: edit_parameters(ddp),
         "gradients were changed": lambda ddp, optimizer: clamp_data(ddp),
         "gradients": lambda ddp, optimizer: sum_again(ddp),
+        "set to None": lambda ddp, optimizer: drop_some(ddp),
+        "set to": lambda ddp, optimizer: optimizer.zero_grad(),
         "unscaled": lambda ddp, optimizer: scaler.unscale_(optimizer),
     }
     for match, change in changes.items():
