@@ -1,13 +1,16 @@
 """Who steps, who waits for whom, and what is told of it; and which ranks take part."""
 
+import gc
 import threading
 import time
 import types
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from overlap_runs import (
+    Net,
     adamw,
     backward,
     batches,
@@ -18,13 +21,21 @@ from overlap_runs import (
     one_group,
     require_held,
     run_parts,
+    same,
     snapshot,
 )
 from parity_cases import ADAMW
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
-from ddp_optim_overlap import OptimizerHookState, OverlapMode, hook_then_optimizer, overlap_optimizer
+from ddp_optim_overlap import (
+    DoubleBackwardError,
+    OptimizerHookState,
+    OverlapMode,
+    hook_then_optimizer,
+    overlap_optimizer,
+)
 from dist_utils.testing import run_ranks
 
 
@@ -199,3 +210,63 @@ def test_a_part_of_the_ranks():
     for rank in (first, second):
         assert len(rank) == 7
         assert all(rank.values()), rank
+
+
+def _many_buckets(rank):
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(1000)])
+    ddp = DistributedDataParallel(layers, bucket_cap_mb=1e-6)
+    reference = DistributedDataParallel(
+        torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(1000)]), bucket_cap_mb=1e-6
+    )
+    reference.load_state_dict(ddp.state_dict())
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ddp, reference)]
+    handle = overlap_optimizer(ddp, optimizers[0])
+    for step in range(3):
+        x = torch.ones(2, 2) * (rank + step)
+        for model, optimizer in zip((ddp, reference), optimizers, strict=True):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+    report = handle.wait()
+    return report.buckets, same(snapshot(ddp), snapshot(reference))
+
+
+def test_a_thousand_buckets():
+    for buckets, equal in run_ranks(_many_buckets, 2, timeout=120):
+        assert buckets >= 1000
+        assert equal
+
+
+def _threads(_):
+    """However the overlap ends, its thread ends too."""
+    names = []
+    for how in ("remove", "garbage", "error", "destroyed"):
+        ddp = DistributedDataParallel(Net())
+        optimizer = adamw(ddp)
+        handle = overlap_optimizer(ddp, optimizer)
+        backward(ddp, batches(1)[0])
+        alive = sum(thread.name == "ddp-optim-overlap" for thread in threading.enumerate())
+        names.append(alive)
+        gone = weakref.ref(ddp)
+        if how == "remove":
+            handle.remove()
+        elif how == "error":
+            with pytest.raises(DoubleBackwardError):
+                backward(ddp, batches(1)[0])
+        elif how == "destroyed":
+            dist.destroy_process_group()
+        del ddp, handle
+        gc.collect()
+        assert gone() is None
+        deadline = time.monotonic() + 10
+        while any(thread.name == "ddp-optim-overlap" for thread in threading.enumerate()):
+            assert time.monotonic() < deadline, how
+            time.sleep(0.01)
+        optimizer.step()  # an ordinary one: nothing is left of the overlap
+    return names
+
+
+def test_no_thread_is_left():
+    for names in run_ranks(_threads, 2, timeout=60):
+        assert names == [1, 1, 1, 1]
