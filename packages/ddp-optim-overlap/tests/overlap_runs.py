@@ -4,6 +4,7 @@ import contextlib
 import copy
 import traceback
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -212,7 +213,7 @@ def run_parts(_, parts):
         found[name] = {}
         try:
             part(found[name])
-        except Exception:  # noqa: BLE001 - the parts behind it are of interest too
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - the parts behind it are of interest too
             found[name]["raised"] = traceback.format_exc()
     return found
 
