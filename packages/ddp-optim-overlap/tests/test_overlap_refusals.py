@@ -152,7 +152,7 @@ def _compiled(ddp):
 
 def _clips_one_group(ddp):
     parameters = list(ddp.parameters())
-    groups = [{"params": parameters[:2]}, {"params": parameters[2:], "limit": 0.01}]
+    groups = [{"params": parameters[2:]}, {"params": parameters[:2], "limit": 0.01}]  # not in the smallest
     return ClipsOneGroup(groups, lr=0.1)
 
 
