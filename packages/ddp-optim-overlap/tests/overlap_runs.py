@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import traceback
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -51,6 +53,28 @@ class Net(torch.nn.Module):
 def batches(count, rank=None, seed=0):
     generator = torch.Generator().manual_seed(100 * seed + (dist.get_rank() if rank is None else rank))
     return [torch.randn(3, 2, 4, 4, generator=generator) for _ in range(count)]
+
+
+def adamw(ddp):
+    return torch.optim.AdamW(ddp.parameters(), lr=0.01)
+
+
+def backward(ddp, x):
+    ddp(x).square().sum().backward()
+
+
+def snapshot(ddp):
+    """Return copies of the parameters."""
+    return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
+def changed(ddp, before):
+    """Return the positions of the parameters that were moved since a snapshot."""
+    return [
+        index
+        for index, (one, other) in enumerate(zip(before, ddp.parameters(), strict=True))
+        if not torch.equal(one, other)
+    ]
 
 
 def rank_device():
@@ -175,3 +199,32 @@ def differences(make_optimizers, **arguments):
     ordinary = train(make_optimizers, overlap=False, **arguments)
     overlapped = train(make_optimizers, overlap=True, options=options, **arguments)
     return [key for key in ordinary if not same(ordinary[key], overlapped[key])]
+
+
+def both(run):
+    """Whether ``run(overlapped)`` ends with the same bits, ordinary and overlapped."""
+    return same(run(overlapped=False), run(overlapped=True))
+
+
+def run_parts(_, parts):
+    """Be a rank that runs many small checks; each fills a dictionary of what held."""
+    found = {}
+    for name, part in parts.items():
+        found[name] = {}
+        try:
+            part(found[name])
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - the parts behind it are of interest too
+            found[name]["raised"] = traceback.format_exc()
+    return found
+
+
+def named(*parts):
+    """Name checks for :func:`run_parts` and ``pytest.mark.parametrize`` by their functions."""
+    return {part.__name__.strip("_"): part for part in parts}
+
+
+def require_held(ranks, name):
+    """Assert that a part has checked something on every rank, and that all of it held."""
+    for rank in ranks:
+        assert rank[name]
+        assert all(held is True for held in rank[name].values()), rank[name]

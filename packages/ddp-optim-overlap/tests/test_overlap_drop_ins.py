@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import OPTIMIZERS, Net, batches, make_ddp, same
+from overlap_runs import OPTIMIZERS, Net, batches, make_ddp, named, require_held, run_parts, same, snapshot
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
@@ -39,17 +39,13 @@ class FunctionalSGD:
             param.add_(grad, alpha=-self.lr)
 
 
-def _parameters(ddp):
-    return [parameter.detach().clone() for parameter in ddp.parameters()]
-
-
 def _train(ddp, optimizer=None, steps=3):
     for x in batches(steps):
         ddp.zero_grad()
         ddp(x).square().sum().backward()
         if optimizer is not None:
             optimizer.step()
-    return _parameters(ddp)
+    return snapshot(ddp)
 
 
 def _ordinary(make, options, **ddp_options):
@@ -74,7 +70,7 @@ def _hook_then_optimizer(seen):
         seen["torch.optim", name] = same(_train(ddp), _ordinary(make, options))
     ddp = make_ddp()
     chosen = list(ddp.module.layers.parameters())
-    before = _parameters(ddp)
+    before = snapshot(ddp)
     state = OptimizerHookState(FunctionalSGD(0.1), chosen)
     assert state.params_to_optimize == set(chosen)
     ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
@@ -101,7 +97,7 @@ def _step_left_in_the_loop(seen):
                     if call_step or not ours:
                         optimizer.step()
                     scheduler.step()
-            runs.append(_parameters(ddp))
+            runs.append(snapshot(ddp))
         seen[name] = same(*runs)
     embeddings = torch.nn.Sequential(*[torch.nn.Embedding(10, 4, sparse=True) for _ in range(2)])
     OptimizerHookState(torch.optim.SparseAdam(embeddings.parameters()))
@@ -127,7 +123,7 @@ def _register_fused_optim(seen):
     seen["fused optim"] = same(_train(ddp), _ordinary(torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.9)}))
     assert isinstance(handle.optimizers[0], torch.optim.Adam)
     ddp = make_ddp()
-    before = _parameters(ddp)
+    before = snapshot(ddp)
     register_fused_optim(ddp, torch.optim.SGD, 0.1, optim_params=ddp.module.conv.parameters())
     moved = [not torch.equal(one, other) for one, other in zip(before, _train(ddp), strict=True)]
     seen["optim_params"] = moved == [True, True] + [False] * 8
@@ -167,7 +163,7 @@ def _in_backward_unused(seen):
             ddp(x).square().sum().backward()
             if not ours:
                 optimizer.step()
-        runs.append(_parameters(ddp))
+        runs.append(snapshot(ddp))
     seen["in backward, unused"] = same(*runs)
 
 
@@ -189,7 +185,7 @@ def _copies(seen):
     _train(ddp)
     torch.save(ddp, io.BytesIO())
     one, other = copy.deepcopy(ddp), copy.deepcopy(ddp)
-    before = _parameters(one)
+    before = snapshot(one)
     seen["copy averages"] = same(_train(one), before)
     overlap_optimizer(one, torch.optim.SGD(one.parameters(), lr=0.1))
     seen["copy overlapped"] = same(_train(one), _train(other, torch.optim.SGD(other.parameters(), lr=0.1)))
@@ -208,7 +204,7 @@ def _in_backward_accumulates(seen):
             model(second).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    seen["in backward, no_sync"] = same(_parameters(ddp), _parameters(ordinary))
+    seen["in backward, no_sync"] = same(snapshot(ddp), snapshot(ordinary))
 
 
 def _in_backward_refuses(seen):
@@ -229,28 +225,28 @@ def _in_backward_refuses(seen):
     seen["another hook"] = True
 
 
-def _drop_ins(_):
-    seen = {}
-    for part in (
-        _hook_then_optimizer,
-        _step_left_in_the_loop,
-        _pytorchs_functional,
-        _register_fused_optim,
-        _in_backward,
-        _in_backward_unused,
-        _in_backward_wrapped_again,
-        _copies,
-        _in_backward_accumulates,
-        _in_backward_refuses,
-    ):
-        part(seen)
-    return seen
+PARTS = named(
+    _hook_then_optimizer,
+    _step_left_in_the_loop,
+    _pytorchs_functional,
+    _register_fused_optim,
+    _in_backward,
+    _in_backward_unused,
+    _in_backward_wrapped_again,
+    _copies,
+    _in_backward_accumulates,
+    _in_backward_refuses,
+)
 
 
-def test_the_bits_of_the_ordinary_loop():
-    for rank in run_ranks(_drop_ins, 2, timeout=120):
-        assert len(rank) == 27
-        assert all(rank.values()), rank
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(run_parts, 2, PARTS, timeout=120)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_bits_of_the_ordinary_loop(ranks, name):
+    require_held(ranks, name)
 
 
 def test_outside_of_ddp_each_backward_steps():

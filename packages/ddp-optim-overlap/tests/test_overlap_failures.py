@@ -2,15 +2,17 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import Net, batches, same
+from overlap_runs import Net, batches, changed, same, snapshot
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
     CommunicationError,
     OverlapError,
@@ -65,11 +67,19 @@ class RaisesOnce(torch.optim.SGD):
         return super().step(closure)
 
 
-def _start(mode, net=Net, make=torch.optim.SGD, **options):
+def _start(mode, net=Net, make=torch.optim.SGD, comm_hook=allreduce_hook, comm_state=None):
     """Train two steps, so that DDP has rebuilt its buckets."""
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.002)
     optimizer = make(ddp.parameters(), lr=0.1)
-    handle = overlap_optimizer(ddp, optimizer, mode=mode, **options)
+    ddp.in_bucket = {}
+
+    def recorded(state, bucket):
+        if bucket.index() == 0:
+            ddp.in_bucket.clear()
+        ddp.in_bucket[bucket.index()] = bucket.parameters()
+        return comm_hook(state, bucket)
+
+    handle = overlap_optimizer(ddp, optimizer, mode=mode, comm_hook=recorded, comm_state=comm_state)
     for x in batches(2):
         optimizer.zero_grad()
         ddp(x).square().sum().backward()
@@ -78,22 +88,20 @@ def _start(mode, net=Net, make=torch.optim.SGD, **options):
     return ddp, optimizer, handle
 
 
-def _changed(ddp, before):
-    """Return the positions of the parameters that were moved."""
-    return [
-        index
-        for index, (one, other) in enumerate(zip(before, ddp.parameters(), strict=True))
-        if not torch.equal(one, other)
-    ]
+def _told_exactly(ddp, before, report):
+    """Whether the parameters of stepped buckets were moved, and no others, or some of a failed step's."""
+    place = {parameter: index for index, parameter in enumerate(ddp.parameters())}
 
+    def of(buckets):
+        return {place[parameter] for index in buckets for parameter in ddp.in_bucket[index]}
 
-def _snapshot(ddp):
-    return [parameter.detach().clone() for parameter in ddp.parameters()]
+    moved = set(changed(ddp, before))
+    return of(report.stepped) <= moved <= of(report.stepped) | of(report.partial)
 
 
 def _peer_dies(rank, mode, how):
     ddp, optimizer, handle = _start(mode, net=DyingNet)
-    before = _snapshot(ddp)
+    before = snapshot(ddp)
     ddp.module.dies = how if rank == 1 else None
     start = time.monotonic()
     with pytest.raises(RuntimeError):
@@ -105,17 +113,20 @@ def _peer_dies(rank, mode, how):
         optimizer.step()
     with pytest.raises(RuntimeError):  # nothing goes on after that
         ddp(batches(1)[0]).square().sum().backward()
-    return len(_changed(ddp, before)), caught.value.report, seconds
+    report = caught.value.report
+    return len(changed(ddp, before)), _told_exactly(ddp, before, report), report, seconds
 
 
-def test_survivors_raise_within_the_timeout():
+@pytest.mark.parametrize("mode", OverlapMode)
+def test_survivors_raise_within_the_timeout(mode):
     first, died, last = run_ranks(
-        _peer_dies, 3, OverlapMode.BUCKET, "exits", may_die={1}, group_timeout=GROUP_TIMEOUT, timeout=90
+        _peer_dies, 3, mode, "exits", may_die={1}, group_timeout=GROUP_TIMEOUT, timeout=90
     )
     assert died is None
-    for changed, report, seconds in (first, last):
+    for moved, told, report, seconds in (first, last):
         assert report.number == 3
-        assert (changed > 0) == (len(report.stepped) > 0)
+        assert told
+        assert moved == 0 or mode is OverlapMode.BUCKET
         assert seconds < GROUP_TIMEOUT + 5
 
 
@@ -130,15 +141,14 @@ def _peer_stops(rank, mode, pids):
             os.kill(int(Path(pids).read_text()), signal.SIGKILL)
 
 
-def test_a_peer_that_stops_raises_at_the_timeout(tmp_path):
+@pytest.mark.parametrize("mode", OverlapMode)
+def test_a_peer_that_stops_raises_at_the_timeout(mode, tmp_path):
     pids = str(tmp_path / "pid")
-    first, _, last = run_ranks(
-        _peer_stops, 3, OverlapMode.AFTER_REDUCE, pids, may_die={1}, group_timeout=3.0, timeout=90
-    )
-    for changed, report, seconds in (first, last):
-        assert changed == 0
+    first, _, last = run_ranks(_peer_stops, 3, mode, pids, may_die={1}, group_timeout=3.0, timeout=90)
+    for moved, told, report, seconds in (first, last):
         assert report.number == 3
-        assert report.stepped == ()
+        assert told
+        assert (moved, report.stepped) == (0, ()) or mode is OverlapMode.BUCKET
         assert seconds < 20
 
 
@@ -151,7 +161,7 @@ def _hook_raises_everywhere(mode):
     state = {"fails": False}
     ddp, optimizer, handle = _start(mode, comm_hook=hook, comm_state=state)
     state["fails"] = True
-    before = _snapshot(ddp)
+    before = snapshot(ddp)
     with pytest.raises(RuntimeError, match="a bad hook"):
         ddp(batches(1)[0]).square().sum().backward()
     with pytest.raises(CommunicationError, match="a bad hook") as caught:
@@ -159,8 +169,9 @@ def _hook_raises_everywhere(mode):
     assert isinstance(caught.value.__cause__, ValueError)
     with pytest.raises(CommunicationError, match="a bad hook"):
         optimizer.step()
-    stepped_first_bucket = set(_changed(ddp, before)) < set(range(len(before)))
-    return stepped_first_bucket and (mode is OverlapMode.BUCKET or not _changed(ddp, before))
+    moved = changed(ddp, before)
+    assert _told_exactly(ddp, before, caught.value.report)
+    return set(moved) < set(range(len(before))) and (mode is OverlapMode.BUCKET or not moved)
 
 
 def _hook_future_fails(mode):
@@ -180,28 +191,29 @@ def _hook_future_fails(mode):
         state = {"fails": False}
         ddp, _, handle = _start(mode, comm_hook=hook, comm_state=state)
         state["fails"] = True
-        before = _snapshot(ddp)
+        before = snapshot(ddp)
         with pytest.raises(RuntimeError):
             ddp(batches(1)[0]).square().sum().backward()
         with pytest.raises(CommunicationError) as caught:
             handle.wait()
-        found.append(not _changed(ddp, before) and caught.value.report.stepped == ())
+        found.append(not changed(ddp, before) and caught.value.report.stepped == ())
     return all(found)
 
 
 def _step_raises_everywhere(mode):
     ddp, optimizer, handle = _start(mode, make=RaisesOnce)
-    before = _snapshot(ddp)
+    before = snapshot(ddp)
     optimizer.victim = ddp.module.layers[1].weight  # in a bucket in the middle
     with pytest.raises(RuntimeError, match="no step today"):
         ddp(batches(1)[0]).square().sum().backward()
     with pytest.raises(StepError, match="no step today") as caught:
         handle.wait()
-    changed, report = _changed(ddp, before), caught.value.report
+    moved, report = changed(ddp, before), caught.value.report
+    assert _told_exactly(ddp, before, report)
     if mode is OverlapMode.AFTER_REDUCE:
-        return not changed and report.stepped == ()
+        return not moved and report.stepped == ()
     # Layers 3 and 2 come before it, what is before layer 1 comes after it.
-    return 0 < len(changed) < len(before) and 0 < len(report.stepped) < report.buckets
+    return 0 < len(moved) < len(before) and 0 < len(report.stepped) < report.buckets
 
 
 class FailsOnTheWay(torch.optim.SGD):
@@ -226,14 +238,14 @@ def _fails_on_the_way(mode):
     optimizer = FailsOnTheWay(ddp.module.layers.parameters(), lr=0.1)
     handle = overlap_optimizer(ddp, [first, optimizer], mode=mode)
     optimizer.fails = True
-    before = _snapshot(ddp)
+    before = snapshot(ddp)
     with pytest.raises(RuntimeError, match="no step today"):
         ddp(batches(1)[0]).square().sum().backward()
     with pytest.raises(StepError, match="of bucket 0, whose step failed, in part or not") as caught:
         handle.wait()
     report = caught.value.report
     expected = (0,) if mode is OverlapMode.AFTER_REDUCE else ()
-    return _changed(ddp, before) and (report.stepped, report.partial, report.optimizers) == (
+    return changed(ddp, before) and (report.stepped, report.partial, report.optimizers) == (
         (),
         (0,),
         expected,
@@ -301,16 +313,53 @@ def _nothing_steps_later(mode):
         ddp, optimizer, handle = _start(mode, net=RaisingNet, comm_hook=hook, comm_state=state)
         state["fails"] = fails
         ddp.module.raises = fails == "model"
-        before = _snapshot(ddp)
+        before = snapshot(ddp)
         with pytest.raises((ValueError, RuntimeError), match="a bad layer"):
             ddp(batches(1)[0]).square().sum().backward()
-        now = _changed(ddp, before)
+        now = changed(ddp, before)
         with pytest.raises(OverlapError) as caught:
             optimizer.step()
         time.sleep(1.5)
-        found.append(_changed(ddp, before) == now and bool(now) == bool(caught.value.report.stepped))
+        found.append(changed(ddp, before) == now and _told_exactly(ddp, before, caught.value.report))
         handle.remove()
     return all(found)
+
+
+def _the_first_error_is_kept(mode):
+    """A step fails, and a hook does later; or the hook of one bucket, and then of the next."""
+    failed = threading.Event()
+
+    def hook(state, bucket):
+        average = allreduce_hook(None, bucket)
+        if state["fails"] and bucket.index() == 2:
+            assert failed.wait(10) or mode is OverlapMode.AFTER_REDUCE
+            time.sleep(0.1)  # the worker has noted it by then
+            raise ValueError("later")
+        return average
+
+    class Fails(RaisesOnce):
+        def step(self, closure=None):
+            try:
+                return super().step(closure)
+            except ValueError:
+                failed.set()
+                raise
+
+    if mode is OverlapMode.AFTER_REDUCE:
+        failed.set()  # its step would come behind every hook
+    state = {"fails": False}
+    ddp, optimizer, handle = _start(mode, make=Fails, comm_hook=hook, comm_state=state)
+    optimizer.victim = ddp.in_bucket[0][0]
+    state["fails"] = True
+    before = snapshot(ddp)
+    with pytest.raises(RuntimeError):
+        ddp(batches(1)[0]).square().sum().backward()
+    with pytest.raises(OverlapError) as caught:
+        handle.wait()
+    told = _told_exactly(ddp, before, caught.value.report)
+    if mode is OverlapMode.AFTER_REDUCE:
+        return told and "later" in str(caught.value)
+    return told and isinstance(caught.value, StepError) and "no step today" in str(caught.value)
 
 
 def _everywhere(_):
@@ -323,6 +372,7 @@ def _everywhere(_):
             _fails_on_the_way,
             _post_hook_raises,
             _nothing_steps_later,
+            _the_first_error_is_kept,
         )
         for mode in OverlapMode
     }
@@ -330,14 +380,14 @@ def _everywhere(_):
 
 def test_a_failure_on_all_ranks():
     for rank in run_ranks(_everywhere, 2, timeout=90, group_timeout=GROUP_TIMEOUT):
-        assert len(rank) == 12
+        assert len(rank) == 14
         assert all(rank.values()), rank
 
 
 def _step_raises_on_one(rank, mode, done):
     """Rank 1 fails after its gradients were averaged, and lives on: rank 0 learns of it all the same."""
     ddp, optimizer, handle = _start(mode, make=RaisesOnce)
-    before = _snapshot(ddp)
+    before = snapshot(ddp)
     if rank == 1:
         optimizer.victim = ddp.module.layers[1].weight
     error = None
@@ -350,17 +400,18 @@ def _step_raises_on_one(rank, mode, done):
         os._exit(0)  # torch 2.6 cannot end a group before
     with pytest.raises(OverlapError) as caught:
         handle.wait()
-    changed = _changed(ddp, before)
+    moved = changed(ddp, before)
+    assert _told_exactly(ddp, before, caught.value.report)
     optimizer.zero_grad()
     with pytest.raises(RuntimeError):
         ddp(batches(1)[0]).square().sum().backward()
-    assert _changed(ddp, before) == changed  # nothing was stepped on top of it
+    assert changed(ddp, before) == moved  # nothing was stepped on top of it
     if rank == 0:
         Path(done).touch()
     deadline = time.monotonic() + 30
     while not Path(done).exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    return type(caught.value), len(changed), caught.value.report
+    return type(caught.value), len(moved), caught.value.report
 
 
 @pytest.mark.parametrize("mode", OverlapMode)
@@ -374,14 +425,14 @@ def test_a_step_that_fails_on_one_rank_raises_on_every_rank(mode, tmp_path):
         group_timeout=GROUP_TIMEOUT,
         timeout=90,
     )
-    kind, changed, report = zero
+    kind, moved, report = zero
     assert kind is CommunicationError
-    assert changed == 10  # it had finished its own step: its report says so
+    assert moved == 10  # it had finished its own step: its report says so
     assert report.stepped == tuple(range(report.buckets))
     if one is not None:
-        kind, changed, report = one
+        kind, moved, report = one
         assert kind is StepError
-        assert changed < 10
+        assert moved < 10
         assert len(report.stepped) < report.buckets
 
 
@@ -394,14 +445,64 @@ def _hook_raises_on_one(rank):
     state = {"fails": False}
     ddp, _, handle = _start(OverlapMode.AFTER_REDUCE, comm_hook=hook, comm_state=state)
     state["fails"] = True
-    before = _snapshot(ddp)
+    before = snapshot(ddp)
     with pytest.raises(RuntimeError):
         ddp(batches(1)[0]).square().sum().backward()
     with pytest.raises(CommunicationError):
         handle.wait()
-    return same(before, _snapshot(ddp))
+    return same(before, snapshot(ddp))
 
 
 def test_a_hook_that_raises_on_one_rank_raises_on_every_rank():
     """The others wait for its part of the average until it ends or the group's timeout is over."""
     assert run_ranks(_hook_raises_on_one, 2, group_timeout=5.0, timeout=60) == [True, True]
+
+
+def _average_fails_on_one(rank):
+    """Only after the ranks have exchanged their gradients: no collective of the hook's tells the others."""
+
+    def hook(state, bucket):
+        fails = state["fails"] and bucket.index() == 1 and rank == 1
+
+        def average(done):
+            if fails:
+                raise ValueError("a bad average")
+            return done.value()[0] / 2
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(average)
+
+    found = {}
+    for mode in OverlapMode:
+        state = {"fails": False}
+        ddp, optimizer, handle = _start(mode, comm_hook=hook, comm_state=state)
+        state["fails"] = True
+        before = snapshot(ddp)
+        if rank == 1:
+            with pytest.raises(RuntimeError, match="a bad average"):
+                ddp(batches(1)[0]).square().sum().backward()
+        else:
+            ddp(batches(1)[0]).square().sum().backward()
+        with pytest.raises(CommunicationError, match="a bad average" if rank == 1 else "") as caught:
+            handle.wait(timeout=GROUP_TIMEOUT / 2)  # told, not timed out
+        report = caught.value.report
+        exact = _told_exactly(ddp, before, report)
+        found[mode.name, "told"] = (
+            exact and (report.stepped == (0,) if mode is OverlapMode.BUCKET else not report.stepped)
+            if rank == 1
+            else exact
+        )
+        after = snapshot(ddp)
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError):
+            ddp(batches(1)[0]).square().sum().backward()
+        found[mode.name, "nothing on top"] = same(after, snapshot(ddp))
+        dist.barrier()  # ending the overlap would tell the others too
+        handle.remove()
+    return found
+
+
+@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
+def test_an_average_that_fails_on_one_rank_raises_on_every_rank():
+    for rank in run_ranks(_average_fails_on_one, 2, group_timeout=GROUP_TIMEOUT, timeout=60):
+        assert len(rank) == 4
+        assert all(rank.values()), rank

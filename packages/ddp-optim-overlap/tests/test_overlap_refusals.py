@@ -1,14 +1,19 @@
 """What cannot be right is refused, with a reason, before anything communicates."""
 
+import inspect
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import Net, differences, make_ddp, one_group, same, train
+from overlap_runs import Net, batches, differences, make_ddp, one_group, same, train
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
     ConfigError,
+    DoubleBackwardError,
     GlobalNorm,
     OverlapError,
     OverlapMode,
@@ -27,6 +32,16 @@ class ClipsItself(torch.optim.SGD):
         if gradients:
             norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in gradients]))
             torch._foreach_mul_(gradients, (1.0 / norm).clamp(max=1.0))
+        return super().step(closure)
+
+
+class ClipsOneGroup(torch.optim.SGD):
+    """Limits the norm over the parameters of each group that has a limit."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if "limit" in group:
+                torch.nn.utils.clip_grad_norm_(group["params"], group["limit"])
         return super().step(closure)
 
 
@@ -129,6 +144,22 @@ def _replaced(ddp):
     return optimizer
 
 
+def _compiled(ddp):
+    optimizer = _sgd(ddp)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    return optimizer
+
+
+def _clips_one_group(ddp):
+    parameters = list(ddp.parameters())
+    groups = [{"params": parameters[2:]}, {"params": parameters[:2], "limit": 0.01}]  # not in the smallest
+    return ClipsOneGroup(groups, lr=0.1)
+
+
+def _twice(ddp):
+    return [_sgd(ddp)] * 2
+
+
 def _with_pre_hook(ddp):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: None)
@@ -210,6 +241,21 @@ REFUSED = {
         UnsupportedOptimizerError,
         "differentiable",
     ),
+    "couples in one group": (_clips_one_group, {}, UnsupportedOptimizerError, "AFTER_REDUCE"),
+    "compiled step": (_compiled, {}, UnsupportedOptimizerError, "is compiled"),
+    "compiled step, after the reduction": (
+        _compiled,
+        {"mode": OverlapMode.AFTER_REDUCE},
+        UnsupportedOptimizerError,
+        "is compiled",
+    ),
+    "given twice": (_twice, {}, ConfigError, "given twice"),
+    "unused after the reduction": (
+        _sgd,
+        {"mode": OverlapMode.AFTER_REDUCE, "unused": "step"},
+        ConfigError,
+        "unused='step'",
+    ),
     "replaced step": (_replaced, {}, UnsupportedOptimizerError, "replaced"),
     "pre-hook": (_with_pre_hook, {}, ConfigError, "pre-hook"),
     "foreign parameter": (_foreign, {}, ConfigError, "group 0 of SGD"),
@@ -285,7 +331,20 @@ def _refusals(rank):
     ddp = DistributedDataParallel(ignoring)
     with pytest.raises(ConfigError, match="never be stepped"):
         overlap_optimizer(ddp, _sgd(ddp))
+    _refuses_ddp_options()
     return seen
+
+
+def _refuses_ddp_options():
+    options = {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}
+    if "skip_all_reduce_unused_params" in inspect.signature(DistributedDataParallel).parameters:
+        options["skip_all_reduce_unused_params"] = True
+    for name, value in options.items():
+        model = Net() if name == "skip_all_reduce_unused_params" else torch.nn.Linear(4, 4)
+        ddp = DistributedDataParallel(model, find_unused_parameters=True, **{name: value})
+        for mode in OverlapMode:
+            with pytest.raises(ConfigError, match=name):
+                overlap_optimizer(ddp, _sgd(ddp), mode=mode)
 
 
 def test_refused_with_a_reason():
@@ -304,10 +363,10 @@ class WithEmbedding(torch.nn.Module):
         return self.linear(self.embedding(x).mean(1))
 
 
-def _sparse_run(make_optimizers, *, overlap):
+def _sparse_run(make_optimizers, *, overlap, mode=OverlapMode.BUCKET):
     ddp = DistributedDataParallel(WithEmbedding(), bucket_cap_mb=0.0001)
     optimizers = make_optimizers(ddp)
-    handle = overlap_optimizer(ddp, optimizers) if overlap else None
+    handle = overlap_optimizer(ddp, optimizers, mode=mode) if overlap else None
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(4):
         for optimizer in optimizers:
@@ -316,8 +375,26 @@ def _sparse_run(make_optimizers, *, overlap):
         for optimizer in optimizers:
             optimizer.step()
     if handle is not None:
-        handle.wait()
+        report = handle.wait()
+        assert report.stepped == tuple(range(report.buckets))
+        ddp.module.linear.zero_grad()  # the sparse gradient is still there
+        with pytest.raises(DoubleBackwardError, match="zero_grad"):
+            ddp(torch.randint(50, (4, 3), generator=generator)).square().sum().backward()
     return [p.detach().clone() for p in ddp.parameters()], [o.state_dict() for o in optimizers]
+
+
+def _odd_options(mode):
+    """Options that do not equal themselves, or not with one answer, are no changed options."""
+    ddp = make_ddp()
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
+    optimizer.param_groups[0].update(best=float("nan"), mask=np.ones(3), tags=[torch.ones(3)])
+    overlap_optimizer(ddp, optimizer, mode=mode)
+    before = [p.detach().clone() for p in ddp.parameters()]
+    for x in batches(2):
+        ddp(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return not any(torch.equal(p, one) for p, one in zip(ddp.parameters(), before, strict=True))
 
 
 def _sparse(_):
@@ -330,8 +407,9 @@ def _sparse(_):
         ],
     }
     seen = {
-        name: same(_sparse_run(make, overlap=False), _sparse_run(make, overlap=True))
+        (name, mode.name): same(_sparse_run(make, overlap=False), _sparse_run(make, overlap=True, mode=mode))
         for name, make in supported.items()
+        for mode in OverlapMode
     }
     for view in (False, True):
         seen["odd", view] = same(*[_odd_run(overlap=overlap, view=view) for overlap in (False, True)])
@@ -348,6 +426,8 @@ def _sparse(_):
     seen["group counter"] = not differences(
         one_group(CountsCalls, {"lr": 0.1}), options={"mode": OverlapMode.AFTER_REDUCE}
     )
+    for mode in OverlapMode:
+        seen["odd options", mode.name] = _odd_options(mode)
     frozen = make_ddp()
     frozen.module.layers[1].weight.requires_grad_(False)
     overlap_optimizer(frozen, _sgd(frozen))  # a frozen parameter needs no step
@@ -356,7 +436,7 @@ def _sparse(_):
 
 def test_sparse_and_odd_parameters_are_stepped_or_refused():
     for rank in run_ranks(_sparse, 2, timeout=120):
-        assert len(rank) == 7
+        assert len(rank) == 12
         assert all(rank.values()), rank
 
 

@@ -205,12 +205,14 @@ def overlap_optimizer(
         ...     optimizer.step()  # nothing left to do
     """
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
+    require_ddp_options(ddp)  # before the hook is looked at: mixed precision has one of its own
     slot = _own_slot(ddp)
     require_kinds(optimizers, clip, unused)
     if not isinstance(mode, OverlapMode):
         raise TypeError(f"mode must be an OverlapMode, got {mode!r}")
     whole = mode is OverlapMode.AFTER_REDUCE
-    require_ddp_options(ddp)
     require_options(whole=whole, clip=clip, scaler=scaler, unused=unused)
     require_own_parameters(ddp, optimizers)
     require_optimizers(optimizers, ddp.module, whole=whole, clip=clip)
@@ -244,8 +246,6 @@ def overlap_optimizer(
 
 def _own_slot(ddp: DistributedDataParallel) -> _HookSlot | None:
     """Return the slot that an earlier, removed overlap left in the model; raise if another hook is there."""
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
     for hook, state in comm_hooks(ddp):
         if not isinstance(state, _HookSlot):
             name = getattr(hook, "__qualname__", type(hook).__name__)

@@ -1,0 +1,228 @@
+"""What comes when a step is done already, or can no longer be right, is an error and moves nothing."""
+
+import contextlib
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from overlap_runs import (
+    Net,
+    adamw,
+    backward,
+    batches,
+    both,
+    make_ddp,
+    named,
+    require_held,
+    run_parts,
+    same,
+    snapshot,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_optim_overlap import (
+    ConfigError,
+    DoubleBackwardError,
+    StepError,
+    overlap_optimizer,
+)
+from dist_utils.testing import run_ranks
+
+
+def _double_backward(seen):
+    for view in (False, True):
+        for how in ("again", "accumulates", "paused"):
+            ddp = make_ddp(gradient_as_bucket_view=view)
+            optimizer = adamw(ddp)
+            handle = overlap_optimizer(ddp, optimizer)
+            first, second, third = batches(3)
+            backward(ddp, first)
+            optimizer.zero_grad(set_to_none=False)
+            backward(ddp, second)  # zeros are no gradients of a step
+            after = snapshot(ddp)
+            around = {"accumulates": ddp.no_sync, "paused": handle.pause}.get(how, contextlib.nullcontext)
+            with around(), pytest.raises(DoubleBackwardError, match="zero_grad"):
+                backward(ddp, third)
+            seen[f"double backward: {how}, {view}"] = same(after, snapshot(ddp))
+
+
+def _backward_after_zero(ddp, optimizer):
+    optimizer.zero_grad()
+    backward(ddp, batches(1)[0])
+
+
+def _changed_gradients(seen):
+    for view in (False, True):
+        ddp = make_ddp(gradient_as_bucket_view=view)
+        optimizer = adamw(ddp)
+        overlap_optimizer(ddp, optimizer)
+        for x in batches(2):
+            optimizer.zero_grad()
+            backward(ddp, x)
+            optimizer.step()
+        _backward_after_zero(ddp, optimizer)
+        after = snapshot(ddp)
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+        with pytest.raises(ConfigError, match="clip="):
+            optimizer.step()
+        seen[f"clipped in vain, {view}"] = same(after, snapshot(ddp))
+
+
+def _used_up_gradients(seen):
+    """Gradients that a step has used stay used, whatever was done to them."""
+    for view in (False, True):
+        for clips in (False, True):
+            ddp = make_ddp(gradient_as_bucket_view=view)
+            optimizer = adamw(ddp)
+            overlap_optimizer(ddp, optimizer)
+            first, second = batches(2)
+            backward(ddp, first)  # after the first pass DDP moves the gradients
+            if clips:
+                torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+            after = snapshot(ddp)
+            for _ in range(2):
+                with pytest.raises(DoubleBackwardError, match="zero_grad"):
+                    backward(ddp, second)
+            seen[f"used up, {view}, {clips}"] = same(after, snapshot(ddp))
+
+
+def _refused(ddp, optimizer, x, match, between=lambda: None):
+    """Whether ``optimizer.step()`` refuses what was done behind a backward pass, again and again."""
+    optimizer.zero_grad()
+    backward(ddp, x)
+    between()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=match):
+            optimizer.step()
+    return True
+
+
+def _too_late(seen):
+    """Whatever a step has read, or left, must not change before the loop calls step()."""
+
+    def edit_parameters(ddp):
+        with torch.no_grad():
+            next(ddp.parameters()).mul_(0.9)
+
+    def clamp_data(ddp):
+        for parameter in ddp.parameters():
+            parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+    def drop_some(ddp):
+        for parameter in ddp.module.layers[3].parameters():
+            parameter.grad = None
+
+    def sum_again(ddp):
+        for parameter in ddp.parameters():
+            dist.all_reduce(parameter.grad)
+
+    changes = {
+        "lr of parameter group 0": lambda ddp, optimizer: optimizer.param_groups[0].update(lr=0.1),
+        "state was loaded": lambda ddp, optimizer: optimizer.load_state_dict(
+            copy.deepcopy(optimizer.state_dict())
+        ),
+        "parameters were changed": lambda ddp, optimizer: edit_parameters(ddp),
+        "gradients were changed": lambda ddp, optimizer: clamp_data(ddp),
+        "gradients": lambda ddp, optimizer: sum_again(ddp),
+        "set to None": lambda ddp, optimizer: drop_some(ddp),
+        "set to": lambda ddp, optimizer: optimizer.zero_grad(),
+        "unscaled": lambda ddp, optimizer: scaler.unscale_(optimizer),
+    }
+    for match, change in changes.items():
+        ddp = make_ddp()
+        optimizer = adamw(ddp)
+        overlap_optimizer(ddp, optimizer)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        seen[f"too late: {match}"] = _refused(
+            ddp, optimizer, batches(1)[0], match, partial(change, ddp, optimizer)
+        )
+
+
+def _late_pre_hook(seen):
+    ddp = make_ddp()
+    optimizer = adamw(ddp)
+    overlap_optimizer(ddp, optimizer)
+    before = snapshot(ddp)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="pre-hook"):
+        backward(ddp, batches(1)[0])
+    with pytest.raises(ConfigError, match="pre-hook"):
+        optimizer.step()
+    seen["a late pre-hook"] = same(before, snapshot(ddp))
+
+
+def _incomplete_backward(seen):
+    """A layer without gradients, and DDP not told: some buckets never come."""
+    ddp = make_ddp()
+    optimizer = adamw(ddp)
+    overlap_optimizer(ddp, optimizer)
+    for x in batches(2):
+        optimizer.zero_grad()
+        backward(ddp, x)
+    optimizer.zero_grad()
+    ddp.module.skipped = (0,)
+    backward(ddp, batches(1)[0])
+    with pytest.raises(StepError, match="find_unused_parameters") as caught:
+        optimizer.step()
+    seen["incomplete backward"] = 0 < len(caught.value.report.stepped) < len(list(ddp.parameters()))
+
+
+def _foreign_parameters(seen):
+    """Parameters that DDP does not average, or that moved to another group, later."""
+    for how in ("added", "unfrozen"):
+        net = Net()
+        if how == "unfrozen":
+            net.layers[1].requires_grad_(False)
+        ddp = DistributedDataParallel(net)
+        optimizer = adamw(ddp)
+        overlap_optimizer(ddp, optimizer)
+        backward(ddp, batches(1)[0])
+        optimizer.zero_grad()
+        if how == "added":
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+        else:
+            net.layers[1].requires_grad_(True)
+        before = snapshot(ddp)
+        with pytest.raises(RuntimeError, match="does not average"):
+            backward(ddp, batches(1)[0])
+        seen[f"foreign: {how}"] = same(before, snapshot(ddp))
+
+    def run(*, overlapped):
+        ddp = make_ddp()
+        own = list(ddp.parameters())
+        optimizer = torch.optim.SGD([{"params": own[:5], "lr": 0.1}, {"params": own[5:], "lr": 0.001}])
+        if overlapped:
+            overlap_optimizer(ddp, optimizer)
+        for x in batches(2):
+            backward(ddp, x)
+            optimizer.step()
+            optimizer.zero_grad()
+            one, other = optimizer.param_groups
+            one["params"], other["params"] = other["params"], one["params"]
+        return snapshot(ddp)
+
+    seen["groups change places"] = both(run)
+
+
+PARTS = named(
+    _double_backward,
+    _changed_gradients,
+    _used_up_gradients,
+    _too_late,
+    _late_pre_hook,
+    _incomplete_backward,
+    _foreign_parameters,
+)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    return run_ranks(run_parts, 2, PARTS, timeout=120)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_what_comes_too_late(ranks, name):
+    require_held(ranks, name)
