@@ -1,6 +1,6 @@
 """What cannot be right is refused, with a reason, before anything communicates."""
 
-import inspect
+import copy
 
 import numpy as np
 import pytest
@@ -42,6 +42,17 @@ class ClipsOneGroup(torch.optim.SGD):
         for group in self.param_groups:
             if "limit" in group:
                 torch.nn.utils.clip_grad_norm_(group["params"], group["limit"])
+        return super().step(closure)
+
+
+class Communicates(torch.optim.SGD):
+    """Averages gradients once more: the same on every rank, but between DDP's own collectives."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
         return super().step(closure)
 
 
@@ -249,6 +260,12 @@ REFUSED = {
         UnsupportedOptimizerError,
         "is compiled",
     ),
+    "communicates": (
+        lambda ddp: Communicates(ddp.parameters(), lr=0.1),
+        {},
+        UnsupportedOptimizerError,
+        "c10d::allreduce_",
+    ),
     "given twice": (_twice, {}, ConfigError, "given twice"),
     "unused after the reduction": (
         _sgd,
@@ -346,12 +363,11 @@ def _refusals(rank):
 
 
 def _refuses_ddp_options():
-    options = {"mixed_precision": _MixedPrecision(param_dtype=torch.bfloat16)}
-    if "skip_all_reduce_unused_params" in inspect.signature(DistributedDataParallel).parameters:
-        options["skip_all_reduce_unused_params"] = True
-    for name, value in options.items():
-        model = Net() if name == "skip_all_reduce_unused_params" else torch.nn.Linear(4, 4)
-        ddp = DistributedDataParallel(model, find_unused_parameters=True, **{name: value})
+    mixed, skipping = make_ddp(), make_ddp()
+    # Set afterwards: one asks for a GPU where torch is built for them, the other is not in every torch.
+    mixed.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)
+    skipping.skip_all_reduce_unused_params = True
+    for name, ddp in {"mixed_precision": mixed, "skip_all_reduce_unused_params": skipping}.items():
         for mode in OverlapMode:
             with pytest.raises(ConfigError, match=name):
                 overlap_optimizer(ddp, _sgd(ddp), mode=mode)
@@ -384,13 +400,17 @@ def _sparse_run(make_optimizers, *, overlap, mode=OverlapMode.BUCKET):
         ddp(torch.randint(50, (4, 3), generator=generator)).square().sum().backward()
         for optimizer in optimizers:
             optimizer.step()
+    result = (
+        [p.detach().clone() for p in ddp.parameters()],
+        [copy.deepcopy(o.state_dict()) for o in optimizers],
+    )
     if handle is not None:
         report = handle.wait()
         assert report.stepped == tuple(range(report.buckets))
         ddp.module.linear.zero_grad()  # the sparse gradient is still there
         with pytest.raises(DoubleBackwardError, match="zero_grad"):
             ddp(torch.randint(50, (4, 3), generator=generator)).square().sum().backward()
-    return [p.detach().clone() for p in ddp.parameters()], [o.state_dict() for o in optimizers]
+    return result
 
 
 def _odd_options(mode):

@@ -1,7 +1,9 @@
 """The same calls on every supported torch."""
 
+import warnings
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -39,3 +41,87 @@ def test_collectives_under_one_name():
         assert seen["functional gather"] == [0, 10, 1, 11]
         assert seen["timeout"] == timedelta(seconds=33)
         assert seen["no backend"] is None
+
+
+def test_the_end_of_a_backward_pass():
+    order = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    assert not torch_compat.inside_backward()
+
+    def notice(_):
+        assert torch_compat.inside_backward()
+        torch_compat.after_backward(lambda: order.append("end"))
+
+    x.register_hook(lambda _: order.append("first layer"))
+    y.register_hook(notice)
+    y.sum().backward()
+    order.append("behind backward()")
+    assert order == ["first layer", "end", "behind backward()"]
+
+
+def test_nothing_is_called_behind_a_backward_pass_that_failed():
+    called = []
+
+    def fail(_):
+        torch_compat.after_backward(lambda: called.append(1))
+        raise ValueError("a bad layer")
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="a bad layer"):
+        x.sum().backward()
+    (x * 2).sum().detach()
+    assert not called
+
+
+def test_versions_count_writes_in_place():
+    x = torch.ones(2)
+    before = torch_compat.tensor_version(x)
+    x.mul_(2)
+    x.view(-1).add_(1)
+    assert torch_compat.tensor_version(x) == before + 2
+
+
+def test_step_hooks_of_an_optimizer():
+    calls = []
+    optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    assert len(torch_compat.step_pre_hooks(optimizer)) == 1
+    bare = object.__new__(torch.optim.SGD)
+    bare.__dict__ = torch_compat.without_step_hooks(optimizer.__dict__)
+    bare.step()
+    assert not calls
+    optimizer.step()
+    assert calls == ["pre", "post"]
+
+
+def test_schedulers_take_a_marked_optimizer_for_stepped():
+    optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    torch_compat.mark_stepped(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+
+
+def _watched(_):
+    seen, x = [], torch.ones(2)
+    with torch_compat.OperatorWatch(seen.append):
+        torch._foreach_add_([x], 1.0)
+        dist.all_reduce(x)
+    x.mul_(2)
+
+    def refuse(name):
+        raise ValueError(name)
+
+    with torch_compat.OperatorWatch(refuse), pytest.raises(ValueError, match="c10d::allreduce_"):
+        dist.all_reduce(x)
+    return seen, x.tolist()
+
+
+def test_operators_are_seen_before_they_run():
+    for names, values in run_ranks(_watched, 2):
+        assert [name.split(".")[0] for name in names] == ["aten::_foreach_add_", "c10d::allreduce_"]
+        assert values == [8.0, 8.0]

@@ -7,6 +7,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.algorithms.join import Joinable
 from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
 from ddp_optim_overlap.partial_steps import PartialSteps, parameters_of, stand_in
-from dist_utils.torch_compat import FUSED_CHECK, tensor_version
+from dist_utils.torch_compat import FUSED_CHECK, OperatorWatch, tensor_version
 
 __all__ = ["require_plain_step", "require_sparse_support", "require_step_per_parameter"]
 
@@ -83,7 +84,10 @@ def require_step_per_parameter(optimizer: torch.optim.Optimizer, sparse: Collect
     versions = _versions(optimizer)
     fresh, together, apart, backwards = (_trial(optimizer, chosen) for _ in range(4))
     try:
-        _try_steps(together, apart, backwards, generators=_generators(chosen))
+        with OperatorWatch(partial(_refuse_collective, name)):
+            _try_steps(together, apart, backwards, generators=_generators(chosen))
+    except UnsupportedOptimizerError:
+        raise
     except Exception as error:
         raise UnsupportedOptimizerError(
             f"the step of {name} failed on copies of small parameters: {type(error).__name__}: {error}"
@@ -102,6 +106,14 @@ def require_step_per_parameter(optimizer: torch.optim.Optimizer, sparse: Collect
         raise UnsupportedOptimizerError(
             f"{name} does not step per parameter: {difference} when parameters are stepped apart. "
             "Use OverlapMode.AFTER_REDUCE, which steps all at once"
+        )
+
+
+def _refuse_collective(optimizer: str, operator: str) -> None:
+    if operator.startswith(("c10d::", "_c10d_functional::")):
+        raise UnsupportedOptimizerError(
+            f"the step of {optimizer} communicates ({operator}), which would meet DDP's own collectives when "
+            "it is done by buckets. Use OverlapMode.AFTER_REDUCE, which steps when these are over"
         )
 
 

@@ -21,10 +21,14 @@ from torch.distributed import _functional_collectives as _functional
 from torch.distributed import distributed_c10d as _c10d
 from torch.nn.parallel import DistributedDataParallel
 
+# The only way to see every operator that runs, C++ ones too; no public name up to torch 2.15.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 __all__ = [
     "FUSED_CHECK",
     "GROUPS_END_WITHOUT_GIL",
     "GradBucket",
+    "OperatorWatch",
     "after_backward",
     "all_gather_single",
     "comm_hooks",
@@ -176,6 +180,26 @@ def functional_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> tor
     """Concatenate every rank's ``tensor`` along dimension 0; traceable by ``torch.compile``."""
     result: torch.Tensor = _functional.all_gather_tensor(tensor, 0, group)
     return result
+
+
+class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """As a context manager: calls a function with the name of every operator before this thread runs it.
+
+    Args:
+        notice: Gets names such as ``"c10d::allreduce_"``; its errors come out where the operator is used.
+    """
+
+    def __init__(self, notice: Callable[[str], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._notice = notice
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Be called by torch in place of the operator."""
+        del types
+        self._notice(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def inside_backward() -> bool:
