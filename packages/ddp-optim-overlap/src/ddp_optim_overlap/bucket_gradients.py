@@ -10,7 +10,7 @@ import torch
 
 from dist_utils.torch_compat import GradBucket
 
-__all__ = ["BucketGradients", "lent"]
+__all__ = ["BucketGradients", "average_of", "lent"]
 
 
 class BucketGradients:
@@ -38,7 +38,7 @@ class BucketGradients:
         first = average[0] if isinstance(average, (list, tuple)) and average else average
         if not isinstance(first, torch.Tensor):
             raise TypeError(f"the hook's future must hold a tensor, got {type(average).__name__}")
-        if first is self.buffer:
+        if _same_memory(first, self.buffer):
             return
         if first.numel() != self.buffer.numel():
             raise ValueError(
@@ -47,10 +47,22 @@ class BucketGradients:
         if first.device.type != "cpu":
             # It may belong to the hook's stream, and is read on this one.
             first.record_stream(torch.get_device_module(first.device).current_stream(first.device))
-        if self.buffer.is_sparse:
-            self.buffer.copy_(first)
-        elif first.data_ptr() != self.buffer.data_ptr() or first.dtype != self.buffer.dtype:
-            self.buffer.copy_(first.view_as(self.buffer))
+        self.buffer.copy_(first if self.buffer.is_sparse else first.view_as(self.buffer))
+
+
+def average_of(buffer: torch.Tensor, done: torch.futures.Future[Any]) -> torch.Tensor:
+    """Return what a hook's future holds, as DDP takes it."""
+    value = done.value()
+    first: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
+    return buffer if _same_memory(first, buffer) else first
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Tell whether these are one buffer: Gloo returns that of complex numbers as pairs of real ones."""
+    if one is other or one.is_sparse or other.is_sparse:
+        return one is other
+    same_kind = one.dtype == other.dtype or other.is_complex()
+    return same_kind and one.data_ptr() == other.data_ptr() and one.nbytes == other.nbytes
 
 
 def _views(bucket: GradBucket, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from ddp_compress_hooks.compiled import is_pair
 from ddp_optim_overlap.backward_pass import BackwardPass, CancelUnlessCalled
-from ddp_optim_overlap.bucket_gradients import BucketGradients, lent
+from ddp_optim_overlap.bucket_gradients import BucketGradients, average_of, lent
 from ddp_optim_overlap.errors import (
     CommunicationError,
     ConfigError,
@@ -130,7 +130,7 @@ class Engine:
             self.gradients.averaged_anew(bucket.parameters())
             if last:
                 self.gradients.new.clear()
-            return self._comm_hook(self._comm_state, bucket).then(_first)
+            return self._comm_hook(self._comm_state, bucket).then(partial(average_of, bucket.buffer()))
         current.buckets += 1
         gradients = BucketGradients(bucket)
         self.averaged.update(gradients.parameters)
@@ -389,12 +389,6 @@ def _used_anywhere(used: list[bool], group: dist.ProcessGroup, device: torch.dev
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
     # Reading it waits for the device: only where the answer is open.
     return used if all(used) else [bool(value) for value in anywhere.tolist()]
-
-
-def _first(done: torch.futures.Future[Any]) -> torch.Tensor:
-    value = done.value()
-    tensor: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
-    return tensor
 
 
 def _text(error: BaseException) -> str:
