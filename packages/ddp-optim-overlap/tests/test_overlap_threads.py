@@ -102,15 +102,29 @@ def _backward_does_not_wait_for_an_average(seen):
     seen["in time"] = in_time == [True] * 3
 
 
+class Tells(torch.optim.AdamW):
+    """Tells when a bucket was stepped."""
+
+    stepped = threading.Event()
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.stepped.set()
+
+
 def _what_was_hidden(seen):
     """The steps before the last, if the last average is slow; none, if there is only one bucket."""
     for buckets, cap in (("several", 0.002), ("one", 25)):
         ddp = make_ddp(bucket_cap_mb=cap)
-        optimizer = adamw(ddp)
+        optimizer = Tells(ddp.parameters(), lr=0.01)
 
         def hook(_, bucket):
+            if bucket.index() == 0:
+                Tells.stepped.clear()
+
             def slow(done):
                 if bucket.is_last():
+                    assert bucket.index() == 0 or Tells.stepped.wait(20)
                     time.sleep(0.3)
                 return done.value()
 
