@@ -150,8 +150,9 @@ def build(session: nox.Session) -> None:
         venv = Path(session.create_tmp()) / package
         python = str(venv / ("Scripts" if os.name == "nt" else "bin") / "python")
         session.run("uv", "venv", "--quiet", "--clear", str(venv))
-        # From dist/ come the wheel's siblings, which no index may have yet.
+        # From dist/ come the siblings: no index may have them yet, and uv may keep older ones.
         where = ["--python", python, "--find-links", "dist"]
+        where += [f"--refresh-package={sibling}" for sibling in PACKAGES]
         session.run("uv", "pip", "install", "--quiet", *where, f"torch=={DEFAULT_TORCH}", str(wheel), env=ENV)
         version = wheel.name.split("-")[1]
         check = f"import {module} as m; assert m.__version__ == {version!r}, m.__version__"
