@@ -54,6 +54,7 @@ ORDINARY, HOOKED, PYTORCH, OURS, AFTER = (
     "ours: BUCKET",
     "ours: AFTER_REDUCE",
 )
+SIDES = (ORDINARY, HOOKED, PYTORCH, OURS, AFTER)
 STEP = "optimizer.step() alone"
 MODELS = {10: (256, 40, 10), 60: (512, 60, 15)}
 """Of a model of so many MB: the width and the number of its layers, and the number of its buckets."""
@@ -83,7 +84,7 @@ def make_ddp(net: nn.Module, buckets: int, **options: Any) -> DistributedDataPar
 def sides(megabytes: int, kind: str) -> dict[str, tuple[DistributedDataParallel, Any, Any]]:
     """Return the models, with the optimizer that the loop steps and the handle of an overlap, if any."""
     made: dict[str, tuple[DistributedDataParallel, Any, Any]] = {}
-    for name in (ORDINARY, HOOKED, PYTORCH, OURS, AFTER):
+    for name in SIDES:
         ddp = make_ddp(make_net(megabytes), MODELS[megabytes][-1])
         if name == HOOKED:
             ddp.register_comm_hook(None, allreduce_hook)
@@ -135,7 +136,7 @@ def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
     (buckets,) = ranks[0]["buckets"]
     times = {
         name: [1e3 * max(repeat) for repeat in zip(*(rank[name] for rank in ranks), strict=True)]
-        for name in (ORDINARY, HOOKED, PYTORCH, OURS, AFTER, STEP)
+        for name in (*SIDES, STEP)
     }
     load = [round(value, 1) for value in os.getloadavg()]
     summary: dict[str, Any] = {
@@ -152,7 +153,7 @@ def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
         }
     step = statistics.median(times[STEP])
     hideable = step - step / buckets
-    for name in (HOOKED, PYTORCH, OURS, AFTER):
+    for name in SIDES[1:]:
         # Of the same turn: what slows the machine for a while slows both.
         saved = [plain - other for plain, other in zip(times[ORDINARY], times[name], strict=True)]
         ratios = {

@@ -4,12 +4,13 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import Net, batches, changed, same, snapshot
+from overlap_runs import CallInBackward, Net, batches, changed, same, snapshot
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
@@ -26,32 +27,28 @@ from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 GROUP_TIMEOUT = 15.0
 
 
-class DieInBackward(torch.autograd.Function):
-    """The identity; its backward ends or stops the process, when later layers' buckets are on their way."""
-
-    @staticmethod
-    def forward(ctx, x, dies):
-        ctx.dies = dies
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.dies == "exits":
-            os._exit(3)
-        if ctx.dies == "stops":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return grad, None
+def _end_process(how):
+    if how == "exits":
+        os._exit(3)
+    if how == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
-class DyingNet(Net):
-    dies = None
+def _bad_layer():
+    raise ValueError("a bad layer")
+
+
+class CallingNet(Net):
+    """Calls something in backward, when later layers' buckets are on their way."""
+
+    call = None
 
     def forward(self, x):
         x = self.conv(x).mean(1).flatten(1)
         for index, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
-            if index == 1:
-                x = DieInBackward.apply(x, self.dies)
+            if index == 1 and self.call is not None:
+                x = CallInBackward.apply(x, self.call)
         return x
 
 
@@ -100,9 +97,9 @@ def _told_exactly(ddp, before, report):
 
 
 def _peer_dies(rank, mode, how):
-    ddp, optimizer, handle = _start(mode, net=DyingNet)
+    ddp, optimizer, handle = _start(mode, net=CallingNet)
     before = snapshot(ddp)
-    ddp.module.dies = how if rank == 1 else None
+    ddp.module.call = partial(_end_process, how) if rank == 1 else None
     start = time.monotonic()
     with pytest.raises(RuntimeError):
         ddp(batches(1)[0]).square().sum().backward()
@@ -271,28 +268,6 @@ def _post_hook_raises(mode):
     return report.buckets > 0 and report.partial == tuple(range(report.buckets))
 
 
-class RaisesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ValueError("a bad layer")
-
-
-class RaisingNet(Net):
-    raises = False
-
-    def forward(self, x):
-        x = self.conv(x).mean(1).flatten(1)
-        for index, layer in enumerate(self.layers):
-            x = torch.tanh(layer(x))
-            if index == 1 and self.raises:
-                x = RaisesInBackward.apply(x)
-        return x
-
-
 def _nothing_steps_later(mode):
     """A hook or the model raises while averages of other buckets are on their way: those step no more."""
 
@@ -310,9 +285,9 @@ def _nothing_steps_later(mode):
     found = []
     for fails in ("hook", "model"):
         state = {"fails": None}
-        ddp, optimizer, handle = _start(mode, net=RaisingNet, comm_hook=hook, comm_state=state)
+        ddp, optimizer, handle = _start(mode, net=CallingNet, comm_hook=hook, comm_state=state)
         state["fails"] = fails
-        ddp.module.raises = fails == "model"
+        ddp.module.call = _bad_layer if fails == "model" else None
         before = snapshot(ddp)
         with pytest.raises((ValueError, RuntimeError), match="a bad layer"):
             ddp(batches(1)[0]).square().sum().backward()

@@ -1,9 +1,10 @@
 """A stepped weight that the same backward pass reads again."""
 
 import time
+from functools import partial
 
 import torch
-from overlap_runs import backward
+from overlap_runs import CallInBackward, backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -14,21 +15,11 @@ from ddp_optim_overlap import (
 from dist_utils.testing import run_ranks
 
 
-class Wait(torch.autograd.Function):
-    """The identity; its backward waits until a condition holds."""
-
-    @staticmethod
-    def forward(ctx, x, condition):
-        ctx.condition = condition
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        deadline = time.monotonic() + 20
-        while not ctx.condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        return gradient, None
+def _wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 class Reuses(torch.nn.Module):
@@ -52,7 +43,7 @@ class Reuses(torch.nn.Module):
 
     def forward(self, x):
         x = checkpoint(self.block, self.first(x), use_reentrant=False)
-        return self.last(Wait.apply(x, self.goes_on))
+        return self.last(CallInBackward.apply(x, partial(_wait_until, self.goes_on)))
 
 
 def _weight_reuse(_):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.errors import DoubleBackwardError
-from ddp_optim_overlap.step_inputs import gradient_mark
+from ddp_optim_overlap.step_inputs import gradient_mark, gradient_marks
 
 __all__ = ["GradientWatch"]
 
@@ -62,11 +62,11 @@ class GradientWatch:
             for hook in self._hooks.popitem()[1]:
                 hook.remove()
 
-    def used(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take the gradients of these, and no others, as used up."""
-        self._used = {
-            parameter: gradient_mark(parameter.grad) for parameter in parameters if parameter.grad is not None
-        }
+    def used(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[int, int]]:
+        """Take the gradients of these, and no others, as used up; return the mark of each."""
+        marks = gradient_marks(parameters)
+        self._used = dict(marks)
+        return marks
 
     def is_new(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has got a gradient, and it was not taken away since."""

@@ -86,8 +86,8 @@ class OverlappedOptimizers(Stepper):
     def finish(self, engine: Engine) -> None:
         """A backward pass that has stepped is over."""
         self._partial.finish()
-        engine.gradients.used(self._partial.parameters)
-        self._stepped = {optimizer: StepInputs(optimizer) for optimizer in self._optimizers}
+        marks = engine.gradients.used(self._partial.parameters)
+        self._stepped = {optimizer: StepInputs(optimizer, marks) for optimizer in self._optimizers}
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.partial_steps import parameters_of
 from dist_utils.torch_compat import tensor_version
 
-__all__ = ["StepInputs", "gradient_mark"]
+__all__ = ["StepInputs", "gradient_mark", "gradient_marks"]
 
 
 class StepInputs:
@@ -23,14 +23,19 @@ class StepInputs:
 
     Args:
         optimizer: It has just been stepped.
+        gradients: The marks of its parameters' gradients, and perhaps of others.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, gradients: Mapping[torch.Tensor, tuple[int, int]]
+    ) -> None:
         self._groups = [_options(group) for group in optimizer.param_groups]
         self._state = optimizer.state
         parameters = parameters_of(optimizer)
         self._versions = [tensor_version(parameter) for parameter in parameters]
-        self._gradients = _marks(parameters)
+        self._gradients = {
+            parameter: gradients[parameter] for parameter in parameters if parameter in gradients
+        }
         self._sample = _sample(parameters)
 
     def changed(self, optimizer: torch.optim.Optimizer) -> str | None:
@@ -48,18 +53,12 @@ class StepInputs:
         parameters = parameters_of(optimizer)
         if [tensor_version(parameter) for parameter in parameters] != self._versions:
             return "parameters were changed"
-        if _marks(parameters) != self._gradients or any(
+        if gradient_marks(parameters) != self._gradients or any(
             (gradient := parameter.grad) is not None and _first_bytes(gradient) != before
             for parameter, before in self._sample
         ):
             return "gradients were changed (clipped, unscaled, set to None, ...)"
         return None
-
-
-def _marks(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int] | None]:
-    return [
-        None if (gradient := parameter.grad) is None else gradient_mark(gradient) for parameter in parameters
-    ]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -101,3 +100,12 @@ def _first_bytes(gradient: torch.Tensor) -> bytes:
 def gradient_mark(gradient: torch.Tensor) -> tuple[int, int]:
     """Return what every write in place and every other gradient changes."""
     return tensor_version(gradient), 0 if gradient.is_sparse else gradient.data_ptr()
+
+
+def gradient_marks(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[int, int]]:
+    """Return the marks of the gradients that there are."""
+    return {
+        parameter: gradient_mark(gradient)
+        for parameter in parameters
+        if (gradient := parameter.grad) is not None
+    }
