@@ -12,8 +12,10 @@ from dist_utils.ordered_worker import OrderedWorker
 from dist_utils.process_groups import GroupLike, global_rank, group_rank, resolve_group
 from dist_utils.state_dicts import replace_by_prefix
 from dist_utils.storage import alloc_storage, data_ptr_allocated, free_storage
+from dist_utils.terms import AgreementError, require_same_terms
 
 __all__ = [
+    "AgreementError",
     "GroupLike",
     "OrderedWorker",
     "TensorMismatchError",
@@ -30,6 +32,7 @@ __all__ = [
     "recursive_to",
     "register_container",
     "replace_by_prefix",
+    "require_same_terms",
     "resolve_group",
     "start_messages",
     "sync_module_states",

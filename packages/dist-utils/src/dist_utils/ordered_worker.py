@@ -7,7 +7,7 @@ import queue
 import threading
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups import GroupLike, resolve_group, runs_on_host
+from dist_utils.terms import require_same_terms
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["OrderedWorker"]
 
 T = TypeVar("T")
-
-_private_groups_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""How many private groups were made from a group: the same number on all of its ranks."""
 
 _STOP_SECONDS = 5.0
 """How long closing waits for a job in progress. Its thread is a daemon, so the interpreter can exit."""
@@ -49,12 +47,19 @@ class OrderedWorker:
     kept and given to all later ones, which do not run. It also ends the private group, so that the
     other ranks get an error soon rather than at their timeout.
 
+    Before the first job the ranks compare the workers' names and ``terms`` (see
+    :func:`dist_utils.require_same_terms`). If they differ, or a rank does not come, that is the first
+    error, on every rank. A new worker, on every rank, is a fresh start after any error.
+
+    Several threads may submit; which job is first is then up to them, and must be alike on all ranks.
+
     The thread ends on :meth:`close`, when the worker is garbage, at interpreter exit and on
     ``destroy_process_group``.
 
     Args:
         process_group: As in :func:`dist_utils.resolve_group`.
-        name: Of the thread, for stack dumps and profiles.
+        name: Of the thread, for stack dumps and profiles; and in the messages about ``terms``.
+        terms: Returns what must be equal on all ranks, by name. Called before the first job.
 
     Raises:
         ValueError, TypeError, RuntimeError: As :func:`dist_utils.resolve_group`.
@@ -68,12 +73,21 @@ class OrderedWorker:
         >>> worker.submit(sum_twice, device=tensor.device).wait()  # doctest: +SKIP
     """
 
-    def __init__(self, process_group: GroupLike = None, *, name: str = "OrderedWorker") -> None:
+    def __init__(
+        self,
+        process_group: GroupLike = None,
+        *,
+        name: str = "OrderedWorker",
+        terms: Callable[[], Mapping[str, object]] = dict,
+    ) -> None:
         self._process_group = resolve_group(process_group)
         self._name = name
+        self._terms = terms
+        self._starting = threading.Lock()
+        self._agreed: str | None = None
         self._lane: _Lane | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._stream_error: Exception | None = None
+        self._own_error: Exception | None = None  # of what does not run on the thread
         self._closed = False
 
     @property
@@ -84,7 +98,7 @@ class OrderedWorker:
     @property
     def error(self) -> Exception | None:
         """The first error of a job, or ``None``. Once set, no later job runs."""
-        return self._stream_error if self._lane is None else self._lane.error or self._stream_error
+        return self._own_error if self._lane is None else self._lane.error or self._own_error
 
     def submit(
         self, job: Callable[[dist.ProcessGroup], T], *, device: torch.device | str = "cpu"
@@ -101,25 +115,49 @@ class OrderedWorker:
 
         Returns:
             A future that a DDP communication hook may return as it is. Waiting for it raises
-            ``RuntimeError`` with the text of the job's error; :attr:`error` holds the error itself.
+            ``RuntimeError`` with the text of the job's error; :attr:`error` holds the error itself. What
+            fails before the first job, such as an agreement, fails the future too.
 
         Raises:
             RuntimeError: The worker is closed.
 
         Cost:
-            The first CPU job makes a process group, which is collective among the members.
+            Before the first job, one exchange of ``terms`` through the store; the first CPU job makes a
+            process group, which is collective among the members. Both wait for the other ranks, here.
         """
-        if self._closed:
-            raise RuntimeError(f"{self._name} is closed")
         device = torch.device(device)
         side = None if device.type == "cpu" else self._side_stream(device)
-        if side is not None and not runs_on_host(self._process_group, device):
-            return self._enqueue(job, side)
-        if self._lane is None:
-            self._lane = _Lane(self._private_group(), self._name)
+        streams = side is not None and not runs_on_host(self._process_group, device)
+        with self._starting:
+            if self._closed:
+                raise RuntimeError(f"{self._name} is closed")
+            try:
+                self._start(with_thread=not streams)
+            except Exception as error:  # noqa: BLE001 - backward() must raise it, and not in DDP's middle
+                self._own_error = error
+        if self._lane is not None and not streams:
+            return self._lane.submit(job, side)
+        return self._run_here(job, side)
+
+    def _start(self, *, with_thread: bool) -> None:
+        """Agree with the other ranks, and make the thread, at the first job that needs them."""
+        if self._own_error is not None:
+            return
+        if self._agreed is None:
+            self._agreed = require_same_terms(self._process_group, self._name, self._terms())
+        if with_thread and self._lane is None:
+            self._lane = _Lane(self._private_group(self._agreed), self._name)
             # At garbage collection and, as finalizers do, at interpreter exit.
             weakref.finalize(self, self._lane.stop)
-        return self._lane.submit(job, side)
+
+    def wait(self) -> None:
+        """Return when every job that was submitted until now has run, whatever came of it.
+
+        On an accelerator's stream: when all are enqueued, which they are.
+        """
+        lane = self._lane
+        if lane is not None:
+            lane.wait()
 
     def close(self) -> None:
         """Finish the queued jobs, then end the thread and the private group; closing twice is harmless.
@@ -128,7 +166,8 @@ class OrderedWorker:
 
         Waits a few seconds at most: a job that hangs on a dead peer is left to its timeout.
         """
-        self._closed = True
+        with self._starting:
+            self._closed = True
         if self._lane is not None:
             self._lane.stop()
 
@@ -140,15 +179,11 @@ class OrderedWorker:
     ) -> None:
         self.close()
 
-    def _private_group(self) -> dist.ProcessGroup:
+    def _private_group(self, name: str) -> dist.ProcessGroup:
         group = self._process_group
-        ranks = dist.get_process_group_ranks(group)
-        number = _private_groups_made.get(group, 0)
-        _private_groups_made[group] = number + 1
         return torch_compat.new_named_group(
-            # The first rank, because torch may give disjoint groups one name.
-            f"{group.group_name}:{ranks[0]}/ordered-worker-{number}",
-            ranks,
+            f"{group.group_name}/{self._name}/{name}",
+            dist.get_process_group_ranks(group),
             backend=dist.get_backend_config(group),
             timeout=torch_compat.group_timeout(group, torch.device("cpu")),
         )
@@ -161,18 +196,18 @@ class OrderedWorker:
             self._streams[device] = accelerator.Stream(device)
         return _Side(self._streams[device], accelerator.current_stream(device).record_event())
 
-    def _enqueue(self, job: Callable[[dist.ProcessGroup], T], side: _Side) -> torch.futures.Future[T]:
+    def _run_here(self, job: Callable[[dist.ProcessGroup], T], side: _Side | None) -> torch.futures.Future[T]:
         done: torch.futures.Future[T] = _new_future(side)
         result = done.then(_value)
         with _on(side):
-            if self._stream_error is None:
+            if self._own_error is None:
                 try:
                     # The future records the side stream here; whoever waits for it makes its stream wait.
                     done.set_result(job(self._process_group))
                 except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
-                    self._stream_error = error
-            if self._stream_error is not None:
-                done.set_exception(self._stream_error)  # type: ignore[arg-type] # torch's annotation
+                    self._own_error = error
+            if self._own_error is not None:
+                done.set_exception(self._own_error)  # type: ignore[arg-type] # torch's annotation
         return result
 
 
@@ -196,7 +231,7 @@ class _Lane:
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self.error: Exception | None = None
         self._name = name
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None marks the end
+        self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()  # None: the end
         self._ended = False
         self._ending = threading.Lock()
         # torch's registry is the only owner of the group, so the group's end is ours. A weakref
@@ -215,6 +250,17 @@ class _Lane:
         done.set_exception(self.error or self._group_is_gone())  # type: ignore[arg-type] # torch's annotation
         return result
 
+    def wait(self) -> None:
+        """Return when the jobs that are queued have run."""
+        if threading.current_thread() is self._thread:
+            return  # it would wait for itself
+        reached = threading.Event()
+        with self._ending:
+            if self._ended:
+                return
+            self._jobs.put(reached)
+        reached.wait()
+
     def stop(self) -> None:
         """End the thread after the jobs that are queued, and then its group."""
         self._jobs.put(None)
@@ -223,16 +269,21 @@ class _Lane:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            with _on(job.side):
-                self._settle(job)
+            self._take(job)
             del job  # it may refer to the worker, which could not become garbage while this waits
         with self._ending:
             self._ended = True
         while not self._jobs.empty():  # what came between the end mark and the line above
             if (job := self._jobs.get()) is not None:
-                with _on(job.side):
-                    self._settle(job)
+                self._take(job)
         self._destroy_group()
+
+    def _take(self, job: _Job | threading.Event) -> None:
+        if isinstance(job, threading.Event):
+            job.set()
+            return
+        with _on(job.side):
+            self._settle(job)
 
     def _settle(self, job: _Job) -> None:
         if torch.get_num_threads() != job.threads:  # every thread has a number of its own

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-# torch.distributed.GradBucket is this class, but type checkers do not find it there.
-from torch._C._distributed_c10d import GradBucket
+# torch.distributed has these classes, but type checkers do not find them there.
+from torch._C._distributed_c10d import GradBucket, Store
 
 # The traceable collectives have no public names up to torch 2.15.
 from torch.distributed import _functional_collectives as _functional
@@ -32,6 +32,8 @@ __all__ = [
     "after_backward",
     "all_gather_single",
     "comm_hooks",
+    "default_group_timeout",
+    "default_store",
     "function_transforms_active",
     "functional_all_gather",
     "functional_all_reduce",
@@ -131,6 +133,16 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta |
     return timeout if isinstance(timeout, timedelta) else None
 
 
+def default_group_timeout() -> timedelta:
+    """Return how long collectives may take where nobody says. No public name up to torch 2.15."""
+    return _c10d.default_pg_timeout
+
+
+def default_store() -> Store:
+    """Return the store of the default process group. No public name for it up to torch 2.15."""
+    return _c10d._get_default_store()  # noqa: SLF001
+
+
 def new_named_group(
     name: str, ranks: list[int], *, backend: str, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
@@ -155,8 +167,8 @@ def new_named_group(
     if len(kinds) == 1:  # as one name, or the group has no default backend, and warns of it at its end
         (backend,) = kinds
     helper: Any = _c10d._new_process_group_helper  # noqa: SLF001
-    store = _c10d._get_default_store()  # noqa: SLF001
-    limit = timeout or _c10d.default_pg_timeout
+    store = default_store()
+    limit = timeout or default_group_timeout()
     group, _ = helper(
         len(ranks), rank, ranks, dist.Backend(backend), store, name, timeout=limit, group_desc=name
     )

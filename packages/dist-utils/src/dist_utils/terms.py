@@ -1,0 +1,235 @@
+"""Whether all ranks come with the same terms, found out through the store before anything else is sent."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from dist_utils import torch_compat
+from dist_utils.process_groups import GroupLike, collective_device, resolve_group
+
+__all__ = ["AgreementError", "require_same_terms", "require_same_terms_once"]
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 1.0
+"""Seconds between two looks at the store: a twentieth of the time waited so far, within these bounds."""
+
+_rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""The first round of a group that this rank does not know to be over."""
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
+"""What :func:`require_same_terms_once` need not ask again."""
+_locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()
+"""Threads of a rank come to a group one after another."""
+_one_lock_each = threading.Lock()
+
+
+class AgreementError(RuntimeError):
+    """Ranks that should communicate have different terms, or some of them did not come."""
+
+
+def require_same_terms(
+    process_group: GroupLike,
+    title: str,
+    terms: Mapping[str, object] | None = None,
+    *,
+    problem: Exception | None = None,
+    timeout: timedelta | None = None,
+) -> str:
+    """Return if every rank of a group comes with the same title and terms; otherwise raise on every rank.
+
+    Collective, but it uses only the store that the ranks found each other with: it works where a collective
+    would hang or abort because the ranks are about to do different things. All ranks of a group must come
+    in the same order if they come several times, as to any collective. An attempt that failed is over for
+    all ranks at once, and the next call is a new one.
+
+    Args:
+        process_group: As in :func:`dist_utils.resolve_group`.
+        title: What the terms are about, for messages, as in ``"fp16_compress_hook"``; compared too.
+        terms: What must be equal, by name. Values are compared by their ``repr``.
+        problem: Why this rank cannot go on. It is raised here, the other ranks get it as text.
+        timeout: How long to wait for the others; the group's own timeout if not given.
+
+    Returns:
+        A string that is the same on all ranks and that no other call returns: a name for what they make
+        next.
+
+    Raises:
+        AgreementError: On every rank, with the same message: the terms that differ and which ranks have
+            which values; or, after the timeout, which ranks came and which did not.
+        RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
+
+    Cost:
+        A handful of requests to the store per rank; the first rank reads what all have written. Nothing at
+        world size 1, and nothing with the backend ``"fake"``.
+
+    Example:
+        >>> require_same_terms(None, "my hook", {"bits": 8})  # doctest: +SKIP
+    """
+    group = resolve_group(process_group)
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        if problem is not None:
+            raise problem
+        return uuid.uuid4().hex
+    claim = _Claim(
+        title,
+        {name: repr(value) for name, value in (terms or {}).items()},
+        "" if problem is None else f"{type(problem).__name__}: {problem}",
+    )
+    with _lock_of(group):
+        limit = timeout or torch_compat.group_timeout(group, collective_device(group))
+        seconds = (limit or torch_compat.default_group_timeout()).total_seconds()
+        verdict = _Round.first_open(group).settle(claim, seconds)
+    if problem is not None:
+        raise problem
+    if verdict.error:
+        raise AgreementError(verdict.error)
+    return verdict.name
+
+
+def require_same_terms_once(process_group: GroupLike, title: str, terms: Mapping[str, object]) -> None:
+    """As :func:`require_same_terms`, but only the first time that the group comes with these terms.
+
+    For functions that are called again and again and keep no state. All ranks must call it alike.
+    """
+    group = resolve_group(process_group)
+    key = f"{title} {sorted(terms.items())!r}"
+    if key not in _agreed.get(group, ()):
+        with _lock_of(group):
+            if key not in _agreed.setdefault(group, set()):
+                require_same_terms(group, title, terms)
+                _agreed[group].add(key)
+
+
+class _Claim(NamedTuple):
+    """What a rank comes with."""
+
+    title: str
+    terms: dict[str, str]
+    problem: str
+
+
+class _Verdict(NamedTuple):
+    """What came of a round: an error, or a name that no other round has."""
+
+    error: str
+    name: str
+
+
+class _Round:
+    """One attempt to agree, as keys in the store: a claim of each rank, and one verdict.
+
+    The verdict is written once, by whoever is first: the group's first rank when it has read all claims, or
+    any rank that stops waiting. Whatever happens, all ranks see the same one, and then the round is over.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, number: int) -> None:
+        self._group, self._number = group, number
+        self._ranks = dist.get_process_group_ranks(group)
+        # A restarted job may find the store of the last attempt. And torch may give disjoint groups one name.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._prefix = f"dist_utils/terms/{attempt}/{group.group_name}:{self._ranks[0]}/{number}"
+        self._store = torch_compat.default_store()
+
+    @classmethod
+    def first_open(cls, group: dist.ProcessGroup) -> _Round:
+        """Return the first round that is not over: those that are failed, or belong to a former life."""
+        number = _rounds.get(group, 0)
+        while (found := cls(group, number)).is_over():
+            number += 1
+        _rounds[group] = number
+        return found
+
+    def is_over(self) -> bool:
+        """Return whether there is a verdict."""
+        return bool(self._store.check([self._verdict_key]))
+
+    @property
+    def _verdict_key(self) -> str:
+        return f"{self._prefix}/verdict"
+
+    def _claim_key(self, index: int) -> str:
+        return f"{self._prefix}/{index}"
+
+    def settle(self, claim: _Claim, seconds: float) -> _Verdict:
+        """Come with a claim, wait until the round is over, and return the verdict."""
+        me, everyone = self._claim_key(self._group.rank()), [*map(self._claim_key, range(len(self._ranks)))]
+        judges = me == everyone[0]
+        self._store.set(me, json.dumps(claim))
+        try:
+            if not _wait_until(lambda: self.is_over() or (judges and self._store.check(everyone)), seconds):
+                self._decide(self._who_came(claim.title, everyone, seconds))
+            elif judges and not self.is_over():
+                claims = [_Claim(*json.loads(text)) for text in self._store.multi_get(everyone)]
+                self._decide(_first_difference(claims, self._ranks))
+        except dist.DistError:  # the store is gone: nobody can be told
+            raise
+        except BaseException as error:
+            self._decide(f"{claim.title}: rank {dist.get_rank()} stopped waiting: {error!r}")
+            raise
+        _rounds[self._group] = self._number + 1
+        return _Verdict(*json.loads(self._store.get(self._verdict_key)))
+
+    def _decide(self, error: str) -> None:
+        self._store.compare_set(self._verdict_key, "", json.dumps(_Verdict(error, uuid.uuid4().hex)))
+
+    def _who_came(self, title: str, everyone: list[str], seconds: float) -> str:
+        came = [rank for rank, key in zip(self._ranks, everyone, strict=True) if self._store.check([key])]
+        missing = [rank for rank in self._ranks if rank not in came]
+        return (
+            f"{title}: ranks {came} came within {seconds:g} s, ranks {missing} did not; every rank of the "
+            "process group must use it"
+        )
+
+
+def _lock_of(group: dist.ProcessGroup) -> threading.RLock:
+    with _one_lock_each:
+        return _locks.setdefault(group, threading.RLock())
+
+
+def _wait_until(done: Callable[[], bool], seconds: float) -> bool:
+    start = time.monotonic()
+    never = threading.Event()
+    while not done():
+        waited = time.monotonic() - start
+        if waited > seconds:
+            return False
+        # No store.wait(): it keeps every other thread from the store, and logs when it times out.
+        never.wait(min(max(waited / 20, _SHORTEST_PAUSE), _LONGEST_PAUSE, seconds - waited + _SHORTEST_PAUSE))
+    return True
+
+
+def _first_difference(claims: list[_Claim], ranks: list[int]) -> str:
+    for rank, claim in zip(ranks, claims, strict=True):
+        if claim.problem:
+            return f"{claim.title}: rank {rank} cannot go on: {claim.problem}"
+    titles = _by_value([claim.title for claim in claims], ranks)
+    if len(titles) > 1:
+        return f"ranks are about to do different things: {_listed(titles)}"
+    differences = []
+    for name in dict.fromkeys(name for claim in claims for name in claim.terms):
+        values = _by_value([claim.terms.get(name, "not there") for claim in claims], ranks)
+        if len(values) > 1:
+            differences.append(f"{name} is {_listed(values)}")
+    return f"{claims[0].title} differs between ranks: {'; '.join(differences)}" if differences else ""
+
+
+def _by_value(values: list[str], ranks: list[int]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _listed(found: Mapping[str, list[int]]) -> str:
+    return ", ".join(
+        f"{value} on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+        for value, ranks in found.items()
+    )

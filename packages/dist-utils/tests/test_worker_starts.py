@@ -1,0 +1,121 @@
+"""How a worker begins: ranks agree first, a failed beginning prevents no other, threads may race."""
+
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_utils import AgreementError, OrderedWorker
+from dist_utils.testing import run_ranks
+
+
+def _sum(group):
+    value = torch.ones(1)
+    dist.all_reduce(value, group=group)
+    return value.item()
+
+
+def _error_of(future):
+    with pytest.raises(RuntimeError) as caught:
+        future.wait()
+    return str(caught.value)
+
+
+def _different_terms(rank):
+    """Nothing runs, every rank hears why, and new workers with equal terms start."""
+    ran = []
+    worker = OrderedWorker(name="hook", terms=lambda: {"bits": 8 if rank else 4})
+    messages = [_error_of(worker.submit(ran.append)) for _ in range(2)]
+    kind = type(worker.error)
+    worker.close()
+    with OrderedWorker(name="hook", terms=lambda: {"bits": 8}) as again:
+        return ran, messages, kind, again.submit(_sum).wait()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_workers_with_different_terms_start_on_no_rank(world_size):
+    others = "rank 1" if world_size == 2 else "ranks 1, 2"
+    for ran, messages, kind, total in run_ranks(_different_terms, world_size):
+        assert ran == []
+        assert kind is AgreementError
+        for message in messages:
+            assert (
+                f"AgreementError: hook differs between ranks: bits is 4 on rank 0, 8 on {others}" in message
+            )
+        assert total == world_size
+
+
+def _missing_rank(rank, late):
+    """One rank does not come to the first job; then all start anew, as after an error."""
+    message = ""
+    if rank != late:
+        worker = OrderedWorker(name="hook")
+        start = time.monotonic()
+        message = _error_of(worker.submit(_sum))
+        assert time.monotonic() - start < 20
+        worker.close()
+    dist.barrier()
+    totals = []
+    for _ in range(2):
+        with OrderedWorker(name="hook") as again:
+            totals.append(again.submit(_sum).wait())
+    return message, totals
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_beginning_that_failed_leaves_nothing_behind(late):
+    found = run_ranks(_missing_rank, 3, late, group_timeout=3.0)
+    came = [rank for rank in range(3) if rank != late]
+    for rank, (message, totals) in enumerate(found):
+        assert totals == [3.0, 3.0]
+        if rank != late:
+            assert f"hook: ranks {came} came within 3 s, ranks [{late}] did not" in message
+
+
+def _first_jobs_at_once(rank):
+    """Several threads submit the first job of one worker at the same time: one private group."""
+    with OrderedWorker() as worker:
+        gate, totals = threading.Barrier(4), []
+
+        def submit():
+            gate.wait()
+            totals.append(worker.submit(_sum).wait())
+
+        threads = [threading.Thread(target=submit) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return totals
+
+
+def test_threads_may_submit_the_first_job_at_once():
+    assert run_ranks(_first_jobs_at_once, 2, timeout=40) == [[2.0] * 4] * 2
+
+
+def _waits(rank):
+    """wait() returns behind the jobs so far: well or not, on a closed worker too."""
+    done = []
+
+    def slow(group):
+        time.sleep(0.3)
+        done.append(_sum(group))
+
+    worker = OrderedWorker()
+    worker.wait()
+    worker.submit(slow)
+    worker.submit(slow)
+    worker.wait()
+    seen = [len(done)]
+    worker.submit(lambda group: 1 / 0)
+    worker.wait()
+    seen.append(type(worker.error).__name__)
+    worker.close()
+    worker.wait()
+    return seen
+
+
+def test_waiting_for_the_jobs_so_far():
+    assert run_ranks(_waits, 2) == [[2, "ZeroDivisionError"]] * 2
