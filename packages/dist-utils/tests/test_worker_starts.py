@@ -2,6 +2,7 @@
 
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def _missing_rank(rank, late):
     store = default_store()  # a barrier of the group would end at its timeout
     if rank != late:
         store.set(f"failed on {rank}", "")
-    store.wait([f"failed on {other}" for other in range(3) if other != late])
+    store.wait([f"failed on {other}" for other in range(3) if other != late], timedelta(seconds=30))
     totals = []
     for _ in range(2):
         with OrderedWorker(name="hook") as again:
