@@ -8,6 +8,7 @@ from torch.profiler import record_function
 
 from ddp_compress_hooks import compiled, ring, two_shot
 from ddp_compress_hooks.state import CompressState, HookState, as_state
+from dist_utils.terms import require_same_terms_once
 from dist_utils.torch_compat import GradBucket
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "check_gradient_dtype",
     "completed",
     "compress_hook",
+    "failed",
     "fp16_compress_hook",
 ]
 
@@ -152,6 +154,10 @@ def _average(
         check_gradient_dtype(buffer)
         if group.size() == 1 or buffer.numel() == 0:
             return completed(buffer)
+        try:
+            require_same_terms_once(group, name, {**state.terms(), "bucket": buffer.dtype})
+        except RuntimeError as error:
+            return failed(error, buffer)
         if buffer.is_sparse:
             return ring.average_uncompressed(group, buffer)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
@@ -174,3 +180,12 @@ def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     )
     future.set_result(buffer)
     return future
+
+
+def failed(error: Exception, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future that fails: raised in a hook, an error would leave DDP in the middle of a pass."""
+
+    def fail(_: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        raise error
+
+    return completed(buffer).then(fail)

@@ -36,7 +36,7 @@ class CompressState:
             that no partial sum overflows either.
 
     Raises:
-        TypeError: ``process_group`` is no group, or ``wire_dtype`` no dtype.
+        TypeError: ``process_group`` is no group, ``wire_dtype`` no dtype, or ``saturate`` no bool.
         ValueError: This rank is not a member of the group, or an option has no such choice.
 
     Pickles without its process group, as PyTorch's own hook states do: a warning says so, and the copy
@@ -61,6 +61,8 @@ class CompressState:
             raise ValueError(f"wire_dtype must be one of {WIRE_DTYPES} or None, got {wire_dtype}")
         if accumulate not in ("wire", "fp32"):
             raise ValueError(f"accumulate must be 'wire' or 'fp32', got {accumulate!r}")
+        if not isinstance(saturate, bool):
+            raise TypeError(f"saturate must be True or False, got {saturate!r}")
         self._group = None if process_group is None else resolve_group(process_group)
         self.wire_dtype = wire_dtype
         self.accumulate: Accumulate = accumulate
@@ -79,7 +81,7 @@ class CompressState:
         """Where jobs of several collectives run; made at first use."""
         group = self.process_group
         if self._worker is None or self._worker.process_group is not group:
-            self._worker = OrderedWorker(group, name="CompressState")
+            self._worker = OrderedWorker(group, name="CompressState", terms=self.terms)
         return self._worker
 
     @property
@@ -96,6 +98,10 @@ class CompressState:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+
+    def terms(self) -> dict[str, object]:
+        """Return the options that all ranks must have alike."""
+        return {"wire_dtype": self.wire_dtype, "accumulate": self.accumulate, "saturate": self.saturate}
 
     def sums_in_fp32(self, wire_dtype: torch.dtype) -> bool:
         """Tell whether shares in ``wire_dtype`` are summed in fp32; wider ones need no help."""

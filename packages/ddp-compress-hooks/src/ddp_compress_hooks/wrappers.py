@@ -16,9 +16,12 @@ from ddp_compress_hooks.hooks import (
     bf16_compress_hook,
     check_gradient_dtype,
     completed,
+    failed,
     fp16_compress_hook,
 )
 from ddp_compress_hooks.state import CompressState, as_state
+from dist_utils import resolve_group
+from dist_utils.terms import require_same_terms_once
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["CommHook", "bf16_compress_wrapper", "fp16_compress_wrapper"]
@@ -82,14 +85,14 @@ def _compress_wrapper(name: str, hook: CommHook, wire_dtype: torch.dtype, if_all
         if compiled.is_pair(bucket):
             return _run_on_pair(inner, cast_to, hook_state, bucket)  # type: ignore[return-value]
         with record_function(f"{full_name}:bucket_{bucket.index()}"):
-            return _run_on_bucket(inner, cast_to, hook_state, bucket)
+            return _run_on_bucket(inner, cast_to, hook_state, bucket, full_name)
 
     wrapped_hook.__qualname__ = full_name  # what DDP logs
     return wrapped_hook
 
 
 def _run_on_bucket(
-    hook: CommHook, cast_to: torch.dtype | None, hook_state: Any, bucket: GradBucket
+    hook: CommHook, cast_to: torch.dtype | None, hook_state: Any, bucket: GradBucket, name: str
 ) -> torch.futures.Future[torch.Tensor]:
     buffer = bucket.buffer()
     check_gradient_dtype(buffer)
@@ -97,7 +100,12 @@ def _run_on_bucket(
         return hook(hook_state, bucket)
     if buffer.numel() == 0:
         return completed(buffer)
-    if not _is_alone(hook_state):
+    group = _group_of(hook_state)
+    if group.size() > 1:
+        try:
+            require_same_terms_once(group, name, {"bucket": buffer.dtype})
+        except RuntimeError as error:
+            return failed(error, buffer)
         bucket.set_buffer(_compress(buffer, cast_to))
 
     def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
@@ -117,7 +125,7 @@ def _run_on_pair(
     """Do the same under ``torch.compile``, to a gradient and its parameter."""
     gradient, parameter = pair
     inner: Any = pair
-    if cast_to is not None and not _is_alone(hook_state):
+    if cast_to is not None and _group_of(hook_state).size() > 1:
         inner = (_compress(gradient, cast_to), parameter)
     return gradient.copy_(_first(hook(hook_state, inner)))
 
@@ -136,8 +144,9 @@ def _first(result: Any) -> torch.Tensor:
     return tensor
 
 
-def _is_alone(hook_state: Any) -> bool:
-    """Tell whether there is no peer to send to, as far as the state of a foreign hook shows."""
+def _group_of(hook_state: Any) -> dist.ProcessGroup:
+    """Return the group that averages, as far as the state of a foreign hook shows; else WORLD."""
     if hook_state is None or isinstance(hook_state, (dist.ProcessGroup, DeviceMesh, CompressState)):
-        return as_state(hook_state).process_group.size() == 1
-    return dist.get_world_size() == 1
+        return as_state(hook_state).process_group
+    named = getattr(hook_state, "process_group", None)
+    return resolve_group(named if isinstance(named, (dist.ProcessGroup, DeviceMesh)) else None)

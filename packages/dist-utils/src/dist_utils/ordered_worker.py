@@ -127,28 +127,55 @@ class OrderedWorker:
         """
         device = torch.device(device)
         side = None if device.type == "cpu" else self._side_stream(device)
-        streams = side is not None and not runs_on_host(self._process_group, device)
+        if side is not None and not runs_on_host(self._process_group, device):
+            self._try(self.agree)
+            return self._run_here(job, side)
+        self._try(self._start_thread)
+        return self._run_here(job, side) if self._lane is None else self._lane.submit(job, side)
+
+    def agree(self) -> None:
+        """Compare names and ``terms`` with the other ranks, if that was not done yet.
+
+        For whoever wants to communicate beside the worker before the first job. Every rank must call it.
+
+        Raises:
+            AgreementError: They differ, or a rank does not come. It is the worker's first error then.
+            RuntimeError: The worker is closed.
+        """
         with self._starting:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
-            try:
-                self._start(with_thread=not streams)
-            except Exception as error:  # noqa: BLE001 - backward() must raise it, and not in DDP's middle
-                self._own_error = error
-        if self._lane is not None and not streams:
-            return self._lane.submit(job, side)
-        return self._run_here(job, side)
+            if self._own_error is not None:
+                raise self._own_error
+            if self._agreed is None:
+                try:
+                    self._agreed = require_same_terms(self._process_group, self._name, self._terms())
+                except Exception as error:
+                    self._own_error = error
+                    raise
 
-    def _start(self, *, with_thread: bool) -> None:
-        """Agree with the other ranks, and make the thread, at the first job that needs them."""
-        if self._own_error is not None:
+    def _start_thread(self) -> None:
+        if self._lane is not None and not self._closed:
             return
-        if self._agreed is None:
-            self._agreed = require_same_terms(self._process_group, self._name, self._terms())
-        if with_thread and self._lane is None:
-            self._lane = _Lane(self._private_group(self._agreed), self._name)
-            # At garbage collection and, as finalizers do, at interpreter exit.
-            weakref.finalize(self, self._lane.stop)
+        self.agree()
+        with self._starting:
+            if self._lane is None and self._agreed is not None:
+                self._lane = _Lane(self._private_group(self._agreed), self._name)
+                # At garbage collection and, as finalizers do, at interpreter exit.
+                weakref.finalize(self, self._lane.stop)
+
+    def _try(self, begin: Callable[[], None]) -> None:
+        """Begin, or keep the error for this job and all later ones.
+
+        Raised here it would leave DDP in the middle of a pass. That the worker is closed is the caller's.
+        """
+        try:
+            begin()
+        except Exception as error:
+            if self._closed:
+                raise
+            self._own_error = self._own_error or error
+            error.with_traceback(None)  # its frames would keep the caller's model alive
 
     def wait(self) -> None:
         """Return when every job that was submitted until now has run, whatever came of it.
