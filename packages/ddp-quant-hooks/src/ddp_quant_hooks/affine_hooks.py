@@ -9,11 +9,12 @@ from torch.profiler import record_function
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_compress_hooks.compiled import is_pair
-from ddp_compress_hooks.hooks import check_gradient_dtype, completed
+from ddp_compress_hooks.hooks import check_gradient_dtype, completed, failed
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.affine import AffineLayout
 from dist_utils import GroupLike, resolve_group
 from dist_utils.process_groups import runs_on_host
+from dist_utils.terms import require_same_terms_once
 from dist_utils.torch_compat import GradBucket, all_gather_single
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
@@ -101,6 +102,10 @@ def _average(
         check_gradient_dtype(buffer)
         if group.size() == 1 or buffer.numel() == 0:
             return completed(buffer)
+        try:
+            require_same_terms_once(group, name, {"channel": channel, "bucket": buffer.dtype})
+        except RuntimeError as error:
+            return failed(error, buffer)
         if buffer.is_sparse:
             return allreduce_hook(group, bucket)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)

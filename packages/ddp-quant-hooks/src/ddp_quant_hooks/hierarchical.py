@@ -116,6 +116,10 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "intra_group": self._inside, "inter_group": self._across}
 
+    def _terms(self) -> dict[str, object]:
+        grid = f"{len(self._across)} nodes of {len(self._inside)} ranks"
+        return {**super()._terms(), "hierarchy": grid}
+
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a HierarchicalAllreduceState does not pickle: its groups belong to this job")
 

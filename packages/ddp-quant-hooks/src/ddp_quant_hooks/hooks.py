@@ -8,7 +8,7 @@ from torch.profiler import record_function
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_compress_hooks.compiled import is_pair
-from ddp_compress_hooks.hooks import check_gradient_dtype, completed
+from ddp_compress_hooks.hooks import check_gradient_dtype, completed, failed
 from ddp_quant_hooks.exact_parameters import gradients_of_small_parameters
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 from ddp_quant_hooks.state import QuantizedAllreduceState
@@ -69,6 +69,10 @@ def quantized_allreduce_hook(
         state.begin_bucket(bucket)
         if group.size() == 1 or buffer.numel() == 0:
             return completed(buffer)
+        try:
+            state.agree(buffer)
+        except RuntimeError as error:
+            return failed(error, buffer)
         if _travels_plain(state, buffer):
             return _average_plain(state, group, bucket)
         exact = gradients_of_small_parameters(bucket) if state.exact_1d else []

@@ -7,7 +7,10 @@ from typing import Literal, TypeAlias
 
 import torch
 
-__all__ = ["Format", "Layout"]
+__all__ = ["WIRE_VERSION", "Format", "Layout"]
+
+WIRE_VERSION = 1
+"""Of what travels, and of how values are chunked and sharded: ranks with other versions cannot average."""
 
 Format: TypeAlias = Literal["int8", "int4", "bf16", "fp16"]
 """What a value becomes, relative to the largest magnitude of its block: an integer from -127 to 127 or

@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,8 @@ from ddp_quant_hooks import exact_parameters
 from ddp_quant_hooks.chunks import Span, cut, shards
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantised, take_turns
 from ddp_quant_hooks.link import Link
-from ddp_quant_hooks.messages import Format, Layout
+from ddp_quant_hooks.messages import WIRE_VERSION, Format
+from ddp_quant_hooks.options import ErrorFeedback, checked
 from ddp_quant_hooks.residuals import BucketResiduals, Residuals
 from ddp_quant_hooks.scratch import Scratch
 from dist_utils import GroupLike, OrderedWorker, resolve_group
@@ -24,8 +25,6 @@ from dist_utils.process_groups import runs_on_host
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["ErrorFeedback", "QuantizedAllreduceState", "Statistics", "Task"]
-
-ErrorFeedback: TypeAlias = Literal["none", "shard", "both"]
 
 _CHUNK_ELEMENTS = 5 << 18
 """About so many values are on the wire at a time, one such chunk behind another: five of a 25 MiB bucket.
@@ -102,8 +101,10 @@ class QuantizedAllreduceState:
             copy of the bucket in fp32. 0: never.
 
     Raises:
-        TypeError: ``process_group`` is no group.
+        TypeError: ``process_group`` is no group, or an option is of another type.
         ValueError: This rank is not a member of the group, or an option has no such choice.
+
+    All ranks must have the same options: they are compared before the first bucket.
 
     Pickles with its options only, and warns if that loses something. Use :meth:`state_dict` for the
     residuals.
@@ -125,38 +126,20 @@ class QuantizedAllreduceState:
         exact_1d: bool = False,
         sample_every: int = 0,
     ) -> None:
-        if bits not in {8, 4}:
-            raise ValueError(f"bits must be 8 or 4, got {bits!r}")
-        if error_feedback not in (None, "none", "shard", "both"):
-            raise ValueError(f"error_feedback must be 'none', 'shard' or 'both', got {error_feedback!r}")
-        if gather not in {None, "int8", "int4", "bf16", "fp16"}:
-            raise ValueError(f"gather must be 'int8', 'int4', 'bf16' or 'fp16', got {gather!r}")
-        if gather == "int4" and bits != 4:
-            raise ValueError("gather='int4' needs bits=4: averages would be rounded more than values")
-        for name, number in (("min_bytes", min_bytes), ("sample_every", sample_every)):
-            if number < 0:
-                raise ValueError(f"{name} must be a number of at least 0, got {number!r}")
-        few: Format = "int8" if bits == 8 else "int4"
-        block_size = block_size if block_size is not None else 128 if bits == 8 else 32
-        self.scatter = Layout(few, block_size)
+        self.options = checked(
+            bits=bits,
+            block_size=block_size,
+            gather=gather,
+            error_feedback=error_feedback,
+            min_bytes=min_bytes,
+            exact_1d=exact_1d,
+            sample_every=sample_every,
+        )
+        """What was chosen, with the defaults filled in. Does not change: the ranks have compared it."""
+        self.scatter = self.options.scatter_layout
         """How values travel."""
-        self.gather = Layout(few if gather is None else gather, block_size)
+        self.gather = self.options.gather_layout
         """How averages travel."""
-        if error_feedback is None:
-            error_feedback = "none" if bits == 8 else "both"
-        self.error_feedback: ErrorFeedback = error_feedback
-        self.min_bytes = min_bytes
-        self.exact_1d = exact_1d
-        self.sample_every = sample_every
-        self._options = {
-            "bits": bits,
-            "block_size": block_size,
-            "gather": self.gather.format,
-            "error_feedback": self.error_feedback,
-            "min_bytes": min_bytes,
-            "exact_1d": exact_1d,
-            "sample_every": sample_every,
-        }
         self._group = None if process_group is None else resolve_group(process_group)
         self._worker: OrderedWorker | None = None
         self._scratches: dict[torch.device, list[Scratch]] = {}
@@ -164,9 +147,30 @@ class QuantizedAllreduceState:
         self._sampled_error: torch.Tensor | None = None
         self._counting = threading.Lock()  # buckets are counted on the caller's thread and on the worker's
         self._taken = 0
+        self._bucket: tuple[int, torch.dtype | None] = 0, None  # the last one
         self.residuals = Residuals(
             own=self.error_feedback == "both", shard=self.error_feedback in {"shard", "both"}
         )
+
+    @property
+    def error_feedback(self) -> ErrorFeedback:
+        """Which residuals are kept."""
+        return self.options.error_feedback
+
+    @property
+    def min_bytes(self) -> int:
+        """Below how many bytes buckets are averaged without compression."""
+        return self.options.min_bytes
+
+    @property
+    def exact_1d(self) -> bool:
+        """Whether parameters of at most one dimension are averaged without compression."""
+        return self.options.exact_1d
+
+    @property
+    def sample_every(self) -> int:
+        """Of how many quantized buckets one's error is measured; 0: of none."""
+        return self.options.sample_every
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -178,7 +182,7 @@ class QuantizedAllreduceState:
         """Where buckets are averaged, one after another; made at first use."""
         group = self.process_group
         if self._worker is None or self._worker.process_group is not group:
-            self._worker = OrderedWorker(group, name=type(self).__name__)
+            self._worker = OrderedWorker(group, name=type(self).__name__, terms=self._terms)
         return self._worker
 
     @property
@@ -243,6 +247,23 @@ class QuantizedAllreduceState:
         }
 
     # ---- for the hook ----
+
+    def agree(self, buffer: torch.Tensor) -> None:
+        """Compare with the other ranks, before the first bucket, what must be alike on all of them.
+
+        Raises:
+            AgreementError: Something is not, or a rank does not come; :meth:`close` makes a fresh start.
+        """
+        self._bucket = buffer.numel(), buffer.dtype
+        self.worker.agree()
+
+    def _terms(self) -> dict[str, object]:
+        values, dtype = self._bucket
+        return {
+            **asdict(self.options),
+            "wire format version": WIRE_VERSION,
+            "first bucket": f"{values} values of {dtype}",
+        }
 
     def begin_bucket(self, bucket: GradBucket) -> None:
         """Note a bucket, however it will be averaged: the first begins a step. On the caller's thread.
@@ -366,7 +387,7 @@ class QuantizedAllreduceState:
                 f"a {type(self).__name__} pickles its options only: the copy uses WORLD and has no residuals",
                 stacklevel=2,
             )
-        return self._options
+        return asdict(self.options)
 
     def __setstate__(self, options: dict[str, Any]) -> None:
         self.__init__(None, **options)  # type: ignore[misc] # as copy and pickle make objects

@@ -153,6 +153,7 @@ class OrderedWorker:
                 except Exception as error:
                     self._own_error = error
                     raise
+                self._terms = dict  # its owner may own this worker, and could not become garbage at once
 
     def _start_thread(self) -> None:
         if self._lane is not None and not self._closed:

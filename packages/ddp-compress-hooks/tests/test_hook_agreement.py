@@ -1,0 +1,88 @@
+"""Ranks with different hooks or options: an error on every rank before anything travels."""
+
+import pytest
+import torch
+from hook_buckets import foreign_hook, make_bucket
+
+from ddp_compress_hooks import (
+    CompressState,
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    compress_hook,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+)
+from dist_utils.testing import run_ranks
+
+WIDE_16 = torch.float16, torch.bfloat16
+
+# What the first ranks use, what the last one does, and what the message must say.
+CASES = [
+    (
+        (fp16_compress_hook, {}),
+        (bf16_compress_hook, {}),
+        "fp16_compress_hook on {first}, bf16_compress_hook on",
+    ),
+    (
+        (fp16_compress_hook, {"accumulate": "fp32"}),
+        (bf16_compress_hook, {"accumulate": "fp32"}),
+        "fp16_compress_hook on {first}, bf16_compress_hook on rank {last}",
+    ),
+    (
+        (fp16_compress_hook, {"accumulate": "fp32"}),
+        (fp16_compress_hook, {}),
+        "accumulate is 'fp32' on {first}, 'wire' on rank {last}",
+    ),
+    (
+        (bf16_compress_hook, {}),
+        (bf16_compress_hook, {"saturate": True}),
+        "saturate is False on {first}, True on rank {last}",
+    ),
+    (
+        (compress_hook, {"wire_dtype": torch.float16}),
+        (compress_hook, {"wire_dtype": torch.bfloat16}),
+        "wire_dtype is torch.float16 on {first}, torch.bfloat16 on rank {last}",
+    ),
+    ((allreduce_hook, {}), (fp16_compress_hook, {}), "allreduce_hook on {first}, fp16_compress_hook on"),
+    (
+        (fp16_compress_wrapper(foreign_hook), None),
+        (bf16_compress_wrapper(foreign_hook), None),
+        "fp16_compress_wrapper(foreign_hook) on {first}, bf16_compress_wrapper(foreign_hook) on rank {last}",
+    ),
+]
+
+
+def _different(rank, world_size):
+    bucket = make_bucket()
+    messages = []
+    for case in CASES:
+        hook, options = case[rank == world_size - 1]
+        values = torch.full((1000,), 1.0 + rank)
+        bucket.set_buffer(values)
+        with pytest.raises(RuntimeError) as caught:
+            hook(None if options is None else CompressState(**options), bucket).wait()
+        assert torch.equal(values, torch.full((1000,), 1.0 + rank)), "nothing was averaged"
+        messages.append(str(caught.value))
+    for hook, options in (case[0] for case in CASES):
+        bucket.set_buffer(torch.full((1000,), 1.0 + rank))
+        result = hook(None if options is None else CompressState(**options), bucket).wait()
+        assert torch.equal(result, torch.full((1000,), (1 + world_size) / 2)), "the same for all ranks"
+    bucket.set_buffer(torch.ones(1000, dtype=WIDE_16[rank == 0]))
+    with pytest.raises(RuntimeError, match=r"bucket is torch\.bfloat16 on rank 0, torch\.float16 on rank"):
+        allreduce_hook(None, bucket).wait()
+    return messages
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_different_hooks_raise_on_every_rank_and_the_next_call_is_a_fresh_start(world_size):
+    first, last = "rank 0" if world_size == 2 else "ranks 0, 1", world_size - 1
+    for messages in run_ranks(_different, world_size, world_size, timeout=60):
+        for message, (_, _, expected) in zip(messages, CASES, strict=True):
+            assert "AgreementError" in message
+            assert expected.format(first=first, last=last) in message
+
+
+def test_saturate_of_another_type_is_refused():
+    with pytest.raises(TypeError, match="saturate must be True or False, got 'no'"):
+        CompressState(saturate="no")

@@ -1,0 +1,99 @@
+"""The options of a state: checked when it is made, and compared between ranks before the first bucket."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from ddp_quant_hooks.messages import Format, Layout
+
+__all__ = ["ErrorFeedback", "Options", "checked"]
+
+ErrorFeedback: TypeAlias = Literal["none", "shard", "both"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a user has chosen, with the defaults filled in; see ``QuantizedAllreduceState``."""
+
+    bits: Literal[8, 4]
+    block_size: int
+    gather: Format
+    error_feedback: ErrorFeedback
+    min_bytes: int
+    exact_1d: bool
+    sample_every: int
+
+    @property
+    def scatter_layout(self) -> Layout:
+        """How values travel."""
+        return Layout("int8" if self.bits == 8 else "int4", self.block_size)
+
+    @property
+    def gather_layout(self) -> Layout:
+        """How averages travel."""
+        return Layout(self.gather, self.block_size)
+
+
+def checked(
+    *,
+    bits: Any,
+    block_size: Any,
+    gather: Any,
+    error_feedback: Any,
+    min_bytes: Any,
+    exact_1d: Any,
+    sample_every: Any,
+) -> Options:
+    """Return options whose types and values are right.
+
+    Raises:
+        TypeError: An option is of another type.
+        ValueError: An option has no such choice.
+    """
+    bits = _whole("bits", bits)
+    if bits not in {8, 4}:
+        raise ValueError(f"bits must be 8 or 4, got {bits!r}")
+    few = "int8" if bits == 8 else "int4"
+    gather = _choice("gather", gather, few, ("int8", "int4", "bf16", "fp16"))
+    if gather == "int4" and bits != 4:
+        raise ValueError("gather='int4' needs bits=4: averages would be rounded more than values")
+    default_feedback = "none" if bits == 8 else "both"
+    if not isinstance(exact_1d, bool):
+        raise TypeError(f"exact_1d must be True or False, got {exact_1d!r}")
+    options = Options(
+        bits=bits,
+        block_size=_whole("block_size", (128 if bits == 8 else 32) if block_size is None else block_size),
+        gather=gather,
+        error_feedback=_choice("error_feedback", error_feedback, default_feedback, ("none", "shard", "both")),
+        min_bytes=_count("min_bytes", min_bytes),
+        exact_1d=exact_1d,
+        sample_every=_count("sample_every", sample_every),
+    )
+    options.scatter_layout  # noqa: B018 - raises if there is no such block
+    return options
+
+
+def _choice(name: str, value: Any, default: str, choices: tuple[str, ...]) -> Any:
+    if value is None:
+        return default
+    allowed = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be {allowed}, got {value!r}")
+    if value not in choices:
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+    return value
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return operator.index(value)
+
+
+def _count(name: str, value: Any) -> int:
+    number = _whole(name, value)
+    if number < 0:
+        raise ValueError(f"{name} must be a number of at least 0, got {number!r}")
+    return number
