@@ -65,9 +65,11 @@ def _different(rank, world_size):
         assert torch.equal(values, torch.full((1000,), 1.0 + rank)), "nothing was averaged"
         messages.append(str(caught.value))
     for hook, options in (case[0] for case in CASES):
-        bucket.set_buffer(torch.full((1000,), 1.0 + rank))
+        bucket.set_buffer(torch.full((1000,), world_size * (1.0 + rank)))  # whose shares are exact
         result = hook(None if options is None else CompressState(**options), bucket).wait()
-        assert torch.equal(result, torch.full((1000,), (1 + world_size) / 2)), "the same for all ranks"
+        assert torch.equal(result, torch.full((1000,), world_size * (1 + world_size) / 2)), (
+            "the same for all ranks"
+        )
     bucket.set_buffer(torch.ones(1000, dtype=WIDE_16[rank == 0]))
     with pytest.raises(RuntimeError, match=r"bucket is torch\.bfloat16 on rank 0, torch\.float16 on rank"):
         allreduce_hook(None, bucket).wait()
