@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hook_buckets import foreign_hook, make_bucket
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import (
     CompressState,
@@ -88,3 +90,21 @@ def test_different_hooks_raise_on_every_rank_and_the_next_call_is_a_fresh_start(
 def test_saturate_of_another_type_is_refused():
     with pytest.raises(TypeError, match="saturate must be True or False, got 'no'"):
         CompressState(saturate="no")
+
+
+def _bound(rank):
+    """A model of some ranks: the state takes its group, and one of other ranks is refused."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
+    ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=pairs[rank == 2])
+    ddp.register_comm_hook(CompressState().bind(ddp), fp16_compress_hook)
+    ddp(torch.full((1, 3), float(rank))).sum().backward()
+    with pytest.raises(ValueError, match=r"averages over ranks \[0, 1, 2\], but the model over ranks \["):
+        CompressState(dist.group.WORLD).bind(ddp)
+    with pytest.raises(TypeError, match="must be a DistributedDataParallel module, got Linear"):
+        CompressState().bind(ddp.module)
+    assert CompressState(pairs[rank == 2]).bind(ddp).process_group is pairs[rank == 2]
+    return ddp.module.weight.grad[0, 0].item()
+
+
+def test_a_state_that_is_bound_averages_over_its_models_ranks():
+    assert run_ranks(_bound, 3) == [0.5, 0.5, 2.0]

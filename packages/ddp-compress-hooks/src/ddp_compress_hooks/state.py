@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks.payload import Clamp
 from dist_utils import GroupLike, OrderedWorker, resolve_group
+from dist_utils.process_groups import group_of_model
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["Accumulate", "CompressState", "HookState"]
 
@@ -98,6 +103,28 @@ class CompressState:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
+
+    def bind(self, ddp: DistributedDataParallel) -> Self:
+        """Take a model's process group, or check that the state's own has the same ranks.
+
+        A hook does not learn the group of its model: without this, a state of another group averages over
+        that one.
+
+        Args:
+            ddp: The ``DistributedDataParallel`` module that the state is for.
+
+        Returns:
+            The state itself.
+
+        Raises:
+            TypeError: ``ddp`` is no ``DistributedDataParallel`` module.
+            ValueError: It averages over other ranks than this state.
+
+        Example:
+            >>> ddp.register_comm_hook(CompressState().bind(ddp), fp16_compress_hook)  # doctest: +SKIP
+        """
+        self._group = group_of_model(ddp, self._group)
+        return self
 
     def terms(self) -> dict[str, object]:
         """Return the options that all ranks must have alike."""

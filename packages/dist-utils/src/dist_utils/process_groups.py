@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "GroupLike",
@@ -14,6 +15,7 @@ __all__ = [
     "device_types",
     "future_of_work",
     "global_rank",
+    "group_of_model",
     "group_rank",
     "resolve_group",
     "runs_on_host",
@@ -104,6 +106,30 @@ def global_rank(group: GroupLike, group_rank: int) -> int:
     if not 0 <= group_rank < len(ranks):
         raise ValueError(f"group rank {group_rank} is out of range for a group of {len(ranks)} ranks {ranks}")
     return ranks[group_rank]
+
+
+def group_of_model(ddp: DistributedDataParallel, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
+    """Return the group of a model, or ``group`` if that has the same ranks.
+
+    A communication hook does not learn the group of its model: one that averages over other ranks is
+    silently wrong, or hangs.
+
+    Args:
+        ddp: A ``DistributedDataParallel`` module.
+        group: What a hook is about to use; ``None`` for the model's.
+
+    Raises:
+        TypeError: ``ddp`` is no ``DistributedDataParallel`` module.
+        ValueError: ``group`` has other ranks than the model's.
+    """
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(f"a model must be a DistributedDataParallel module, got {type(ddp).__name__}")
+    if group is None:
+        return ddp.process_group
+    ranks, models = dist.get_process_group_ranks(group), dist.get_process_group_ranks(ddp.process_group)
+    if ranks != models:
+        raise ValueError(f"the hook averages over ranks {ranks}, but the model over ranks {models}")
+    return group
 
 
 def device_types(group: dist.ProcessGroup) -> list[str]:
