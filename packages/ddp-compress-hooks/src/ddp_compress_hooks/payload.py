@@ -7,12 +7,13 @@ from typing import TypeAlias
 
 import torch
 
+from dist_utils.finite_means import largest_share, round_mean
+
 __all__ = [
     "Clamp",
     "Piece",
     "block_scratch",
     "blocks",
-    "largest_share",
     "largest_share_for_fp32_sum",
     "pieces",
 ]
@@ -86,12 +87,12 @@ class Piece:
         """Fill the values from the payload."""
         if not self._aliased:
             if self.payload is not self.values:
-                self.values.copy_(self.payload)
+                round_mean(self.payload, self.values)
             return
         # Back to front, for the same reason.
         scratch = block_scratch(self.payload, self.payload.dtype)
         for values, payload in reversed(list(blocks(self.values, self.payload))):
-            values.copy_(scratch[: payload.numel()].copy_(payload))
+            round_mean(scratch[: payload.numel()].copy_(payload), values)
 
 
 def pieces(values: torch.Tensor, wire_dtype: torch.dtype, most_bytes: int) -> list[Piece]:
@@ -106,16 +107,6 @@ def pieces(values: torch.Tensor, wire_dtype: torch.dtype, most_bytes: int) -> li
         return [Piece(values, wire_dtype)]
     cuts = [(2 * index + 1) * values.numel() // (2 * count) for index in range(count)]
     return [Piece(part, wire_dtype) for part in values.tensor_split(cuts)]
-
-
-def largest_share(wire_dtype: torch.dtype, world_size: int) -> float:
-    """Return about the largest value of which ``world_size`` still sum to a finite one.
-
-    In any order of additions in ``wire_dtype``.
-    """
-    limits = torch.finfo(wire_dtype)
-    # Two epsilons less, so that a cast to the nearest value of the dtype cannot end above.
-    return limits.max / world_size * (1 - 2 * limits.eps)
 
 
 def largest_share_for_fp32_sum(wire_dtype: torch.dtype, world_size: int) -> float:
