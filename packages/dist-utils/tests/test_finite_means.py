@@ -51,6 +51,10 @@ def test_only_shares_at_the_end_of_the_range_change(dtype, world_size):
     assert shares[:2].tolist() == [limit, -limit]
     assert shares[2] == at_the_end[2]
     assert torch.equal(held_shares(at_the_end, world_size), shares)
+    shares = at_the_end.clone()
+    unrounded = torch.tensor([largest, -largest, 1.0], dtype=torch.float64) / world_size
+    hold_shares(shares, world_size, unrounded=unrounded)
+    assert shares[:2].tolist() == [limit, -limit]
     beyond = torch.tensor([largest / world_size * 1.5], dtype=dtype)  # no rounding makes that of the range
     assert torch.equal(held_shares(beyond, world_size), beyond)
 

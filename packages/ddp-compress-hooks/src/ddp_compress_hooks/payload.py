@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from dist_utils.finite_means import largest_share, round_mean
+from dist_utils.finite_means import hold_shares, largest_share, round_mean
 
 __all__ = [
     "Clamp",
@@ -71,17 +71,25 @@ class Piece:
         """Return room for ``count`` more elements of the wire dtype, valid until :meth:`decode`."""
         return self._spare[:count] if count <= self._spare.numel() else self.payload.new_empty(count)
 
-    def encode(self, divisor: int, clamp: Clamp | None = None) -> None:
-        """Fill the payload with this rank's share of the mean: divided in full precision, then cast."""
+    def encode(self, divisor: int, clamp: Clamp | None = None, *, sum_on_wire: bool = False) -> None:
+        """Fill the payload with this rank's share of the mean: divided in full precision, then cast.
+
+        With ``sum_on_wire`` shares are held so that rounding alone does not make their sum overflow.
+        """
         precision = torch.promote_types(self.values.dtype, self.payload.dtype)
         if clamp is None and precision == self.values.dtype and not self._aliased:
             torch.div(self.values, divisor, out=self.payload)  # one kernel, no temporary on a GPU
+            if sum_on_wire:
+                hold_shares(self.payload, divisor)
             return
         # Front to back: a block of the payload lies at or before its values, never on unread ones.
         scratch = block_scratch(self.values, precision)
         for values, payload in blocks(self.values, self.payload):
             share = torch.div(values.to(precision), divisor, out=scratch[: values.numel()])
-            payload.copy_(share if clamp is None else clamp(share))
+            share = share if clamp is None else clamp(share)
+            payload.copy_(share)
+            if sum_on_wire:
+                hold_shares(payload, divisor, unrounded=share)
 
     def decode(self) -> None:
         """Fill the values from the payload."""

@@ -41,8 +41,7 @@ def average(
     parts = [Piece(values, wire_dtype)] if nothing_to_cast else pieces(values, wire_dtype, most_bytes)
     arrivals = []
     for piece in parts:
-        piece.encode(world_size, clamp)
-        hold_shares(piece.payload, world_size)
+        piece.encode(world_size, clamp, sum_on_wire=True)
         work: Any = dist.all_reduce(piece.payload, group=group, async_op=True)
 
         def arrive(done: torch.futures.Future[Any], piece: Piece = piece) -> torch.Tensor:
