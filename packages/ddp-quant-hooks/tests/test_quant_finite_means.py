@@ -19,7 +19,7 @@ from dist_utils.testing import grad_bucket, run_ranks
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 STEPS = 3
 
-# name: (hook, state)
+# By name: the hook, and what makes its state.
 FLAT = {
     "int8": (quantized_allreduce_hook, lambda: make_state("feedback both")),
     "int4": (quantized_allreduce_hook, lambda: make_state("int4", error_feedback="both")),
@@ -32,7 +32,7 @@ FLAT = {
 
 
 def _inputs(dtype, world_size):
-    """Return a row for each rank: all combinations of values at the end of the range, then only the largest."""
+    """Return a row for each rank: all combinations of values at the end of the range, then the largest."""
     kind = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
     largest = torch.finfo(kind).max
     choices = [largest, -largest, largest * 0.506, 0.0]
