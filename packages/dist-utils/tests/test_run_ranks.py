@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -153,7 +154,7 @@ def test_sent_bytes_are_those_of_a_ring_all_reduce():
 
 
 def _print(rank, text):
-    print(f"{text} out {rank}")
+    sys.stdout.write(f"{text} out {rank}\n")
     os.write(2, f"{text} err {rank}\n".encode())
 
 

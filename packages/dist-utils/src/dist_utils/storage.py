@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["alloc_storage", "data_ptr_allocated", "free_storage"]
 
-_more_than_covered: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_more_than_covered: Any = WeakIdKeyDictionary()
 """How many bytes :func:`alloc_storage` gave to tensors that do not cover all of them."""
 
 

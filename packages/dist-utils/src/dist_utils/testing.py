@@ -123,7 +123,9 @@ def run_ranks(
         # Kept by this process, which outlives every rank; on a port that the system picks.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         limit = timeout if group_timeout is None else group_timeout
-        ranks = _Ranks(fn, args, world_size, backend, limit, store.port, Path(folder), dict(os.environ), _Outputs())
+        ranks = _Ranks(
+            fn, args, world_size, backend, limit, store.port, Path(folder), dict(os.environ), _Outputs()
+        )
         context = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
             ranks, nprocs=world_size, join=False, start_method=_start_method()
         )
