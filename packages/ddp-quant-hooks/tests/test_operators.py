@@ -1,14 +1,25 @@
 """The kernels as torch operators: right schemas, and kept whole by ``torch.compile``."""
 
+import importlib
+
 import pytest
 import torch
 
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.affine import AffineLayout
+from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.messages import Layout
 
 LAYOUT = Layout("int8", 128)
 OPERATORS = torch.ops.ddp_quant_hooks
+
+
+@pytest.fixture(params=["best", "torch_ops"])
+def backend(request, monkeypatch):
+    """The backend that runs here, and the one that is always there."""
+    if request.param == "torch_ops":
+        module = importlib.import_module("ddp_quant_hooks.kernels.operators")
+        monkeypatch.setattr(module, "backend_for", lambda _: torch_ops)
 
 
 def _message(values=1000, layout=LAYOUT):
@@ -59,3 +70,61 @@ def test_torch_compile_keeps_them_in_one_graph_with_the_same_bits(backend):
     compiled = torch.compile(_there_and_back, backend=backend, fullgraph=True)
     for ours, eager in zip(compiled(values, residual), _there_and_back(values, residual), strict=True):
         assert torch.equal(ours, eager)
+
+
+# What each operator writes, by its place among the arguments of :func:`_arguments`.
+WRITTEN = [(1, 5), (1,), (3,), (3,), (3,), (1,), (2,)]
+
+
+def _tensors(argument):
+    return argument if isinstance(argument, list) else [argument]
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_autograd_is_told_of_what_they_write(number, backend):
+    operator, arguments = list(_arguments())[number]
+    arguments = list(arguments)
+    written = [tensor for place in WRITTEN[number] for tensor in _tensors(arguments[place])]
+    before = [tensor._version for tensor in written]
+    operator(*arguments)
+    assert all(tensor._version > old for tensor, old in zip(written, before, strict=True))
+    for place in WRITTEN[number]:
+        if isinstance(arguments[place], list) or not arguments[place].is_floating_point():
+            continue  # bytes never require grad
+        untouched = torch.full_like(arguments[place], 7.0)
+        for needs_grad in (untouched.clone().requires_grad_(), untouched.clone().requires_grad_() + 0.0):
+            arguments[place] = needs_grad
+            with pytest.raises(RuntimeError, match="requires grad"):
+                operator(*arguments)
+            assert torch.equal(needs_grad, untouched)
+            with torch.no_grad():
+                operator(*arguments)
+            assert not torch.equal(needs_grad, untouched)
+        arguments[place] = untouched
+
+
+def test_a_gradient_through_an_overwritten_result_is_an_error(backend):
+    leaf = torch.randn(1000, requires_grad=True)
+    result = leaf.exp()  # whose gradient needs the result
+    with torch.no_grad():
+        kernels.decode([_message()], LAYOUT, result)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_may_not_write_a_leaf_either():
+    torch.compiler.reset()
+    leaf = torch.zeros(1000, requires_grad=True)
+    compiled = torch.compile(
+        lambda message, values: kernels.decode([message], LAYOUT, values), backend="eager"
+    )
+    with pytest.raises(RuntimeError, match="requires grad"):
+        compiled(_message(), leaf)
+
+
+def test_inference_tensors_can_be_written(backend):
+    with torch.inference_mode():
+        values = torch.ones(1000)
+        kernels.decode([_message()], LAYOUT, values)
+        assert torch.equal(values, torch.zeros(1000))

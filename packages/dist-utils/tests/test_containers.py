@@ -7,7 +7,7 @@ import gc
 import logging
 import time
 import weakref
-from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -682,3 +682,74 @@ def test_under_compile_other_containers_break_the_graph_and_are_right():
     fn = torch.compile(lambda batch: apply_to_tensors(double, batch), backend="eager")
     changed = fn(deque([one()], maxlen=3))
     assert (changed[0].item(), changed.maxlen) == (2, 3)
+
+
+class Chained(ChainMap):
+    """Has an attribute too."""
+
+
+def test_chain_maps_are_walked_map_by_map():
+    shared = torch.ones(2)
+    first, second = {"a": shared}, OrderedDict(a=torch.zeros(1), b=[shared])
+    chain = Chained(first, second)
+    chain.extra = shared
+    result = apply_to_tensors(torch.neg, chain)
+    assert type(result) is Chained
+    assert [type(part) for part in result.maps] == [dict, OrderedDict]
+    assert torch.equal(result["a"], -shared)
+    assert result["a"] is result["b"][0] is result.extra
+    assert apply_to_tensors(lambda tensor: tensor, chain) is chain
+    assert chain.maps == [first, second]
+    assert apply_to_tensors(torch.neg, ChainMap({}, {"x": shared}), strict=True)["x"].tolist() == [-1, -1]
+
+
+def test_pydantic_models_are_copied_without_validation():
+    pydantic = pytest.importorskip("pydantic")
+
+    class Inner(pydantic.BaseModel):
+        model_config = pydantic.ConfigDict(arbitrary_types_allowed=True, extra="allow", frozen=True)
+        image: torch.Tensor
+        _hidden: Any = pydantic.PrivateAttr(default=None)
+
+    class Outer(pydantic.BaseModel):
+        inner: Inner
+        name: str
+
+        @pydantic.model_validator(mode="after")
+        def _count(self):
+            validated.append(self)
+            return self
+
+    validated = []
+    inner = Inner(image=torch.ones(2), more=torch.ones(1))
+    inner._hidden = [torch.ones(3)]
+    outer = Outer(inner=inner, name="a")
+    result = apply_to_tensors(torch.neg, outer, strict=True)
+    assert len(validated) == 1
+    assert type(result) is Outer
+    assert (result.name, result.model_fields_set) == ("a", {"inner", "name"})
+    assert [result.inner.image.sum(), result.inner.more.sum(), result.inner._hidden[0].sum()] == [-2, -1, -3]
+    assert outer.inner.image.sum() == 2
+    assert apply_to_tensors(lambda tensor: tensor, outer) is outer
+
+
+def test_what_a_cached_property_has_computed_is_moved_like_an_attribute():
+    @dataclasses.dataclass
+    class Batch:
+        image: Any
+
+        @functools.cached_property
+        def norm(self):
+            calls.append(self)
+            return torch.ones(1)
+
+    calls = []
+    for image in (torch.ones(2), "path"):  # with and without another tensor that moves
+        batch = Batch(image)
+        assert batch.norm.device.type == "cpu"
+        (moved,) = recursive_to(batch, "meta", False)
+        assert moved.norm.device.type == "meta"
+        assert batch.norm.device.type == "cpu"
+    assert len(calls) == 2
+    (fresh,) = recursive_to(Batch(torch.ones(2)), "meta", False)
+    assert "norm" not in vars(fresh)

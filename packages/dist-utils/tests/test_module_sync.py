@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import utils as pytorch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dist_utils import (
     TensorMismatchError,
@@ -110,6 +112,83 @@ def _sync_everything(rank):
 def test_every_kind_of_tensor_ends_bitwise_equal_to_the_sources():
     for seen in run_ranks(_sync_everything, 3):
         assert seen == {(bucket, src): [] for bucket in (BUCKET, 64, 1) for src in (0, 1)}
+
+
+def _dense(module):
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named if tensor.layout == torch.strided}
+
+
+def _made_in_inference_mode(rank):
+    """Return how many tensors differ from the source's, where any or all ranks made theirs that way."""
+    differing = []
+    for who in ([0, 1], [0], [1]):
+        tensors, wanted = (_dense(Everything(seed)) for seed in (rank, 0))
+        with torch.inference_mode(rank in who):
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+        sync_params_and_buffers(None, list(tensors.values()), BUCKET, 0)
+        differing.append(_differing(tensors, wanted))
+    return differing
+
+
+def test_modules_made_in_inference_mode_are_synchronised_too():
+    assert run_ranks(_made_in_inference_mode, 2) == [[[], [], []]] * 2
+
+
+class _Wrapped(torch.Tensor):
+    """A subclass that handles its memory itself, as quantized and distributed ones do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+def _freed():
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def _sparse_of_inference():
+    with torch.inference_mode():
+        return torch.ones(4).to_sparse()
+
+
+def _unsendable(rank):
+    """Return the errors where one rank, or every rank, holds a tensor of a kind that cannot be sent."""
+    mesh = init_device_mesh("cpu", (2,))
+    kinds = {
+        "DTensor": lambda: distribute_tensor(torch.ones(4), mesh, [Shard(0)]),
+        "_Wrapped": lambda: _Wrapped(torch.ones(4)),
+        "freed": _freed,
+        "meta": lambda: torch.ones(4, device="meta"),
+        "sparse": _sparse_of_inference,
+    }
+    errors = {}
+    for name, make in kinds.items():
+        special = make()  # a DTensor is made by all ranks together
+        for who in ([0, 1], [0], [1]):
+            module = torch.nn.Linear(2, 2)
+            module.register_buffer("odd", special if rank in who else torch.ones(4))
+            expected = ValueError if rank in who else TensorMismatchError
+            errors[(name, *who)] = _caught(expected, sync_module_states, module, None, BUCKET, 0, ())
+    return errors
+
+
+def test_tensors_of_other_kinds_are_refused_on_every_rank():
+    for errors in run_ranks(_unsendable, 2):
+        for (name, *who), text in errors.items():
+            assert {"freed": "freed", "meta": "meta device", "sparse": "inference mode"}.get(
+                name, f"odd is a {name}"
+            ) in text, (
+                name,
+                who,
+            )
+        assert len(errors) == 15
 
 
 def _choices(rank):

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import sys
 import time
 
 import pytest
@@ -150,3 +151,29 @@ def test_sent_bytes_are_those_of_a_ring_all_reduce():
     for sent in run_ranks(_send, world_size, elements):
         # Above the payload: Gloo's message headers and the barrier.
         assert ring <= sent < 1.02 * ring
+
+
+def _print(rank, text):
+    sys.stdout.write(f"{text} out {rank}\n")
+    os.write(2, f"{text} err {rank}\n".encode())
+
+
+@pytest.mark.parametrize("text", ["first", "second"])  # the server of the ranks starts in an earlier test
+def test_ranks_print_to_where_the_caller_does(text, capfd):
+    run_ranks(_print, 2, text, backend=None)
+    captured = capfd.readouterr()
+    assert sorted(captured.out.split("\n")) == ["", f"{text} out 0", f"{text} out 1"]
+    assert sorted(captured.err.split("\n")) == ["", f"{text} err 0", f"{text} err 1"]
+
+
+def test_ranks_print_to_a_file_that_the_caller_has_opened_since(tmp_path):
+    kept = os.dup(1)
+    for name in ("one", "two"):
+        with (tmp_path / name).open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            try:
+                run_ranks(_print, 1, name, backend=None)
+            finally:
+                os.dup2(kept, 1)
+        assert (tmp_path / name).read_text() == f"{name} out 0\n"
+    os.close(kept)

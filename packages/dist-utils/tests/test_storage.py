@@ -94,6 +94,19 @@ def test_more_than_needed_is_allocated_and_tuples_lists_and_sizes_are_taken():
         assert tensor.untyped_storage().nbytes() == 32
 
 
+def test_what_was_allocated_can_be_freed():
+    for make in (lambda: torch.ones(2), lambda: torch.ones(10)[2:8:2], lambda: torch.ones(3, 2).t()):
+        tensor = make()
+        tensor.untyped_storage().resize_(0)
+        for size in [(20,), (8,), (4, 5)]:
+            assert alloc_storage(tensor, size)
+            assert free_storage(tensor)
+            assert not data_ptr_allocated(tensor)
+        assert alloc_storage(tensor, (8,))
+        with pytest.raises(ValueError, match="does not cover exactly"):  # not what the tensor was given
+            free_storage(tensor[:1])
+
+
 def test_an_allocated_storage_of_another_size_is_refused():
     with pytest.raises(ValueError, match="has 16 bytes already"):
         alloc_storage(torch.ones(4), (8,))

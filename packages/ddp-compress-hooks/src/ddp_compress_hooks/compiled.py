@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from ddp_compress_hooks.payload import Clamp, largest_share, largest_share_for_fp32_sum
+from ddp_compress_hooks.payload import Clamp, largest_share_for_fp32_sum
 from ddp_compress_hooks.state import CompressState
 from dist_utils import torch_compat
+from dist_utils.finite_means import held_mean, held_shares, held_sum, largest_share
 
 __all__ = ["average", "is_pair"]
 
@@ -42,9 +43,10 @@ def average(
     clamp = state.clamp(limit(wire_dtype, world_size))
     payload = (share if clamp is None else clamp(share)).to(wire_dtype)
     if in_fp32:
-        clamp = state.clamp(torch.finfo(wire_dtype).max)
-        return gradient.copy_(_sum_in_fp32(payload, group, clamp))
-    return gradient.copy_(torch_compat.functional_all_reduce(payload, group))
+        mean = _sum_in_fp32(payload, group, state.clamp(torch.finfo(wire_dtype).max))
+    else:
+        mean = torch_compat.functional_all_reduce(held_shares(payload, world_size), group)
+    return gradient.copy_(held_mean(mean, gradient.dtype))
 
 
 def _sum_in_fp32(payload: torch.Tensor, group: dist.ProcessGroup, clamp: Clamp | None) -> torch.Tensor:
@@ -52,6 +54,7 @@ def _sum_in_fp32(payload: torch.Tensor, group: dist.ProcessGroup, clamp: Clamp |
     padded = pad(payload.flatten(), (0, -payload.numel() % world_size))
     received = torch_compat.functional_all_to_all_single(padded, group)
     total = received.view(world_size, -1).sum(0, dtype=torch.float32)
-    shard = (total if clamp is None else clamp(total)).to(payload.dtype)
+    total = held_sum(total if clamp is None else clamp(total), world_size, payload.dtype)
+    shard = total.to(payload.dtype)
     gathered = torch_compat.functional_all_gather(shard, group)
     return gathered[: payload.numel()].view_as(payload)

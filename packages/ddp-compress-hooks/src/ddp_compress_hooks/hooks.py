@@ -41,8 +41,8 @@ def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.future
         bucket: From DDP: fp16, bf16, fp32, fp64 or complex; dense or sparse.
 
     Returns:
-        A future of ``bucket.buffer()`` holding the mean. At world size 1 and for an empty bucket it is
-        complete, and nothing is sent.
+        A future of ``bucket.buffer()`` holding the mean, finite where all ranks' values are. At world size 1
+        and for an empty bucket it is complete, and nothing is sent.
 
     Raises:
         TypeError: The bucket is not of a floating-point dtype, or ``process_group`` no group.
@@ -94,7 +94,8 @@ def fp16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
     """Average a bucket in ``torch.float16``: half the bytes of fp32, 11 bits of precision, up to 65504.
 
     The gradient is divided by the world size before it is cast, so a value overflows to infinity only if
-    a rank's share of the mean does (or, with ``accumulate="wire"``, a partial sum of shares).
+    a rank's share of the mean does (or, with ``accumulate="wire"``, a partial sum of shares of values beyond
+    65504).
 
     Arguments, result, errors and cost as for :func:`compress_hook`; a state's ``wire_dtype`` must be
     ``None`` or ``torch.float16``.

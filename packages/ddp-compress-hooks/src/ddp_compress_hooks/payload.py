@@ -7,12 +7,13 @@ from typing import TypeAlias
 
 import torch
 
+from dist_utils.finite_means import hold_shares, largest_share, round_mean
+
 __all__ = [
     "Clamp",
     "Piece",
     "block_scratch",
     "blocks",
-    "largest_share",
     "largest_share_for_fp32_sum",
     "pieces",
 ]
@@ -70,28 +71,36 @@ class Piece:
         """Return room for ``count`` more elements of the wire dtype, valid until :meth:`decode`."""
         return self._spare[:count] if count <= self._spare.numel() else self.payload.new_empty(count)
 
-    def encode(self, divisor: int, clamp: Clamp | None = None) -> None:
-        """Fill the payload with this rank's share of the mean: divided in full precision, then cast."""
+    def encode(self, divisor: int, clamp: Clamp | None = None, *, sum_on_wire: bool = False) -> None:
+        """Fill the payload with this rank's share of the mean: divided in full precision, then cast.
+
+        With ``sum_on_wire`` shares are held so that rounding alone does not make their sum overflow.
+        """
         precision = torch.promote_types(self.values.dtype, self.payload.dtype)
         if clamp is None and precision == self.values.dtype and not self._aliased:
             torch.div(self.values, divisor, out=self.payload)  # one kernel, no temporary on a GPU
+            if sum_on_wire:
+                hold_shares(self.payload, divisor)
             return
         # Front to back: a block of the payload lies at or before its values, never on unread ones.
         scratch = block_scratch(self.values, precision)
         for values, payload in blocks(self.values, self.payload):
             share = torch.div(values.to(precision), divisor, out=scratch[: values.numel()])
-            payload.copy_(share if clamp is None else clamp(share))
+            share = share if clamp is None else clamp(share)
+            payload.copy_(share)
+            if sum_on_wire:
+                hold_shares(payload, divisor, unrounded=share)
 
     def decode(self) -> None:
         """Fill the values from the payload."""
         if not self._aliased:
             if self.payload is not self.values:
-                self.values.copy_(self.payload)
+                round_mean(self.payload, self.values)
             return
         # Back to front, for the same reason.
         scratch = block_scratch(self.payload, self.payload.dtype)
         for values, payload in reversed(list(blocks(self.values, self.payload))):
-            values.copy_(scratch[: payload.numel()].copy_(payload))
+            round_mean(scratch[: payload.numel()].copy_(payload), values)
 
 
 def pieces(values: torch.Tensor, wire_dtype: torch.dtype, most_bytes: int) -> list[Piece]:
@@ -106,16 +115,6 @@ def pieces(values: torch.Tensor, wire_dtype: torch.dtype, most_bytes: int) -> li
         return [Piece(values, wire_dtype)]
     cuts = [(2 * index + 1) * values.numel() // (2 * count) for index in range(count)]
     return [Piece(part, wire_dtype) for part in values.tensor_split(cuts)]
-
-
-def largest_share(wire_dtype: torch.dtype, world_size: int) -> float:
-    """Return about the largest value of which ``world_size`` still sum to a finite one.
-
-    In any order of additions in ``wire_dtype``.
-    """
-    limits = torch.finfo(wire_dtype)
-    # Two epsilons less, so that a cast to the nearest value of the dtype cannot end above.
-    return limits.max / world_size * (1 - 2 * limits.eps)
 
 
 def largest_share_for_fp32_sum(wire_dtype: torch.dtype, world_size: int) -> float:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_compress_hooks.payload import Piece, largest_share, pieces
+from ddp_compress_hooks.payload import Piece, pieces
 from ddp_compress_hooks.state import CompressState
+from dist_utils.finite_means import hold_shares, largest_share
 from dist_utils.process_groups import future_of_work
 
 __all__ = ["average", "average_uncompressed"]
@@ -40,7 +41,7 @@ def average(
     parts = [Piece(values, wire_dtype)] if nothing_to_cast else pieces(values, wire_dtype, most_bytes)
     arrivals = []
     for piece in parts:
-        piece.encode(world_size, clamp)
+        piece.encode(world_size, clamp, sum_on_wire=True)
         work: Any = dist.all_reduce(piece.payload, group=group, async_op=True)
 
         def arrive(done: torch.futures.Future[Any], piece: Piece = piece) -> torch.Tensor:
@@ -57,6 +58,10 @@ def average_uncompressed(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average ``buffer`` as it is; also for a sparse one, where the result may be a new tensor."""
     buffer.div_(group.size())
+    if buffer.is_sparse:
+        buffer = buffer.coalesce()  # as the backend would: a share is the sum of what one place has
+    values = buffer.values() if buffer.is_sparse else buffer
+    hold_shares(torch.view_as_real(values) if values.is_complex() else values, group.size())
     work: Any = dist.all_reduce(buffer, group=group, async_op=True)
     arrival = future_of_work(work, group, buffer.device)
     reduced: torch.futures.Future[torch.Tensor] = arrival.then(lambda done: done.value()[0])

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
+from ddp_quant_hooks.messages import is_integer
+
 __all__ = ["AffineLayout", "decode_mean", "encode"]
 
 _ALIGNMENT = 16
@@ -27,11 +29,26 @@ class AffineLayout:
         values: How many there are.
         channel: Values per channel; the last may be shorter.
         dtype: Of the parameters, and of what is computed: fp32, or fp64 for fp64 values.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: ``values`` is negative, ``channel`` less than 1, or there is no such ``dtype``.
     """
 
     values: int
     channel: int
     dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name, number, least in (("values", self.values, 0), ("channel", self.channel, 1)):
+            if not is_integer(number):
+                raise TypeError(f"{name} must be an int, got {number!r}")
+            if number < least:
+                raise ValueError(f"{name} must be at least {least}, got {number}")
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {self.dtype!r}")
+        if self.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {self.dtype}")
 
     @property
     def channels(self) -> int:

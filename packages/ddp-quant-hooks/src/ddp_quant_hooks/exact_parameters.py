@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from dist_utils.finite_means import hold_shares, round_mean
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["gradients_of_small_parameters", "put_back", "set_apart"]
@@ -15,16 +16,21 @@ def gradients_of_small_parameters(bucket: GradBucket) -> list[torch.Tensor]:
     return [gradient for parameter, gradient in both if parameter.dim() <= 1]
 
 
-def set_apart(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """Copy gradients out of the bucket and leave zeros, which do not widen the range of their blocks."""
+def set_apart(gradients: list[torch.Tensor], world_size: int) -> torch.Tensor:
+    """Take a rank's shares of gradients' means out of the bucket, for an all-reduce.
+
+    Zeros are left there, which do not widen the range of their blocks.
+    """
     apart = torch.cat([gradient.flatten() for gradient in gradients])
     for gradient in gradients:
         gradient.zero_()
-    return apart.to(torch.promote_types(apart.dtype, torch.float32))
+    shares = apart.to(torch.promote_types(apart.dtype, torch.float32)).div_(world_size)
+    hold_shares(torch.view_as_real(shares) if shares.is_complex() else shares, world_size)
+    return shares
 
 
 def put_back(gradients: list[torch.Tensor], averaged: torch.Tensor) -> None:
     """Copy averages to where :func:`set_apart` took the gradients from."""
     parts = torch.split(averaged, [gradient.numel() for gradient in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
-        gradient.copy_(part.view_as(gradient))
+        round_mean(part.view_as(gradient), out=gradient)

@@ -19,6 +19,7 @@ from ddp_quant_hooks.link import Link
 from ddp_quant_hooks.messages import Layout
 from ddp_quant_hooks.residuals import Residual
 from ddp_quant_hooks.scratch import Scratch
+from dist_utils.finite_means import hold_shares, round_mean
 from dist_utils.messages import Arrival
 
 __all__ = ["Exchange", "Wire", "average_inside", "average_quantised", "take_turns"]
@@ -176,9 +177,11 @@ def average_inside(
     precision = torch.promote_types(values.dtype, torch.float32)
     mean = scratch.take(own.numel(), precision).zero_()
     for part in incoming:  # divided first: a sum of finite values may not be finite
-        mean += part.to(precision) / link.size
+        share = part.to(precision) / link.size
+        hold_shares(share, link.size)
+        mean += share
     yield from between(scratch, values=mean)
-    own.copy_(mean)
+    round_mean(mean, out=own)  # with a residual it may be larger than any value was
     works = link.exchange([own] * link.size, parts, tag=2 * index + 1)
     yield
 

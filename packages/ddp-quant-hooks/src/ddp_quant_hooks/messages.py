@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 import torch
 
-__all__ = ["WIRE_VERSION", "Format", "Layout"]
+__all__ = ["SCALE_BYTES", "WIRE_VERSION", "Format", "Layout", "is_integer"]
 
 WIRE_VERSION = 1
 """Of what travels, and of how values are chunked and sharded: ranks with other versions cannot average."""
@@ -17,8 +17,13 @@ Format: TypeAlias = Literal["int8", "int4", "bf16", "fp16"]
 from -7 to 7, or a 16-bit float from -1 to 1."""
 
 _BITS = {"int8": 8, "int4": 4, "bf16": 16, "fp16": 16}
-_SCALE_BYTES = 4
+SCALE_BYTES = 4
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 4096
+
+
+def is_integer(number: object) -> bool:
+    """Tell whether ``number`` is an int, also one that ``torch.compile`` keeps open; ``True`` is none."""
+    return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
 @dataclass(frozen=True)
@@ -30,13 +35,18 @@ class Layout:
         block_size: Values per block: a multiple of 32 up to 4096. The last block is filled with zeros.
 
     Raises:
-        ValueError: An argument has no such choice.
+        TypeError: An argument is of another type.
+        ValueError: It has no such choice.
     """
 
     format: Format
     block_size: int
 
     def __post_init__(self) -> None:
+        if not isinstance(self.format, str):
+            raise TypeError(f"format must be a str, got {self.format!r}")
+        if not is_integer(self.block_size):
+            raise TypeError(f"block_size must be an int, got {self.block_size!r}")
         if self.format not in _BITS:
             raise ValueError(f"format must be one of {', '.join(_BITS)}, got {self.format!r}")
         if self.block_size not in range(_SMALLEST_BLOCK, _LARGEST_BLOCK + 1, _SMALLEST_BLOCK):
@@ -55,7 +65,7 @@ class Layout:
 
     def message_bytes(self, values: int) -> int:
         """Return the bytes of a message of ``values`` values."""
-        return self.payload_bytes(values) + _SCALE_BYTES * self.blocks(values)
+        return self.payload_bytes(values) + SCALE_BYTES * self.blocks(values)
 
     def scales(self, message: torch.Tensor, values: int) -> torch.Tensor:
         """Return the fp32 scales in a message: the largest magnitude of each block, NaN if not finite."""

@@ -304,7 +304,7 @@ class QuantizedAllreduceState:
             reference = values.float() / group.size()
             bytes_sent += _all_reduce(reference, group)
         if exact:
-            apart = exact_parameters.set_apart(exact).div_(group.size())
+            apart = exact_parameters.set_apart(exact, group.size())
             bytes_sent += _all_reduce(apart, group)
             self.residuals.failed(~apart.isfinite().all())
         bytes_sent += self._exchange(group, values, task.kept)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import UserDict, UserList
+from collections import ChainMap, UserDict, UserList
 from types import BuiltinFunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any
 
@@ -12,13 +12,17 @@ __all__ = ["blank", "holds_attributes", "maker_of", "named_attributes", "set_att
 _ATTRS_HASH = "_attrs_cached_hash"
 """Where the attrs package keeps a hash of the contents; ``None`` has it computed anew."""
 
+_PYDANTIC_MODELS = {("pydantic.main", "BaseModel"), ("pydantic.v1.main", "BaseModel")}
+
 
 def holds_attributes(cls: type) -> bool:
     """Whether objects of a class are containers because of their attributes."""
     return (
         dataclasses.is_dataclass(cls)
         or hasattr(cls, "__attrs_attrs__")
-        or issubclass(cls, (SimpleNamespace, UserDict, UserList))
+        or issubclass(cls, (SimpleNamespace, UserDict, UserList, ChainMap))
+        # pydantic's models, known by name: the package need not be installed.
+        or any((base.__module__, base.__qualname__) in _PYDANTIC_MODELS for base in cls.__mro__)
     )
 
 

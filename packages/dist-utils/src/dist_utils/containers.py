@@ -41,15 +41,17 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
 
     Walks list, tuple, dict, set, frozenset, deque and every subclass of them (``OrderedDict``,
     ``defaultdict``, ``Counter``, named tuples, Hugging Face's ``ModelOutput``), struct sequences such as
-    ``torch.return_types.max``, dataclasses, attrs classes, ``mappingproxy``, ``UserDict``, ``UserList``,
-    ``SimpleNamespace``, ``PackedSequence``, ``TensorDict`` and tensorclasses, and what
-    :func:`register_container` added. To any depth.
+    ``torch.return_types.max``, dataclasses, attrs classes, pydantic models, ``mappingproxy``, ``UserDict``,
+    ``UserList``, ``ChainMap``, ``SimpleNamespace``, ``PackedSequence``, ``TensorDict`` and tensorclasses, and
+    what :func:`register_container` added. To any depth.
 
     - Types, subclasses, attributes, a ``defaultdict``'s factory and a ``deque``'s length are kept. No
       constructor, ``__post_init__`` or ``__setattr__`` of your classes runs: a changed object is a shallow
       copy with new contents.
     - Where nothing changed the same object comes back, and what was shared stays shared: ``fn`` is called
       once for a tensor that occurs several times.
+    - What a ``cached_property`` has computed is an attribute as any other: ``fn`` is called with its tensors,
+      and it is not computed anew.
     - Dictionary keys are left alone, and so is any other object: modules, generators, your own classes.
       With ``strict`` it is an error if a key or such an object holds a tensor.
     - While ``torch.compile`` traces, lists, tuples, dictionaries, named tuples and dataclasses are part of

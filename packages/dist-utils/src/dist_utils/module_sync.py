@@ -42,8 +42,9 @@ def sync_module_states(
         TensorMismatchError: On every rank; nothing has been changed.
         TypeError, ValueError: An argument or a tensor is unusable here: ``src`` is no rank of the group,
             the bucket size is no positive number, a tensor is not initialised, on the meta device,
-            expanded, of a layout or dtype that cannot be sent, or where the group's backends do not send
-            from. With ``verify`` the other ranks get a ``TensorMismatchError`` that tells of it.
+            freed, expanded, of a layout, dtype or class (``DTensor``) that cannot be sent, or where the
+            group's backends do not send from. With ``verify`` the other ranks get a ``TensorMismatchError``
+            that tells of it.
         RuntimeError: A rank died or did not take part; contents are undefined then.
 
     Cost:

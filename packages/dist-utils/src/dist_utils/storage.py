@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["alloc_storage", "data_ptr_allocated", "free_storage"]
+
+_more_than_covered: Any = WeakIdKeyDictionary()
+"""How many bytes :func:`alloc_storage` gave to tensors that do not cover all of them."""
 
 
 def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
@@ -56,6 +61,8 @@ def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
             f"size {tuple(size)} gives {wanted} bytes, but a {tensor.dtype} tensor of shape "
             f"{tuple(tensor.shape)} and stride {tensor.stride()} needs {_bytes_needed(tensor)}"
         )
+    if wanted != tensor.numel() * tensor.element_size():
+        _more_than_covered[tensor] = wanted
     storage.resize_(wanted)
     return True
 
@@ -63,8 +70,9 @@ def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
 def free_storage(tensor: torch.Tensor) -> bool:
     """Give back the memory of a tensor, whose shape, dtype and autograd history stay.
 
-    Whatever else uses the same storage loses its memory too, so the tensor must cover all of it. A view
-    that covers all of it cannot be told from its base and is accepted.
+    Whatever else uses the same storage loses its memory too, so the tensor must cover all of it, or have been
+    given more than it covers by :func:`alloc_storage`. A view that covers all of it cannot be told from its
+    base and is accepted.
 
     Args:
         tensor: A strided tensor of any device.
@@ -93,7 +101,8 @@ def free_storage(tensor: torch.Tensor) -> bool:
     if storage.nbytes() == 0:
         return False
     covered = tensor.numel() * tensor.element_size()
-    if not covered == _bytes_needed(tensor) == storage.nbytes():
+    allocated_here = _more_than_covered.pop(tensor, None) == storage.nbytes()
+    if not allocated_here and not covered == _bytes_needed(tensor) == storage.nbytes():
         raise ValueError(
             f"a tensor of shape {tuple(tensor.shape)}, stride {tensor.stride()} and offset "
             f"{tensor.storage_offset()} does not cover exactly its storage of {storage.nbytes()} bytes: "

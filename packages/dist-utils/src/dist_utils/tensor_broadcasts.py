@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from functools import cache
@@ -29,15 +30,21 @@ def why_not_sendable(tensor: torch.Tensor) -> str | None:
     """Return why :func:`broadcast_tensors` cannot send or receive a tensor, or ``None`` if it can."""
     if torch.nn.parameter.is_lazy(tensor):
         return "is not initialised yet: run a forward pass first"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"is a {type(tensor).__name__}, whose memory its class handles: synchronise the tensors inside"
     if tensor.is_meta:
         return "is on the meta device and has no values"
     if tensor.is_quantized or not _can_copy(tensor.dtype):
         return f"has dtype {tensor.dtype}, which cannot be copied"
     if tensor.layout is torch.strided:
+        if tensor.numel() and not tensor.untyped_storage().nbytes():
+            return "has no memory: its storage has been freed"
         shared = not tensor.is_contiguous() and _shares_elements(tensor)
         return "is expanded: several of its elements are one in memory" if shared else None
     if tensor.layout not in (torch.sparse_coo, *_SPARSE_ROWS, *_SPARSE_COLUMNS):
         return f"has layout {tensor.layout}, which cannot be sent"
+    if tensor.is_inference():  # torch cannot write it in any mode
+        return "is sparse and was made in inference mode: make it outside of that"
     if tensor.layout == torch.sparse_coo and tensor.dtype.itemsize == 1 and not tensor.is_coalesced():
         return f"is not coalesced, and {tensor.dtype} cannot be"
     return None
@@ -116,7 +123,13 @@ def _broadcast_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor], src:
         return
     parts = torch.split(flat, [tensor.numel() for tensor in bucket])
     for tensor, part in zip(bucket, parts, strict=True):
-        tensor.copy_(part.view_as(tensor))
+        with _writing(tensor):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _writing(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Return where a tensor may be written: one made in inference mode only there."""
+    return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import reduction
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -75,7 +76,8 @@ def run_ranks(
     The processes are started with ``torch.multiprocessing``, find each other through a store that the
     caller's process keeps (so that rank 0 may die), and have ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
     ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set. torch uses one CPU thread per rank
-    unless ``OMP_NUM_THREADS`` says otherwise.
+    unless ``OMP_NUM_THREADS`` says otherwise. What they print goes to where the caller's file descriptors 1
+    and 2 lead during this call (pytest's ``capfd``, not ``capsys``).
 
     Args:
         fn: A function that the new process can import: defined at the top level of a module.
@@ -121,7 +123,9 @@ def run_ranks(
         # Kept by this process, which outlives every rank; on a port that the system picks.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         limit = timeout if group_timeout is None else group_timeout
-        ranks = _Ranks(fn, args, world_size, backend, limit, store.port, Path(folder), dict(os.environ))
+        ranks = _Ranks(
+            fn, args, world_size, backend, limit, store.port, Path(folder), dict(os.environ), _Outputs()
+        )
         context = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
             ranks, nprocs=world_size, join=False, start_method=_start_method()
         )
@@ -146,6 +150,41 @@ def _start_method() -> str:
     return "forkserver"
 
 
+class _Outputs:
+    """Where the caller's standard output and error lead now: pickled to a rank, it writes there too.
+
+    Without it a rank of the server would write to where they led when the server was started.
+    """
+
+    def __init__(self, handed_over: Sequence[Any] = ()) -> None:
+        self._handed_over = handed_over
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Hand the descriptors over; a spawned process has them already."""
+        if _start_method() != "forkserver":
+            return _Outputs, ()
+        return _Outputs, ([_handed_over(descriptor) for descriptor in _OUTPUTS],)
+
+    def take(self) -> None:
+        """Write to them from now on."""
+        for descriptor, given in zip(_OUTPUTS, self._handed_over, strict=False):
+            if given is not None:
+                inherited = given.detach()
+                os.dup2(inherited, descriptor)
+                os.close(inherited)
+
+
+_OUTPUTS = (1, 2)
+
+
+def _handed_over(descriptor: int) -> Any:
+    try:
+        os.fstat(descriptor)
+    except OSError:  # closed
+        return None
+    return reduction.DupFd(descriptor)
+
+
 class _Failure(NamedTuple):
     when: float
     error: BaseException
@@ -164,9 +203,11 @@ class _Ranks:
     port: int
     folder: Path
     environment: dict[str, str]
+    outputs: _Outputs
 
     def __call__(self, rank: int) -> None:
         """Be rank ``rank``; the entry point of a new process."""
+        self.outputs.take()
         os.environ.clear()  # the server's, as it was when that started
         os.environ.update(self.environment)
         if hasattr(faulthandler, "register"):

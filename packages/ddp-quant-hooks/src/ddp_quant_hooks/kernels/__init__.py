@@ -13,7 +13,7 @@ import torch
 from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.kernels.choice import backend_for, describe
 from ddp_quant_hooks.kernels.operators import VALUE_DTYPES, operators
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.messages import Layout, is_integer
 
 __all__ = [
     "VALUE_DTYPES",
@@ -51,7 +51,10 @@ def encode(
             ``residual``. For a block that is not finite, ``residual`` again, or zero.
 
     Raises:
-        TypeError, ValueError: A tensor has the wrong dtype, length or device, or gaps.
+        TypeError, ValueError: A tensor has the wrong dtype, length or device, or gaps; or starts in the
+            middle of a number (messages: of four bytes); or what is written shares memory with something
+            else. Nothing is written then, whichever backend would run.
+        RuntimeError: What would be written requires grad, and gradients are recorded: the kernels have none.
     """
     encode_shards(values, [message], layout, residual=residual, new_residual=new_residual)
 
@@ -75,7 +78,7 @@ def encode_shards(
         new_residual: As for :func:`encode`, of all values.
 
     Raises:
-        TypeError, ValueError: As :func:`encode`; or no message.
+        TypeError, ValueError, RuntimeError: As :func:`encode`; or no message.
     """
     operators.encode(values, list(messages), layout.format, layout.block_size, residual, new_residual)
 
@@ -97,19 +100,21 @@ def reduce(
     Args:
         messages: At least one, from :func:`encode`.
         layout: Of ``messages``.
-        values: How many values are in each.
+        values: How many values are in each; at least 0.
         message: Where to; uint8. It may be one of ``messages`` if the layouts are equal.
         message_layout: Of ``message``; the same block size as ``layout``.
         residual: As for :func:`encode`, of the mean.
         new_residual: As for :func:`encode`.
 
     Raises:
-        TypeError, ValueError: As :func:`encode`; or no message, or unequal block sizes.
+        TypeError, ValueError, RuntimeError: As :func:`encode`; or no message, or unequal block sizes.
     """
     if layout.block_size != message_layout.block_size:
         raise ValueError(
             f"the block sizes must be equal, got {layout.block_size} and {message_layout.block_size}"
         )
+    if not is_integer(values):
+        raise TypeError(f"values must be an int, got {values!r}")
     shape = (layout.format, values, message, message_layout.format, layout.block_size)
     operators.reduce(list(messages), *shape, residual, new_residual)
 
@@ -123,7 +128,7 @@ def decode(messages: Sequence[torch.Tensor], layout: Layout, values: torch.Tenso
         values: Where to; flat and contiguous; fp32, bf16 or fp16.
 
     Raises:
-        TypeError, ValueError: As :func:`encode`; or no message.
+        TypeError, ValueError, RuntimeError: As :func:`encode`; or no message.
     """
     operators.decode(list(messages), layout.format, layout.block_size, values)
 
@@ -137,7 +142,7 @@ def decode_shards(messages: Sequence[torch.Tensor], layout: Layout, values: torc
         values: As for :func:`decode`.
 
     Raises:
-        TypeError, ValueError: As :func:`decode`.
+        TypeError, ValueError, RuntimeError: As :func:`decode`.
     """
     operators.decode_shards(list(messages), layout.format, layout.block_size, values)
 
@@ -151,7 +156,7 @@ def affine_encode(values: torch.Tensor, message: torch.Tensor, layout: AffineLay
         layout: Of the message.
 
     Raises:
-        TypeError, ValueError: As :func:`encode`.
+        TypeError, ValueError, RuntimeError: As :func:`encode`.
     """
     operators.affine_encode(values, message, layout.channel)
 
@@ -165,6 +170,6 @@ def affine_decode(messages: Sequence[torch.Tensor], layout: AffineLayout, values
         values: Where to; flat and contiguous; fp32, bf16, fp16 or fp64.
 
     Raises:
-        TypeError, ValueError: As :func:`encode`.
+        TypeError, ValueError, RuntimeError: As :func:`encode`.
     """
     operators.affine_decode(list(messages), layout.channel, values)

@@ -1,11 +1,12 @@
 """The kernels as torch operators, ``torch.ops.ddp_quant_hooks``: ``torch.compile`` sees them whole.
 
-All write to tensors that they are given and return nothing. Arguments are checked here.
+All write to tensors that they are given and return nothing. Arguments are checked here, and autograd is told
+of every write: a tensor that requires grad is refused while gradients are recorded, and versions count up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,14 @@ import torch
 from ddp_quant_hooks import affine
 from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.chunks import Span, shards
+from ddp_quant_hooks.kernels.arguments import (
+    check_affine_messages,
+    check_flat,
+    check_messages,
+    check_residuals,
+    refuse_overlaps,
+    refuse_written_with_gradient,
+)
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.choice import backend_for, cuda_kernels_for
 from ddp_quant_hooks.messages import Format, Layout
@@ -34,16 +43,17 @@ def _encode(
     new_residual: torch.Tensor | None = None,
 ) -> None:
     layout, device = Layout(format, block_size), values.device
-    _check("values", values, VALUE_DTYPES, values.numel(), device)
-    _check_residuals(residual, new_residual, values.numel(), device)
+    check_flat("values", values, VALUE_DTYPES, values.numel(), device)
+    check_residuals(residual, new_residual, values.numel(), device)
     outgoing = []
     for index, (span, message) in enumerate(zip(_shards(values, messages, layout), messages, strict=True)):
         name = "message" if len(messages) == 1 else f"messages[{index}]"
-        _check(name, message, (torch.uint8,), layout.message_bytes(len(span)), device)
+        check_messages([message], layout, [len(span)], device, name)
         part = slice(span.start, span.stop)
         kept = [None if tensor is None else tensor[part] for tensor in (residual, new_residual)]
         if len(span):
             outgoing.append((values[part], Outgoing(message, *kept)))
+    _claim([*_named(messages), ("new_residual", new_residual)], [("values", values), ("residual", residual)])
     if outgoing:
         backend_for(device).encode(outgoing, layout)
 
@@ -60,9 +70,18 @@ def _reduce(
 ) -> None:
     layout, new_layout = Layout(format, block_size), Layout(message_format, block_size)
     device = message.device
-    _check_messages(messages, layout, [values] * len(messages), device)
-    _check("message", message, (torch.uint8,), new_layout.message_bytes(values), device)
-    _check_residuals(residual, new_residual, values, device)
+    if values < 0:
+        raise ValueError(f"values must be at least 0, got {values}")
+    check_messages(messages, layout, [values] * len(messages), device)
+    check_messages([message], new_layout, [values], device, "message")
+    check_residuals(residual, new_residual, values, device)
+    read = [
+        (name, other)
+        for name, other in _named(messages)
+        if layout != new_layout
+        or other.data_ptr() != message.data_ptr()  # a block is read before it is written
+    ]
+    _claim([("message", message), ("new_residual", new_residual)], [*read, ("residual", residual)])
     if values:
         out = Outgoing(message, residual, new_residual)
         backend_for(device).reduce(messages, layout, values, out, new_layout)
@@ -70,8 +89,9 @@ def _reduce(
 
 def _decode(messages: list[torch.Tensor], format: Format, block_size: int, values: torch.Tensor) -> None:  # noqa: A002
     layout, device = Layout(format, block_size), values.device
-    _check("values", values, VALUE_DTYPES, values.numel(), device)
-    _check_messages(messages, layout, [values.numel()] * len(messages), device)
+    check_flat("values", values, VALUE_DTYPES, values.numel(), device)
+    check_messages(messages, layout, [values.numel()] * len(messages), device)
+    _claim([("values", values)], _named(messages))
     if values.numel():
         backend_for(device).decode([(messages, values)], layout)
 
@@ -83,9 +103,10 @@ def _decode_shards(
     values: torch.Tensor,
 ) -> None:
     layout, device = Layout(format, block_size), values.device
-    _check("values", values, VALUE_DTYPES, values.numel(), device)
+    check_flat("values", values, VALUE_DTYPES, values.numel(), device)
     spans = _shards(values, messages, layout)
-    _check_messages(messages, layout, [len(span) for span in spans], device)
+    check_messages(messages, layout, [len(span) for span in spans], device)
+    _claim([("values", values)], _named(messages))
     both = [(message, span) for message, span in zip(messages, spans, strict=True) if len(span)]
     if both:
         wanted = [([message], values[span.start : span.stop]) for message, span in both]
@@ -94,7 +115,8 @@ def _decode_shards(
 
 def _affine_encode(values: torch.Tensor, message: torch.Tensor, channel: int) -> None:
     layout = _affine_layout(values, channel)
-    _check_affine_messages([message], layout, values.device)
+    check_affine_messages([message], layout, values.device)
+    _claim([("message", message)], [("values", values)])
     kernels = cuda_kernels_for(values.device)
     if kernels is None or values.dtype not in VALUE_DTYPES:
         affine.encode(values, message, layout)
@@ -104,12 +126,29 @@ def _affine_encode(values: torch.Tensor, message: torch.Tensor, channel: int) ->
 
 def _affine_decode(messages: list[torch.Tensor], channel: int, values: torch.Tensor) -> None:
     layout = _affine_layout(values, channel)
-    _check_affine_messages(messages, layout, values.device)
+    check_affine_messages(messages, layout, values.device)
+    _claim([("values", values)], _named(messages))
     kernels = cuda_kernels_for(values.device)
     if kernels is None or values.dtype not in VALUE_DTYPES:
         affine.decode_mean(messages, layout, values)
     else:
         kernels.affine_decode(messages, channel, values)
+
+
+def _named(messages: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    return [(f"messages[{index}]", message) for index, message in enumerate(messages)]
+
+
+def _claim(
+    written: Sequence[tuple[str, torch.Tensor | None]], read: Sequence[tuple[str, torch.Tensor | None]]
+) -> None:
+    """Refuse what must not be written, and tell autograd of the rest: compiled kernels write unseen."""
+    refuse_overlaps(written, read)
+    tensors = [tensor for _, tensor in written if tensor is not None]
+    refuse_written_with_gradient(tensors)
+    for tensor in tensors:
+        if not tensor.is_inference():  # such a tensor has no version
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _shards(values: torch.Tensor, messages: Sequence[torch.Tensor], layout: Layout) -> list[Span]:
@@ -119,85 +158,51 @@ def _shards(values: torch.Tensor, messages: Sequence[torch.Tensor], layout: Layo
 
 
 def _affine_layout(values: torch.Tensor, channel: int) -> AffineLayout:
-    _check("values", values, (*VALUE_DTYPES, torch.float64), values.numel(), values.device)
+    check_flat("values", values, (*VALUE_DTYPES, torch.float64), values.numel(), values.device)
     return AffineLayout(values.numel(), channel, torch.promote_types(values.dtype, torch.float32))
 
 
-def _check(
-    name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], length: int, device: torch.device
-) -> None:
-    if tensor.dtype not in dtypes:
-        raise TypeError(f"{name} must be of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-    if tensor.dim() != 1 or tensor.numel() != length or not tensor.is_contiguous():
-        raise ValueError(
-            f"{name} must be flat, contiguous and {length} long, got shape {tuple(tensor.shape)} "
-            f"with strides {tensor.stride()}"
+def _fake(written: tuple[int, ...]) -> Callable[..., None]:
+    """Return what a kernel does to tensors without values; ``written`` are the places of what it writes."""
+
+    def check(*arguments: Any) -> None:
+        # A tensor without values beside others comes here too.
+        tensors = _tensors_of(arguments)
+        for tensor in tensors:
+            if tensor.device != tensors[0].device:
+                raise ValueError(f"all tensors must be on {tensors[0].device}, got {tensor.device}")
+        refuse_written_with_gradient(
+            _tensors_of([arguments[place] for place in written if place < len(arguments)])
         )
-    if tensor.device != device:
-        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+
+    return check
 
 
-def _check_messages(
-    messages: Sequence[torch.Tensor], layout: Layout, values: Sequence[int], device: torch.device
-) -> None:
-    if not messages:
-        raise ValueError("there must be at least one message")
-    for index, (message, count) in enumerate(zip(messages, values, strict=True)):
-        _check(f"messages[{index}]", message, (torch.uint8,), layout.message_bytes(count), device)
-
-
-def _check_affine_messages(
-    messages: Sequence[torch.Tensor], layout: AffineLayout, device: torch.device
-) -> None:
-    if not messages:
-        raise ValueError("there must be at least one message")
-    for index, message in enumerate(messages):
-        name = "message" if len(messages) == 1 else f"messages[{index}]"
-        _check(name, message, (torch.uint8,), layout.message_bytes, device)
-        if message.data_ptr() % layout.dtype.itemsize:
-            raise ValueError(f"{name} must start at a multiple of {layout.dtype.itemsize} bytes")
-
-
-def _check_residuals(
-    residual: torch.Tensor | None, new_residual: torch.Tensor | None, length: int, device: torch.device
-) -> None:
-    for name, tensor in (("residual", residual), ("new_residual", new_residual)):
-        if tensor is not None:
-            _check(name, tensor, (torch.float32,), length, device)
-    if residual is None or new_residual is None:
-        return
-    if abs(residual.data_ptr() - new_residual.data_ptr()) < residual.nbytes:
-        raise ValueError("residual and new_residual must not share memory")
-
-
-def _on_fake_tensors(*arguments: Any) -> None:
-    """Do what every kernel does to shapes: nothing. A tensor without values beside others comes here too."""
+def _tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
     parts = [
         part for argument in arguments for part in (argument if isinstance(argument, list) else [argument])
     ]
-    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-    for tensor in tensors:
-        if tensor.device != tensors[0].device:
-            raise ValueError(f"all tensors must be on {tensors[0].device}, got {tensor.device}")
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 _LAYOUT = "str format, int block_size"
 _MESSAGE = "Tensor(a!) message, str message_format, int block_size"
 _RESIDUALS = "Tensor? residual=None, Tensor(b!)? new_residual=None"
 
-for _name, _kernel, _arguments in (
-    ("encode", _encode, f"Tensor values, Tensor(a!)[] messages, {_LAYOUT}, {_RESIDUALS}"),
+for _name, _kernel, _written, _arguments in (
+    ("encode", _encode, (1, 5), f"Tensor values, Tensor(a!)[] messages, {_LAYOUT}, {_RESIDUALS}"),
     (
         "reduce",
         _reduce,
+        (3, 7),
         f"Tensor[] messages, str format, SymInt values, {_MESSAGE}, {_RESIDUALS}",
     ),
-    ("decode", _decode, f"Tensor[] messages, {_LAYOUT}, Tensor(a!) values"),
-    ("decode_shards", _decode_shards, f"Tensor[] messages, {_LAYOUT}, Tensor(a!) values"),
-    ("affine_encode", _affine_encode, "Tensor values, Tensor(a!) message, SymInt channel"),
-    ("affine_decode", _affine_decode, "Tensor[] messages, SymInt channel, Tensor(a!) values"),
+    ("decode", _decode, (3,), f"Tensor[] messages, {_LAYOUT}, Tensor(a!) values"),
+    ("decode_shards", _decode_shards, (3,), f"Tensor[] messages, {_LAYOUT}, Tensor(a!) values"),
+    ("affine_encode", _affine_encode, (1,), "Tensor values, Tensor(a!) message, SymInt channel"),
+    ("affine_decode", _affine_decode, (2,), "Tensor[] messages, SymInt channel, Tensor(a!) values"),
 ):
     _qualified = f"ddp_quant_hooks::{_name}"
     torch.library.define(_qualified, f"({_arguments}) -> ()")
     torch.library.impl(_qualified, "CompositeExplicitAutograd", _kernel)
-    torch.library.register_fake(_qualified, _on_fake_tensors)
+    torch.library.register_fake(_qualified, _fake(_written))

@@ -1,0 +1,118 @@
+"""What the kernels refuse, whichever backend would run, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ddp_quant_hooks.affine import AffineLayout
+from ddp_quant_hooks.messages import SCALE_BYTES, Layout
+
+__all__ = [
+    "check_affine_messages",
+    "check_flat",
+    "check_messages",
+    "check_residuals",
+    "refuse_overlaps",
+    "refuse_written_with_gradient",
+]
+
+Named = tuple[str, torch.Tensor | None]
+
+
+def check_flat(
+    name: str,
+    tensor: torch.Tensor,
+    dtypes: tuple[torch.dtype, ...],
+    length: int,
+    device: torch.device,
+    alignment: int | None = None,
+) -> None:
+    """Raise unless ``tensor`` is a flat tensor of the length, on the device, in memory as kernels read it."""
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} must be of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if tensor.dim() != 1 or tensor.numel() != length or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be flat, contiguous and {length} long, got shape {tuple(tensor.shape)} "
+            f"with strides {tensor.stride()}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got {tensor.device}")
+    alignment = alignment or tensor.element_size()
+    # torch looks at the offset in the storage, other backends at the address.
+    offset = tensor.storage_offset() * tensor.element_size()
+    if tensor.data_ptr() % alignment or offset % alignment:
+        raise ValueError(
+            f"{name} must start at a multiple of {alignment} bytes in memory and in its storage, "
+            f"not {tensor.data_ptr() % alignment} and {offset % alignment} bytes behind one"
+        )
+
+
+def check_messages(
+    messages: Sequence[torch.Tensor],
+    layout: Layout,
+    values: Sequence[int],
+    device: torch.device,
+    name: str = "messages",
+) -> None:
+    """Raise unless there are messages, each of as many values as ``values`` says."""
+    if not messages:
+        raise ValueError("there must be at least one message")
+    for index, (message, count) in enumerate(zip(messages, values, strict=True)):
+        here = f"{name}[{index}]" if name == "messages" else name
+        check_flat(here, message, (torch.uint8,), layout.message_bytes(count), device, SCALE_BYTES)
+
+
+def check_affine_messages(
+    messages: Sequence[torch.Tensor], layout: AffineLayout, device: torch.device
+) -> None:
+    """Raise unless there are messages of this layout."""
+    if not messages:
+        raise ValueError("there must be at least one message")
+    for index, message in enumerate(messages):
+        name = "message" if len(messages) == 1 else f"messages[{index}]"
+        check_flat(name, message, (torch.uint8,), layout.message_bytes, device, layout.dtype.itemsize)
+
+
+def check_residuals(
+    residual: torch.Tensor | None, new_residual: torch.Tensor | None, length: int, device: torch.device
+) -> None:
+    """Raise unless each residual that is there fits the values."""
+    for name, tensor in (("residual", residual), ("new_residual", new_residual)):
+        if tensor is not None:
+            check_flat(name, tensor, (torch.float32,), length, device)
+
+
+def refuse_overlaps(written: Iterable[Named], read: Iterable[Named]) -> None:
+    """Raise if memory that is written is also read, or written twice. All tensors are contiguous."""
+    spans = [
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, writes, name)
+        for tensors, writes in ((written, True), (read, False))
+        for name, tensor in tensors
+        if tensor is not None and tensor.numel()
+    ]
+    spans.sort(key=lambda span: span[0])
+    last_end, last_name = 0, ""  # of all spans so far, the one that ends last
+    written_end, written_name = 0, ""  # of those that are written
+    for start, end, writes, name in spans:
+        other, reach = (last_name, last_end) if writes else (written_name, written_end)
+        if start < reach:
+            raise ValueError(f"{other} and {name} must not share memory: a kernel writes one of them")
+        if end > last_end:
+            last_end, last_name = end, name
+        if writes and end > written_end:
+            written_end, written_name = end, name
+
+
+def refuse_written_with_gradient(written: Iterable[torch.Tensor]) -> None:
+    """Raise where autograd would not know what was written, as torch's in-place operators do for leaves."""
+    if torch.is_grad_enabled():
+        for tensor in written:
+            if tensor.requires_grad:
+                kind = "a leaf" if tensor.is_leaf else "a result"
+                raise RuntimeError(
+                    f"the kernels write in place and have no gradient, but a tensor of shape "
+                    f"{tuple(tensor.shape)} that they would write is {kind} that requires grad: detach it, "
+                    "or call them under torch.no_grad()"
+                )
