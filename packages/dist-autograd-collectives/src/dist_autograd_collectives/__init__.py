@@ -30,7 +30,7 @@ from dist_autograd_collectives.out_of_place import (
     reduce_scatter_dim,
 )
 from dist_autograd_collectives.reductions import ReduceOperation
-from dist_autograd_collectives.steps import Handle, start
+from dist_autograd_collectives.started import Handle, start
 from dist_utils import TensorMismatchError
 
 _all_gather_base = all_gather_base

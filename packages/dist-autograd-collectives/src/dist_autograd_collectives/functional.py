@@ -23,7 +23,8 @@ from dist_autograd_collectives.arguments import (
 from dist_autograd_collectives.calls import Call, Members, members, splits_to_root
 from dist_autograd_collectives.connecting import zeros_after
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
-from dist_autograd_collectives.steps import Handle, Step, collective
+from dist_autograd_collectives.started import Handle
+from dist_autograd_collectives.steps import Step, collective
 from dist_autograd_collectives.transport import all_of_them, itself, reduced_for_all, reduced_for_each, sent
 from dist_utils import GroupLike, resolve_group
 from dist_utils.process_groups import collective_device, device_types

@@ -9,6 +9,7 @@ together from these and from torch's own operations.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -41,29 +42,32 @@ class Flight:
     Backward runs them the other way round: the arrival's launches the transposed collective, and what was
     computed between the two runs its backward before the launch's waits for it. Between them only an empty
     tensor is handed on, so that nobody reads what has not arrived.
+
+    It may arrive several times: a checkpoint runs what waits again. Each arrival launches a collective of its
+    own in backward, and what was launched first waits for all of them.
     """
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.wait: Wait | None = None
-        self.backwards: Flight | None = None
+        self.backwards: list[Flight] = []
 
     def launch(self, tensors: Tensors) -> torch.Tensor:
         """Begin; return what :meth:`arrive` wants."""
         token: torch.Tensor = _Launch.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return token
 
-    def arrive(self, token: torch.Tensor) -> Tensors:
-        """Wait for the result."""
-        results: Tensors = _Arrive.apply(self, token)  # type: ignore[no-untyped-call]
+    def arrive(self, token: torch.Tensor, receive: Wait | None = None) -> Tensors:
+        """Wait for the result, or take what was received already."""
+        results: Tensors = _Arrive.apply(self, receive or self.receive, token)  # type: ignore[no-untyped-call]
         return results
 
-    def take(self) -> Wait:
-        """Return what waits for the result, which may be done once."""
+    def receive(self) -> Tensors:
+        """Wait for what this rank receives, which may be done once."""
         wait, self.wait = self.wait, None
         if wait is None:
             raise RuntimeError(f"{self.call.title} was waited for twice, or its backward ran in two threads")
-        return wait
+        return wait()
 
     def __del__(self) -> None:
         """Wait for what nobody waited for: other ranks' messages must not be left lying."""
@@ -164,24 +168,26 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, token: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
-        backwards, flight.backwards = flight.backwards, None
-        if backwards is None:
+        backwards, flight.backwards = flight.backwards, []
+        if not backwards:
             raise RuntimeError(f"the backward of {flight.call.title} runs in two threads at once")
         with _named(flight.call):
-            return None, *backwards.arrive(token)
+            gradients = [backward.arrive(token) for backward in backwards]
+            return None, *(functools.reduce(torch.add, parts) for parts in zip(*gradients, strict=True))
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight, token: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, flight: Flight, receive: Wait, token: torch.Tensor) -> Tensors:
         ctx.flight = flight
         _save_something(ctx, token)
-        return flight.take()()
+        return receive()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
-        flight.backwards = Flight(flight.call.transposed())
+        backward = Flight(flight.call.transposed())
+        flight.backwards.append(backward)
         with _named(flight.call):
-            return None, flight.backwards.launch(cotangents)
+            return None, None, backward.launch(cotangents)

@@ -49,6 +49,7 @@ __all__ = [
     "mark_stepped",
     "new_named_group",
     "reduce_scatter_single",
+    "saved_tensor_hooks",
     "step_pre_hooks",
     "tensor_version",
     "traceable_collectives",
@@ -316,6 +317,16 @@ def after_backward(callback: Callable[[], None]) -> None:
 def tensor_version(tensor: torch.Tensor) -> int:
     """Return how often a tensor's memory was written in place. No public way to read it up to torch 2.15."""
     return tensor._version  # noqa: SLF001
+
+
+def saved_tensor_hooks() -> object:
+    """Return the hooks that a tensor saved for backward goes through now; ``None`` if there are none.
+
+    They are other ones each time a checkpoint runs its function. No public name up to torch 2.15.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # noqa: SLF001
+    hooks = top(False) if top is not None else None
+    return None if hooks is None else hooks[0]
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
