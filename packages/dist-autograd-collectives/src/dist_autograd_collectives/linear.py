@@ -8,23 +8,18 @@ together from these and from torch's own operations.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from dist_autograd_collectives import eager, traced
 from dist_autograd_collectives.calls import Call, Tensors, Wait
+from dist_autograd_collectives.failures import named
 from dist_autograd_collectives.local import alone, needs_others
-from dist_utils.torch_compat import function_transforms_active
+from dist_utils.torch_compat import function_transforms_active, is_batched_gradient
 
-__all__ = ["CollectiveError", "Flight", "linear"]
-
-
-class CollectiveError(RuntimeError):
-    """The collective that is another one's backward failed: most often other ranks never came to it."""
+__all__ = ["Flight", "linear"]
 
 
 def linear(tensors: Tensors, call: Call) -> Tensors:
@@ -77,26 +72,14 @@ class Flight:
 
 def _begin(tensors: Tensors, call: Call) -> Wait:
     """Start a collective on this rank's tensors."""
+    if any(map(is_batched_gradient, tensors)):  # of which torch runs the operator once for each
+        batch = traced.linear(tensors, call)
+        return lambda: batch
     inputs = tuple(tensor.contiguous() for tensor in tensors)
     if not needs_others(call):
         results = alone(inputs, call)
         return lambda: results
     return eager.begin(inputs, call)
-
-
-@contextlib.contextmanager
-def _named(call: Call) -> Iterator[None]:
-    """Say in an error whose backward it is."""
-    try:
-        yield
-    except CollectiveError:  # of a backward within
-        raise
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"the backward of {call.title} failed on rank {call.who.rank} of {call.who.size} in its group: "
-            f"{error} - If other ranks did not come to it: does every rank use its result (see connect), and "
-            "does every rank's tensor need a gradient (see anchor=True)?"
-        ) from error
 
 
 def _save_something(ctx: Any, like: torch.Tensor) -> None:
@@ -120,7 +103,7 @@ class _Collective(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         # Even if this rank needs no gradient: the others wait for it.
-        with _named(ctx.call):
+        with named(ctx.call):
             return None, *linear(cotangents, ctx.call.transposed())
 
     @staticmethod
@@ -171,7 +154,7 @@ class _Launch(torch.autograd.Function):
         backwards, flight.backwards = flight.backwards, []
         if not backwards:
             raise RuntimeError(f"the backward of {flight.call.title} runs in two threads at once")
-        with _named(flight.call):
+        with named(flight.call):
             gradients = [backward.arrive(token) for backward in backwards]
             return None, *(functools.reduce(torch.add, parts) for parts in zip(*gradients, strict=True))
 
@@ -189,5 +172,5 @@ class _Arrive(torch.autograd.Function):
         flight: Flight = ctx.flight
         backward = Flight(flight.call.transposed())
         flight.backwards.append(backward)
-        with _named(flight.call):
+        with named(flight.call):
             return None, None, backward.launch(cotangents)

@@ -6,11 +6,11 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from dist_autograd_collectives.agreement import tell_others
+from dist_autograd_collectives.agreement import problems_told
 from dist_autograd_collectives.calls import Call, Tensors
 from dist_autograd_collectives.linear import linear
 
@@ -46,14 +46,12 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
     def planned(*args: P.args, **kwargs: P.kwargs) -> Step[T]:
         if torch.compiler.is_compiling():
             return plan(*args, **kwargs)
-        try:
+        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}  # whatever they are
+        with problems_told(given.get("check"), given.get("group")):
             return plan(*args, **kwargs)
-        except (IndexError, TypeError, ValueError) as problem:
-            given = signature.bind(*args, **kwargs).arguments
-            tell_others(problem, given.get("check"), given.get("group"))
-            raise
 
     signature = inspect.signature(plan)
+    names = list(signature.parameters)
     result = str(signature.return_annotation).removeprefix("Step[").removesuffix("]")
     run.__signature__ = signature.replace(return_annotation=result)  # type: ignore[attr-defined]
     run.__annotations__ = {**plan.__annotations__, "return": result}

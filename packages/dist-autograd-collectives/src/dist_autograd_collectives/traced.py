@@ -10,6 +10,7 @@ import torch
 from dist_autograd_collectives.calls import Call, Members, Tensors, padded_parts, splits_to_root
 from dist_autograd_collectives.connecting import zeros_after
 from dist_autograd_collectives.local import alone, needs_others
+from dist_autograd_collectives.storage_dtypes import GLOO_DTYPES
 from dist_utils.torch_compat import linear_operator, traceable_collectives
 
 __all__ = ["linear"]
@@ -94,6 +95,23 @@ _operator = linear_operator(
 
 
 def _run(x: torch.Tensor, call: Call) -> torch.Tensor:
+    if x.dtype in GLOO_DTYPES:
+        return _run_as_it_is(x, call)
+    if call.name in ("all_reduce", "reduce", "reduce_scatter"):
+        return _sum_of_others(x, call)
+    # What is only moved is moved as bytes, which every backend knows: one dimension more, at the end.
+    data = x.unsqueeze(-1).view(torch.uint8)
+    moved = _run_as_it_is(data, call)
+    return moved.view(x.dtype).squeeze(-1)
+
+
+def _sum_of_others(x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Sum a dtype that the backend does not know, in one that it does; integers wrap around as they do."""
+    wide = torch.float32 if x.dtype.is_floating_point else torch.int64
+    return _run_as_it_is(x.to(wide), call).to(x.dtype)
+
+
+def _run_as_it_is(x: torch.Tensor, call: Call) -> torch.Tensor:
     name, who = call.name, call.who
     if name == "all_reduce":
         return _send(traceable_collectives.all_reduce, x, "sum", who.name)

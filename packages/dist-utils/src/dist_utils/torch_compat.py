@@ -45,6 +45,7 @@ __all__ = [
     "group_timeout",
     "inside_backward",
     "is_accelerator",
+    "is_batched_gradient",
     "linear_operator",
     "mark_stepped",
     "new_named_group",
@@ -63,6 +64,10 @@ traceable_collectives: Any = torch.ops._c10d_functional  # noqa: SLF001
 # torch.autograd.Function asks the same, to choose between its two ways; no public name up to torch 2.15.
 function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
 """Whether a transform of ``torch.func`` is running."""
+
+is_batched_gradient: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # noqa: SLF001
+"""Whether a tensor is a batch of ``torch.autograd.grad(is_grads_batched=True)``, which does not go through
+``torch.func``. No public name up to torch 2.15."""
 
 GROUPS_END_WITHOUT_GIL: bool = hasattr(dist.ProcessGroup, "shutdown")
 """Whether a group may be destroyed as soon as its last collective returned. In torch 2.6 the destructor
