@@ -123,3 +123,73 @@ def _changed_in_place(rank):
 
 def test_results_can_be_changed_in_place():
     assert run_ranks(_changed_in_place, 2) == [[], []]
+
+
+RARE = [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16, torch.uint32, torch.int16, torch.bool]
+MOVED = {
+    "broadcast": lambda x: dac.broadcast(x, 0),
+    "gather": lambda x: torch.stack(dac.gather(x, 0)),
+    "scatter": lambda x: dac.scatter([x, x], 1),
+    "all_gather": lambda x: torch.stack(dac.all_gather(x)),
+    "all_gather_cat": dac.all_gather_cat,
+    "all_to_all_single": lambda x: dac.all_to_all_single(torch.empty_like(x), x),
+    "all_to_all_dim": lambda x: dac.all_to_all_dim(x, 0, 0),
+    "permute": lambda x: dac.permute(x, [(0, 1)]),
+}
+REDUCED = {
+    "all_reduce": dac.all_reduce,
+    "reduce": lambda x: dac.reduce(x, 0),
+    "reduce_scatter_dim": dac.reduce_scatter_dim,
+    "max": lambda x: dac.all_reduce(x, "max"),
+    "product": lambda x: dac.all_reduce(x, "product"),
+    "coalesced": lambda x: dac.all_reduce_coalesced([x, x])[1],
+}
+
+
+COMPILED = ("broadcast", "gather", "all_gather_cat", "all_to_all_dim", "all_reduce", "reduce", "max")
+
+
+def _rare_dtypes(rank):
+    """Small whole numbers, which every dtype holds: the same as with float64."""
+    wrong = []
+    plain = torch.tensor([1.0, 2, 0, 3]) if rank else torch.tensor([2.0, 1, 1, 0])
+    for dtype in RARE:
+        x = plain.bool() if dtype is torch.bool else plain.to(dtype)
+        for name, call in (MOVED | REDUCED).items():
+            right = call(x.double() if dtype is not torch.bool else x.to(torch.uint8))
+            right = right.bool() if dtype is torch.bool else right.to(dtype)
+            ways = [call]
+            if dtype in (torch.float8_e5m2, torch.int16) and name in COMPILED:
+                torch._dynamo.reset()
+                ways.append(torch.compile(call, backend="aot_eager", fullgraph=True))
+            results = [way(x).view(torch.uint8) for way in ways]
+            if not all(torch.equal(result, right.view(torch.uint8)) for result in results):
+                wrong.append((dtype, name))
+    uneven = torch.ones(2 + rank).to(torch.float8_e5m2)
+    if dac.all_gather_cat(uneven, sizes=[2, 3]).float().tolist() != [1.0] * 5:
+        wrong.append("uneven float8")
+    leaf = torch.ones(2).to(torch.float8_e5m2).requires_grad_()
+    dac.broadcast(leaf, 0).float().sum().backward()
+    if leaf.grad.float().tolist() != [0.0 if rank else 2.0] * 2:
+        wrong.append("gradient of float8")
+    return wrong
+
+
+def test_rare_dtypes_are_moved_and_reduced_on_every_rank():
+    assert run_ranks(_rare_dtypes, 2, timeout=170, group_timeout=20) == [[], []]
+
+
+def _bad_factors(rank):
+    refused = []
+    for factor, dtype in ((0.5, torch.int64), (2.5, torch.uint8), (torch.tensor(1j), torch.float32)):
+        try:
+            dac.all_reduce(torch.ones(2, dtype=dtype), dist._make_nccl_premul_sum(factor))
+        except TypeError as error:
+            refused.append("cannot have the factor" in str(error))
+    whole = dac.all_reduce(torch.ones(2, dtype=torch.int64), dist._make_nccl_premul_sum(2.0))
+    exact = dac.all_reduce(torch.ones(1, dtype=torch.float64), dist._make_nccl_premul_sum(0.1))
+    return refused, whole.tolist(), exact.item()
+
+
+def test_a_factor_is_not_rounded():
+    assert run_ranks(_bad_factors, 2) == [([True] * 3, [4, 4], 0.2)] * 2

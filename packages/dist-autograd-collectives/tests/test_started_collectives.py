@@ -136,6 +136,126 @@ def test_a_checkpoint_may_drop_what_it_started():
         assert after == [2]
 
 
+def _prefetched(rank):
+    """Weights that are started before a checkpoint and waited for in it, in all orders that people use."""
+    wrong = []
+    for function in (dac.all_reduce, dac.all_gather_cat, dac.reduce_scatter_dim, dac.all_gather):
+        for reentrant in (True, False):
+            for waits in ("inside", "twice inside", "before and inside", "in no_grad, then inside", "nested"):
+                found = [_gradients(function, started, reentrant, waits, rank) for started in (True, False)]
+                if found[0] is None or not all(map(torch.equal, *found)):
+                    wrong.append((function.__name__, reentrant, waits))
+    return wrong
+
+
+def _gradients(function, started, reentrant, waits, rank):
+    w = torch.full((2, 2), 1.0 + rank, dtype=torch.float64, requires_grad=True)
+    x = torch.arange(6.0, dtype=torch.float64).view(3, 2).requires_grad_()
+    if started:
+        handle = dac.start(function, 2 * w)
+        wait = handle.wait
+    else:
+        plain = function(2 * w)
+        wait = lambda: plain  # noqa: E731
+
+    def weight():
+        got = wait()
+        return got if isinstance(got, torch.Tensor) else torch.cat(got)
+
+    def block(x):
+        y = x @ weight().t()
+        if waits == "twice inside":
+            y = y + x @ (weight() ** 2).t()
+        return (y**2).sum()
+
+    run = lambda x: checkpoint(block, x, use_reentrant=reentrant)  # noqa: E731
+    extra = weight().sum() if waits == "before and inside" else 0
+    if waits == "in no_grad, then inside":
+        with torch.no_grad():
+            extra = weight().sum()
+    if waits == "nested":
+        inner = run
+        run = lambda x: checkpoint(lambda x: inner(x).sin(), x, use_reentrant=reentrant)  # noqa: E731
+    loss = run(x)
+    if waits == "before and inside" and reentrant:
+        # Its own backward: an inner backward frees the graph that both share, with any operation.
+        loss.backward(retain_graph=True)
+        return w.grad, x.grad
+    (loss + extra).backward()
+    return w.grad, x.grad
+
+
+def test_what_was_started_before_a_checkpoint_has_its_gradient_in_it():
+    assert run_ranks(_prefetched, 2, timeout=60, group_timeout=10) == [[], []]
+
+
+def _modes(rank):
+    w = torch.full((2,), 1.0 + rank, requires_grad=True)
+    seen = {}
+    handle = dac.start(dac.all_reduce, w)
+    with torch.no_grad():
+        seen["without"] = handle.wait().requires_grad
+    with torch.inference_mode():
+        seen["inference"] = handle.wait().is_inference()
+    result = handle.wait()
+    seen["with"] = result.requires_grad and handle.wait() is result
+    (result**2).sum().backward()
+    seen["gradient"] = w.grad.tolist()
+    with torch.inference_mode():
+        handle = dac.start(dac.all_reduce, w.detach())
+        handle.wait()
+    seen["started in inference"] = handle.wait().tolist()
+    with torch.no_grad():
+        handle = dac.start(dac.all_reduce, w)
+    with pytest.raises(RuntimeError, match=r"all_reduce\(SUM\) was started without gradients"):
+        handle.wait()
+    with torch.no_grad():
+        seen["stays usable"] = handle.wait().tolist()
+    handle = dac.start(dac.all_reduce, w)
+    with torch.no_grad():
+        handle.wait().add_(1)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        handle.wait()
+    return seen
+
+
+def test_a_result_has_a_gradient_wherever_it_is_waited_for_with_one():
+    for seen in run_ranks(_modes, 2, timeout=30, group_timeout=10):
+        assert seen == {
+            "without": False,
+            "inference": True,
+            "with": True,
+            "gradient": [12, 12],
+            "started in inference": [3, 3],
+            "stays usable": [3, 3],
+        }
+
+
+def _each_block_starts_the_next(rank, reentrant):
+    """Prefetch inside of checkpoints: right, or refused where the gradient would be lost."""
+    ws = [torch.full((2,), 1.0 + rank + i, requires_grad=True) for i in range(3)]
+    handles = {0: dac.start(dac.all_reduce, ws[0])}
+
+    def block(x, i):
+        if i + 1 < len(ws):
+            handles[i + 1] = dac.start(dac.all_reduce, ws[i + 1])
+        return x * handles[i].wait()
+
+    x = torch.ones(2, requires_grad=True)
+    y = x
+    for i in range(len(ws)):
+        y = checkpoint(block, y, i, use_reentrant=reentrant)
+    y.sum().backward()
+    return [w.grad.tolist() for w in ws]
+
+
+def test_starting_in_one_checkpoint_and_waiting_in_the_next():
+    # Sums are 3, 5, 7; each one's gradient is the product of the others, for two ranks.
+    assert run_ranks(_each_block_starts_the_next, 2, False) == [[[70, 70], [42, 42], [30, 30]]] * 2
+    with pytest.raises(RuntimeError, match="was started without gradients"):
+        run_ranks(_each_block_starts_the_next, 2, True, timeout=30, group_timeout=5)
+
+
 def _transformed(rank):
     x = torch.tensor([1.0 + rank, 2.0], dtype=torch.float64)
 

@@ -126,7 +126,7 @@ def _checked(rank):
         "root": _told(dac.broadcast, same, rank),
         "function": _told(dac.all_gather if rank else dac.all_reduce, same),
         "gradient": _told(dac.broadcast, same.clone().requires_grad_(rank == 0), 0),
-        "splits": _told(dac.all_to_all_single, torch.empty(2), same, [1, 1], [2 * rank, 2 - 2 * rank]),
+        "splits": _told(dac.all_to_all_single, torch.empty(2), x, [1, 1], [1 + rank, 1]),
         "dims": _told(dac.all_gather_cat, torch.ones(2, 2 + rank), 0, sizes="auto"),
         "fits": _told(dac.all_gather_cat, x, sizes="auto"),
         "anchored": _told(dac.broadcast, same.clone().requires_grad_(rank == 0), 0, anchor=True),
@@ -159,7 +159,7 @@ def test_check_tells_every_rank_what_does_not_fit():
     assert "all_gather" in first["function"]
     assert "needs a gradient" in first["gradient"]
     assert "needs no gradient" in first["gradient"]
-    assert "rank 0 of the group sends 0 to rank 0, which expects 1" in first["splits"]
+    assert "rank 1 of the group sends 2 to rank 0, which expects 1" in first["splits"]
     assert "shape (any, 2)" in first["dims"]
     assert first["fits"] is first["anchored"] is first["no_grad"] is None
     assert first["environment"]

@@ -7,6 +7,7 @@ from dist_autograd_collectives.coalesced import (
     reduce_scatter_dim_coalesced,
 )
 from dist_autograd_collectives.connecting import connect
+from dist_autograd_collectives.failures import CollectiveError
 from dist_autograd_collectives.functional import (
     all_gather,
     all_gather_base,
@@ -19,7 +20,6 @@ from dist_autograd_collectives.functional import (
     reduce_scatter,
     scatter,
 )
-from dist_autograd_collectives.linear import CollectiveError
 from dist_autograd_collectives.out_of_place import (
     Sizes,
     all_gather_cat,
@@ -30,7 +30,7 @@ from dist_autograd_collectives.out_of_place import (
     reduce_scatter_dim,
 )
 from dist_autograd_collectives.reductions import ReduceOperation
-from dist_autograd_collectives.steps import Handle, start
+from dist_autograd_collectives.started import Handle, start
 from dist_utils import TensorMismatchError
 
 _all_gather_base = all_gather_base

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -14,9 +15,18 @@ from dist_utils.agreement import Claim, require_agreement
 from dist_utils.process_groups import collective_device
 from dist_utils.torch_compat import all_gather_single
 
-__all__ = ["agree", "agree_on_splits", "tell_others"]
+__all__ = ["agree", "agree_on_splits", "problems_told"]
 
 _VARIABLE = "DIST_AUTOGRAD_CHECK"
+
+
+class _Progress(threading.local):
+    """Whether this thread's call has come to the comparison."""
+
+    compared = True
+
+
+_progress = _Progress()
 
 
 def agree(
@@ -38,14 +48,27 @@ def agree(
     """
     if not _wanted(check):
         return
+    _progress.compared = True
     claim = Claim([("", _description(tensor, uneven_dim)) for tensor in tensors], arguments)
     require_agreement(resolve_group(who.group), claim)
 
 
-def tell_others(problem: Exception, check: bool | None, group: GroupLike) -> None:
-    """Before this rank raises: tell the ranks that would wait for it in :func:`agree`."""
+@contextlib.contextmanager
+def problems_told(check: bool | None, group: GroupLike) -> Iterator[None]:
+    """If something raises here before :func:`agree`: tell the ranks that would wait for this one there."""
     if not _wanted(check):
+        yield
         return
+    _progress.compared = False
+    try:
+        yield
+    except Exception as problem:
+        if not _progress.compared:
+            _tell(problem, group)
+        raise
+
+
+def _tell(problem: Exception, group: GroupLike) -> None:
     try:
         resolved = resolve_group(group)
     except (RuntimeError, TypeError, ValueError):  # nobody waits for a rank outside the group
@@ -74,6 +97,7 @@ def agree_on_splits(
 
 
 def _wanted(check: bool | None) -> bool:
+    """Return whether ranks compare their calls: as a user says, or the environment."""
     if torch.compiler.is_compiling():
         return False
     return os.environ.get(_VARIABLE, "") not in ("", "0") if check is None else check

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from dist_autograd_collectives.calls import Members
+from dist_autograd_collectives.tensor_arguments import check_tensor, integers, tensor_list
 from dist_utils import GroupLike, group_rank
 from dist_utils.torch_compat import function_transforms_active
 
@@ -15,13 +16,14 @@ __all__ = [
     "Convention",
     "anchored",
     "check_buffer",
-    "check_list",
-    "check_one_kind",
+    "check_own_part",
     "checked_dim",
     "checked_sizes",
     "filled",
     "is_replicated",
     "kind_of",
+    "one_for_each",
+    "one_kind",
     "root_in_group",
     "shapes",
     "sizes_of_others",
@@ -67,6 +69,7 @@ def root_in_group(
         rank = default
     if (rank is None) == (in_group is None):
         raise ValueError(f"give either {what} or group_{what}")
+    integers(f"{what} or group_{what}", [in_group if rank is None else rank])
     if rank is not None:
         return group_rank(group, rank)
     if in_group is None or not 0 <= in_group < who.size:
@@ -76,6 +79,7 @@ def root_in_group(
 
 def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
     """Raise unless a result of some dtype and device can be written into a buffer."""
+    check_tensor(label, buffer)
     if buffer.dtype != like.dtype or buffer.device != like.device:
         raise ValueError(
             f"{label} is {buffer.dtype} on {buffer.device}, the result {like.dtype} on {like.device}"
@@ -92,6 +96,7 @@ def filled(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
 
 def checked_dim(ndim: int, dim: int) -> int:
     """Return a dimension counted from the front; raises if there is none."""
+    integers("dim", [dim])
     if not -ndim <= dim < ndim:
         raise IndexError(f"dim {dim} is out of range for a tensor of {ndim} dimensions")
     return dim % ndim
@@ -99,6 +104,7 @@ def checked_dim(ndim: int, dim: int) -> int:
 
 def checked_sizes(label: str, length: int, sizes: Sequence[int] | None, who: Members) -> tuple[int, ...]:
     """Return W lengths that add up to one, equal ones if none are given; raises if they do not."""
+    sizes = integers(label, sizes) if sizes is not None else []
     if not sizes:
         if length % who.size:
             raise ValueError(f"{label}: a length of {length} cannot be split into {who.size} equal parts")
@@ -110,6 +116,7 @@ def checked_sizes(label: str, length: int, sizes: Sequence[int] | None, who: Mem
 
 def sizes_of_others(label: str, own: int, sizes: Sequence[int], who: Members) -> tuple[int, ...]:
     """Return W lengths of which one is this rank's own; raises if they are not."""
+    sizes = integers(label, sizes)
     if len(sizes) != who.size or min(sizes) < 0:
         raise ValueError(f"{label} must be {who.size} lengths, got {list(sizes)}")
     if sizes[who.rank] != own:
@@ -117,23 +124,39 @@ def sizes_of_others(label: str, own: int, sizes: Sequence[int], who: Members) ->
     return tuple(sizes)
 
 
-def check_one_kind(label: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raise unless there are tensors, all of one dtype on one device."""
+def one_kind(label: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors; raises unless there are some, all of one dtype on one device."""
+    tensors = tensor_list(label, tensors)
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) != 1:
         raise ValueError(f"{label} must be tensors of one dtype on one device, got {shapes(tensors)}")
+    return tensors
 
 
-def check_list(
+def one_for_each(
     label: str, entries: Sequence[torch.Tensor], who: Members, *, like: torch.Tensor | None = None
-) -> None:
-    """Raise unless there are W tensors of one shape and dtype: of ``like``, or of the first."""
-    like = like if like is not None else entries[0]
-    if len(entries) != who.size or any(
-        entry.shape != like.shape or entry.dtype != like.dtype for entry in entries
+) -> list[torch.Tensor]:
+    """Return W tensors of one shape, dtype and device: of ``like``, or of the first; raises otherwise."""
+    entries = tensor_list(label, entries)
+    like = like if like is not None or not entries else entries[0]
+    if (
+        like is None
+        or len(entries) != who.size
+        or any(
+            entry.shape != like.shape or entry.dtype != like.dtype or entry.device != like.device
+            for entry in entries
+        )
     ):
+        wanted = "" if like is None else f" of {like.dtype} and shape {tuple(like.shape)} on {like.device}"
+        raise ValueError(f"{label} must have {who.size} tensors{wanted}, got {shapes(entries)}")
+    return entries
+
+
+def check_own_part(outgoing: Sequence[int], incoming: Sequence[int], who: Members) -> None:
+    """Raise if what this rank keeps is not as long as the place for it."""
+    if outgoing[who.rank] != incoming[who.rank]:
         raise ValueError(
-            f"{label} must have {who.size} tensors of {like.dtype} and shape {tuple(like.shape)}, got "
-            f"{shapes(entries)}"
+            f"rank {who.rank} of the group keeps {outgoing[who.rank]} of its input, and its output has "
+            f"{incoming[who.rank]} for that"
         )
 
 

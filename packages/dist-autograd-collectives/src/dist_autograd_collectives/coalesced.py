@@ -12,11 +12,11 @@ from dist_autograd_collectives.agreement import agree
 from dist_autograd_collectives.arguments import (
     Convention,
     anchored,
-    check_one_kind,
     checked_dim,
     checked_sizes,
     is_replicated,
     kind_of,
+    one_kind,
 )
 from dist_autograd_collectives.calls import Call, Tensors, members
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
@@ -60,7 +60,7 @@ def all_reduce_coalesced(
         ``torch.distributed._functional_collectives.all_reduce_coalesced``.
     """
     who, replicated = members(group), is_replicated(grad)
-    check_one_kind("tensors", tensors)
+    tensors = one_kind("tensors", tensors)
     reduction = Reduction.parse(op, tensors[0])
     tensors = [anchored(tensor, anchor) for tensor in tensors]
     title = f"all_reduce_coalesced({reduction.name})"
@@ -107,7 +107,7 @@ def all_gather_cat_coalesced(
     """
     who = members(group)
     kind = kind_of("all_gather", grad)
-    check_one_kind("tensors", tensors)
+    tensors = one_kind("tensors", tensors)
     dims = [checked_dim(tensor.ndim, dim) for tensor in tensors]
     tensors = [anchored(tensor, anchor) for tensor in tensors]
     agree(check, who, f"all_gather_cat_coalesced, {dims}, {grad}", tensors)
@@ -162,7 +162,7 @@ def reduce_scatter_dim_coalesced(
     """
     is_replicated(grad)
     who = members(group)
-    check_one_kind("tensors", tensors)
+    tensors = one_kind("tensors", tensors)
     reduction = Reduction.parse(op, tensors[0])
     dims = [checked_dim(tensor.ndim, dim) for tensor in tensors]
     for tensor, place in zip(tensors, dims, strict=True):

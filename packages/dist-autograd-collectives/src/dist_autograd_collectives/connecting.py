@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import cast
+
 import torch
+
+from dist_autograd_collectives.storage_dtypes import wide_dtype
+from dist_autograd_collectives.tensor_arguments import check_tensor
 
 __all__ = ["connect", "zeros_after"]
 
 
-def connect(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
+def connect(loss: torch.Tensor, *outputs: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the loss, with outputs of collectives tied to it that it may not depend on.
 
     The backward of a collective is a collective: a rank that does not use an output never takes part, and
@@ -15,7 +21,10 @@ def connect(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
 
     Args:
         loss: Any tensor; its value does not change.
-        outputs: Of collectives, floating-point or complex.
+        outputs: Of collectives, floating-point or complex: tensors, or tuples or lists of them.
+
+    Raises:
+        TypeError: Something is no tensor.
 
     Source:
         ``JoinDummies`` of mpi4torch.
@@ -23,7 +32,12 @@ def connect(loss: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
     Example:
         >>> loss = connect(loss_of(mine), theirs)  # doctest: +SKIP
     """
+    check_tensor("loss", loss)
+    tensors: list[torch.Tensor] = []
     for output in outputs:
+        tensors.extend(output if isinstance(output, (tuple, list)) else [cast("torch.Tensor", output)])
+    for output in tensors:
+        check_tensor("each output", output)
         # Empty, so that no infinity and no NaN in the output gets into the loss.
         nothing = output.flatten()[:0].sum()
         loss = loss + (nothing.real if output.is_complex() else nothing).to(loss.dtype)
@@ -35,5 +49,6 @@ def zeros_after(received: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
     So its backward, which the other ranks wait for, runs on this rank, and no compiler leaves it out.
     """
-    zeros = torch.zeros_like(like, memory_format=torch.contiguous_format, requires_grad=False)
-    return zeros + received.flatten()[:0].sum().to(like.dtype)
+    wide = wide_dtype(like.dtype)
+    zeros = torch.zeros_like(like, dtype=wide, memory_format=torch.contiguous_format, requires_grad=False)
+    return (zeros + received.flatten()[:0].to(wide).sum(dtype=wide)).to(like.dtype)

@@ -1,20 +1,24 @@
 """The linear collectives as torch.distributed runs them, or faster.
 
-On Gloo all but the broadcast and the large sums are put together from messages between two ranks, which are
-faster than its own collectives and need no parts of one length. Measured in milliseconds on two cores, four
-ranks on loopback, Gloo's own against these, for 1 KiB and 32 MiB: all_gather 4.1 / 3.2 and 432 / 239,
-reduce_scatter 7.4 / 3.4 and 102 / 75, gather 0.87 / 0.61 and 159 / 89; for 1 KiB all_reduce 5.6 / 3.4 and
-reduce 4.1 / 0.7.
+On Gloo all but large sums and broadcasts are put together from messages between two ranks, which are faster
+than its own collectives, need no parts of one length, and never fill a buffer of another length. Measured in
+milliseconds on two cores, four ranks on loopback, Gloo's own against these, for 1 KiB and 32 MiB: all_gather
+4.1 / 3.2 and 432 / 239, reduce_scatter 7.4 / 3.4 and 102 / 75, gather 0.87 / 0.61 and 159 / 89; for 1 KiB
+all_reduce 5.6 / 3.4 and reduce 4.1 / 0.7; an exchange of 8 MiB 20.9 / 20.2.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from dist_autograd_collectives.calls import Call, Members, Tensors, Wait, parts_of
+from dist_autograd_collectives.calls import Call, Tensors, Wait, parts_of
+from dist_autograd_collectives.failures import CollectiveError, backend_config
+from dist_autograd_collectives.messages import exchange
+from dist_autograd_collectives.storage_dtypes import GLOO_DTYPES, summed
 from dist_utils.torch_compat import all_gather_single, reduce_scatter_single
 
 __all__ = ["begin"]
@@ -22,38 +26,44 @@ __all__ = ["begin"]
 _SMALL_BYTES = 64 << 10
 """Up to here Gloo's sums take longer than sending every rank's tensor to where the sum is wanted."""
 
+_FEW_RANKS = 8
+"""Up to here a small broadcast is one message to each rank; Gloo's is a tree."""
+
 _IN_PLACE = ("broadcast", "all_reduce", "reduce")
-
-_GLOO_DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8),
-)
-"""What Gloo's own collectives know in every supported torch version. Messages take any dtype."""
-
-_TAG = 0xD157
-"""Of our messages, so that they never meet a user's own ``send`` and ``recv``."""
 
 
 def begin(tensors: Tensors, call: Call) -> Wait:
     """Start a collective of two ranks or more on contiguous tensors."""
     x = tensors[0]
-    if not (x.is_cpu and "cpu:gloo" in dist.get_backend_config(call.who.group)):
+    if not ("cpu:gloo" in backend_config(call) and x.is_cpu):
         return _in_place(x, call) if call.name in _IN_PLACE else _native(tensors, call)
-    if call.name == "broadcast" and x.dtype not in _GLOO_DTYPES:
-        return _as_bytes(x, call)
-    by_messages = x.nbytes <= _SMALL_BYTES or x.dtype not in _GLOO_DTYPES
-    if call.name == "broadcast" or (call.name in _IN_PLACE and not by_messages):
+    if call.name == "broadcast" and (x.nbytes > _SMALL_BYTES or call.who.size > _FEW_RANKS):
+        return _large_broadcast(x, call)
+    if call.name in ("all_reduce", "reduce") and x.nbytes > _SMALL_BYTES and x.dtype in GLOO_DTYPES:
         return _in_place(x, call)
-    # Gloo's own exchange is as fast, if the parts are joined. (No rank may decide by its own splits.)
-    if call.name == "exchange" and not (call.separate_input or call.separate_output):
-        return _native(tensors, call)
     return _by_messages(tensors, call)
 
 
-def _as_bytes(x: torch.Tensor, call: Call) -> Wait:
-    """Send a dtype that the backend does not know."""
-    wait = _in_place(x.flatten().view(torch.uint8), call)
-    return lambda: (wait()[0].view(x.dtype).view(x.shape),)
+def _large_broadcast(x: torch.Tensor, call: Call) -> Wait:
+    """Start a broadcast of bytes, and see whether they fill this rank's tensor: Gloo would not tell."""
+    data = x.flatten().view(torch.uint8)
+    marker = torch.frombuffer(bytearray(os.urandom(8)), dtype=torch.uint8)
+    receives = call.who.rank != call.root and data.numel() >= marker.numel()
+    if receives:
+        data = data.clone()
+        data[-8:] = marker
+    begun = _in_place(data, call)
+
+    def wait() -> Tensors:
+        (received,) = begun()
+        if receives and torch.equal(received[-8:], marker):  # by chance once in 2 ** 64 times
+            raise CollectiveError(
+                f"{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: rank "
+                f"{call.root} sent less than the {data.numel()} bytes of this rank's tensor"
+            )
+        return (received.view(x.dtype).view(x.shape),)
+
+    return wait
 
 
 def _in_place(x: torch.Tensor, call: Call) -> Wait:
@@ -75,19 +85,22 @@ def _by_messages(tensors: Tensors, call: Call) -> Wait:
     name, who, root, x = call.name, call.who, call.root, tensors[0]
     nothing: list[torch.Tensor | None] = [None] * who.size
     outgoing: Sequence[torch.Tensor | None]
-    if name == "scatter":
-        outgoing = parts_of(tensors, call) if who.rank == root else nothing
-        mine = _part_of_scatter(tensors, call)
-        works = _messages(who, outgoing, [mine if rank == root else None for rank in range(who.size)])
-        return _after(works, lambda: (mine,), tensors)
+    incoming: Sequence[torch.Tensor | None]
+    if name in ("broadcast", "scatter"):
+        mine = torch.empty_like(x) if name == "broadcast" else _part_of_scatter(tensors, call)
+        outgoing = nothing
+        if who.rank == root:
+            outgoing = parts_of(tensors, call) if name == "scatter" else [x] * who.size
+        incoming = [mine if rank == root else None for rank in range(who.size)]
+        return _messages(call, outgoing, incoming, lambda: (mine,))
     if name == "exchange":
-        incoming, results = _room(x, call)
-        return _after(_messages(who, parts_of(tensors, call), incoming), lambda: results, tensors)
+        rooms, results = _room(x, call)
+        return _messages(call, parts_of(tensors, call), rooms, lambda: results)
     if name in ("gather", "reduce"):
         outgoing = [x if rank == root else None for rank in range(who.size)]
         if who.rank != root:
             zeros = (torch.zeros_like(x),) if name == "reduce" else _nothing_gathered(x, call)
-            return _after(_messages(who, outgoing, nothing), lambda: zeros, tensors)
+            return _messages(call, outgoing, nothing, lambda: zeros)
     else:
         outgoing = parts_of(tensors, call) if name == "reduce_scatter" else [x] * who.size
     # From every rank the same as this one's own.
@@ -95,15 +108,28 @@ def _by_messages(tensors: Tensors, call: Call) -> Wait:
     assert own is not None
     if call.separate_output:
         apart = tuple(torch.empty_like(own) for _ in range(who.size))
-        return _after(_messages(who, outgoing, apart), lambda: apart, tensors)
+        return _messages(call, outgoing, apart, lambda: apart)
     if name in ("gather", "all_gather"):
         whole = own.new_empty(who.size * own.shape[0], *own.shape[1:])
-        works = _messages(who, outgoing, whole.view(who.size, *own.shape).unbind(0))
-        return _after(works, lambda: (whole,), tensors)
+        return _messages(call, outgoing, whole.view(who.size, *own.shape).unbind(0), lambda: (whole,))
     rows = own.new_empty(who.size, *own.shape)
-    works = _messages(who, outgoing, rows.unbind(0))
     # In rank order everywhere: the same bits on every rank. torch sums 16 bits in fp32.
-    return _after(works, lambda: (rows.sum(0, dtype=rows.dtype),), tensors)
+    return _messages(call, outgoing, rows.unbind(0), lambda: (summed(rows),))
+
+
+def _messages(
+    call: Call,
+    outgoing: Sequence[torch.Tensor | None],
+    incoming: Sequence[torch.Tensor | None],
+    results: Callable[[], Tensors],
+) -> Wait:
+    finish = exchange(call, outgoing, incoming)
+
+    def wait() -> Tensors:
+        finish()
+        return results()
+
+    return wait
 
 
 def _part_of_scatter(tensors: Tensors, call: Call) -> torch.Tensor:
@@ -125,26 +151,9 @@ def _room(x: torch.Tensor, call: Call) -> tuple[Sequence[torch.Tensor], Tensors]
     if call.separate_output:
         apart = tuple(x.new_empty(length, *x.shape[1:]) for length in call.output_splits)
         return apart, apart
-    whole = x.new_empty(sum(call.output_splits), *x.shape[1:])
-    return torch.split(whole, list(call.output_splits)), (whole,)
-
-
-def _messages(
-    who: Members, outgoing: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor | None]
-) -> list[dist.Work]:
-    """Start sending to and receiving from every rank in the group; empty tensors need no message."""
-    assert who.group is not None
-    group = who.group
-    ahead = [(who.rank + step) % who.size for step in range(1, who.size)]  # not all to the same one at once
-    sends = [(outgoing[rank], rank) for rank in ahead]
-    receives = [(incoming[rank], rank) for rank in reversed(ahead)]
-    # Receives first: with sends first two hosts took turns on a duplex link, 1.9 in place of 1.05 s.
-    works = [group.recv([room], rank, _TAG) for room, rank in receives if room is not None and room.numel()]
-    works += [group.send([part], rank, _TAG) for part, rank in sends if part is not None and part.numel()]
-    mine, own = incoming[who.rank], outgoing[who.rank]
-    if mine is not None and own is not None:
-        mine.copy_(own)
-    return works
+    lengths = call.output_splits or (x.shape[0] // call.who.size,) * call.who.size
+    whole = x.new_empty(sum(lengths), *x.shape[1:])
+    return torch.split(whole, list(lengths)), (whole,)
 
 
 def _native(tensors: Tensors, call: Call) -> Wait:

@@ -12,21 +12,24 @@ from dist_autograd_collectives.arguments import (
     Convention,
     anchored,
     check_buffer,
-    check_list,
+    check_own_part,
     checked_sizes,
     filled,
     is_replicated,
     kind_of,
+    one_for_each,
+    one_kind,
     root_in_group,
     shapes,
 )
 from dist_autograd_collectives.calls import Call, Members, members, splits_to_root
 from dist_autograd_collectives.connecting import zeros_after
+from dist_autograd_collectives.descriptions import describe
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
-from dist_autograd_collectives.steps import Handle, Step, collective
+from dist_autograd_collectives.steps import Step, collective
+from dist_autograd_collectives.tensor_arguments import check_tensor
 from dist_autograd_collectives.transport import all_of_them, itself, reduced_for_all, reduced_for_each, sent
-from dist_utils import GroupLike, resolve_group
-from dist_utils.process_groups import collective_device, device_types
+from dist_utils import GroupLike
 
 __all__ = [
     "all_gather",
@@ -89,6 +92,7 @@ def all_reduce(
         >>> total = all_reduce(tensor)  # doctest: +SKIP
     """
     who, replicated = members(group), is_replicated(grad)
+    check_tensor("tensor", tensor)
     reduction = Reduction.parse(op, tensor)
     tensor = anchored(tensor, anchor)
     title = f"all_reduce({reduction.name})"
@@ -132,6 +136,7 @@ def broadcast(
     """
     who = members(group)
     root = root_in_group(group, who, src, group_src, "src")
+    check_tensor("tensor", tensor)
     kind = kind_of("broadcast", grad)
     tensor = anchored(tensor, anchor)
     agree(check, who, f"broadcast from {root}, {grad}", [tensor])
@@ -178,6 +183,7 @@ def reduce(
     is_replicated(grad)
     who = members(group)
     root = root_in_group(group, who, dst, group_dst, "dst")
+    check_tensor("tensor", tensor)
     reduction = Reduction.parse(op, tensor)
     tensor = anchored(tensor, anchor)
     title = f"reduce({reduction.name})"
@@ -226,6 +232,7 @@ def all_gather(
         ``torch.distributed.nn.functional.all_gather``.
     """
     who = members(group)
+    check_tensor("tensor", tensor)
     tensor = anchored(tensor, anchor)
     agree(check, who, f"all_gather, {grad}", [tensor])
     kind = kind_of("all_gather", grad)
@@ -262,12 +269,13 @@ def all_gather_base(
         ``torch.distributed.nn.functional._all_gather_base``, which has no backward on Gloo.
     """
     who = members(group)
+    check_tensor("input_tensor", input_tensor)
+    check_buffer("output_tensor", output_tensor, input_tensor)
     if output_tensor.numel() != who.size * input_tensor.numel():
         raise ValueError(
             f"output_tensor has {output_tensor.numel()} elements, but {who.size} ranks send "
             f"{input_tensor.numel()} each"
         )
-    check_buffer("output_tensor", output_tensor, input_tensor)
     tensor = anchored(input_tensor, anchor)
     agree(check, who, f"all_gather_base, {grad}", [tensor])
     kind = kind_of("all_gather", grad)
@@ -311,6 +319,7 @@ def gather(
     is_replicated(grad)
     who = members(group)
     root = root_in_group(group, who, dst, group_dst, "dst", default=0)
+    check_tensor("tensor", tensor)
     tensor = anchored(tensor, anchor)
     agree(check, who, f"gather to {root}", [tensor])
     return sent([tensor], Call("gather", who, "gather", root, separate_output=True), all_of_them)
@@ -357,19 +366,18 @@ def scatter(
     is_replicated(grad)
     who = members(group)
     root = root_in_group(group, who, src, group_src, "src", default=0)
-    given = list(tensors) if tensors else []
-    if given:
-        check_list("tensors", given, who, like=like)
-    elif who.rank == root:
-        raise ValueError(f"the source needs a list of {who.size} tensors")
+    described_by_source = like is None and not torch.compiler.is_compiling()
+    given = _entries_of_scatter(tensors, like, who, root)
+    # Before the description, which a rank that has no like= waits for, and others do not send.
+    agree(check, who, f"scatter from {root}{'' if described_by_source else ' with like='}", [])
     description = None
-    if like is None and torch.compiler.is_compiling():  # shapes that only another rank knows cannot be traced
+    if described_by_source:
+        description = describe(given[0] if given else None, who, root)
+        like = given[0] if given else description.wait()
+    elif like is None:  # shapes that only another rank knows cannot be traced
         if not given:
             raise ValueError("under torch.compile every rank needs a list of tensors, or like=")
         like = given[0]
-    elif like is None:
-        description = _description(given[0] if given else None, who, root)
-        like = given[0] if given else description.wait()
     # Lists of other ranks are part of the graph: their gradients are zeros, not None.
     parts = [anchored(entry, anchor) for entry in given or [like.new_empty(0, *like.shape)]]
     agree(check, who, f"scatter from {root} of {like.dtype} {tuple(like.shape)}", [parts[0].flatten()[:0]])
@@ -422,8 +430,8 @@ def reduce_scatter(
     """
     is_replicated(grad)
     who = members(group)
-    check_list("input_list", input_list, who, like=output)
     check_buffer("output", output, output)
+    input_list = one_for_each("input_list", input_list, who, like=output)
     reduction = Reduction.parse(op, output)
     parts = [anchored(entry, anchor) for entry in input_list]
     title = f"reduce_scatter({reduction.name})"
@@ -464,16 +472,19 @@ def all_to_all(
     """
     is_replicated(grad)
     who = members(group)
+    output_tensor_list = one_kind("output_tensor_list", output_tensor_list)
+    input_tensor_list = one_kind("input_tensor_list", input_tensor_list)
     for label, entries in (
         ("output_tensor_list", output_tensor_list),
         ("input_tensor_list", input_tensor_list),
     ):
-        if len(entries) != who.size or len({entry.dtype for entry in entries}) != 1:
-            raise ValueError(f"{label} must have {who.size} tensors of one dtype, got {shapes(entries)}")
+        if len(entries) != who.size:
+            raise ValueError(f"{label} must have {who.size} tensors, got {shapes(entries)}")
     for entry in output_tensor_list:
         check_buffer("output_tensor_list", entry, input_tensor_list[0])
     outgoing = tuple(entry.numel() for entry in input_tensor_list)
     incoming = tuple(entry.numel() for entry in output_tensor_list)
+    check_own_part(outgoing, incoming, who)
     flat = [anchored(entry.flatten(), anchor) for entry in input_tensor_list]
     agree(check, who, "all_to_all", [entry[:0] for entry in flat])
     agree_on_splits(check, who, outgoing, incoming)
@@ -533,6 +544,7 @@ def all_to_all_single(
     is_replicated(grad)
     who = members(group)
     for label, buffer in (("input", input), ("output", output)):
+        check_tensor(label, buffer)
         if not buffer.ndim:
             raise ValueError(f"{label} has no dimension to split")
     check_buffer("output", output, input)
@@ -540,40 +552,25 @@ def all_to_all_single(
         raise ValueError(f"output of shape {tuple(output.shape)} does not take rows of {tuple(input.shape)}")
     outgoing = checked_sizes("input_split_sizes", input.shape[0], input_split_sizes, who)
     incoming = checked_sizes("output_split_sizes", output.shape[0], output_split_sizes, who)
+    check_own_part(outgoing, incoming, who)
     tensor = anchored(input, anchor)
     agree(check, who, "all_to_all_single", [tensor[:0]])
     agree_on_splits(check, who, outgoing, incoming)
-    if input_split_sizes or output_split_sizes:
+    if input_split_sizes is not None or output_split_sizes is not None:
         call = Call("exchange", who, "all_to_all_single", 0, outgoing, incoming)
     else:
         call = Call("exchange", who, "all_to_all_single")
     return sent([tensor], call, lambda received: filled(output, received))
 
 
-# In an order that all ranks agree on.
-_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-
-_HEADER = 32
-"""Numbers of a description: dtype, device and up to 29 dimensions."""
-
-
-def _description(first: torch.Tensor | None, who: Members, root: int) -> Handle[torch.Tensor]:
-    """Start to send what each rank will get; the result is an empty stand-in for it."""
-    group = resolve_group(who.group)
-    types = device_types(group)
-    header = [0] * _HEADER
-    if who.rank == root and first is not None:
-        header[:3] = _DTYPES.index(first.dtype), types.index(first.device.type), first.ndim
-        header[3 : 3 + first.ndim] = first.shape
-
-    def stand_in(described: torch.Tensor) -> torch.Tensor:
-        dtype, place, ndim, *shape = described.tolist()
-        there = torch.device(types[place])
-        if there.type != "cpu":
-            there = torch.device(there.type, torch.get_device_module(there).current_device())
-        return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=there)
-
-    # To a device that every rank expects it on.
-    row = torch.tensor(header, dtype=torch.int64, device=collective_device(group))
-    call = Call("scatter", who, "scatter", root, separate_input=True)
-    return Handle(Step((row,) * who.size, call, stand_in))
+def _entries_of_scatter(
+    tensors: Sequence[torch.Tensor] | None, like: torch.Tensor | None, who: Members, root: int
+) -> list[torch.Tensor]:
+    """Return the list to scatter, empty where none is needed; raises if it does not fit."""
+    if like is not None:
+        check_tensor("like", like)
+    if tensors is not None:
+        return one_for_each("tensors", tensors, who, like=like)
+    if who.rank == root:
+        raise ValueError(f"the source needs a list of {who.size} tensors")
+    return []

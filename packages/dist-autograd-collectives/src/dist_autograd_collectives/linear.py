@@ -8,22 +8,18 @@ together from these and from torch's own operations.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import torch
 
 from dist_autograd_collectives import eager, traced
 from dist_autograd_collectives.calls import Call, Tensors, Wait
+from dist_autograd_collectives.failures import named
 from dist_autograd_collectives.local import alone, needs_others
-from dist_utils.torch_compat import function_transforms_active
+from dist_utils.torch_compat import function_transforms_active, is_batched_gradient
 
-__all__ = ["CollectiveError", "Flight", "linear"]
-
-
-class CollectiveError(RuntimeError):
-    """The collective that is another one's backward failed: most often other ranks never came to it."""
+__all__ = ["Flight", "linear"]
 
 
 def linear(tensors: Tensors, call: Call) -> Tensors:
@@ -41,29 +37,32 @@ class Flight:
     Backward runs them the other way round: the arrival's launches the transposed collective, and what was
     computed between the two runs its backward before the launch's waits for it. Between them only an empty
     tensor is handed on, so that nobody reads what has not arrived.
+
+    It may arrive several times: a checkpoint runs what waits again. Each arrival launches a collective of its
+    own in backward, and what was launched first waits for all of them.
     """
 
     def __init__(self, call: Call) -> None:
         self.call = call
         self.wait: Wait | None = None
-        self.backwards: Flight | None = None
+        self.backwards: list[Flight] = []
 
     def launch(self, tensors: Tensors) -> torch.Tensor:
         """Begin; return what :meth:`arrive` wants."""
         token: torch.Tensor = _Launch.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return token
 
-    def arrive(self, token: torch.Tensor) -> Tensors:
-        """Wait for the result."""
-        results: Tensors = _Arrive.apply(self, token)  # type: ignore[no-untyped-call]
+    def arrive(self, token: torch.Tensor, receive: Wait | None = None) -> Tensors:
+        """Wait for the result, or take what was received already."""
+        results: Tensors = _Arrive.apply(self, receive or self.receive, token)  # type: ignore[no-untyped-call]
         return results
 
-    def take(self) -> Wait:
-        """Return what waits for the result, which may be done once."""
+    def receive(self) -> Tensors:
+        """Wait for what this rank receives, which may be done once."""
         wait, self.wait = self.wait, None
         if wait is None:
             raise RuntimeError(f"{self.call.title} was waited for twice, or its backward ran in two threads")
-        return wait
+        return wait()
 
     def __del__(self) -> None:
         """Wait for what nobody waited for: other ranks' messages must not be left lying."""
@@ -73,26 +72,14 @@ class Flight:
 
 def _begin(tensors: Tensors, call: Call) -> Wait:
     """Start a collective on this rank's tensors."""
+    if any(map(is_batched_gradient, tensors)):  # of which torch runs the operator once for each
+        batch = traced.linear(tensors, call)
+        return lambda: batch
     inputs = tuple(tensor.contiguous() for tensor in tensors)
     if not needs_others(call):
         results = alone(inputs, call)
         return lambda: results
     return eager.begin(inputs, call)
-
-
-@contextlib.contextmanager
-def _named(call: Call) -> Iterator[None]:
-    """Say in an error whose backward it is."""
-    try:
-        yield
-    except CollectiveError:  # of a backward within
-        raise
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"the backward of {call.title} failed on rank {call.who.rank} of {call.who.size} in its group: "
-            f"{error} - If other ranks did not come to it: does every rank use its result (see connect), and "
-            "does every rank's tensor need a gradient (see anchor=True)?"
-        ) from error
 
 
 def _save_something(ctx: Any, like: torch.Tensor) -> None:
@@ -116,7 +103,7 @@ class _Collective(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         # Even if this rank needs no gradient: the others wait for it.
-        with _named(ctx.call):
+        with named(ctx.call):
             return None, *linear(cotangents, ctx.call.transposed())
 
     @staticmethod
@@ -164,24 +151,26 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, token: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
-        backwards, flight.backwards = flight.backwards, None
-        if backwards is None:
+        backwards, flight.backwards = flight.backwards, []
+        if not backwards:
             raise RuntimeError(f"the backward of {flight.call.title} runs in two threads at once")
-        with _named(flight.call):
-            return None, *backwards.arrive(token)
+        with named(flight.call):
+            gradients = [backward.arrive(token) for backward in backwards]
+            return None, *(functools.reduce(torch.add, parts) for parts in zip(*gradients, strict=True))
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight, token: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, flight: Flight, receive: Wait, token: torch.Tensor) -> Tensors:
         ctx.flight = flight
         _save_something(ctx, token)
-        return flight.take()()
+        return receive()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
-        flight.backwards = Flight(flight.call.transposed())
-        with _named(flight.call):
-            return None, flight.backwards.launch(cotangents)
+        backward = Flight(flight.call.transposed())
+        flight.backwards.append(backward)
+        with named(flight.call):
+            return None, None, backward.launch(cotangents)

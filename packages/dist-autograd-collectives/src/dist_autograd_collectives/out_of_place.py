@@ -24,6 +24,7 @@ from dist_autograd_collectives.connecting import zeros_after
 from dist_autograd_collectives.linear import linear
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
 from dist_autograd_collectives.steps import Step, collective
+from dist_autograd_collectives.tensor_arguments import check_tensor, integers
 from dist_autograd_collectives.transport import itself, reduced_for_each, sent
 from dist_utils import GroupLike
 
@@ -85,6 +86,7 @@ def all_gather_cat(
         >>> tokens = all_gather_cat(mine, dim=1, sizes="auto")  # doctest: +SKIP
     """
     who = members(group)
+    check_tensor("tensor", tensor)
     dim = checked_dim(tensor.ndim, dim)
     kind = kind_of("all_gather", grad)
     lengths = _known_sizes("sizes", tensor.shape[dim], sizes, who)
@@ -139,6 +141,7 @@ def all_gather_stack(
         ``torch.stack`` of ``torch.distributed.nn.functional.all_gather``, with one copy less.
     """
     who = members(group)
+    check_tensor("tensor", tensor)
     row = tensor.unsqueeze(0)
     dim = checked_dim(row.ndim, dim)
     kind = kind_of("all_gather", grad)
@@ -190,6 +193,7 @@ def reduce_scatter_dim(
     """
     is_replicated(grad)
     who = members(group)
+    check_tensor("tensor", tensor)
     dim = checked_dim(tensor.ndim, dim)
     lengths = checked_sizes("sizes", tensor.shape[dim], sizes, who)
     reduction = Reduction.parse(op, tensor)
@@ -250,6 +254,7 @@ def all_to_all_dim(
     """
     is_replicated(grad)
     who = members(group)
+    check_tensor("tensor", tensor)
     split_dim, cat_dim = checked_dim(tensor.ndim, split_dim), checked_dim(tensor.ndim, cat_dim)
     lengths = checked_sizes("input_sizes", tensor.shape[split_dim], input_sizes, who)
     kept = list(tensor.shape)
@@ -327,7 +332,8 @@ def permute(
     """
     is_replicated(grad)
     who = members(group)
-    pairs = [(int(source), int(destination)) for source, destination in perm]
+    check_tensor("tensor", tensor)
+    pairs = _pairs(perm)
     for what, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         if len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < who.size:
             raise ValueError(
@@ -380,9 +386,17 @@ def copy_to_group(
         Megatron-LM's ``copy_to_tensor_model_parallel_region``; ``jax.lax.pvary``.
     """
     who = members(group)
+    check_tensor("tensor", tensor)
     tensor = anchored(tensor, anchor)
     agree(check, who, "copy_to_group", [tensor])
     return sent([tensor], Call("copy", who, "copy_to_group"), itself)
+
+
+def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return pairs of ranks; raises if it is something else."""
+    if not isinstance(perm, (list, tuple)) or any(len(integers("perm", pair)) != 2 for pair in perm):
+        raise TypeError(f"perm must be a list of pairs of ranks, got {perm!r}")
+    return [(source, destination) for source, destination in perm]
 
 
 def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.distributed import ReduceOp
 
+from dist_autograd_collectives.storage_dtypes import wide_dtype
+
 __all__ = ["ReduceOperation", "Reduction"]
 
 ReduceOperation: TypeAlias = ReduceOp | ReduceOp.RedOpType | str
@@ -59,7 +61,7 @@ class Reduction(NamedTuple):
                 raise TypeError(f"{name} has no meaning for {tensor.dtype}")
             name = {"SUM": "BOR", "PRODUCT": "BAND"}.get(name, name)
         if name == "PREMUL_SUM":
-            factor = torch.as_tensor(factor).reshape(()).to(tensor.dtype)
+            factor = _factor(factor, tensor)
         return cls(name, factor)
 
     @property
@@ -71,20 +73,23 @@ class Reduction(NamedTuple):
         """Return what this rank adds to a sum over so many ranks, which is finite if the mean is."""
         if self.name == "PREMUL_SUM":
             factor: torch.Tensor = self.factor
-            return tensor * factor.to(tensor.device)
+            return tensor.to(factor.dtype) * factor.to(tensor.device)
         if self.name == "AVG":
-            return tensor / size if _has_fractions(tensor) else tensor.to(torch.int64)
+            wide = tensor.to(wide_dtype(tensor.dtype))
+            return wide / size if _has_fractions(tensor) else tensor.to(torch.int64)
         return tensor
 
     def finished(self, total: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return what a sum of scaled tensors is made into: of integers a mean, towards zero."""
         if self.name == "AVG" and not _has_fractions(total):
             return torch.div(total, size, rounding_mode="trunc").to(dtype)
-        return total
+        return total.to(dtype)
 
     def reduced(self, stacked: torch.Tensor) -> torch.Tensor:
         """Reduce what is no sum over dimension 0, which has one entry per rank, in rank order."""
-        name = self.name
+        name, dtype = self.name, stacked.dtype
+        if wide_dtype(dtype) != dtype:
+            return self.reduced(stacked.to(wide_dtype(dtype))).to(dtype)
         if name == "PRODUCT":
             # Not torch.prod, whose gradient is y / x: wrong where y is 0 or infinite and x is not.
             return reduce(operator.mul, stacked.unbind(0))
@@ -100,6 +105,20 @@ class Reduction(NamedTuple):
         share = invalid.sum(0).clamp(min=1).to(stacked.dtype)
         from_invalid = torch.where(invalid, stacked, 0).sum(0) / share
         return torch.where(anywhere, from_invalid, extremum(torch.where(anywhere, 0, stacked), 0))
+
+
+def _factor(given: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a factor in the dtype of what it multiplies; raises if it is no such number."""
+    # Not in the default dtype, which would round what is meant for float64.
+    factor = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, dtype=torch.float64)
+    wide = wide_dtype(tensor.dtype)
+    if (
+        factor.numel() != 1
+        or (factor.is_complex() and not tensor.is_complex())
+        or (not _has_fractions(tensor) and bool((factor != factor.to(wide)).any()))
+    ):
+        raise TypeError(f"PREMUL_SUM of {tensor.dtype} cannot have the factor {given!r}")
+    return factor.reshape(()).to(wide)
 
 
 def _has_fractions(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from dist_autograd_collectives.calls import Call, Members, Tensors, padded_parts, splits_to_root
 from dist_autograd_collectives.connecting import zeros_after
 from dist_autograd_collectives.local import alone, needs_others
-from dist_utils.torch_compat import traceable_collectives
+from dist_autograd_collectives.storage_dtypes import GLOO_DTYPES
+from dist_utils.torch_compat import linear_operator, traceable_collectives
 
 __all__ = ["linear"]
 
@@ -44,28 +46,72 @@ def _joined(call: Call, input_splits: tuple[int, ...] = (), output_splits: tuple
 
 
 def _traced(tensor: torch.Tensor, call: Call) -> torch.Tensor:
-    result: torch.Tensor = _Collective.apply(tensor, call)  # type: ignore[no-untyped-call]
-    return result
+    return _operator(tensor, *_arguments(call))
 
 
-class _Collective(torch.autograd.Function):
-    """With no ``jvp``, which Dynamo refuses, and no ``*tensors``, which it does not count right."""
+def _arguments(call: Call) -> tuple[Any, ...]:
+    """Return a call as an operator's arguments; its inverse is :func:`_call`."""
+    who = call.who
+    return (
+        call.kind,
+        who.name,
+        who.size,
+        who.rank,
+        call.root,
+        list(call.input_splits),
+        list(call.output_splits),
+    )
 
-    @staticmethod
-    def forward(tensor: torch.Tensor, call: Call) -> torch.Tensor:
-        x = tensor.contiguous()
-        return _run(x, call) if needs_others(call) else alone((x,), call)[0]
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG004
-        _, ctx.call = inputs
+def _call(
+    kind: str,
+    group: str,
+    size: int,
+    rank: int,
+    root: int,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+) -> Call:
+    who = Members(None, group, size, rank)
+    return Call(kind, who, "a compiled collective", root, tuple(input_splits), tuple(output_splits))
 
-    @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-        return _traced(cotangent, ctx.call.transposed()), None
+
+def _compute(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    call, x = _call(*arguments), tensor.contiguous()
+    return _run(x, call) if needs_others(call) else alone((x,), call)[0]
+
+
+def _transposed(*arguments: Any) -> tuple[Any, ...]:
+    return _arguments(_call(*arguments).transposed())
+
+
+_operator = linear_operator(
+    "dist_autograd_collectives::linear",
+    "str kind, str group, int size, int rank, int root, SymInt[] input_splits, SymInt[] output_splits",
+    _compute,
+    _transposed,
+)
+"""One operator for all of them: transforms that are compiled too then find its rules (see its maker)."""
 
 
 def _run(x: torch.Tensor, call: Call) -> torch.Tensor:
+    if x.dtype in GLOO_DTYPES:
+        return _run_as_it_is(x, call)
+    if call.name in ("all_reduce", "reduce", "reduce_scatter"):
+        return _sum_of_others(x, call)
+    # What is only moved is moved as bytes, which every backend knows: one dimension more, at the end.
+    data = x.unsqueeze(-1).view(torch.uint8)
+    moved = _run_as_it_is(data, call)
+    return moved.view(x.dtype).squeeze(-1)
+
+
+def _sum_of_others(x: torch.Tensor, call: Call) -> torch.Tensor:
+    """Sum a dtype that the backend does not know, in one that it does; integers wrap around as they do."""
+    wide = torch.float32 if x.dtype.is_floating_point else torch.int64
+    return _run_as_it_is(x.to(wide), call).to(x.dtype)
+
+
+def _run_as_it_is(x: torch.Tensor, call: Call) -> torch.Tensor:
     name, who = call.name, call.who
     if name == "all_reduce":
         return _send(traceable_collectives.all_reduce, x, "sum", who.name)

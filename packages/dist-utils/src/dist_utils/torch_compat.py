@@ -6,7 +6,7 @@ Everything is chosen by feature (does the name exist?), never by comparing versi
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -16,9 +16,15 @@ import torch.distributed as dist
 # torch.distributed has these classes, but type checkers do not find them there.
 from torch._C._distributed_c10d import GradBucket, Store
 
+# With it an autograd function works on one level of torch.func; no public name up to torch 2.15.
+from torch._functorch.utils import enable_single_level_autograd_function
+
 # The traceable collectives have no public names up to torch 2.15.
 from torch.distributed import _functional_collectives as _functional
 from torch.distributed import distributed_c10d as _c10d
+
+# The mode in which AOTAutograd writes down a graph; no public name up to torch 2.15.
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.parallel import DistributedDataParallel
 
 # The only way to see every operator that runs, C++ ones too; no public name up to torch 2.15.
@@ -41,9 +47,12 @@ __all__ = [
     "group_timeout",
     "inside_backward",
     "is_accelerator",
+    "is_batched_gradient",
+    "linear_operator",
     "mark_stepped",
     "new_named_group",
     "reduce_scatter_single",
+    "saved_tensor_hooks",
     "step_pre_hooks",
     "tensor_version",
     "traceable_collectives",
@@ -57,6 +66,10 @@ traceable_collectives: Any = torch.ops._c10d_functional  # noqa: SLF001
 # torch.autograd.Function asks the same, to choose between its two ways; no public name up to torch 2.15.
 function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
 """Whether a transform of ``torch.func`` is running."""
+
+is_batched_gradient: Callable[[torch.Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor  # noqa: SLF001
+"""Whether a tensor is a batch of ``torch.autograd.grad(is_grads_batched=True)``, which does not go through
+``torch.func``. No public name up to torch 2.15."""
 
 GROUPS_END_WITHOUT_GIL: bool = hasattr(dist.ProcessGroup, "shutdown")
 """Whether a group may be destroyed as soon as its last collective returned. In torch 2.6 the destructor
@@ -194,6 +207,89 @@ def functional_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> tor
     return result
 
 
+def linear_operator(
+    name: str,
+    parameters: str,
+    compute: Callable[..., torch.Tensor],
+    transposed: Callable[..., Sequence[Any]],
+) -> Callable[..., torch.Tensor]:
+    """Make an operator that is linear in one tensor, and that autograd and ``torch.func`` see everywhere.
+
+    Dynamo writes it into its graph as it is, so that every transform that is traced around it meets its
+    rules: reverse and forward mode of any order, and vmap in any nesting. AOTAutograd writes down what
+    ``compute`` runs in its place, for compilers. An ``autograd.Function`` is taken apart by Dynamo, which
+    knows its backward of first order only; ``torch.library.register_autograd`` is refused by ``torch.func``,
+    and has no forward mode. Once they have what is missing, either of them replaces this.
+
+    Args:
+        name: With a namespace, as in ``"namespace::operator"``, new in this process.
+        parameters: What follows the tensor in the operator's schema, as in ``"str kind, SymInt[] splits"``.
+        compute: ``(tensor, *arguments)`` -> result, a new tensor; of operators that can be traced. More
+            dimensions at the tensor's end are a batch, which it does not look at.
+        transposed: ``(*arguments)`` -> the arguments of the transposed map.
+    """
+    namespace, _, short = name.partition("::")
+    library: Any = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(f"{short}(Tensor x, {parameters}) -> Tensor")
+    operator: Any = getattr(getattr(torch.ops, namespace), short).default
+
+    class Linear(torch.autograd.function._SingleLevelFunction):  # noqa: SLF001
+        """The operator at one level of ``torch.func``: what is below it is up to the levels below."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, keys: Any, *arguments: Any) -> torch.Tensor:
+            ctx.arguments = arguments
+            below = keys & torch._C._after_autograd_keyset  # noqa: SLF001
+            with (
+                torch._C._AutoDispatchBelowAutograd(),  # noqa: SLF001
+                torch.enable_grad(),  # for the levels below
+                torch.autograd.forward_ad._set_fwd_grad_enabled(True),  # noqa: SLF001
+            ):
+                result: torch.Tensor = operator.redispatch(below, x, *arguments)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+            nothing = (None,) * (1 + len(ctx.arguments))
+            return operator(cotangent, *transposed(*ctx.arguments)), *nothing
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+            result: torch.Tensor = operator(tangent, *ctx.arguments)
+            return result
+
+    def differentiable(keys: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        with enable_single_level_autograd_function():
+            result: torch.Tensor = Linear.apply(x, keys, *arguments)  # type: ignore[attr-defined]
+        return result
+
+    def batched(
+        info: Any,  # noqa: ARG001
+        in_dims: tuple[int | None, ...],
+        x: torch.Tensor,
+        *arguments: Any,
+    ) -> tuple[torch.Tensor, int]:
+        result = operator(x.movedim(cast("int", in_dims[0]), -1), *arguments)
+        return result, result.ndim - 1
+
+    def traced(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor:
+        del func, types, kwargs
+        with mode:
+            return compute(*args)
+
+    library.impl(operator, compute, "CompositeExplicitAutograd")
+    library.impl(operator, differentiable, "Autograd", with_keyset=True)
+    torch.library.register_fake(name, compute, lib=library)
+    torch.library.register_vmap(name, batched, lib=library)
+    torch.library.register_torch_dispatch(name, ProxyTorchDispatchMode, traced, lib=library)
+    _OPERATORS.append(library)
+    return cast("Callable[..., torch.Tensor]", operator)
+
+
+_OPERATORS: list[torch.library.Library] = []
+"""Kept: an operator lives as long as its library."""
+
+
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """As a context manager: calls a function with the name of every operator before this thread runs it.
 
@@ -238,6 +334,16 @@ def after_backward(callback: Callable[[], None]) -> None:
 def tensor_version(tensor: torch.Tensor) -> int:
     """Return how often a tensor's memory was written in place. No public way to read it up to torch 2.15."""
     return tensor._version  # noqa: SLF001
+
+
+def saved_tensor_hooks() -> object:
+    """Return the hooks that a tensor saved for backward goes through now; ``None`` if there are none.
+
+    They are other ones each time a checkpoint runs its function. No public name up to torch 2.15.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # noqa: SLF001
+    hooks = top(False) if top is not None else None
+    return None if hooks is None else hooks[0]
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:

@@ -1,0 +1,49 @@
+"""What the source of a scatter tells ranks that do not know what they will get."""
+
+from __future__ import annotations
+
+import torch
+
+from dist_autograd_collectives.calls import Call, Members
+from dist_autograd_collectives.started import Handle
+from dist_autograd_collectives.steps import Step
+from dist_utils import resolve_group
+from dist_utils.process_groups import collective_device, device_types
+
+__all__ = ["describe"]
+
+# In an order that all ranks agree on.
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+_HEADER = 32
+"""Numbers of a description: dtype, device, how many dimensions, and up to 29 of them."""
+
+
+def describe(first: torch.Tensor | None, who: Members, root: int) -> Handle[torch.Tensor]:
+    """Start to send what each rank will get; the result is an empty stand-in for it.
+
+    Args:
+        first: At the root one of the tensors.
+        who: The ranks.
+        root: The source's rank in the group.
+    """
+    group = resolve_group(who.group)
+    types = device_types(group)
+    header = [0] * _HEADER
+    if who.rank == root and first is not None:
+        if first.ndim > _HEADER - 3:
+            raise ValueError(f"tensors of {first.ndim} dimensions need like= on every rank")
+        header[:3] = _DTYPES.index(first.dtype), types.index(first.device.type), first.ndim
+        header[3 : 3 + first.ndim] = first.shape
+
+    def stand_in(described: torch.Tensor) -> torch.Tensor:
+        dtype, place, ndim, *shape = described.tolist()
+        there = torch.device(types[place])
+        if there.type != "cpu":
+            there = torch.device(there.type, torch.get_device_module(there).current_device())
+        return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=there)
+
+    # To a device that every rank expects it on.
+    row = torch.tensor(header, dtype=torch.int64, device=collective_device(group))
+    call = Call("scatter", who, "scatter (description)", root, separate_input=True)
+    return Handle(Step((row,) * who.size, call, stand_in))

@@ -1,0 +1,49 @@
+"""Errors of a collective that has begun, with the name of the function that the user called."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+
+from dist_autograd_collectives.calls import Call
+
+__all__ = ["CollectiveError", "backend_config", "named"]
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed: in backward most often because other ranks never came to it."""
+
+
+class _BackwardError(CollectiveError):
+    """One that has its function's name already."""
+
+
+_BackwardError.__name__ = CollectiveError.__name__
+
+
+@contextlib.contextmanager
+def named(call: Call) -> Iterator[None]:
+    """Say in an error whose backward it is."""
+    try:
+        yield
+    except _BackwardError:  # of a backward within
+        raise
+    except RuntimeError as error:
+        raise _BackwardError(
+            f"the backward of {call.title} failed on rank {call.who.rank} of {call.who.size} in its group: "
+            f"{error} - If other ranks did not come to it: does every rank use its result (see connect), and "
+            "does every rank's tensor need a gradient (see anchor=True)?"
+        ) from error
+
+
+def backend_config(call: Call) -> str:
+    """Return which backends the group of a call has, as in ``"cpu:gloo,cuda:nccl"``."""
+    try:
+        return dist.get_backend_config(call.who.group)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise CollectiveError(
+            f"{call.title} cannot communicate on rank {call.who.rank} of {call.who.size} in its group, which "
+            "was destroyed (destroy_process_group): run backward before that"
+        ) from error

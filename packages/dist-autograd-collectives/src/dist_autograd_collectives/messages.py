@@ -1,0 +1,84 @@
+"""Messages between two ranks on Gloo, under a tag that says how long they are.
+
+Gloo fills the front of a buffer with a message that is too short, in silence, and ends the process if one is
+too long. Under such a tag a message never meets a buffer of another length: both ranks wait for what does not
+come, and raise at the group's timeout. A length sent with each message would tell them at once, but takes
+half as long again as the message itself (1 KiB between two ranks: 0.10 against 0.17 ms).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from dist_autograd_collectives.calls import Call
+from dist_autograd_collectives.failures import CollectiveError
+
+__all__ = ["exchange"]
+
+_TAG = 1 << 30
+"""Added to the length: so that they never meet a user's own ``send`` and ``recv``."""
+
+
+def exchange(
+    call: Call, outgoing: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor | None]
+) -> Callable[[], None]:
+    """Start sending to and receiving from every rank in the group; return what waits for it.
+
+    Args:
+        call: Whose messages they are.
+        outgoing: What each rank gets, contiguous; empty tensors and ``None`` need no message.
+        incoming: Contiguous tensors to be filled with what each rank sends; likewise.
+
+    Raises:
+        CollectiveError: When waited for: a message did not come, or did not go, until the group's timeout.
+    """
+    who, group = call.who, call.who.group
+    assert group is not None
+    ahead = [(who.rank + step) % who.size for step in range(1, who.size)]  # not all to the same one at once
+    sends = [(outgoing[rank], rank) for rank in ahead]
+    receives = [(incoming[rank], rank) for rank in reversed(ahead)]
+    # Receives first: with sends first two hosts took turns on a duplex link, 1.9 in place of 1.05 s.
+    works = [
+        group.recv([room], rank, _tag(room)) for room, rank in receives if room is not None and room.numel()
+    ]
+    works += [
+        group.send([part], rank, _tag(part)) for part, rank in sends if part is not None and part.numel()
+    ]
+    mine, own = incoming[who.rank], outgoing[who.rank]
+    if mine is not None and own is not None:
+        mine.copy_(own)
+    kept = [outgoing]  # until it is sent
+
+    def wait() -> None:
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(_explained(call, outgoing, incoming, error)) from error
+        kept.clear()
+
+    return wait
+
+
+def _tag(tensor: torch.Tensor) -> int:
+    return _TAG + tensor.nbytes % _TAG
+
+
+def _explained(
+    call: Call,
+    outgoing: Sequence[torch.Tensor | None],
+    incoming: Sequence[torch.Tensor | None],
+    error: RuntimeError,
+) -> str:
+    """Say which messages this rank was part of, since one of another length is never met."""
+    sent, expected = (
+        [0 if part is None else part.nbytes for part in parts] for parts in (outgoing, incoming)
+    )
+    return (
+        f"{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - It sent "
+        f"{sent} bytes to the ranks of its group and expected {expected}: a message of another length never "
+        "arrives. Do all ranks call the same function with the same shapes and dtypes? check=True tells at "
+        "once"
+    )

@@ -1,0 +1,135 @@
+"""Collectives that are started early and waited for late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+from dist_autograd_collectives.calls import Tensors
+from dist_autograd_collectives.linear import Flight, linear
+from dist_autograd_collectives.steps import Step, completed
+from dist_utils.torch_compat import function_transforms_active, saved_tensor_hooks, tensor_version
+
+__all__ = ["Handle", "start"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Handle(Generic[T]):
+    """A collective under way, from :func:`start`."""
+
+    def __init__(self, first: Step[T]) -> None:
+        self._title = first.call.title
+        self._after = first.after
+        self._mode: tuple[object, ...] = ()
+        self._result: list[T] = []
+        self._error: Exception | None = None
+        self._received: list[tuple[torch.Tensor, int]] = []
+        self._flight: Flight | None = None
+        self._without_gradient = not torch.is_grad_enabled() and any(x.requires_grad for x in first.tensors)
+        if torch.compiler.is_compiling() or function_transforms_active():
+            self._arrived = linear(first.tensors, first.call)
+        else:
+            self._flight = Flight(first.call)
+            self._token = self._flight.launch(first.tensors)
+
+    def wait(self) -> T:
+        """Return the result, when it is there.
+
+        Every call returns the same tensors, until it is called in another mode: with gradients after one
+        without them, or when a checkpoint runs its function again. Then it returns a copy, which has its own
+        part in backward, and nothing is communicated again.
+
+        Raises:
+            RuntimeError: The collective failed, or ran into its timeout. Or it was started without gradients,
+                in ``torch.no_grad`` or a checkpoint with ``use_reentrant=True``, and is waited for with
+                them: the gradient of its tensors would be lost. Or a copy is needed, but the result was
+                changed in place.
+        """
+        if self._error is not None:
+            raise self._error
+        mode = self._mode_now()
+        if self._without_gradient and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self._title} was started without gradients (in torch.no_grad, or in a checkpoint with "
+                "use_reentrant=True) from tensors that need one, and is waited for with gradients: start it "
+                "with gradients too, or from detached tensors"
+            )
+        if not self._result or any(now is not then for now, then in zip(mode, self._mode, strict=True)):
+            try:
+                arrived = self._arrived if self._flight is None else self._arrive(self._flight)
+                self._result[:] = [completed(self._after(*arrived))]
+            except Exception as error:
+                self._error = error
+                raise
+            self._mode = mode
+        return self._result[0]
+
+    @staticmethod
+    def _mode_now() -> tuple[object, ...]:
+        """Return what a result depends on beside what arrived: compared by identity."""
+        if torch.compiler.is_compiling():
+            return ()
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), saved_tensor_hooks()
+
+    def _arrive(self, flight: Flight) -> Tensors:
+        return flight.arrive(self._token, self._again if self._received else lambda: self._first(flight))
+
+    def _first(self, flight: Flight) -> Tensors:
+        """Wait for what arrives, and keep it here: the flight lives as long as the graph."""
+        with torch.inference_mode(False):  # whose tensors no backward could use later
+            received = flight.receive()
+            self._received = [(x.detach(), _version(x)) for x in received]
+        return received
+
+    def _again(self) -> Tensors:
+        if any(_version(x) != version for x, version in self._received):
+            raise RuntimeError(
+                f"the result of {self._title} was changed in place: it cannot be waited for again, "
+                "with other gradients or in a checkpoint"
+            )
+        return tuple(x.clone() for x, _ in self._received)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place, if torch counts that."""
+    return 0 if tensor.is_inference() else tensor_version(tensor)
+
+
+def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+    """Start a collective of this package and return at once, so that it overlaps what is computed next.
+
+    In backward the roles change: the gradient's collective is launched where :meth:`Handle.wait` was called,
+    and waited for where ``start`` was, so that it overlaps the backward of what was computed between them.
+
+    Args:
+        function: A collective of this package, as in ``start(all_gather, x)``.
+        args: Its arguments. Tensors must not be changed in place before the result is there.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        A handle whose :meth:`Handle.wait` returns what ``function(*args, **kwargs)`` would. All ranks must
+        start, and wait for, the same collectives in the same order. A handle that is dropped is waited for.
+        It may be waited for within a checkpoint of either kind, or several times.
+
+    Raises:
+        TypeError: ``function`` is none of this package's collectives; and as the function itself.
+
+    Cost:
+        What the function costs. Of those that need two collectives one after the other (MAX, MIN and
+        PRODUCT for all ranks) the second one runs in ``wait``. Under ``torch.compile``, where the compiler
+        decides when to wait, and under ``torch.func`` it is the function itself. The handle keeps what
+        arrived: drop it after its last ``wait``.
+
+    Example:
+        >>> handle = start(all_gather, keys)  # doctest: +SKIP
+        >>> queries = project(x)  # while the keys travel # doctest: +SKIP
+        >>> keys = handle.wait()  # doctest: +SKIP
+    """
+    plan: Any = getattr(function, "plan", None)
+    if plan is None:
+        raise TypeError(f"start takes a collective of this package, got {function!r}")
+    return Handle(plan(*args, **kwargs))

@@ -1,0 +1,32 @@
+"""Dtypes that backends do not send, or that torch hardly computes with, such as float8 and uint16."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["GLOO_DTYPES", "summed", "wide_dtype"]
+
+GLOO_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+)
+"""What Gloo's own collectives know in every supported torch version. Messages take any dtype."""
+
+_COMPUTED = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.complex128, torch.complex64, torch.complex32),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return what a dtype is computed in: itself, if torch has the operations."""
+    if dtype in _COMPUTED:
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def summed(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum over dimension 0 in the dtype that is given."""
+    wide = wide_dtype(rows.dtype)
+    return rows.to(wide).sum(0, dtype=wide).to(rows.dtype)
