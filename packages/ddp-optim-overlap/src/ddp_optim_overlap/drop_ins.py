@@ -11,11 +11,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CommHook
 from ddp_optim_overlap.engine import Engine, Stepper
-from ddp_optim_overlap.fitness import require_plain_step, require_step_per_parameter
+from ddp_optim_overlap.fitness import require_plain_step
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.partial_steps import parameters_of
+from ddp_optim_overlap.tried import Tried
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["FunctionalOptimizer", "OptimizerHookState", "hook_then_optimizer", "register_fused_optim"]
@@ -61,11 +62,12 @@ class OptimizerHookState:
             own = parameters_of(functional_optim)
             # Which parameters of another optimizer have sparse gradients is not known without the model.
             sparse = own if type(functional_optim) is torch.optim.SparseAdam else ()
-            require_step_per_parameter(functional_optim, sparse)
+            tried = [Tried(functional_optim, sparse)]
             calls = OverlappedOptimizers(
-                [functional_optim], model=own, whole=False, only=self.params_to_optimize
+                [functional_optim], tried, model=own, whole=False, only=self.params_to_optimize
             )
             calls.refuse_pre_hooks()
+            calls.replace_steps()
             self.stepper: OverlappedOptimizers | _StepFunctions = calls
         elif callable(getattr(functional_optim, "step_param", None)):
             self.stepper = _StepFunctions(functional_optim, self.params_to_optimize)

@@ -21,6 +21,7 @@ from ddp_optim_overlap.errors import (
     ConfigError,
     OverlapError,
     StepError,
+    UnsupportedOptimizerError,
 )
 from ddp_optim_overlap.gradient_watch import GradientWatch
 from ddp_optim_overlap.report import StepReport
@@ -99,6 +100,7 @@ class Engine:
         self._averages: list[torch.futures.Future[torch.Tensor]] = []
         self._last_job: torch.futures.Future[torch.Tensor] | None = None
         self._agreement: torch.futures.Future[None] | None = None
+        self._stepped_before_closure = False
 
     @property
     def removed(self) -> bool:
@@ -180,6 +182,15 @@ class Engine:
                 self._pass.report(),
             )
 
+    @contextlib.contextmanager
+    def refusing_passes(self) -> Iterator[None]:
+        """While a closure runs whose step the last backward pass has done: another one would step twice."""
+        self._stepped_before_closure = True
+        try:
+            yield
+        finally:
+            self._stepped_before_closure = False
+
     def remove(self) -> None:
         """From now on only average."""
         if not self.gradients.step_stands:  # else step() is still to come, unless a gradient comes first
@@ -211,6 +222,11 @@ class Engine:
         # Under join() a rank without data calls its hook outside of any backward pass: it takes part
         # in the communication, and does not step, as it does not in the ordinary loop.
         steps = inside_backward()
+        if steps and self._stepped_before_closure:
+            raise ConfigError(
+                "backward() has stepped before step(closure), and the closure's backward() would step again: "
+                "let the closure call the only backward(), or call handle.pause() around the other one"
+            )
         if steps:
             self._stepper.begin(self)
             if self._watch is not None:
@@ -304,7 +320,8 @@ class Engine:
                 self._stepper.step(parameters)
         except Exception as error:
             current.partial = (index,)
-            raise StepError(f"the step of bucket {index} failed: {_text(error)}", current.report()) from error
+            kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
+            raise kind(f"the step of bucket {index} failed: {_text(error)}", current.report()) from error
         current.count_step([index], time.perf_counter() - began, on_host=device.type == "cpu")
         if self._watch is not None:
             self._watch.stepped(parameters)

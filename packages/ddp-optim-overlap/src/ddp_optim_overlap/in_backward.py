@@ -18,6 +18,7 @@ from ddp_optim_overlap.engine import Engine, Stepper
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_plain_step
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
+from ddp_optim_overlap.part_checks import PartChecks
 from ddp_optim_overlap.refusals import require_ddp_options
 from dist_utils.torch_compat import GradBucket, comm_hooks
 
@@ -170,11 +171,18 @@ class _OwnOptimizers(Stepper):
 
     def __init__(self) -> None:
         self._stepped: list[torch.Tensor] = []
+        self._checks: weakref.WeakKeyDictionary[torch.optim.Optimizer, PartChecks] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
             for optimizer in (own := _optimizers_of(parameter)):
-                optimizer.step()
+                checks = self._checks.get(optimizer)
+                if checks is None:
+                    checks = self._checks[optimizer] = PartChecks(optimizer, is_part=False)
+                with checks.around(optimizer):
+                    optimizer.step()
             if own:
                 self._stepped.append(parameter)
 

@@ -215,10 +215,11 @@ def overlap_optimizer(
     whole = mode is OverlapMode.AFTER_REDUCE
     require_options(whole=whole, clip=clip, scaler=scaler, unused=unused)
     require_own_parameters(ddp, optimizers)
-    require_optimizers(optimizers, ddp.module, whole=whole, clip=clip)
+    tried = require_optimizers(optimizers, ddp.module, whole=whole, clip=clip)
 
     calls = OverlappedOptimizers(
         optimizers,
+        tried,
         model=list(ddp.parameters()),
         whole=whole,
         clip=clip,

@@ -5,8 +5,10 @@ Everything is chosen by feature (does the name exist?), never by comparing versi
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, cast
 
@@ -32,6 +34,8 @@ __all__ = [
     "after_backward",
     "all_gather_single",
     "comm_hooks",
+    "compiling_refused",
+    "flushes_denormals",
     "function_transforms_active",
     "functional_all_gather",
     "functional_all_reduce",
@@ -39,6 +43,7 @@ __all__ = [
     "group_timeout",
     "inside_backward",
     "is_accelerator",
+    "keep_versions",
     "mark_stepped",
     "new_named_group",
     "reduce_scatter_single",
@@ -257,3 +262,40 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     They warn otherwise. The attribute that they ask has no public name up to torch 2.15.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001
+
+
+@contextlib.contextmanager
+def keep_versions(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Take nothing that happens to these tensors for a write: autograd finds them as it has left them.
+
+    For tensors that get their own memory back in the end. No public name up to torch 2.15.
+    """
+    keep: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter  # noqa: SLF001
+    with contextlib.ExitStack() as stack:
+        for tensor in tensors:  # one by one, since torch 2.6 takes no more
+            stack.enter_context(keep(tensor))
+        yield
+
+
+_SUBNORMAL = 5e-324
+
+
+def flushes_denormals() -> bool:
+    """Return whether arithmetic of this thread takes subnormal numbers for zero.
+
+    What ``torch.set_flush_denormal`` sets, of the thread that calls it; torch has no function that reads it.
+    """
+    return _SUBNORMAL * 1.0 == 0.0
+
+
+@contextlib.contextmanager
+def compiling_refused() -> Iterator[None]:
+    """Let a function of ``torch.compile`` raise where it would be compiled."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    # Whoever has compiled anything has loaded this module, which takes seconds.
+    with (
+        contextlib.nullcontext()
+        if stance is None or "torch._dynamo" not in sys.modules
+        else stance("fail_on_recompile")
+    ):
+        yield
