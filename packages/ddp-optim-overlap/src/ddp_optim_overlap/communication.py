@@ -14,6 +14,8 @@ from ddp_optim_overlap.errors import UnsupportedOptimizerError
 __all__ = ["may_communicate", "refuse_collective"]
 
 _COLLECTIVES = ("c10d::", "_c10d_functional", "c10d_functional::", "symm_mem::")
+_MARKS = ("distributed", "c10d", "symm_mem", "reduce", "gather", "broadcast", "all_to_all", "barrier")
+"""Parts of names that code has which communicates."""
 _MOST_VALUES = 3000
 """To look at; who names more may communicate."""
 
@@ -53,7 +55,7 @@ def may_communicate(optimizer: torch.optim.Optimizer) -> bool:
         if _is_of(value, "torch.distributed"):
             return True
         for code, used in _used_by(value):
-            if any("distributed" in name for name in code.co_names):
+            if any(mark in name for name in code.co_names for mark in _MARKS):
                 return True
             found += used
     return bool(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 
 from ddp_optim_overlap.communication import refuse_collective
+from ddp_optim_overlap.contents import changes, contents_of
 from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
 from ddp_optim_overlap.option_kinds import parameters_to_try
@@ -27,6 +29,7 @@ from ddp_optim_overlap.trial import (
 from dist_utils.torch_compat import FUSED_CHECK, OperatorWatch, compiling_refused
 
 __all__ = [
+    "Findings",
     "require_plain_step",
     "require_sparse_support",
     "require_step_per_parameter",
@@ -36,9 +39,24 @@ __all__ = [
 _SCALES = tuple(10.0**power for power in (-15, -10, -6, -3, -1, 0, 1, 2, 4, 7, 11, 15))
 """Of the gradients in the trial's steps, growing, or the small ones would be lost in momentum: some above and
 some below whatever limit an optimizer may have."""
+_OTHER_SCALE = 1e-5
+"""Of every other gradient in the same step: or a limit between two scales would be above both, or below."""
 _LARGEST_HALF = 1e3
 """Of the scales, for gradients in float16."""
 _MOST_UNKNOWN_OPTIONS = 3
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the trial of an optimizer that steps per parameter has shown.
+
+    Attributes:
+        parallel: The names of the options that have one value for each parameter, and are cut with them.
+        written: Kinds and names of what its steps change in place, the same in whatever order they come.
+    """
+
+    parallel: frozenset[str]
+    written: frozenset[tuple[str, Any]]
 
 
 def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
@@ -76,7 +94,7 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
 
 def require_step_per_parameter(
     optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]
-) -> frozenset[str]:
+) -> Findings:
     """Raise unless stepping parameters apart gives the bits of stepping them together.
 
     Tried with small values, and gradients of many scales, for some parameters of every kind, with the
@@ -88,7 +106,7 @@ def require_step_per_parameter(
         sparse: Parameters with sparse gradients, which take no part.
 
     Returns:
-        The names of the options that have one value for each parameter, and are to be cut with them.
+        What a step by buckets has to know.
 
     Raises:
         UnsupportedOptimizerError: The results, the states, the options or the attributes differ, the step
@@ -100,19 +118,19 @@ def require_step_per_parameter(
     """
     chosen = parameters_to_try(optimizer, sparse)
     if not chosen:
-        return frozenset({PARAMETER_NAMES})
+        return Findings(frozenset({PARAMETER_NAMES}), frozenset())
     reasons: dict[str, Exception | None] = {}
     for trial in _trials(optimizer, chosen):
         try:
-            reason = _tried(trial)
+            found = _tried(trial)
         except UnsupportedOptimizerError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a step raises
             reasons[_failed_step(optimizer, error)] = error
             continue
-        if not reason:
-            return frozenset(trial.parallel)
-        reasons[reason] = None
+        if isinstance(found, Findings):
+            return found
+        reasons[found] = None
     # A step that fails may be due to how the trial has cut an option or a state; a difference is not.
     reason, cause = min(reasons.items(), key=lambda found: found[1] is not None)
     raise UnsupportedOptimizerError(reason) from cause
@@ -149,12 +167,13 @@ def _trials(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]])
                 )
 
 
-def _tried(trial: Trial) -> str:
-    """Return why the optimizer cannot be stepped by buckets, if it cannot."""
+def _tried(trial: Trial) -> Findings | str:
+    """Return what was found, or why the optimizer cannot be stepped by buckets."""
     name = type(trial.optimizer).__name__
     with trial.entered(), compiling_refused(), OperatorWatch(partial(refuse_collective, name)):
         together, apart, backwards = (trial.run() for _ in range(3))
         before = {parameter: value.clone() for parameter, value in together.values.items()}
+        contents = contents_of(together.optimizer, [])
         for step, scale in enumerate(_SCALES):
             gradients = _gradients(together.values.values(), scale, seed=step)
             with random_numbers_restored(trial.chosen, seed=step):
@@ -174,7 +193,8 @@ def _tried(trial: Trial) -> str:
                 )
         if not any(together.optimizer.state.values()) and equal(before, together.values):
             return f"the step of {name} does not move the parameters in its groups: use the ordinary loop"
-    return ""
+        written = changes(contents, contents_of(together.optimizer, []))
+    return Findings(frozenset(trial.parallel), frozenset(written))
 
 
 def require_unused_loss(optimizer: torch.optim.Optimizer) -> None:
@@ -266,10 +286,12 @@ def _has_optimizer(value: object) -> bool:
 def _gradients(values: Iterable[torch.Tensor], scale: float, seed: int) -> list[torch.Tensor]:
     generator = torch.Generator("cpu").manual_seed(seed)
     gradients = []
-    for value in values:
+    for place, value in enumerate(values):
         dtype = torch.complex64 if value.is_complex() else torch.float32
         gradient = torch.randn(value.shape, generator=generator, dtype=dtype, device="cpu")
         gradient *= min(scale, _LARGEST_HALF) if value.dtype == torch.float16 else scale
+        if (place + seed) % 2:
+            gradient *= _OTHER_SCALE
         # With the parameter's strides, on which the order of a sum depends.
         gradients.append(torch.empty_like(value).copy_(gradient))
     return gradients

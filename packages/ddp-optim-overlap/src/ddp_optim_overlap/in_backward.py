@@ -180,7 +180,7 @@ class _OwnOptimizers(Stepper):
             for optimizer in (own := _optimizers_of(parameter)):
                 checks = self._checks.get(optimizer)
                 if checks is None:
-                    checks = self._checks[optimizer] = PartChecks(optimizer, is_part=False)
+                    checks = self._checks[optimizer] = PartChecks(optimizer)
                 with checks.around(optimizer):
                     optimizer.step()
             if own:

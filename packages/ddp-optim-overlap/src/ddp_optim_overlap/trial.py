@@ -108,7 +108,9 @@ class Trial:
         memo |= {id(optimizer): run, id(optimizer.state): state, id(optimizer.param_groups): groups}
         for key, value in own_attributes(run).items():
             run.__dict__[key] = copied(value)
-        values = {parameter: self._short_copy(self._real[parameter]) for parameter in self.chosen}
+        values = {
+            parameter: _with_zeros(self._short_copy(self._real[parameter])) for parameter in self.chosen
+        }
         return Run(run, values, self.parallel, self._real)
 
     def _short_copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -156,14 +158,14 @@ class Run:
     def step_apart(self, gradients: Sequence[torch.Tensor], direction: int) -> set[torch.Tensor]:
         """Step one parameter after the other; return which were written that were not to be stepped.
 
-        As in a backward pass: gradients lie where the last ones lay, as in a bucket, and other parameters
-        have gradients that are not averaged.
+        As in a backward pass: gradients lie where the last ones lay, as in a bucket. Other parameters have
+        gradients that are not averaged, in one direction; in the other one they have none.
         """
         strangers: set[torch.Tensor] = set()
         with self._having_values():
             for parameter, gradient in zip(self.values, gradients, strict=True):
                 self._lent[parameter].copy_(gradient)
-                parameter.grad = gradient * 3 + 1
+                parameter.grad = gradient * 3 + 1 if direction < 0 else None
             for parameter in list(self.values)[::direction]:
                 own, parameter.grad = parameter.grad, self._lent[parameter]
                 versions = _versions(other for other in self.values if other is not parameter)
@@ -207,6 +209,12 @@ def shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
     """Return the state that belongs to no parameter."""
     state: dict[Any, Any] = optimizer.state
     return {owner: value for owner, value in state.items() if not isinstance(owner, torch.Tensor)}
+
+
+def _with_zeros(values: torch.Tensor) -> torch.Tensor:
+    """Set every other value to zero: there the smallest step shows."""
+    places = torch.arange(values.numel(), device=values.device)
+    return values.masked_fill_((places % 2 == 1).view(values.shape), 0)
 
 
 def _raise_rate(group: dict[str, Any]) -> None:

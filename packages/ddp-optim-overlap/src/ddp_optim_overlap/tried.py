@@ -32,8 +32,9 @@ class Tried:
         self._optimizer = optimizer
         self._sparse = sparse
         self._kind = kind_of(optimizer)
-        self.parallel = require_step_per_parameter(optimizer, sparse)
-        self.checks = PartChecks(optimizer)
+        found = require_step_per_parameter(optimizer, sparse)
+        self.parallel = found.parallel
+        self.checks = PartChecks(optimizer, found.written)
 
     def renew(self) -> None:
         """Try again if groups were added since, or options are turned on or off.
@@ -45,5 +46,5 @@ class Tried:
             return
         kind = kind_of(self._optimizer)
         if kind != self._kind:
-            self.parallel = require_step_per_parameter(self._optimizer, self._sparse)
-            self._kind = kind
+            found = require_step_per_parameter(self._optimizer, self._sparse)
+            self.parallel, self.checks.written, self._kind = found.parallel, found.written, kind
