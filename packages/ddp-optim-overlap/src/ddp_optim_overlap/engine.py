@@ -23,6 +23,7 @@ from ddp_optim_overlap.errors import (
     StepError,
     UnsupportedOptimizerError,
 )
+from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.gradient_watch import GradientWatch
 from ddp_optim_overlap.report import StepReport
 from ddp_optim_overlap.weight_reuse import WeightWatch
@@ -40,9 +41,11 @@ class Stepper:
             into ``.grad``; else for every bucket.
         norm: The norm that :meth:`step` has computed on the way.
         begun: If ``whole``, the steps of how many optimizers have begun, in their order.
+        changes_gradients: If ``whole``, whether :meth:`step` scales gradients before it uses them.
     """
 
     whole = False
+    changes_gradients = False
     norm: torch.Tensor | None = None
     begun = 1
 
@@ -83,6 +86,7 @@ class Engine:
         check: bool = False,
     ) -> None:
         self.gradients = GradientWatch(parameters)
+        self.contents = GradientContents()
         self.paused = False
         self.averaged: set[torch.Tensor] = set()
         """Whose gradients have been in a bucket."""
@@ -98,6 +102,7 @@ class Engine:
         self._error: OverlapError | None = None
         self._refused: OverlapError | None = None
         self._averages: list[torch.futures.Future[torch.Tensor]] = []
+        self._buckets: list[tuple[BucketGradients, bool]] = []
         self._last_job: torch.futures.Future[torch.Tensor] | None = None
         self._agreement: torch.futures.Future[None] | None = None
         self._stepped_before_closure = False
@@ -144,6 +149,7 @@ class Engine:
         if self._stepper.whole:
             done = reduced.then(partial(self._written, current, bucket.index(), gradients))
             self._averages.append(done)
+            self._buckets.append((gradients, all(used)))
         else:
             job = partial(self._step_bucket, current, bucket.index(), gradients, used, reduced)
             done = self._last_job = self._worker.submit(job, device=gradients.buffer.device)
@@ -213,7 +219,7 @@ class Engine:
 
     def _begin(self) -> None:
         self._pass = None
-        self._averages = []
+        self._averages, self._buckets = [], []
         if self._worker is None:
             return
         self.raise_error()
@@ -228,6 +234,7 @@ class Engine:
                 "let the closure call the only backward(), or call handle.pause() around the other one"
             )
         if steps:
+            self.contents.clear()
             self._stepper.begin(self)
             if self._watch is not None:
                 self._watch.begin()
@@ -250,6 +257,7 @@ class Engine:
             self._watch.end()
         if self._stepper.whole:
             self._step_whole(current, device)
+            self._keep_contents()
             self._meet_peers(current, device)
         current.norm = self._stepper.norm
         self._report = current.report()
@@ -316,8 +324,9 @@ class Engine:
         ]
         began = time.perf_counter()
         try:
-            with _as_outside_of_backward(device), lent(parameters, averaged):
+            with _as_outside_of_backward(device), lent(parameters, averaged) as own:
                 self._stepper.step(parameters)
+                self.contents.keep(parameters, averaged, own, gradients.buffer)
         except Exception as error:
             current.partial = (index,)
             kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
@@ -343,6 +352,16 @@ class Engine:
             raise failure from error
         if self._stepper.begun:  # a scaler that has found an infinity skips the step
             current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
+
+    def _keep_contents(self) -> None:
+        """Keep what gradients are after a step of all: what the buckets have, unless it was changed since."""
+        for gradients, used in self._buckets:
+            own = [parameter.grad for parameter in gradients.parameters]
+            if used and not self._stepper.changes_gradients:
+                self.contents.keep(gradients.parameters, gradients.views, own, gradients.buffer)
+            else:
+                self.contents.keep_own(gradients.parameters)
+        self._buckets = []
 
     def _first_of(self, error: OverlapError) -> OverlapError:
         """Return this error if it is the first; it is kept then."""

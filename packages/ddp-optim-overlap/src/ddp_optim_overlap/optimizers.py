@@ -19,7 +19,7 @@ from ddp_optim_overlap.partial_steps import PartialSteps
 from ddp_optim_overlap.replaced_step import ReplacedStep
 from ddp_optim_overlap.step_inputs import StepInputs
 from ddp_optim_overlap.tried import Tried
-from dist_utils.torch_compat import mark_stepped, step_pre_hooks
+from dist_utils.torch_compat import mark_stepped, step_pre_hooks, tensor_version
 
 __all__ = ["OverlappedOptimizers"]
 
@@ -60,11 +60,14 @@ class OverlappedOptimizers(Stepper):
         self._scaler = scaler
         self._only = only
         self._tried = tried
+        self.changes_gradients = clip is not None or scaler is not None
         self._partial = PartialSteps(
             optimizers, [one.parallel for one in tried], [one.checks.around for one in tried]
         )
         self._engine: Callable[[], Engine | None] = lambda: None
         self._stepping_now = False
+        self._reads_gradients_only = all(map(is_torchs_own, optimizers))
+        self._writes_gradients = False
         self.begun = 0
         self._stepped: dict[torch.optim.Optimizer, StepInputs] = {}
         self._replaced: list[ReplacedStep] = []
@@ -155,7 +158,15 @@ class OverlappedOptimizers(Stepper):
             return
         if self._clip is not None:
             self._clip.clip(parameters)
+        versions = self._gradient_versions(parameters)
         self._partial.step([one for one in parameters if self._only is None or one in self._only])
+        self._writes_gradients |= self._gradient_versions(parameters) != versions
+
+    def _gradient_versions(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Return how often the gradients were written, unless torch's own steps leave them as they are."""
+        if self._reads_gradients_only:
+            return []
+        return [tensor_version(one.grad) for one in parameters if one.grad is not None]
 
     def _step_whole(self) -> None:
         self._stepping_now = True
@@ -166,11 +177,13 @@ class OverlappedOptimizers(Stepper):
                     self._scaler.unscale_(optimizer)
             if self._clip is not None:
                 self._clip.clip(self._model)
+            versions = self._gradient_versions(self._model)
             for optimizer in self._optimizers:
                 if self._scaler is not None:
                     self._scaler.step(optimizer)  # calls optimizer.step(), or skips it
                 else:
                     optimizer.step()
+            self._writes_gradients |= self._gradient_versions(self._model) != versions
         finally:
             self._stepping_now = False
 
@@ -229,6 +242,7 @@ class OverlappedOptimizers(Stepper):
         del self._stepped[optimizer]
         if not self._stepped:
             engine.gradients.step_stands = False
+            engine.contents.clear()
             if engine.removed:
                 self._leave()
         if not self.whole:  # else they have run
@@ -236,7 +250,9 @@ class OverlappedOptimizers(Stepper):
         return True
 
     def _refuse_late_changes(self, optimizer: torch.optim.Optimizer) -> None:
-        changed = self._stepped[optimizer].changed(optimizer)
+        engine = self._engine()
+        contents = None if engine is None or self._writes_gradients else engine.contents
+        changed = self._stepped[optimizer].changed(optimizer, contents)
         if changed is None and getattr(optimizer, "found_inf", None) is not None:
             changed = "a GradScaler called step()"
         if changed is not None:
