@@ -11,11 +11,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from ddp_compress_hooks.compiled import is_pair
 from ddp_optim_overlap.backward_pass import BackwardPass, CancelUnlessCalled
 from ddp_optim_overlap.bucket_gradients import BucketGradients, average_of, lent
+from ddp_optim_overlap.bucket_jobs import (
+    as_outside_of_backward,
+    failed,
+    meet_peers,
+    not_averaged,
+    raise_error,
+    text_of,
+    used_anywhere,
+    wait_for_all,
+)
 from ddp_optim_overlap.errors import (
     CommunicationError,
     ConfigError,
@@ -28,7 +37,7 @@ from ddp_optim_overlap.gradient_watch import GradientWatch
 from ddp_optim_overlap.report import StepReport
 from ddp_optim_overlap.weight_reuse import WeightWatch
 from dist_utils import OrderedWorker
-from dist_utils.torch_compat import GradBucket, after_backward, inside_backward, is_accelerator
+from dist_utils.torch_compat import GradBucket, after_backward, inside_backward
 
 __all__ = ["Engine", "Stepper"]
 
@@ -124,14 +133,14 @@ class Engine:
         except OverlapError as error:
             # Raised here, it would leave DDP in the middle of a pass, and the model of no use any more.
             self._refused = error
-            return _failed(error)
+            return failed(error)
 
     def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             self._refused = None
             self._begin()
         if self._refused is not None:  # the ranks' collectives would not match any more
-            return _failed(self._refused)
+            return failed(self._refused)
         current, last = self._pass, bucket.is_last()
         if current is None or self._worker is None:
             self.gradients.averaged_anew(bucket.parameters())
@@ -248,7 +257,7 @@ class Engine:
             after_backward(partial(self._finish, current, device))
         averages, self._averages = self._averages, []
         if averages and self._worker is not None and device.type == "cpu":
-            self._worker.submit(partial(_wait_for_all, averages))  # its error ends the group: peers notice
+            self._worker.submit(partial(wait_for_all, averages))  # its error ends the group: peers notice
         if not (current.steps and self._stepper.whole):
             self._meet_peers(current, device)
 
@@ -267,14 +276,14 @@ class Engine:
 
     def _meet_peers(self, current: BackwardPass, device: torch.device) -> None:
         if self._worker is not None and device.type == "cpu":
-            self._agreement = self._worker.submit(partial(_meet_peers, current))
+            self._agreement = self._worker.submit(partial(meet_peers, current))
 
     def _communicate(self, bucket: GradBucket, current: BackwardPass) -> torch.futures.Future[Any]:
         try:
             return self._comm_hook(self._comm_state, bucket)
         except Exception as error:
             current.cancel()
-            text = f"the communication hook failed for bucket {bucket.index()}: {_text(error)}"
+            text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
             raise self._first_of(CommunicationError(text, current.report())) from error
 
     def _written(
@@ -288,7 +297,7 @@ class Engine:
         try:
             gradients.write(reduced.value())
         except Exception as error:
-            raise self._first_of(_not_averaged(index, error, current)) from error
+            raise self._first_of(not_averaged(index, error, current)) from error
         return gradients.buffer
 
     def _step_bucket(
@@ -303,10 +312,10 @@ class Engine:
         """Wait for the average and step with it; on the worker or, on an accelerator, on its stream."""
         try:
             if self._unused_possible:
-                used = _used_anywhere(used, group, gradients.buffer.device)
+                used = used_anywhere(used, group, gradients.buffer.device)
             gradients.write(current.await_bucket(reduced))
         except Exception as error:
-            raise _not_averaged(index, error, current) from error
+            raise not_averaged(index, error, current) from error
         if current.steps:
             with current.stepping:
                 if not current.cancelled:
@@ -324,13 +333,13 @@ class Engine:
         ]
         began = time.perf_counter()
         try:
-            with _as_outside_of_backward(device), lent(parameters, averaged) as own:
+            with as_outside_of_backward(device), lent(parameters, averaged) as own:
                 self._stepper.step(parameters)
                 self.contents.keep(parameters, averaged, own, gradients.buffer)
         except Exception as error:
             current.partial = (index,)
             kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
-            raise kind(f"the step of bucket {index} failed: {_text(error)}", current.report()) from error
+            raise kind(f"the step of bucket {index} failed: {text_of(error)}", current.report()) from error
         current.count_step([index], time.perf_counter() - began, on_host=device.type == "cpu")
         if self._watch is not None:
             self._watch.stepped(parameters)
@@ -339,16 +348,16 @@ class Engine:
         """Step everything when ``backward()`` has nothing else left to do."""
         began = time.perf_counter()
         try:
-            with _as_outside_of_backward(device):
+            with as_outside_of_backward(device):
                 self._stepper.step(())
         except Exception as error:
             begun = self._stepper.begun
             current.partial = tuple(range(current.buckets if begun else 0))
             current.optimizers = tuple(range(begun - 1))
-            failure = self._first_of(StepError(f"the step failed: {_text(error)}", current.report()))
+            failure = self._first_of(StepError(f"the step failed: {text_of(error)}", current.report()))
             # On an accelerator the peers do not wait, and a job would make this rank alone make a group.
             if self._worker is not None and device.type == "cpu":
-                self._worker.submit(partial(_raise, failure))  # which tells the peers
+                self._worker.submit(partial(raise_error, failure))  # which tells the peers
             raise failure from error
         if self._stepper.begun:  # a scaler that has found an infinity skips the step
             current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
@@ -376,56 +385,3 @@ class Engine:
             self._error.__cause__ = error
             return self._error
         return error
-
-
-@contextlib.contextmanager
-def _as_outside_of_backward(device: torch.device) -> Iterator[None]:
-    """Be where a loop calls ``step()``: not under autocast, for one, though ``backward()`` may be."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), record_function("overlapped step"):
-        yield
-
-
-def _not_averaged(index: int, error: Exception, current: BackwardPass) -> CommunicationError:
-    return CommunicationError(f"bucket {index} was not averaged: {_text(error)}", current.report())
-
-
-def _wait_for_all(averages: list[torch.futures.Future[torch.Tensor]], _: dist.ProcessGroup) -> None:
-    for average in averages:
-        average.wait()
-
-
-def _raise(error: OverlapError, _: object) -> Any:
-    raise error
-
-
-def _failed(error: OverlapError) -> torch.futures.Future[torch.Tensor]:
-    begun: torch.futures.Future[None] = torch.futures.Future()
-    failed: torch.futures.Future[torch.Tensor] = begun.then(partial(_raise, error))
-    begun.set_result(None)  # only an error that is raised in a callback is one for those who wait in C++
-    return failed
-
-
-def _meet_peers(current: BackwardPass, group: dist.ProcessGroup) -> None:
-    """Return when every rank has stepped. A rank whose step failed has ended this group instead."""
-    if group.size() == 1:
-        return
-    try:
-        dist.all_reduce(torch.zeros(1), group=group)
-    except Exception as error:
-        raise CommunicationError(
-            f"another rank failed in this step: {_text(error)}", current.report()
-        ) from error
-
-
-def _used_anywhere(used: list[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
-    """Return which parameters of a bucket got a gradient on some rank."""
-    pin = is_accelerator(device)  # a copy from other memory would wait for the device
-    anywhere = torch.tensor(used, dtype=torch.int32, pin_memory=pin).to(device, non_blocking=pin)
-    if group.size() > 1:
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
-    # Reading it waits for the device: only where the answer is open.
-    return used if all(used) else [bool(value) for value in anywhere.tolist()]
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -232,6 +232,11 @@ def require_unused_loss(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _failed_step(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+    if "fail_on_recompile" in str(error):
+        return (
+            f"the step of {type(optimizer).__name__} calls a compiled function ({error}): compiled for "
+            "parameters in another order it may have other bits. Use OverlapMode.AFTER_REDUCE"
+        )
     return (
         f"the step of {type(optimizer).__name__} failed on small copies of parameters: "
         f"{type(error).__name__}: {error}"
@@ -269,7 +274,8 @@ def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Te
 
 def _is_compiled(step: Any) -> bool:
     while step is not None:
-        if hasattr(step, "_torchdynamo_orig_callable"):
+        # torch marks what must not be compiled, such as some steps of its own, in the same way.
+        if hasattr(step, "_torchdynamo_orig_callable") and not getattr(step, "_torchdynamo_disable", False):
             return True
         step = getattr(step, "__wrapped__", None)
     return False

@@ -20,7 +20,7 @@ from ddp_optim_overlap.fitness import require_plain_step
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
 from ddp_optim_overlap.part_checks import PartChecks
 from ddp_optim_overlap.refusals import require_ddp_options
-from dist_utils.torch_compat import GradBucket, comm_hooks
+from dist_utils.torch_compat import GradBucket, comm_hooks, register_comm_hook
 
 __all__ = ["apply_optim_in_backward_hook", "apply_optimizer_in_backward", "get_in_backward_optimizers"]
 
@@ -213,7 +213,13 @@ def _claim(module: nn.Module, _: Any) -> None:
         return
     if not comm_hooks(module):
         hook = apply_optim_in_backward_hook(module.gradient_as_bucket_view)
-        module.register_comm_hook(weakref.ref(module), hook)
+        try:
+            register_comm_hook(module, weakref.ref(module), hook)
+        except RuntimeError as error:
+            raise ConfigError(
+                "parameters of this model have optimizers in backward, and the model one of DDP's built-in "
+                "communication hooks: use overlap_optimizer(..., comm_hook=) for both"
+            ) from error
     for hook, state in comm_hooks(module):
         lazy = next((lazy for own, lazy in _hooks.items() if own is hook), None)
         if lazy is None:

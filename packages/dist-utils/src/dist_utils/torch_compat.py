@@ -47,6 +47,7 @@ __all__ = [
     "mark_stepped",
     "new_named_group",
     "reduce_scatter_single",
+    "register_comm_hook",
     "step_pre_hooks",
     "tensor_version",
     "traceable_collectives",
@@ -231,6 +232,25 @@ def after_backward(callback: Callable[[], None]) -> None:
 def tensor_version(tensor: torch.Tensor) -> int:
     """Return how often a tensor's memory was written in place. No public way to read it up to torch 2.15."""
     return tensor._version  # noqa: SLF001
+
+
+def register_comm_hook(
+    ddp: DistributedDataParallel, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
+) -> None:
+    """Register a communication hook, and leave nothing behind in a model that takes none any more.
+
+    As after ``_register_builtin_comm_hook``, which leaves no trace in Python: ``ddp.register_comm_hook``
+    raises RuntimeError then, and keeps the hook in its list. No public name for that up to torch 2.15.
+
+    Raises:
+        RuntimeError: The model has a hook.
+    """
+    before = list(ddp._comm_hooks)  # noqa: SLF001
+    try:
+        ddp.register_comm_hook(state, hook)
+    except BaseException:
+        ddp._comm_hooks[:] = before  # noqa: SLF001
+        raise
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
