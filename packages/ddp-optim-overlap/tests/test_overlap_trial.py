@@ -23,10 +23,13 @@ from overlap_runs import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
+    OptimizerHookState,
     OverlapMode,
     UnsupportedOptimizerError,
     apply_optimizer_in_backward,
+    hook_then_optimizer,
     overlap_optimizer,
 )
 from ddp_optim_overlap.equality import equal
@@ -393,6 +396,39 @@ def _kept_gradients(seen):
     seen["in backward"] = True
 
 
+class KeepsInFunction:
+    """A functional optimizer that communicates, or keeps a gradient, in its fifth step."""
+
+    def __init__(self, at, what):
+        self.at, self.what = at, what
+        self.steps, self.kept = {}, {}
+
+    def step_param(self, param, grad):
+        self.steps[param] = self.steps.get(param, 0) + 1
+        if self.steps[param] == self.at:
+            self.what(self, grad)
+
+
+def _functional(seen):
+    def keep(owner, gradient):
+        owner.kept["all"] = (gradient,)
+
+    for match, what in {
+        "communicates": lambda _, gradient: _summed(gradient),
+        "keeps a gradient": keep,
+    }.items():
+        ddp = make_ddp()
+        state = OptimizerHookState(KeepsInFunction(5, what))
+        ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
+        for x in batches(4):
+            ddp.zero_grad()
+            backward(ddp, x)
+        ddp.zero_grad()
+        with pytest.raises(RuntimeError, match=match):
+            backward(ddp, batches(1)[0])
+        seen[match] = True
+
+
 # Coupling
 
 
@@ -581,6 +617,7 @@ PARTS = named(
     _writes_later,
     _turned_on,
     _kept_gradients,
+    _functional,
     _couples,
     _harmless,
     _leaves_no_trace,

@@ -2,34 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
 from ddp_optim_overlap.errors import UnsupportedOptimizerError
+from dist_utils.torch_compat import OperatorWatch
 
-__all__ = ["may_communicate", "refuse_collective"]
+__all__ = ["CollectiveWatch", "refusing_collectives"]
 
 _COLLECTIVES = ("c10d::", "_c10d_functional", "c10d_functional::", "symm_mem::")
+_WATCHED_STEPS = 3
 _MARKS = ("distributed", "c10d", "symm_mem", "reduce", "gather", "broadcast", "all_to_all", "barrier")
 """Parts of names that code has which communicates."""
 _MOST_VALUES = 3000
 """To look at; who names more may communicate."""
 
 
-def refuse_collective(optimizer: str, operator: str) -> None:
-    """Raise if an operator of an optimizer's step is a collective.
+class CollectiveWatch:
+    """Looks for collectives in steps: in the first ones of every part or, if the code names any, in all.
+
+    Args:
+        stepper: An optimizer, or what else steps.
+    """
+
+    def __init__(self, stepper: object) -> None:
+        self._name = type(stepper).__name__
+        self._always = may_communicate(stepper)
+        self._steps: Counter[int] = Counter()
+
+    def around(self, first: torch.Tensor) -> AbstractContextManager[object]:
+        """Return what to be in while the part steps that begins with this parameter.
+
+        Raises:
+            UnsupportedOptimizerError: In the step, before a collective runs.
+        """
+        self._steps[id(first)] += 1
+        watched = self._always or self._steps[id(first)] <= _WATCHED_STEPS
+        return refusing_collectives(self._name) if watched else contextlib.nullcontext()
+
+
+def refusing_collectives(optimizer: str) -> AbstractContextManager[object]:
+    """Return what to be in while an optimizer steps that must not communicate.
 
     Args:
         optimizer: The name of its class.
-        operator: As ``OperatorWatch`` has it.
 
     Raises:
-        UnsupportedOptimizerError: It is, before it communicates.
+        UnsupportedOptimizerError: In the step, before a collective runs.
     """
+    return OperatorWatch(partial(_refuse_collective, optimizer))
+
+
+def _refuse_collective(optimizer: str, operator: str) -> None:
     if operator.startswith(_COLLECTIVES):
         raise UnsupportedOptimizerError(
             f"the step of {optimizer} communicates ({operator}), which would meet DDP's own collectives when "
@@ -37,14 +69,14 @@ def refuse_collective(optimizer: str, operator: str) -> None:
         )
 
 
-def may_communicate(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the code of an optimizer's class, or what that code uses, names ``torch.distributed``.
+def may_communicate(stepper: object) -> bool:
+    """Whether the code of an object's class, or what that code uses, names ``torch.distributed``.
 
     To watch every operator of every step costs as much as a small step. Where nothing is named, a collective
     is looked for in the first steps only.
     """
-    found = [*type(optimizer).__mro__, *optimizer.__dict__.values()]
-    for group in optimizer.param_groups:
+    found = [*type(stepper).__mro__, *getattr(stepper, "__dict__", {}).values()]
+    for group in getattr(stepper, "param_groups", ()):
         found += group.values()
     seen: set[int] = set()
     while found and len(seen) < _MOST_VALUES:

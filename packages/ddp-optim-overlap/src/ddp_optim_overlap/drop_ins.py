@@ -2,6 +2,7 @@
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -10,11 +11,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CommHook
+from ddp_optim_overlap.communication import CollectiveWatch
+from ddp_optim_overlap.contents import content_of
 from ddp_optim_overlap.engine import Engine, Stepper
 from ddp_optim_overlap.fitness import require_plain_step
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
+from ddp_optim_overlap.part_checks import is_torchs_own, refuse_kept_gradients
 from ddp_optim_overlap.partial_steps import parameters_of
 from ddp_optim_overlap.tried import Tried
 from dist_utils.torch_compat import GradBucket
@@ -85,12 +89,19 @@ class _StepFunctions(Stepper):
         self._functional = functional
         self._only = only
         self._stepped: list[torch.Tensor] = []
+        self._watch = None if is_torchs_own(functional) else CollectiveWatch(functional)
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
             if self._only is None or parameter in self._only:
-                self._functional.step_param(parameter, parameter.grad)
+                with contextlib.nullcontext() if self._watch is None else self._watch.around(parameter):
+                    self._functional.step_param(parameter, parameter.grad)
                 self._stepped.append(parameter)
+        if self._watch is not None:
+            tensors: list[torch.Tensor] = []
+            content_of(getattr(self._functional, "__dict__", None), tensors)
+            refuse_kept_gradients(type(self._functional).__name__, tensors, gradients)
 
     def finish(self, engine: Engine) -> None:
         engine.gradients.used(self._stepped)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms.join import Joinable
 
-from ddp_optim_overlap.communication import refuse_collective
+from ddp_optim_overlap.communication import refusing_collectives
 from ddp_optim_overlap.contents import changes, contents_of
 from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
@@ -26,7 +26,7 @@ from ddp_optim_overlap.trial import (
     random_numbers_restored,
     shared_state,
 )
-from dist_utils.torch_compat import FUSED_CHECK, OperatorWatch, compiling_refused
+from dist_utils.torch_compat import FUSED_CHECK, compiling_refused
 
 __all__ = [
     "Findings",
@@ -170,7 +170,7 @@ def _trials(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]])
 def _tried(trial: Trial) -> Findings | str:
     """Return what was found, or why the optimizer cannot be stepped by buckets."""
     name = type(trial.optimizer).__name__
-    with trial.entered(), compiling_refused(), OperatorWatch(partial(refuse_collective, name)):
+    with trial.entered(), compiling_refused(), refusing_collectives(name):
         together, apart, backwards = (trial.run() for _ in range(3))
         before = {parameter: value.clone() for parameter, value in together.values.items()}
         contents = contents_of(together.optimizer, [])

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
 
-from ddp_optim_overlap.communication import may_communicate, refuse_collective
+from ddp_optim_overlap.communication import CollectiveWatch
 from ddp_optim_overlap.contents import changes, content_of, contents_of
 from ddp_optim_overlap.errors import UnsupportedOptimizerError
 from ddp_optim_overlap.partial_steps import parameters_of
-from dist_utils.torch_compat import OperatorWatch
 
 __all__ = ["PartChecks", "is_torchs_own", "refuse_kept_gradients"]
 
-_WATCHED_STEPS = 3
-"""Of every part, for collectives, where the optimizer's code names none."""
 
-
-def is_torchs_own(optimizer: torch.optim.Optimizer) -> bool:
+def is_torchs_own(optimizer: object) -> bool:
     """Whether the class is one of torch's, which keep to what the trial has seen."""
-    return type(optimizer).__module__.startswith("torch.optim.")
+    return type(optimizer).__module__.startswith(("torch.optim.", "torch.distributed.optim.functional_"))
 
 
 class PartChecks:
@@ -41,10 +35,8 @@ class PartChecks:
         self, optimizer: torch.optim.Optimizer, written: Collection[tuple[str, Any]] | None = None
     ) -> None:
         self.written = written
-        self._none = is_torchs_own(optimizer)
         self._name = type(optimizer).__name__
-        self._always_watched = not self._none and may_communicate(optimizer)
-        self._steps: Counter[int] = Counter()
+        self._watch = None if is_torchs_own(optimizer) else CollectiveWatch(optimizer)
 
     def around(self, part: torch.optim.Optimizer) -> AbstractContextManager[object]:
         """Return what to be in while ``part`` steps.
@@ -54,16 +46,14 @@ class PartChecks:
                 with the part, or it has kept a gradient, whose memory the next backward pass writes. Before
                 a collective runs.
         """
-        return contextlib.nullcontext() if self._none else self._checked(part)
+        return contextlib.nullcontext() if self._watch is None else self._checked(part, self._watch)
 
     @contextlib.contextmanager
-    def _checked(self, part: torch.optim.Optimizer) -> Iterator[None]:
+    def _checked(self, part: torch.optim.Optimizer, watch: CollectiveWatch) -> Iterator[None]:
         parameters = parameters_of(part)
         gradients = [one.grad for one in parameters if one.grad is not None]
         before = contents_of(part, [])
-        self._steps[id(parameters[0])] += 1
-        watched = self._always_watched or self._steps[id(parameters[0])] <= _WATCHED_STEPS
-        with OperatorWatch(partial(refuse_collective, self._name)) if watched else contextlib.nullcontext():
+        with watch.around(parameters[0]):
             yield
         tensors: list[torch.Tensor] = []
         changed = changes(before, contents_of(part, tensors))
