@@ -56,8 +56,8 @@ def _calls_of_step(seen):
     handle.wait()
     seen["step() once more"] = same(*states)
     _backward_after_zero(ddp, optimizer)
-    with pytest.raises(ConfigError, match="closure"):
-        optimizer.step(lambda: 0.0)
+    before = snapshot(ddp)
+    seen["a closure that does nothing"] = optimizer.step(lambda: 0.5) == 0.5 and same(before, snapshot(ddp))
 
 
 def _after_reduce_runs_hooks_once(seen):
@@ -270,7 +270,34 @@ def _removed_before_step(seen):
     seen["removed before step()"] = both(run)
 
 
+def _subnormal_numbers(seen):
+    """What the loop's thread does with subnormal numbers, from whatever step on, the worker does."""
+
+    def run(*, overlapped):
+        ddp = make_ddp()
+        with torch.no_grad():
+            for parameter in ddp.parameters():
+                parameter.mul_(1e-38)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.1)
+        if overlapped:
+            overlap_optimizer(ddp, optimizer)
+        kept = []
+        for number, x in enumerate(batches(6)):
+            torch.set_flush_denormal(number in (2, 3))
+            optimizer.zero_grad()
+            (ddp(x) * 1e-30).square().sum().backward()
+            optimizer.step()
+            torch.set_flush_denormal(False)
+            kept.append(snapshot(ddp))
+        subnormal = any(bool(((p != 0) & (p.abs() < 1e-38)).any()) for p in kept[1])
+        return kept, subnormal
+
+    assert run(overlapped=False)[1]
+    seen["flushed"] = both(run)
+
+
 PARTS = named(
+    _subnormal_numbers,
     _calls_of_step,
     _after_reduce_runs_hooks_once,
     _pause_and_remove,

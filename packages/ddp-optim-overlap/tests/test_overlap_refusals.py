@@ -19,6 +19,7 @@ from ddp_optim_overlap import (
     OverlapMode,
     UnsupportedGradientError,
     UnsupportedOptimizerError,
+    apply_optimizer_in_backward,
     overlap_optimizer,
 )
 from dist_utils.testing import run_ranks
@@ -161,6 +162,25 @@ def _compiled(ddp):
     return optimizer
 
 
+class CompiledClass(torch.optim.SGD):
+    step = torch.compile(torch.optim.SGD.step, backend="eager")
+
+
+class CompiledInside(torch.optim.SGD):
+    """Lets a compiled function do the work, which torch would compile for one shape after the other."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                _compiled_update(parameter, parameter.grad)
+
+
+@torch.compile(backend="eager")
+def _compiled_update(parameter, gradient):
+    parameter.sub_(gradient)
+
+
 def _clips_one_group(ddp):
     parameters = list(ddp.parameters())
     groups = [{"params": parameters[2:]}, {"params": parameters[:2], "limit": 0.01}]  # not in the smallest
@@ -210,7 +230,7 @@ REFUSED = {
         lambda ddp: CountsCalls(ddp.parameters(), lr=0.1),
         {},
         UnsupportedOptimizerError,
-        "'calls'",
+        "option 'calls'",
     ),
     "own counter": (
         lambda ddp: CountsInside(ddp.parameters(), lr=0.1),
@@ -254,6 +274,18 @@ REFUSED = {
     ),
     "couples in one group": (_clips_one_group, {}, UnsupportedOptimizerError, "AFTER_REDUCE"),
     "compiled step": (_compiled, {}, UnsupportedOptimizerError, "is compiled"),
+    "compiled class": (
+        lambda ddp: CompiledClass(ddp.parameters()),
+        {},
+        UnsupportedOptimizerError,
+        "is compiled",
+    ),
+    "compiled inside": (
+        lambda ddp: CompiledInside(ddp.parameters()),
+        {},
+        UnsupportedOptimizerError,
+        "calls a compiled function",
+    ),
     "compiled step, after the reduction": (
         _compiled,
         {"mode": OverlapMode.AFTER_REDUCE},
@@ -351,6 +383,7 @@ def _refusals(rank):
     hooked.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ConfigError, match="allreduce_hook"):
         overlap_optimizer(hooked, _sgd(hooked))
+    _refuses_behind_a_built_in_hook()
     with pytest.raises(TypeError, match="Net"):
         overlap_optimizer(Net(), _sgd(hooked))
     ignoring = Net()
@@ -360,6 +393,29 @@ def _refusals(rank):
         overlap_optimizer(ddp, _sgd(ddp))
     _refuses_ddp_options()
     return seen
+
+
+def _refuses_behind_a_built_in_hook():
+    """Nothing of the overlap is left in a model that takes no other hook: it trains on."""
+    ddp = make_ddp()
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    optimizer = _sgd(ddp)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="built-in"):
+            overlap_optimizer(ddp, optimizer)
+    assert "step" not in optimizer.__dict__
+    assert not any(parameter._backward_hooks for parameter in ddp.parameters())
+    before = [p.detach().clone() for p in ddp.parameters()]
+    ddp(batches(1)[0]).square().sum().backward()
+    assert same(before, [p.detach() for p in ddp.parameters()])
+    optimizer.step()
+    assert not same(before, [p.detach() for p in ddp.parameters()])
+    in_backward = make_ddp()
+    in_backward._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    apply_optimizer_in_backward(torch.optim.SGD, in_backward.parameters(), {"lr": 0.1})
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="built-in"):
+            in_backward(batches(1)[0])
 
 
 def _refuses_ddp_options():

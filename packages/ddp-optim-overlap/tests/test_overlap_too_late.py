@@ -23,8 +23,11 @@ from overlap_runs import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import (
+    ByValue,
     ConfigError,
     DoubleBackwardError,
+    GlobalNorm,
+    OverlapMode,
     StepError,
     overlap_optimizer,
 )
@@ -141,6 +144,100 @@ def _too_late(seen):
         )
 
 
+class DecaysInPlace(torch.optim.SGD):
+    """Writes its weight decay into the gradients."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.add_(parameter)
+        return super().step(closure)
+
+
+def _looked_at(ddp, how):
+    """Do to gradients what changes no bit."""
+    gradients = [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
+    if how == "infinite":
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), float("inf"))
+    elif how == "large":
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
+        torch.nn.utils.clip_grad_value_(ddp.parameters(), 1e9)
+    elif how == "other tensors":
+        for parameter in ddp.parameters():
+            parameter.grad = None if parameter.grad is None else parameter.grad.clone()
+    else:
+        for gradient in gradients:
+            gradient.mul_(2).div_(2)
+
+
+def _no_bit_changed(seen):
+    """A limit that limits nothing, and whatever else leaves every bit, is no change."""
+    for how in ("infinite", "large", "other tensors", "there and back"):
+        for options in (
+            {},
+            {"gradient_as_bucket_view": True},
+            {"mode": OverlapMode.AFTER_REDUCE},
+            {"mode": OverlapMode.AFTER_REDUCE, "gradient_as_bucket_view": True},
+            {"mode": OverlapMode.AFTER_REDUCE, "clip": GlobalNorm(0.1)},
+            {"find_unused_parameters": True},
+            {"clip": ByValue(0.1)},
+        ):
+            own = {name: options[name] for name in ("mode", "clip") if name in options}
+
+            def run(*, overlapped, how=how, options=options, own=own):
+                ddp = make_ddp(**{name: one for name, one in options.items() if name not in own})
+                optimizer = adamw(ddp)
+                if overlapped:
+                    overlap_optimizer(ddp, optimizer, **own)
+                for number, x in enumerate(batches(4)):
+                    optimizer.zero_grad()
+                    ddp.module.skipped = (1,) if options.get("find_unused_parameters") and number == 2 else ()
+                    backward(ddp, x)
+                    if not overlapped and "clip" in own:
+                        own["clip"].clip(list(ddp.parameters()))
+                    if number:
+                        _looked_at(ddp, how)
+                    optimizer.step()
+                return snapshot(ddp), optimizer.state_dict()
+
+            seen[how, str(options)] = both(run)
+
+
+def _one_value_changed(seen):
+    """One bit of one gradient in one bucket is a change, and so are values that only change places."""
+    for view in (False, True):
+        for mode in OverlapMode:
+            for how in ("one value", "swapped"):
+                ddp = make_ddp(gradient_as_bucket_view=view)
+                optimizer = adamw(ddp)
+                overlap_optimizer(ddp, optimizer, mode=mode)
+                first, second = batches(2)
+                backward(ddp, first)
+                optimizer.step()
+                optimizer.zero_grad()
+                backward(ddp, second)
+                gradient = ddp.module.layers[2].weight.grad
+                before = snapshot(ddp)
+                if how == "one value":
+                    gradient[7, 7] = gradient[7, 7].nextafter(torch.tensor(9.0))
+                else:
+                    gradient.copy_(gradient.flip(0).clone())
+                with pytest.raises(ConfigError, match="gradients were changed"):
+                    optimizer.step()
+                seen[view, mode.name, how] = same(before, snapshot(ddp))
+    # Where the step itself writes gradients, a limit was meant for what was there before.
+    ddp = make_ddp()
+    optimizer = DecaysInPlace(ddp.parameters(), lr=0.1)
+    overlap_optimizer(ddp, optimizer)
+    backward(ddp, batches(1)[0])
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), float("inf"))
+    with pytest.raises(ConfigError, match="gradients were changed"):
+        optimizer.step()
+    seen["written by the step"] = True
+
+
 def _late_pre_hook(seen):
     ddp = make_ddp()
     optimizer = adamw(ddp)
@@ -212,6 +309,8 @@ PARTS = named(
     _changed_gradients,
     _used_up_gradients,
     _too_late,
+    _no_bit_changed,
+    _one_value_changed,
     _late_pre_hook,
     _incomplete_backward,
     _foreign_parameters,

@@ -97,8 +97,10 @@ def _fills_its_memory(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def lent(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
-    """Let ``parameter.grad`` be these gradients for a while.
+def lent(
+    parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> Iterator[list[torch.Tensor | None]]:
+    """Let ``parameter.grad`` be these gradients for a while; gives those that the parameters have themselves.
 
     Optimizers read ``.grad``, and DDP copies the averages there only when the backward pass ends.
     """
@@ -106,7 +108,7 @@ def lent(parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | 
     try:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        yield
+        yield own
     finally:
         for parameter, mine in zip(parameters, own, strict=True):
             parameter.grad = mine

@@ -2,6 +2,7 @@
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -10,12 +11,16 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CommHook
+from ddp_optim_overlap.communication import CollectiveWatch
+from ddp_optim_overlap.contents import content_of
 from ddp_optim_overlap.engine import Engine, Stepper
-from ddp_optim_overlap.fitness import require_plain_step, require_step_per_parameter
+from ddp_optim_overlap.fitness import require_plain_step
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
+from ddp_optim_overlap.part_checks import is_torchs_own, refuse_kept_gradients
 from ddp_optim_overlap.partial_steps import parameters_of
+from ddp_optim_overlap.tried import Tried
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["FunctionalOptimizer", "OptimizerHookState", "hook_then_optimizer", "register_fused_optim"]
@@ -61,11 +66,12 @@ class OptimizerHookState:
             own = parameters_of(functional_optim)
             # Which parameters of another optimizer have sparse gradients is not known without the model.
             sparse = own if type(functional_optim) is torch.optim.SparseAdam else ()
-            require_step_per_parameter(functional_optim, sparse)
+            tried = [Tried(functional_optim, sparse)]
             calls = OverlappedOptimizers(
-                [functional_optim], model=own, whole=False, only=self.params_to_optimize
+                [functional_optim], tried, model=own, whole=False, only=self.params_to_optimize
             )
             calls.refuse_pre_hooks()
+            calls.replace_steps()
             self.stepper: OverlappedOptimizers | _StepFunctions = calls
         elif callable(getattr(functional_optim, "step_param", None)):
             self.stepper = _StepFunctions(functional_optim, self.params_to_optimize)
@@ -83,12 +89,19 @@ class _StepFunctions(Stepper):
         self._functional = functional
         self._only = only
         self._stepped: list[torch.Tensor] = []
+        self._watch = None if is_torchs_own(functional) else CollectiveWatch(functional)
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
             if self._only is None or parameter in self._only:
-                self._functional.step_param(parameter, parameter.grad)
+                with contextlib.nullcontext() if self._watch is None else self._watch.around(parameter):
+                    self._functional.step_param(parameter, parameter.grad)
                 self._stepped.append(parameter)
+        if self._watch is not None:
+            tensors: list[torch.Tensor] = []
+            content_of(getattr(self._functional, "__dict__", None), tensors)
+            refuse_kept_gradients(type(self._functional).__name__, tensors, gradients)
 
     def finish(self, engine: Engine) -> None:
         engine.gradients.used(self._stepped)

@@ -11,22 +11,33 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from ddp_compress_hooks.compiled import is_pair
 from ddp_optim_overlap.backward_pass import BackwardPass, CancelUnlessCalled
 from ddp_optim_overlap.bucket_gradients import BucketGradients, average_of, lent
+from ddp_optim_overlap.bucket_jobs import (
+    as_outside_of_backward,
+    failed,
+    meet_peers,
+    not_averaged,
+    raise_error,
+    text_of,
+    used_anywhere,
+    wait_for_all,
+)
 from ddp_optim_overlap.errors import (
     CommunicationError,
     ConfigError,
     OverlapError,
     StepError,
+    UnsupportedOptimizerError,
 )
+from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.gradient_watch import GradientWatch
 from ddp_optim_overlap.report import StepReport
 from ddp_optim_overlap.weight_reuse import WeightWatch
 from dist_utils import OrderedWorker
-from dist_utils.torch_compat import GradBucket, after_backward, inside_backward, is_accelerator
+from dist_utils.torch_compat import GradBucket, after_backward, inside_backward
 
 __all__ = ["Engine", "Stepper"]
 
@@ -39,9 +50,11 @@ class Stepper:
             into ``.grad``; else for every bucket.
         norm: The norm that :meth:`step` has computed on the way.
         begun: If ``whole``, the steps of how many optimizers have begun, in their order.
+        changes_gradients: If ``whole``, whether :meth:`step` scales gradients before it uses them.
     """
 
     whole = False
+    changes_gradients = False
     norm: torch.Tensor | None = None
     begun = 1
 
@@ -82,6 +95,7 @@ class Engine:
         check: bool = False,
     ) -> None:
         self.gradients = GradientWatch(parameters)
+        self.contents = GradientContents()
         self.paused = False
         self.averaged: set[torch.Tensor] = set()
         """Whose gradients have been in a bucket."""
@@ -97,8 +111,10 @@ class Engine:
         self._error: OverlapError | None = None
         self._refused: OverlapError | None = None
         self._averages: list[torch.futures.Future[torch.Tensor]] = []
+        self._buckets: list[tuple[BucketGradients, bool]] = []
         self._last_job: torch.futures.Future[torch.Tensor] | None = None
         self._agreement: torch.futures.Future[None] | None = None
+        self._stepped_before_closure = False
 
     @property
     def removed(self) -> bool:
@@ -117,14 +133,14 @@ class Engine:
         except OverlapError as error:
             # Raised here, it would leave DDP in the middle of a pass, and the model of no use any more.
             self._refused = error
-            return _failed(error)
+            return failed(error)
 
     def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
             self._refused = None
             self._begin()
         if self._refused is not None:  # the ranks' collectives would not match any more
-            return _failed(self._refused)
+            return failed(self._refused)
         current, last = self._pass, bucket.is_last()
         if current is None or self._worker is None:
             self.gradients.averaged_anew(bucket.parameters())
@@ -142,6 +158,7 @@ class Engine:
         if self._stepper.whole:
             done = reduced.then(partial(self._written, current, bucket.index(), gradients))
             self._averages.append(done)
+            self._buckets.append((gradients, all(used)))
         else:
             job = partial(self._step_bucket, current, bucket.index(), gradients, used, reduced)
             done = self._last_job = self._worker.submit(job, device=gradients.buffer.device)
@@ -180,6 +197,15 @@ class Engine:
                 self._pass.report(),
             )
 
+    @contextlib.contextmanager
+    def refusing_passes(self) -> Iterator[None]:
+        """While a closure runs whose step the last backward pass has done: another one would step twice."""
+        self._stepped_before_closure = True
+        try:
+            yield
+        finally:
+            self._stepped_before_closure = False
+
     def remove(self) -> None:
         """From now on only average."""
         if not self.gradients.step_stands:  # else step() is still to come, unless a gradient comes first
@@ -202,7 +228,7 @@ class Engine:
 
     def _begin(self) -> None:
         self._pass = None
-        self._averages = []
+        self._averages, self._buckets = [], []
         if self._worker is None:
             return
         self.raise_error()
@@ -211,7 +237,13 @@ class Engine:
         # Under join() a rank without data calls its hook outside of any backward pass: it takes part
         # in the communication, and does not step, as it does not in the ordinary loop.
         steps = inside_backward()
+        if steps and self._stepped_before_closure:
+            raise ConfigError(
+                "backward() has stepped before step(closure), and the closure's backward() would step again: "
+                "let the closure call the only backward(), or call handle.pause() around the other one"
+            )
         if steps:
+            self.contents.clear()
             self._stepper.begin(self)
             if self._watch is not None:
                 self._watch.begin()
@@ -225,7 +257,7 @@ class Engine:
             after_backward(partial(self._finish, current, device))
         averages, self._averages = self._averages, []
         if averages and self._worker is not None and device.type == "cpu":
-            self._worker.submit(partial(_wait_for_all, averages))  # its error ends the group: peers notice
+            self._worker.submit(partial(wait_for_all, averages))  # its error ends the group: peers notice
         if not (current.steps and self._stepper.whole):
             self._meet_peers(current, device)
 
@@ -234,6 +266,7 @@ class Engine:
             self._watch.end()
         if self._stepper.whole:
             self._step_whole(current, device)
+            self._keep_contents()
             self._meet_peers(current, device)
         current.norm = self._stepper.norm
         self._report = current.report()
@@ -243,14 +276,14 @@ class Engine:
 
     def _meet_peers(self, current: BackwardPass, device: torch.device) -> None:
         if self._worker is not None and device.type == "cpu":
-            self._agreement = self._worker.submit(partial(_meet_peers, current))
+            self._agreement = self._worker.submit(partial(meet_peers, current))
 
     def _communicate(self, bucket: GradBucket, current: BackwardPass) -> torch.futures.Future[Any]:
         try:
             return self._comm_hook(self._comm_state, bucket)
         except Exception as error:
             current.cancel()
-            text = f"the communication hook failed for bucket {bucket.index()}: {_text(error)}"
+            text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
             raise self._first_of(CommunicationError(text, current.report())) from error
 
     def _written(
@@ -264,7 +297,7 @@ class Engine:
         try:
             gradients.write(reduced.value())
         except Exception as error:
-            raise self._first_of(_not_averaged(index, error, current)) from error
+            raise self._first_of(not_averaged(index, error, current)) from error
         return gradients.buffer
 
     def _step_bucket(
@@ -279,10 +312,10 @@ class Engine:
         """Wait for the average and step with it; on the worker or, on an accelerator, on its stream."""
         try:
             if self._unused_possible:
-                used = _used_anywhere(used, group, gradients.buffer.device)
+                used = used_anywhere(used, group, gradients.buffer.device)
             gradients.write(current.await_bucket(reduced))
         except Exception as error:
-            raise _not_averaged(index, error, current) from error
+            raise not_averaged(index, error, current) from error
         if current.steps:
             with current.stepping:
                 if not current.cancelled:
@@ -300,11 +333,13 @@ class Engine:
         ]
         began = time.perf_counter()
         try:
-            with _as_outside_of_backward(device), lent(parameters, averaged):
+            with as_outside_of_backward(device), lent(parameters, averaged) as own:
                 self._stepper.step(parameters)
+                self.contents.keep(parameters, averaged, own, gradients.buffer)
         except Exception as error:
             current.partial = (index,)
-            raise StepError(f"the step of bucket {index} failed: {_text(error)}", current.report()) from error
+            kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
+            raise kind(f"the step of bucket {index} failed: {text_of(error)}", current.report()) from error
         current.count_step([index], time.perf_counter() - began, on_host=device.type == "cpu")
         if self._watch is not None:
             self._watch.stepped(parameters)
@@ -313,19 +348,29 @@ class Engine:
         """Step everything when ``backward()`` has nothing else left to do."""
         began = time.perf_counter()
         try:
-            with _as_outside_of_backward(device):
+            with as_outside_of_backward(device):
                 self._stepper.step(())
         except Exception as error:
             begun = self._stepper.begun
             current.partial = tuple(range(current.buckets if begun else 0))
             current.optimizers = tuple(range(begun - 1))
-            failure = self._first_of(StepError(f"the step failed: {_text(error)}", current.report()))
+            failure = self._first_of(StepError(f"the step failed: {text_of(error)}", current.report()))
             # On an accelerator the peers do not wait, and a job would make this rank alone make a group.
             if self._worker is not None and device.type == "cpu":
-                self._worker.submit(partial(_raise, failure))  # which tells the peers
+                self._worker.submit(partial(raise_error, failure))  # which tells the peers
             raise failure from error
         if self._stepper.begun:  # a scaler that has found an infinity skips the step
             current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
+
+    def _keep_contents(self) -> None:
+        """Keep what gradients are after a step of all: what the buckets have, unless it was changed since."""
+        for gradients, used in self._buckets:
+            own = [parameter.grad for parameter in gradients.parameters]
+            if used and not self._stepper.changes_gradients:
+                self.contents.keep(gradients.parameters, gradients.views, own, gradients.buffer)
+            else:
+                self.contents.keep_own(gradients.parameters)
+        self._buckets = []
 
     def _first_of(self, error: OverlapError) -> OverlapError:
         """Return this error if it is the first; it is kept then."""
@@ -340,56 +385,3 @@ class Engine:
             self._error.__cause__ = error
             return self._error
         return error
-
-
-@contextlib.contextmanager
-def _as_outside_of_backward(device: torch.device) -> Iterator[None]:
-    """Be where a loop calls ``step()``: not under autocast, for one, though ``backward()`` may be."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), record_function("overlapped step"):
-        yield
-
-
-def _not_averaged(index: int, error: Exception, current: BackwardPass) -> CommunicationError:
-    return CommunicationError(f"bucket {index} was not averaged: {_text(error)}", current.report())
-
-
-def _wait_for_all(averages: list[torch.futures.Future[torch.Tensor]], _: dist.ProcessGroup) -> None:
-    for average in averages:
-        average.wait()
-
-
-def _raise(error: OverlapError, _: object) -> Any:
-    raise error
-
-
-def _failed(error: OverlapError) -> torch.futures.Future[torch.Tensor]:
-    begun: torch.futures.Future[None] = torch.futures.Future()
-    failed: torch.futures.Future[torch.Tensor] = begun.then(partial(_raise, error))
-    begun.set_result(None)  # only an error that is raised in a callback is one for those who wait in C++
-    return failed
-
-
-def _meet_peers(current: BackwardPass, group: dist.ProcessGroup) -> None:
-    """Return when every rank has stepped. A rank whose step failed has ended this group instead."""
-    if group.size() == 1:
-        return
-    try:
-        dist.all_reduce(torch.zeros(1), group=group)
-    except Exception as error:
-        raise CommunicationError(
-            f"another rank failed in this step: {_text(error)}", current.report()
-        ) from error
-
-
-def _used_anywhere(used: list[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
-    """Return which parameters of a bucket got a gradient on some rank."""
-    pin = is_accelerator(device)  # a copy from other memory would wait for the device
-    anywhere = torch.tensor(used, dtype=torch.int32, pin_memory=pin).to(device, non_blocking=pin)
-    if group.size() > 1:
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
-    # Reading it waits for the device: only where the answer is open.
-    return used if all(used) else [bool(value) for value in anywhere.tolist()]
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ __all__ = ["equal"]
 
 
 def equal(one: Any, other: Any, above: frozenset[int] = frozenset()) -> bool:
-    """Compare to the bit. Objects without ``==`` are equal if their attributes are."""
+    """Compare to the bit. Objects without a usable ``==`` are equal if their attributes are."""
     if one is other or id(one) in above:  # within itself
         return True
     if type(one) is not type(other):
@@ -22,7 +23,7 @@ def equal(one: Any, other: Any, above: frozenset[int] = frozenset()) -> bool:
     above |= {id(one)}
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(equal(one[key], other[key], above) for key in one)
-    if isinstance(one, (list, tuple)):
+    if isinstance(one, (list, tuple, deque)):
         return len(one) == len(other) and all(
             equal(first, second, above) for first, second in zip(one, other, strict=True)
         )
@@ -30,13 +31,26 @@ def equal(one: Any, other: Any, above: frozenset[int] = frozenset()) -> bool:
         return math.isnan(other)
     if "__eq__" not in {name for kind in type(one).__mro__[:-1] for name in vars(kind)}:
         return equal(getattr(one, "__dict__", None), getattr(other, "__dict__", None), above)
+    try:
+        return _one_answer(one, other)
+    except Exception:  # noqa: BLE001 - as of a data class of tensors, whose == has no single answer
+        return hasattr(one, "__dict__") and equal(vars(one), vars(other), above)
+
+
+def _one_answer(one: Any, other: Any) -> bool:
     same = one == other
-    return bool(same.all() if hasattr(same, "all") else same)  # NumPy compares element by element
+    if hasattr(same, "all"):  # NumPy compares element by element, and NaN differs from itself
+        same = (same | ((one != one) & (other != other))).all()  # noqa: PLR0124
+    return bool(same)
 
 
 def _equal_tensors(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
         return False
+    if one.layout != other.layout:
+        return False
+    if one.layout != torch.strided:
+        one, other = one.to_dense(), other.to_dense()
     if one.is_meta or torch.equal(one, other):
         return True
     floating = one.is_floating_point() or one.is_complex()

@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import inspect
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Joinable
 
+from ddp_optim_overlap.communication import refusing_collectives
+from ddp_optim_overlap.contents import changes, contents_of
 from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
-from ddp_optim_overlap.partial_steps import PartialSteps, parameters_of, stand_in
-from dist_utils.torch_compat import FUSED_CHECK, OperatorWatch, tensor_version
+from ddp_optim_overlap.option_kinds import parameters_to_try
+from ddp_optim_overlap.partial_steps import PARAMETER_NAMES, has_one_per_parameter
+from ddp_optim_overlap.trial import (
+    Run,
+    Trial,
+    longest_side,
+    own_attributes,
+    random_numbers_restored,
+    shared_state,
+)
+from dist_utils.torch_compat import FUSED_CHECK, compiling_refused
 
-__all__ = ["require_plain_step", "require_sparse_support", "require_step_per_parameter"]
+__all__ = [
+    "Findings",
+    "require_plain_step",
+    "require_sparse_support",
+    "require_step_per_parameter",
+    "require_unused_loss",
+]
 
-_SCALES = (100.0, 1.0, 1e-3)
-"""Of the gradients in the trial's steps: some above and some below whatever limit an optimizer may have."""
-_TRIAL_VALUES = 2**20
-"""Of all parameters in the trial together: four copies are made of them and of their state."""
-_LEAST_RATE = 0.01
-"""A warm-up may begin with a learning rate of zero, under which nothing would show."""
-_OF_EVERY_OPTIMIZER = frozenset(torch.optim.Optimizer([torch.zeros(1)], {}).__dict__) - {"defaults"}
-"""Attributes that say nothing about the step: hooks, mostly; groups and state are copied apart."""
+_SCALES = tuple(10.0**power for power in (-15, -10, -6, -3, -1, 0, 1, 2, 4, 7, 11, 15))
+"""Of the gradients in the trial's steps, growing, or the small ones would be lost in momentum: some above and
+some below whatever limit an optimizer may have."""
+_OTHER_SCALE = 1e-5
+"""Of every other gradient in the same step: or a limit between two scales would be above both, or below."""
+_LARGEST_HALF = 1e3
+"""Of the scales, for gradients in float16."""
+_MOST_UNKNOWN_OPTIONS = 3
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the trial of an optimizer that steps per parameter has shown.
+
+    Attributes:
+        parallel: The names of the options that have one value for each parameter, and are cut with them.
+        written: Kinds and names of what its steps change in place, the same in whatever order they come.
+    """
+
+    parallel: frozenset[str]
+    written: frozenset[tuple[str, Any]]
 
 
 def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
@@ -53,7 +82,7 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
             "parameters whenever some are stepped: use the ordinary loop"
         )
     on_instance = optimizer.__dict__.get("step")
-    if _is_compiled(on_instance):
+    if _is_compiled(on_instance) or _is_compiled(type(optimizer).step):
         raise UnsupportedOptimizerError(
             f"step of this {name} is compiled: what is stepped by buckets is not, and has other bits"
         )
@@ -63,79 +92,155 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def require_step_per_parameter(optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]) -> None:
+def require_step_per_parameter(
+    optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]
+) -> Findings:
     """Raise unless stepping parameters apart gives the bits of stepping them together.
 
-    Tried on copies of two small parameters of each group, with the optimizer's own options and state. What
-    couples parameters (a norm over all of them, a counter of calls, random numbers) shows there.
+    Tried with small values, and gradients of many scales, for some parameters of every kind, with the
+    optimizer's own options and state. What couples parameters (a norm over all of them, a counter of calls,
+    random numbers) shows there.
 
     Args:
         optimizer: Left as it is.
         sparse: Parameters with sparse gradients, which take no part.
 
+    Returns:
+        What a step by buckets has to know.
+
     Raises:
         UnsupportedOptimizerError: The results, the states, the options or the attributes differ, the step
             fails, or it steps something else than the parameters in the groups.
+
+    Cost:
+        A few thousand values, whatever the sizes of the parameters are; a dozen steps of each of three
+        copies.
+    """
+    chosen = parameters_to_try(optimizer, sparse)
+    if not chosen:
+        return Findings(frozenset({PARAMETER_NAMES}), frozenset())
+    reasons: dict[str, Exception | None] = {}
+    for trial in _trials(optimizer, chosen):
+        try:
+            found = _tried(trial)
+        except UnsupportedOptimizerError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever a step raises
+            reasons[_failed_step(optimizer, error)] = error
+            continue
+        if isinstance(found, Findings):
+            return found
+        reasons[found] = None
+    # A step that fails may be due to how the trial has cut an option or a state; a difference is not.
+    reason, cause = min(reasons.items(), key=lambda found: found[1] is not None)
+    raise UnsupportedOptimizerError(reason) from cause
+
+
+def _trials(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]]) -> Iterator[Trial]:
+    """Yield what may be right: options cut with the parameters or not, and shortened states or none."""
+    groups = optimizer.param_groups
+    unknown = sorted(
+        {
+            name
+            for group in groups
+            for name in group
+            if name not in ("params", PARAMETER_NAMES)
+            and len(group["params"]) > 1
+            and has_one_per_parameter(group, name)
+        }
+    )
+    if len(unknown) > _MOST_UNKNOWN_OPTIONS:
+        raise UnsupportedOptimizerError(
+            f"{type(optimizer).__name__} has {len(unknown)} options with as many values as parameters "
+            f"({', '.join(unknown)}): which of them belong to the parameters cannot be told. Use "
+            "OverlapMode.AFTER_REDUCE"
+        )
+    parameters = [groups[number]["params"][position] for number, position in chosen]
+    longest = longest_side(parameters)
+    shortened = any(side > longest for parameter in parameters for side in parameter.shape)
+    has_state = shortened and any(optimizer.state.get(parameter) for parameter in parameters)
+    for count in range(len(unknown), -1, -1):
+        for parallel in itertools.combinations(unknown, count):
+            for with_state in (True, False) if has_state else (True,):
+                yield Trial(
+                    optimizer, chosen, {PARAMETER_NAMES, *parallel}, longest=longest, with_state=with_state
+                )
+
+
+def _tried(trial: Trial) -> Findings | str:
+    """Return what was found, or why the optimizer cannot be stepped by buckets."""
+    name = type(trial.optimizer).__name__
+    with trial.entered(), compiling_refused(), refusing_collectives(name):
+        together, apart, backwards = (trial.run() for _ in range(3))
+        before = {parameter: value.clone() for parameter, value in together.values.items()}
+        contents = contents_of(together.optimizer, [])
+        for step, scale in enumerate(_SCALES):
+            gradients = _gradients(together.values.values(), scale, seed=step)
+            with random_numbers_restored(trial.chosen, seed=step):
+                strangers = together.step(gradients)
+            for run, direction in ((apart, 1), (backwards, -1)):
+                with random_numbers_restored(trial.chosen, seed=step):
+                    strangers |= run.step_apart(gradients, direction)
+            if strangers:
+                return (
+                    f"the step of {name} writes parameters that are not in its groups: use the ordinary loop"
+                )
+            difference = _difference(together, apart) or _difference(together, backwards)
+            if difference:
+                return (
+                    f"{name} does not step per parameter: {difference} when parameters are stepped apart. "
+                    "Use OverlapMode.AFTER_REDUCE, which steps all at once"
+                )
+        if not any(together.optimizer.state.values()) and equal(before, together.values):
+            return f"the step of {name} does not move the parameters in its groups: use the ordinary loop"
+        written = changes(contents, contents_of(together.optimizer, []))
+    return Findings(frozenset(trial.parallel), frozenset(written))
+
+
+def require_unused_loss(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if ``step(closure)`` does something else than ``step()``, as where a loss scales the step.
+
+    Args:
+        optimizer: Steps per parameter. Left as it is.
+
+    Raises:
+        UnsupportedOptimizerError: It does; or calls the closure more than once.
     """
     name = type(optimizer).__name__
-    chosen = _smallest_of_groups(optimizer, sparse)
-    if not chosen:
-        return
-    versions = _versions(optimizer)
-    fresh, together, apart, backwards = (_trial(optimizer, chosen) for _ in range(4))
+    refused = (
+        f"the step of {name} depends on the closure, and buckets are stepped without it: call backward() and "
+        "step() without one, or use the ordinary loop"
+    )
+    chosen = parameters_to_try(optimizer, ())
+    parameters = [optimizer.param_groups[number]["params"][position] for number, position in chosen]
+    trial = Trial(optimizer, chosen, {PARAMETER_NAMES}, longest=longest_side(parameters), with_state=False)
+    losses = iter([torch.tensor(0.5, device="cpu"), torch.tensor(2.0, device="cpu")])
     try:
-        with OperatorWatch(partial(_refuse_collective, name)):
-            _try_steps(together, apart, backwards, generators=_generators(chosen))
-    except UnsupportedOptimizerError:
-        raise
+        with trial.entered(), compiling_refused():
+            without, with_loss = trial.run(), trial.run()
+            for step, closure in enumerate([partial(next, losses)] * 2):
+                gradients = _gradients(without.values.values(), 1.0, seed=step)
+                with random_numbers_restored(trial.chosen, seed=step):
+                    without.step(gradients)
+                with random_numbers_restored(trial.chosen, seed=step):
+                    with_loss.step(gradients, closure)
+            same = not _difference(without, with_loss)
     except Exception as error:
-        raise UnsupportedOptimizerError(
-            f"the step of {name} failed on copies of small parameters: {type(error).__name__}: {error}"
-        ) from error
-    if _versions(optimizer) != versions:
-        raise UnsupportedOptimizerError(
-            f"the step of {name} has changed parameters that are not in its groups: this trial has stepped "
-            "the model. Use the ordinary loop"
-        )
-    if not _tensors_differ(fresh, together):
-        raise UnsupportedOptimizerError(
-            f"the step of {name} does not move the parameters in its groups: use the ordinary loop"
-        )
-    difference = _difference(together, apart) or _difference(together, backwards)
-    if difference:
-        raise UnsupportedOptimizerError(
-            f"{name} does not step per parameter: {difference} when parameters are stepped apart. "
-            "Use OverlapMode.AFTER_REDUCE, which steps all at once"
-        )
+        raise UnsupportedOptimizerError(f"{refused} ({type(error).__name__}: {error})") from error
+    if not same or next(losses, None) is not None:
+        raise UnsupportedOptimizerError(refused)
 
 
-def _refuse_collective(optimizer: str, operator: str) -> None:
-    if operator.startswith(("c10d::", "_c10d_functional::")):
-        raise UnsupportedOptimizerError(
-            f"the step of {optimizer} communicates ({operator}), which would meet DDP's own collectives when "
-            "it is done by buckets. Use OverlapMode.AFTER_REDUCE, which steps when these are over"
+def _failed_step(optimizer: torch.optim.Optimizer, error: Exception) -> str:
+    if "fail_on_recompile" in str(error):
+        return (
+            f"the step of {type(optimizer).__name__} calls a compiled function ({error}): compiled for "
+            "parameters in another order it may have other bits. Use OverlapMode.AFTER_REDUCE"
         )
-
-
-def _try_steps(
-    together: torch.optim.Optimizer,
-    apart: torch.optim.Optimizer,
-    backwards: torch.optim.Optimizer,
-    generators: Sequence[torch.Generator],
-) -> None:
-    """Step the first as it is, the others one parameter at a time, in either direction."""
-    with _restored(generators):
-        for step, scale in enumerate(_SCALES):
-            for run in (together, apart, backwards):
-                _set_gradients(run, scale, seed=step)
-                for generator in generators:
-                    generator.manual_seed(step)  # for optimizers that add noise
-                if run is together:
-                    run.step()
-                    continue
-                parts = PartialSteps([run])
-                for parameter in parameters_of(run)[:: 1 if run is apart else -1]:
-                    parts.step([parameter])
+    return (
+        f"the step of {type(optimizer).__name__} failed on small copies of parameters: "
+        f"{type(error).__name__}: {error}"
+    )
 
 
 def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str) -> None:
@@ -143,22 +248,23 @@ def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Te
 
     Args:
         optimizer: Left as it is.
-        parameter: One of its own. Two rows of it are copied and stepped.
+        parameter: One of its own. It is stepped with small values.
         name: For the message.
 
     Raises:
         UnsupportedGradientError: It cannot.
     """
-    number = next(
-        number
+    place = next(
+        (number, position)
         for number, group in enumerate(optimizer.param_groups)
-        if any(parameter is other for other in group["params"])
+        for position, other in enumerate(group["params"])
+        if parameter is other
     )
-    run = _trial(optimizer, [(number, parameter)], rows=2)
-    (copied,) = parameters_of(run)
-    copied.grad = torch.ones_like(copied).to_sparse(1)
+    trial = Trial(optimizer, [place], {PARAMETER_NAMES}, longest=longest_side([parameter]))
     try:
-        run.step()
+        with trial.entered():
+            run = trial.run()
+            run.step([torch.ones_like(value).to_sparse(1) for value in run.values.values()])
     except Exception as error:
         raise UnsupportedGradientError(
             f"{type(optimizer).__name__} cannot step {name}, whose gradient is sparse: {error}. "
@@ -166,96 +272,10 @@ def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Te
         ) from error
 
 
-def _smallest_of_groups(
-    optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]
-) -> list[tuple[int, torch.Tensor]]:
-    """Return the smallest pair of each group, but no more than is cheap to copy, with the groups' numbers."""
-    sparse_ids = {id(parameter) for parameter in sparse}
-    pairs = []
-    for number, group in enumerate(optimizer.param_groups):
-        candidates = [
-            parameter
-            for parameter in group["params"]
-            if parameter.requires_grad and parameter.numel() and id(parameter) not in sparse_ids
-        ]
-        candidates.sort(key=torch.Tensor.numel)
-        # One that has never been stepped is in no list of an ordinary step with one that has.
-        stepped = [parameter for parameter in candidates if optimizer.state.get(parameter)]
-        fresh = [parameter for parameter in candidates if not optimizer.state.get(parameter)]
-        pairs.append([(number, one) for one in (stepped if len(stepped) > 1 else fresh or stepped)[:2]])
-    pairs.sort(key=lambda pair: sum(parameter.numel() for _, parameter in pair))
-    chosen: list[tuple[int, torch.Tensor]] = []
-    values = 0
-    for pair in filter(None, pairs):
-        values += sum(parameter.numel() for _, parameter in pair)
-        if values > _TRIAL_VALUES and chosen:
-            break
-        chosen += pair
-    return sorted(chosen, key=lambda pair: pair[0])
-
-
-def _trial(
-    optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, torch.Tensor]], rows: int | None = None
-) -> torch.optim.Optimizer:
-    """Return an optimizer as this one, with copies of some parameters and of all that may change."""
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    groups: dict[int, dict[str, Any]] = {}
-    # What else refers to a parameter must not lead back to the user's, nor copy a whole model.
-    memo: dict[int, Any] = {
-        id(parameter): torch.empty_like(parameter, device="meta") for parameter in parameters_of(optimizer)
-    }
-    for number, parameter in chosen:
-        copied = _rows(parameter.detach(), rows).clone().requires_grad_()
-        memo[id(parameter)] = copied
-        group = groups.setdefault(number, {"params": []})
-        group["params"].append(copied)
-        if parameter in optimizer.state:
-            state[copied] = {
-                key: _rows(value, rows).clone()
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-                else copy.deepcopy(value, memo)
-                for key, value in optimizer.state[parameter].items()
-            }
-    for owner, value in _shared_state(optimizer).items():
-        state[owner] = copy.deepcopy(value, memo)
-    for number, group in groups.items():
-        original = optimizer.param_groups[number]
-        group.update({key: copy.deepcopy(value, memo) for key, value in original.items() if key != "params"})
-        if isinstance(group.get("lr"), torch.Tensor):
-            group["lr"].clamp_(min=_LEAST_RATE)
-        elif isinstance(group.get("lr"), (int, float)):
-            group["lr"] = max(group["lr"], _LEAST_RATE)
-        memo[id(original)] = group
-    run = stand_in(optimizer, list(groups.values()))
-    run.state = state
-    memo |= {
-        id(optimizer): run,
-        id(optimizer.state): state,
-        id(optimizer.param_groups): run.param_groups,
-    }
-    for key, value in _own_attributes(run).items():
-        with contextlib.suppress(Exception):  # a lock, a process group: cannot be copied, and stays
-            run.__dict__[key] = copy.deepcopy(value, memo)
-    return run
-
-
-def _rows(tensor: torch.Tensor, count: int | None) -> torch.Tensor:
-    return tensor[:count] if tensor.dim() else tensor
-
-
-def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    return {key: value for key, value in optimizer.__dict__.items() if key not in _OF_EVERY_OPTIMIZER}
-
-
-def _shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
-    """Return the state that belongs to no parameter."""
-    state: Mapping[Any, Any] = optimizer.state
-    return {owner: value for owner, value in state.items() if not isinstance(owner, torch.Tensor)}
-
-
 def _is_compiled(step: Any) -> bool:
     while step is not None:
-        if hasattr(step, "_torchdynamo_orig_callable"):
+        # torch marks what must not be compiled, such as some steps of its own, in the same way.
+        if hasattr(step, "_torchdynamo_orig_callable") and not getattr(step, "_torchdynamo_disable", False):
             return True
         step = getattr(step, "__wrapped__", None)
     return False
@@ -269,60 +289,36 @@ def _has_optimizer(value: object) -> bool:
     return isinstance(value, torch.optim.Optimizer)
 
 
-def _versions(optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return how often each parameter and each tensor of the state was written."""
-    states = [state.values() for state in optimizer.state.values() if isinstance(state, dict)]
-    tensors = [*parameters_of(optimizer), *(value for values in states for value in values)]
-    return [
-        tensor_version(tensor)
-        for tensor in tensors
-        if isinstance(tensor, torch.Tensor) and not tensor.is_inference()
-    ]
+def _gradients(values: Iterable[torch.Tensor], scale: float, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    gradients = []
+    for place, value in enumerate(values):
+        dtype = torch.complex64 if value.is_complex() else torch.float32
+        gradient = torch.randn(value.shape, generator=generator, dtype=dtype, device="cpu")
+        gradient *= min(scale, _LARGEST_HALF) if value.dtype == torch.float16 else scale
+        if (place + seed) % 2:
+            gradient *= _OTHER_SCALE
+        # With the parameter's strides, on which the order of a sum depends.
+        gradients.append(torch.empty_like(value).copy_(gradient))
+    return gradients
 
 
-def _generators(chosen: Sequence[tuple[int, torch.Tensor]]) -> list[torch.Generator]:
-    devices = {parameter.device.index for _, parameter in chosen if parameter.device.type == "cuda"}
-    return [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
-
-
-@contextlib.contextmanager
-def _restored(generators: Sequence[torch.Generator]) -> Iterator[None]:
-    states = [generator.get_state() for generator in generators]
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-
-
-def _set_gradients(run: torch.optim.Optimizer, scale: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    for parameter in parameters_of(run):
-        dtype = torch.complex64 if parameter.is_complex() else torch.float32
-        values = torch.randn(parameter.shape, generator=generator, dtype=dtype) * scale
-        parameter.grad = torch.empty_like(parameter).copy_(values)
-
-
-def _tensors_differ(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> str:
-    for first, second in zip(parameters_of(one), parameters_of(other), strict=True):
-        if not equal(first.detach(), second.detach()):
-            return "other values come out"
-        if not equal(dict(one.state[first]), dict(other.state[second])):
-            return "its state differs"
-    return ""
-
-
-def _difference(together: torch.optim.Optimizer, apart: torch.optim.Optimizer) -> str:
-    if found := _tensors_differ(together, apart):
-        return found
-    if not equal(_shared_state(together), _shared_state(apart)):
-        return "its state, where it belongs to no parameter, differs"
-    for one_group, other_group in zip(together.param_groups, apart.param_groups, strict=True):
+def _difference(together: Run, apart: Run) -> str:
+    """Say what differs; first what may be the cause of the rest."""
+    one, other = together.optimizer, apart.optimizer
+    for one_group, other_group in zip(one.param_groups, other.param_groups, strict=True):
         for key in {*one_group, *other_group} - {"params"}:
             if not equal(one_group.get(key), other_group.get(key)):
-                return f"its option {key!r}, which it changes in every step, differs"
-    one_own, other_own = _own_attributes(together), _own_attributes(apart)
+                return f"its option {key!r}, which the step changes, differs"
+    one_own, other_own = own_attributes(one), own_attributes(other)
     for key in {*one_own, *other_own} - {FUSED_CHECK}:
         if not equal(one_own.get(key), other_own.get(key)):
-            return f"its attribute {key!r}, which it changes in every step, differs"
+            return f"its attribute {key!r}, which the step changes, differs"
+    if not equal(shared_state(one), shared_state(other)):
+        return "its state, where it belongs to no parameter, differs"
+    for parameter, value in together.values.items():
+        if not equal(value, apart.values[parameter]):
+            return "other values come out"
+        if not equal(dict(one.state[parameter]), dict(other.state[parameter])):
+            return "its state differs"
     return ""

@@ -18,8 +18,9 @@ from ddp_optim_overlap.engine import Engine, Stepper
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_plain_step
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
+from ddp_optim_overlap.part_checks import PartChecks
 from ddp_optim_overlap.refusals import require_ddp_options
-from dist_utils.torch_compat import GradBucket, comm_hooks
+from dist_utils.torch_compat import GradBucket, comm_hooks, register_comm_hook
 
 __all__ = ["apply_optim_in_backward_hook", "apply_optimizer_in_backward", "get_in_backward_optimizers"]
 
@@ -170,11 +171,18 @@ class _OwnOptimizers(Stepper):
 
     def __init__(self) -> None:
         self._stepped: list[torch.Tensor] = []
+        self._checks: weakref.WeakKeyDictionary[torch.optim.Optimizer, PartChecks] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
             for optimizer in (own := _optimizers_of(parameter)):
-                optimizer.step()
+                checks = self._checks.get(optimizer)
+                if checks is None:
+                    checks = self._checks[optimizer] = PartChecks(optimizer)
+                with checks.around(optimizer):
+                    optimizer.step()
             if own:
                 self._stepped.append(parameter)
 
@@ -205,7 +213,13 @@ def _claim(module: nn.Module, _: Any) -> None:
         return
     if not comm_hooks(module):
         hook = apply_optim_in_backward_hook(module.gradient_as_bucket_view)
-        module.register_comm_hook(weakref.ref(module), hook)
+        try:
+            register_comm_hook(module, weakref.ref(module), hook)
+        except RuntimeError as error:
+            raise ConfigError(
+                "parameters of this model have optimizers in backward, and the model one of DDP's built-in "
+                "communication hooks: use overlap_optimizer(..., comm_hook=) for both"
+            ) from error
     for hook, state in comm_hooks(module):
         lazy = next((lazy for own, lazy in _hooks.items() if own is hook), None)
         if lazy is None:

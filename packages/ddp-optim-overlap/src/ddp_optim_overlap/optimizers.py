@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
-from types import MethodType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,9 +13,13 @@ import torch
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.engine import Engine, Stepper
 from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.fitness import require_unused_loss
+from ddp_optim_overlap.part_checks import is_torchs_own
 from ddp_optim_overlap.partial_steps import PartialSteps
+from ddp_optim_overlap.replaced_step import ReplacedStep
 from ddp_optim_overlap.step_inputs import StepInputs
-from dist_utils.torch_compat import mark_stepped, step_pre_hooks
+from ddp_optim_overlap.tried import Tried
+from dist_utils.torch_compat import mark_stepped, step_pre_hooks, tensor_version
 
 __all__ = ["OverlappedOptimizers"]
 
@@ -25,10 +29,12 @@ class OverlappedOptimizers(Stepper):
 
     The first ``optimizer.step()`` after a backward pass that has stepped does not step. It checks that
     nobody has changed in vain what the step had read, raises errors with their type, and runs the
-    optimizer's step hooks, unless these have run in the pass. Any other call is an ordinary step.
+    optimizer's step hooks, unless these have run in the pass. A closure runs first; its backward pass may be
+    the one that steps. Any other call is an ordinary step.
 
     Args:
         optimizers: The user's.
+        tried: What is known of each, unless ``whole``.
         model: The parameters whose gradients count for clipping.
         whole: Step everything at once, by ``optimizer.step()`` itself.
         clip: Limits gradients before a step.
@@ -39,6 +45,7 @@ class OverlappedOptimizers(Stepper):
     def __init__(
         self,
         optimizers: Sequence[torch.optim.Optimizer],
+        tried: Sequence[Tried] = (),
         *,
         model: Sequence[torch.Tensor],
         whole: bool,
@@ -52,17 +59,30 @@ class OverlappedOptimizers(Stepper):
         self._clip = clip
         self._scaler = scaler
         self._only = only
-        self._partial = PartialSteps(optimizers)
+        self._tried = tried
+        self.changes_gradients = clip is not None or scaler is not None
+        self._partial = PartialSteps(
+            optimizers, [one.parallel for one in tried], [one.checks.around for one in tried]
+        )
         self._engine: Callable[[], Engine | None] = lambda: None
         self._stepping_now = False
+        self._reads_gradients_only = all(map(is_torchs_own, optimizers))
+        self._writes_gradients = False
         self.begun = 0
         self._stepped: dict[torch.optim.Optimizer, StepInputs] = {}
-        self._replaced: list[_ReplacedStep] = []
+        self._replaced: list[ReplacedStep] = []
+        self._loss_unused: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def attach(self, engine: Engine) -> None:
-        """Begin to take part in ``optimizer.step()``."""
+        """Be what this engine steps with."""
         self._engine = weakref.ref(engine)  # which has this: together they would be a cycle
-        self._replaced = [_ReplacedStep(optimizer, self._is_done) for optimizer in self._optimizers]
+        self.replace_steps()
+
+    def replace_steps(self) -> None:
+        """Begin to take part in ``optimizer.step()``; before an engine is made, for the sake of closures."""
+        self._replaced = [
+            ReplacedStep(optimizer, self._before_closure, self._is_done) for optimizer in self._optimizers
+        ]
 
     def remove(self) -> None:
         """Leave ``optimizer.step()`` as it was; one that is done already stays done."""
@@ -93,11 +113,18 @@ class OverlappedOptimizers(Stepper):
 
     def begin(self, engine: Engine) -> None:
         """A backward pass hands over its first bucket."""
+        self._renew_trials()
         self._partial.begin()
         self._refuse_foreign(engine)
         if self._clip is not None:
             self._clip.begin()
         self.refuse_pre_hooks()
+
+    def _renew_trials(self) -> None:
+        """Raise if an optimizer has got what it cannot step by buckets, before anything communicates."""
+        for place, tried in enumerate(self._tried):
+            tried.renew()
+            self._partial.parallel[place] = tried.parallel
 
     def _refuse_foreign(self, engine: Engine) -> None:
         """Raise if the optimizers have got parameters that DDP does not average."""
@@ -131,7 +158,15 @@ class OverlappedOptimizers(Stepper):
             return
         if self._clip is not None:
             self._clip.clip(parameters)
+        versions = self._gradient_versions(parameters)
         self._partial.step([one for one in parameters if self._only is None or one in self._only])
+        self._writes_gradients |= self._gradient_versions(parameters) != versions
+
+    def _gradient_versions(self, parameters: Sequence[torch.Tensor]) -> list[int]:
+        """Return how often the gradients were written, unless torch's own steps leave them as they are."""
+        if self._reads_gradients_only:
+            return []
+        return [tensor_version(one.grad) for one in parameters if one.grad is not None]
 
     def _step_whole(self) -> None:
         self._stepping_now = True
@@ -142,18 +177,50 @@ class OverlappedOptimizers(Stepper):
                     self._scaler.unscale_(optimizer)
             if self._clip is not None:
                 self._clip.clip(self._model)
+            versions = self._gradient_versions(self._model)
             for optimizer in self._optimizers:
                 if self._scaler is not None:
                     self._scaler.step(optimizer)  # calls optimizer.step(), or skips it
                 else:
                     optimizer.step()
+            self._writes_gradients |= self._gradient_versions(self._model) != versions
         finally:
             self._stepping_now = False
 
-    def _is_done(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether this call of ``optimizer.step()`` finds nothing left to do; raises what is wrong."""
+    def _before_closure(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object] | None:
+        """Return what to be in while a closure runs, which may step; none if the step itself is to run it."""
+        engine = self._engine()
+        if self._stepping_now or not self._replaced:
+            return None
+        if engine is None:  # it may be made while the closure runs
+            return contextlib.nullcontext()
+        has_stepped = self._has_stepped(engine, optimizer)
+        if engine.removed or engine.paused:
+            if has_stepped:
+                raise ConfigError("the parameters are stepped already: a closure would come too late")
+            return None
+        engine.raise_error()
+        engine.require_complete()
+        self._require_unused_loss(optimizer)
+        return _closure_running(engine, has_stepped=has_stepped)
+
+    def _require_unused_loss(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if a closure's loss would change the step, which is done without it by then."""
+        if self.whole or is_torchs_own(optimizer) or optimizer in self._loss_unused:
+            return
+        require_unused_loss(optimizer)
+        self._loss_unused.add(optimizer)
+
+    def _has_stepped(self, engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
+        return engine.gradients.step_stands and optimizer in self._stepped
+
+    def _is_done(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> bool:
+        """Whether this call of ``optimizer.step()`` finds nothing left to do; raises what is wrong.
+
+        Args:
+            optimizer: One of these.
+            given: The arguments of the call that say something, by name, without the closure, which has run.
+        """
         if self._stepping_now:
             self.begun += 1
             return False
@@ -165,13 +232,17 @@ class OverlappedOptimizers(Stepper):
             engine.require_complete()
         if not engine.gradients.step_stands and engine.removed:
             self._leave()
-        if not engine.gradients.step_stands or optimizer not in self._stepped:
+        if not self._has_stepped(engine, optimizer):
             return False  # an ordinary step, after pause() or no_sync() or once more
-        _refuse_arguments(args, kwargs)
+        if given:
+            raise ConfigError(
+                f"the parameters are stepped already: {', '.join(given)} for step() would come too late"
+            )
         self._refuse_late_changes(optimizer)
         del self._stepped[optimizer]
         if not self._stepped:
             engine.gradients.step_stands = False
+            engine.contents.clear()
             if engine.removed:
                 self._leave()
         if not self.whole:  # else they have run
@@ -179,7 +250,9 @@ class OverlappedOptimizers(Stepper):
         return True
 
     def _refuse_late_changes(self, optimizer: torch.optim.Optimizer) -> None:
-        changed = self._stepped[optimizer].changed(optimizer)
+        engine = self._engine()
+        contents = None if engine is None or self._writes_gradients else engine.contents
+        changed = self._stepped[optimizer].changed(optimizer, contents)
         if changed is None and getattr(optimizer, "found_inf", None) is not None:
             changed = "a GradScaler called step()"
         if changed is not None:
@@ -190,49 +263,16 @@ class OverlappedOptimizers(Stepper):
             )
 
 
-def _refuse_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    given = {name: value for name, value in kwargs.items() if value is not None}
-    if any(value is not None for value in args) or "closure" in given:
-        raise ConfigError("the parameters are stepped already: a closure would come too late")
-    if given:
-        raise ConfigError(
-            f"the parameters are stepped already: {', '.join(given)} for step() would come too late"
-        )
+@contextlib.contextmanager
+def _closure_running(engine: Engine, *, has_stepped: bool) -> Iterator[None]:
+    with engine.refusing_passes() if has_stepped else contextlib.nullcontext():
+        try:
+            yield
+        except RuntimeError:  # as backward() raises what goes wrong in it
+            engine.raise_error()
+            raise
 
 
 @torch.optim.Optimizer.profile_hook_step
 def _run_step_hooks(optimizer: torch.optim.Optimizer) -> None:
     """Be a step that does nothing, with the hooks of one."""
-
-
-class _ReplacedStep:
-    """In place of an optimizer's ``step``, as schedulers do it: asks first whether anything is to be done.
-
-    Keeps neither the engine nor its thread alive with an optimizer whose model is gone.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, is_done: Callable[..., bool]) -> None:
-        earlier: _ReplacedStep | None = getattr(optimizer.__dict__.get("step"), "replaced", None)
-        if earlier is not None:
-            earlier.restore()  # of an overlap that has ended
-        self._optimizer = weakref.ref(optimizer)
-        self._before = before = optimizer.__dict__.get("step")  # a scheduler's
-        ask = weakref.WeakMethod(is_done)
-
-        @functools.wraps(before or type(optimizer).step)
-        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            asked = ask()
-            if asked is not None and asked(self, args, kwargs):
-                return None
-            return before(*args, **kwargs) if before else type(self).step(self, *args, **kwargs)
-
-        step.replaced = self  # type: ignore[attr-defined]
-        self._step = optimizer.__dict__["step"] = MethodType(step, optimizer)
-
-    def restore(self) -> None:
-        """Put back what was there, unless a scheduler has been put on top."""
-        optimizer = self._optimizer()
-        if optimizer is not None and optimizer.__dict__.get("step") is self._step:
-            del optimizer.__dict__["step"]
-            if self._before is not None:
-                optimizer.__dict__["step"] = self._before

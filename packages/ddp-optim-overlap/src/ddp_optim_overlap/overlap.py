@@ -25,7 +25,7 @@ from ddp_optim_overlap.refusals import (
     require_own_parameters,
 )
 from ddp_optim_overlap.report import StepReport
-from dist_utils.torch_compat import GradBucket, comm_hooks
+from dist_utils.torch_compat import GradBucket, comm_hooks, register_comm_hook
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -215,10 +215,11 @@ def overlap_optimizer(
     whole = mode is OverlapMode.AFTER_REDUCE
     require_options(whole=whole, clip=clip, scaler=scaler, unused=unused)
     require_own_parameters(ddp, optimizers)
-    require_optimizers(optimizers, ddp.module, whole=whole, clip=clip)
+    tried = require_optimizers(optimizers, ddp.module, whole=whole, clip=clip)
 
     calls = OverlappedOptimizers(
         optimizers,
+        tried,
         model=list(ddp.parameters()),
         whole=whole,
         clip=clip,
@@ -234,14 +235,25 @@ def overlap_optimizer(
         unused_possible=unused == "skip" and not whole and (ddp.find_unused_parameters or ddp.static_graph),
         check=check,
     )
-    calls.attach(engine)
     if slot is None:
-        ddp.register_comm_hook(_HookSlot(engine), overlapped_step_hook)
+        _register(ddp, engine)
     else:
         if slot.engine is not None:
             slot.engine.gradients.stop()
         slot.engine = engine
+    calls.attach(engine)
     return OverlapHandle(engine, optimizers, mode, calls)
+
+
+def _register(ddp: DistributedDataParallel, engine: Engine) -> None:
+    try:
+        register_comm_hook(ddp, _HookSlot(engine), overlapped_step_hook)
+    except RuntimeError as error:
+        engine.remove()
+        raise ConfigError(
+            "this model already has a communication hook, one of DDP's built-in ones: give its counterpart "
+            "to overlap_optimizer as comm_hook= instead, since DDP takes only one"
+        ) from error
 
 
 def _own_slot(ddp: DistributedDataParallel) -> _HookSlot | None:

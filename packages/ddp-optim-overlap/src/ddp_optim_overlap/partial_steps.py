@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+import contextlib
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from dist_utils.torch_compat import without_step_hooks
 
-__all__ = ["PartialSteps", "parameters_of", "stand_in"]
+__all__ = [
+    "PARAMETER_NAMES",
+    "PartialSteps",
+    "has_one_per_parameter",
+    "parameters_of",
+    "part_of",
+    "stand_in",
+    "taken",
+]
+
+PARAMETER_NAMES = "param_names"
+"""The option in which torch keeps the names of a group's parameters, in their order."""
 
 
 class PartialSteps:
@@ -23,12 +36,22 @@ class PartialSteps:
 
     Args:
         optimizers: Which step, in this order.
+        parallel: For each optimizer, the names of the options that have one value for each parameter of a
+            group, in their order, and are cut with them.
+        around: For each optimizer, a context manager for the step of a stand-in, which it is given.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parallel: Sequence[Collection[str]] = (),
+        around: Sequence[Callable[[torch.optim.Optimizer], AbstractContextManager[object]]] = (),
+    ) -> None:
         self._optimizers = optimizers
+        self.parallel = list(parallel) or [frozenset({PARAMETER_NAMES})] * len(optimizers)
+        self._around = around or [contextlib.nullcontext] * len(optimizers)
         self._members: list[list[list[int]]] = []
-        self._owners: dict[torch.Tensor, list[tuple[int, int]]] = {}
+        self._owners: dict[torch.Tensor, list[tuple[int, int, int]]] = {}
         self._states_in_order = [0] * len(optimizers)
         self.refresh()
 
@@ -44,8 +67,8 @@ class PartialSteps:
         self._owners = {}
         for place, optimizer in enumerate(self._optimizers):
             for number, group in enumerate(optimizer.param_groups):
-                for parameter in group["params"]:
-                    self._owners.setdefault(parameter, []).append((place, number))
+                for position, parameter in enumerate(group["params"]):
+                    self._owners.setdefault(parameter, []).append((place, number, position))
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -69,17 +92,46 @@ class PartialSteps:
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step those of ``parameters`` that an optimizer has, with their ``.grad``."""
-        parts: dict[int, dict[int, list[torch.Tensor]]] = defaultdict(lambda: defaultdict(list))
+        parts: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         for parameter in parameters:
-            for place, number in self._owners.get(parameter, ()):
-                parts[place][number].append(parameter)
+            for place, number, position in self._owners.get(parameter, ()):
+                parts[place][number].append(position)
         for place in sorted(parts):
             optimizer = self._optimizers[place]
             groups = [
-                {**optimizer.param_groups[number], "params": part}
-                for number, part in sorted(parts[place].items())
+                part_of(optimizer.param_groups[number], positions, self.parallel[place])
+                for number, positions in sorted(parts[place].items())
             ]
-            stand_in(optimizer, groups).step()
+            other = stand_in(optimizer, groups)
+            with self._around[place](other):
+                other.step()
+
+
+def part_of(group: dict[str, Any], positions: Sequence[int], parallel: Collection[str]) -> dict[str, Any]:
+    """Return a group with some of its parameters only, and their values of the ``parallel`` options."""
+    parameters = group["params"]
+    part = {**group, "params": [parameters[position] for position in positions]}
+    for name in parallel:
+        if name in group and has_one_per_parameter(group, name):
+            part[name] = taken(group[name], positions)
+    return part
+
+
+def has_one_per_parameter(group: dict[str, Any], name: str) -> bool:
+    """Whether an option of a group has as many values as the group has parameters."""
+    value = group[name]
+    if isinstance(value, torch.Tensor):
+        return value.dim() > 0 and len(value) == len(group["params"])
+    listed = isinstance(value, (list, tuple, deque)) or hasattr(value, "tolist")  # NumPy's
+    return bool(listed) and len(value) == len(group["params"])
+
+
+def taken(values: Any, positions: Sequence[int]) -> Any:
+    """Return the values at some positions, in a sequence of the same kind."""
+    if not isinstance(values, (list, tuple, deque)):
+        return values[list(positions)]
+    chosen = [values[position] for position in positions]
+    return type(values)(chosen) if type(values) in (list, tuple, deque) else chosen
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -8,11 +8,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.fitness import (
-    require_plain_step,
-    require_sparse_support,
-    require_step_per_parameter,
-)
+from ddp_optim_overlap.fitness import require_plain_step, require_sparse_support
+from ddp_optim_overlap.tried import Tried
 
 __all__ = [
     "require_ddp_options",
@@ -95,9 +92,14 @@ def require_optimizers(
     *,
     whole: bool,
     clip: ClipPolicy | None,
-) -> None:
-    """Raise if an optimizer cannot step in this mode, or not with the model's sparse gradients."""
+) -> list[Tried]:
+    """Raise if an optimizer cannot step in this mode, or not with the model's sparse gradients.
+
+    Returns:
+        What a step by buckets has to know of each; nothing if ``whole``.
+    """
     sparse = _sparse_parameters(module)
+    tried = []
     for optimizer in optimizers:
         require_plain_step(optimizer)
         for group in optimizer.param_groups:
@@ -105,9 +107,10 @@ def require_optimizers(
                 if parameter in sparse:
                     require_sparse_support(optimizer, parameter, sparse[parameter])
         if not whole:
-            require_step_per_parameter(optimizer, sparse)
+            tried.append(Tried(optimizer, sparse))
     if sparse and clip is not None:
         raise ConfigError(f"gradients of {', '.join(sparse.values())} are sparse: they cannot be clipped")
+    return tried
 
 
 def _sparse_parameters(module: nn.Module) -> dict[torch.Tensor, str]:

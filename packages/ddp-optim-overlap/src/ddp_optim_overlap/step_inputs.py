@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.equality import equal
+from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.partial_steps import parameters_of
 from dist_utils.torch_compat import tensor_version
 
@@ -38,8 +39,14 @@ class StepInputs:
         }
         self._sample = _sample(parameters)
 
-    def changed(self, optimizer: torch.optim.Optimizer) -> str | None:
-        """Name what somebody has changed since."""
+    def changed(self, optimizer: torch.optim.Optimizer, contents: GradientContents | None) -> str | None:
+        """Name what somebody has changed since.
+
+        Args:
+            optimizer: The same.
+            contents: Of the gradients: one that was written, and has the same bits, is not changed.
+                ``None`` if any write is a change, as it was meant for what the step has written over.
+        """
         if optimizer.state is not self._state:
             return "the optimizer's state was loaded"
         if len(optimizer.param_groups) != len(self._groups):
@@ -53,7 +60,9 @@ class StepInputs:
         parameters = parameters_of(optimizer)
         if [tensor_version(parameter) for parameter in parameters] != self._versions:
             return "parameters were changed"
-        if gradient_marks(parameters) != self._gradients or any(
+        marks = gradient_marks(parameters)
+        written = [one for one in parameters if marks.get(one) != self._gradients.get(one)]
+        if (written and (contents is None or not contents.are_unchanged(written))) or any(
             (gradient := parameter.grad) is not None and _first_bytes(gradient) != before
             for parameter, before in self._sample
         ):

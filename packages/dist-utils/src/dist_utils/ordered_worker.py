@@ -110,7 +110,8 @@ class OrderedWorker:
                 Gloo, it runs on the worker's thread; otherwise here and now, and must not synchronise
                 with the host. On an accelerator the side stream is the current stream, which follows
                 what the caller's stream has to do until now. Tensors it uses must live until its
-                future is complete. Torch's operators use as many threads as on the caller's thread.
+                future is complete. Torch's operators use as many threads as on the caller's thread,
+                and take subnormal numbers as they do there.
             device: Where the job's tensors live.
 
         Returns:
@@ -251,6 +252,7 @@ class _Job(NamedTuple):
     done: torch.futures.Future[Any]
     side: _Side | None
     threads: int  # that torch's operators may use
+    flushes_denormals: bool
 
 
 class _Lane:
@@ -273,7 +275,9 @@ class _Lane:
         result = done.then(_value)
         with self._ending:
             if not self._ended:
-                self._jobs.put(_Job(run, done, side, torch.get_num_threads()))
+                self._jobs.put(
+                    _Job(run, done, side, torch.get_num_threads(), torch_compat.flushes_denormals())
+                )
                 return result
         done.set_exception(self.error or self._group_is_gone())  # type: ignore[arg-type] # torch's annotation
         return result
@@ -316,6 +320,8 @@ class _Lane:
     def _settle(self, job: _Job) -> None:
         if torch.get_num_threads() != job.threads:  # every thread has a number of its own
             torch.set_num_threads(job.threads)
+        if torch_compat.flushes_denormals() != job.flushes_denormals:  # and a mode of its own
+            torch.set_flush_denormal(job.flushes_denormals)
         try:
             result = self._run_in_group(job)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it

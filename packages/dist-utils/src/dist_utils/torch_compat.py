@@ -5,8 +5,10 @@ Everything is chosen by feature (does the name exist?), never by comparing versi
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -38,8 +40,10 @@ __all__ = [
     "after_backward",
     "all_gather_single",
     "comm_hooks",
+    "compiling_refused",
     "default_group_timeout",
     "default_store",
+    "flushes_denormals",
     "function_transforms_active",
     "functional_all_gather",
     "functional_all_reduce",
@@ -48,10 +52,12 @@ __all__ = [
     "inside_backward",
     "is_accelerator",
     "is_batched_gradient",
+    "keep_versions",
     "linear_operator",
     "mark_stepped",
     "new_named_group",
     "reduce_scatter_single",
+    "register_comm_hook",
     "saved_tensor_hooks",
     "step_pre_hooks",
     "tensor_version",
@@ -346,6 +352,25 @@ def saved_tensor_hooks() -> object:
     return None if hooks is None else hooks[0]
 
 
+def register_comm_hook(
+    ddp: DistributedDataParallel, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
+) -> None:
+    """Register a communication hook, and leave nothing behind in a model that takes none any more.
+
+    As after ``_register_builtin_comm_hook``, which leaves no trace in Python: ``ddp.register_comm_hook``
+    raises RuntimeError then, and keeps the hook in its list. No public name for that up to torch 2.15.
+
+    Raises:
+        RuntimeError: The model has a hook.
+    """
+    before = list(ddp._comm_hooks)  # noqa: SLF001
+    try:
+        ddp.register_comm_hook(state, hook)
+    except BaseException:
+        ddp._comm_hooks[:] = before  # noqa: SLF001
+        raise
+
+
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
     """Return the communication hooks that a model has, with their states. No public name up to torch 2.15."""
     return list(ddp._comm_hooks)  # noqa: SLF001
@@ -375,3 +400,40 @@ def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
     They warn otherwise. The attribute that they ask has no public name up to torch 2.15.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001
+
+
+@contextlib.contextmanager
+def keep_versions(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Take nothing that happens to these tensors for a write: autograd finds them as it has left them.
+
+    For tensors that get their own memory back in the end. No public name up to torch 2.15.
+    """
+    keep: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter  # noqa: SLF001
+    with contextlib.ExitStack() as stack:
+        for tensor in tensors:  # one by one, since torch 2.6 takes no more
+            stack.enter_context(keep(tensor))
+        yield
+
+
+_SUBNORMAL = 5e-324
+
+
+def flushes_denormals() -> bool:
+    """Return whether arithmetic of this thread takes subnormal numbers for zero.
+
+    What ``torch.set_flush_denormal`` sets, of the thread that calls it; torch has no function that reads it.
+    """
+    return _SUBNORMAL * 1.0 == 0.0
+
+
+@contextlib.contextmanager
+def compiling_refused() -> Iterator[None]:
+    """Let a function of ``torch.compile`` raise where it would be compiled."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    # Whoever has compiled anything has loaded this module, which takes seconds.
+    with (
+        contextlib.nullcontext()
+        if stance is None or "torch._dynamo" not in sys.modules
+        else stance("fail_on_recompile")
+    ):
+        yield

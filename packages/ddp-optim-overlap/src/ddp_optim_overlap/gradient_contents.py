@@ -1,0 +1,123 @@
+"""Whether gradients that somebody has written since a step are still, to the bit, what it has used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["GradientContents"]
+
+_BLOCK = 1024
+"""Words of eight bytes that are summed into one."""
+
+
+class GradientContents:
+    """What the gradients of a pass were when it had stepped.
+
+    Where DDP copies gradients out of its buckets, the buckets still have them. Where ``.grad`` is the
+    bucket's own memory, there are sums over its blocks.
+    """
+
+    def __init__(self) -> None:
+        self._of: dict[torch.Tensor, tuple[torch.Tensor, _Memory]] = {}
+
+    def clear(self) -> None:
+        """Forget the pass, and let go of its buckets."""
+        self._of.clear()
+
+    def keep(
+        self,
+        parameters: Sequence[torch.Tensor],
+        used: Sequence[torch.Tensor | None],
+        own: Sequence[torch.Tensor | None],
+        buffer: torch.Tensor,
+    ) -> None:
+        """Take notice of a bucket that was stepped.
+
+        Args:
+            parameters: Of the bucket.
+            used: The gradients that the step has used.
+            own: What the parameters have in ``.grad``, which will be the same.
+            buffer: The bucket's memory.
+
+        Cost:
+            Reads the memory once, if ``.grad`` lies in it.
+        """
+        if buffer.layout is not torch.strided:
+            return
+        pairs = [pair for pair in zip(used, own, strict=True) if None not in map(_address, pair)]
+        memory = _Memory(buffer, summed=any(_address(one) == _address(other) for one, other in pairs))
+        for parameter, gradient in zip(parameters, used, strict=True):
+            if gradient is not None and memory.has(gradient):
+                self._of[parameter] = gradient, memory
+            else:  # nobody has used the parameter
+                self._keep_own(parameter, gradient)
+
+    def keep_own(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Take notice of what is in ``.grad`` now, wherever it lies. Reads all of it once."""
+        for parameter in parameters:
+            self._keep_own(parameter, parameter.grad)
+
+    def _keep_own(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        if gradient is not None and gradient.layout is torch.strided:
+            self._of[parameter] = gradient, _Memory(gradient, summed=True)
+
+    def are_unchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether all of these have the gradients that the step has used. Reads them."""
+        checked: dict[int, bool] = {}
+        for parameter in parameters:
+            if parameter not in self._of or parameter.grad is None:
+                return False
+            gradient, memory = self._of[parameter]
+            if id(memory) not in checked:
+                checked[id(memory)] = memory.is_unchanged()
+            if not checked[id(memory)] or not _same_bits(parameter.grad, gradient):
+                return False
+        return True
+
+
+class _Memory:
+    """A piece of memory, and sums over its blocks if somebody else may write there."""
+
+    def __init__(self, tensor: torch.Tensor, *, summed: bool) -> None:
+        self._tensor = tensor
+        self._sums = _sums(tensor) if summed else None
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        begin = self._tensor.data_ptr()
+        return tensor.layout is torch.strided and begin <= tensor.data_ptr() <= begin + self._tensor.nbytes
+
+    def is_unchanged(self) -> bool:
+        return self._sums is None or all(map(torch.equal, self._sums, _sums(self._tensor)))
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return tensor.data_ptr() if tensor is not None and tensor.layout is torch.strided else None
+
+
+def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the sums over blocks of a tensor's bits, and what is left over."""
+    memory = _bytes(tensor)
+    left = len(memory) % (8 * _BLOCK)
+    blocks, rest = memory[: len(memory) - left], memory[len(memory) - left :]
+    return blocks.view(torch.int64).view(-1, _BLOCK).sum(1), rest.clone()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+    dense = tensor.permute(order).contiguous().view(-1).view(torch.uint8)
+    return dense if dense.data_ptr() % 8 == 0 and dense.storage_offset() % 8 == 0 else dense.clone()
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if one.layout is not torch.strided:
+        return False
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    return torch.equal(_bytes(one.contiguous()), _bytes(other.contiguous()))

@@ -1,0 +1,70 @@
+"""What of an optimizer's groups a trial depends on, and what makes parameters alike for it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from typing import Any
+
+import torch
+
+from ddp_optim_overlap.partial_steps import has_one_per_parameter
+
+__all__ = ["kind_of", "parameters_to_try"]
+
+_DISTINCT_GROUPS = 16
+"""So many groups are told apart by every value, such as the rate of a layer."""
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> Hashable:
+    """Return what differs when a trial has to be repeated: groups, their options and what turns them off."""
+    return tuple((len(group["params"]), _kind(group, numbers=False)) for group in optimizer.param_groups)
+
+
+def parameters_to_try(
+    optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]
+) -> list[tuple[int, int]]:
+    """Return the groups and positions of the smallest and the largest parameter of every kind.
+
+    Of one kind are those of groups with the same options, with as many dimensions, the same type and place,
+    and both with or both without state. Parameters without values or a gradient take no part.
+    """
+    left_out = {id(parameter) for parameter in sparse}
+    known: set[Hashable] = set()
+    kinds: dict[Hashable, list[tuple[int, int, int]]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        options = _kind(group, numbers=True)
+        if options not in known and len(known) >= _DISTINCT_GROUPS:
+            options = _kind(group, numbers=False)
+        known.add(options)
+        for position, parameter in enumerate(group["params"]):
+            if not parameter.requires_grad or not parameter.numel() or id(parameter) in left_out:
+                continue
+            has_state = bool(optimizer.state.get(parameter))
+            kind = (options, parameter.dim(), parameter.dtype, parameter.device, has_state)
+            kinds.setdefault(kind, []).append((parameter.numel(), number, position))
+    chosen = {place for alike in kinds.values() for place in (min(alike)[1:], max(alike)[1:])}
+    # At least two, even if all are of one size: a pair shows what couples.
+    chosen |= {place[1:] for alike in kinds.values() for place in alike[:2]}
+    return sorted(chosen)
+
+
+def _kind(group: dict[str, Any], *, numbers: bool) -> Hashable:
+    return tuple(
+        (
+            name,
+            _kind_of_value(value, numbers=numbers),
+            name != "params" and has_one_per_parameter(group, name),
+        )
+        for name, value in group.items()
+        if name != "params"
+    )
+
+
+def _kind_of_value(value: Any, *, numbers: bool) -> Hashable:
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, (int, float)):
+        return value if numbers else (type(value), value == 0)
+    if isinstance(value, tuple):
+        return tuple(_kind_of_value(one, numbers=numbers) for one in value)
+    return type(value).__qualname__

@@ -1,0 +1,96 @@
+"""What a trial before training cannot have seen, looked for in every step of a part of the parameters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ddp_optim_overlap.communication import CollectiveWatch
+from ddp_optim_overlap.contents import changes, content_of, contents_of
+from ddp_optim_overlap.errors import UnsupportedOptimizerError
+from ddp_optim_overlap.partial_steps import parameters_of
+
+__all__ = ["PartChecks", "is_torchs_own", "refuse_kept_gradients"]
+
+
+def is_torchs_own(optimizer: object) -> bool:
+    """Whether the class is one of torch's, which keep to what the trial has seen."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "torch.distributed.optim.functional_"))
+
+
+class PartChecks:
+    """Raise where a step of some parameters does what only a step of all of them may do.
+
+    Args:
+        optimizer: Whose parts are stepped. It must have passed its trial.
+        written: What its steps change in place, parameter by parameter, as its trial has shown. ``None``: the
+            optimizer itself steps, not a stand-in, with which changes are lost.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, written: Collection[tuple[str, Any]] | None = None
+    ) -> None:
+        self.written = written
+        self._name = type(optimizer).__name__
+        self._watch = None if is_torchs_own(optimizer) else CollectiveWatch(optimizer)
+
+    def around(self, part: torch.optim.Optimizer) -> AbstractContextManager[object]:
+        """Return what to be in while ``part`` steps.
+
+        Raises:
+            UnsupportedOptimizerError: On leaving: the step has changed options or attributes, which are lost
+                with the part, or it has kept a gradient, whose memory the next backward pass writes. Before
+                a collective runs.
+        """
+        return contextlib.nullcontext() if self._watch is None else self._checked(part, self._watch)
+
+    @contextlib.contextmanager
+    def _checked(self, part: torch.optim.Optimizer, watch: CollectiveWatch) -> Iterator[None]:
+        parameters = parameters_of(part)
+        gradients = [one.grad for one in parameters if one.grad is not None]
+        before = contents_of(part, [])
+        with watch.around(parameters[0]):
+            yield
+        tensors: list[torch.Tensor] = []
+        changed = changes(before, contents_of(part, tensors))
+        if self.written is not None:
+            self._refuse_changes(self.written, changed)
+        for parameter in parameters:
+            content_of(part.state.get(parameter), tensors)
+        refuse_kept_gradients(self._name, tensors, gradients)
+
+    def _refuse_changes(
+        self, written: Collection[tuple[str, Any]], changed: Mapping[tuple[str, Any], bool]
+    ) -> None:
+        for (kind, name), replaced in changed.items():
+            # State of no parameter is the optimizer's own, replaced or not; the rest is a part's.
+            if (replaced and kind != "state") or (kind, name) not in written:
+                raise UnsupportedOptimizerError(
+                    f"the step of {self._name} has changed its {kind} {name!r}, which would be lost, or "
+                    "happen once for every bucket. Use OverlapMode.AFTER_REDUCE, which steps all at once"
+                )
+
+
+def refuse_kept_gradients(
+    optimizer: str, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> None:
+    """Raise if a tensor shares memory with gradients, which lie in one bucket.
+
+    Raises:
+        UnsupportedOptimizerError: One does.
+    """
+    dense = [gradient for gradient in gradients if gradient.layout is torch.strided and gradient.numel()]
+    if not dense:
+        return
+    begin = min(gradient.data_ptr() for gradient in dense)
+    end = max(gradient.data_ptr() + gradient.nbytes for gradient in dense)
+    for tensor in tensors:
+        if tensor.layout is torch.strided and begin <= tensor.data_ptr() < end:
+            raise UnsupportedOptimizerError(
+                f"the step of {optimizer} keeps a gradient itself, and not a copy of it: the next backward "
+                "pass writes there. Use OverlapMode.AFTER_REDUCE"
+            )

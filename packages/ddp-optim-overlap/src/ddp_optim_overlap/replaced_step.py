@@ -1,0 +1,88 @@
+"""What stands in place of an optimizer's own ``step`` while it is overlapped."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any
+
+import torch
+
+__all__ = ["ReplacedStep"]
+
+
+class ReplacedStep:
+    """In place of an optimizer's ``step``, as schedulers do it: asks first whether anything is to be done.
+
+    A closure is run before it asks, once, since its backward pass may step. Keeps neither the engine nor its
+    thread alive with an optimizer whose model is gone.
+
+    Args:
+        optimizer: Its ``step`` is replaced on the instance.
+        before_closure: Gets the optimizer; returns what to be in while the closure runs, or ``None`` if the
+            ordinary step is to run it.
+        is_done: Gets the optimizer and the arguments that say something, by name; returns whether nothing is
+            left to do.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        before_closure: Callable[[torch.optim.Optimizer], AbstractContextManager[object] | None],
+        is_done: Callable[[torch.optim.Optimizer, dict[str, Any]], bool],
+    ) -> None:
+        earlier: ReplacedStep | None = getattr(optimizer.__dict__.get("step"), "replaced", None)
+        if earlier is not None:
+            earlier.restore()  # of an overlap that has ended
+        self._optimizer = weakref.ref(optimizer)
+        self._before = before = optimizer.__dict__.get("step")  # a scheduler's
+        enter, ask = weakref.WeakMethod(before_closure), weakref.WeakMethod(is_done)
+        signature = inspect.signature(type(optimizer).step)
+
+        @functools.wraps(before or type(optimizer).step)
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            call = signature.bind(self, *args, **kwargs)
+            loss = None
+            closure = call.arguments.get("closure")
+            around = enter()
+            if callable(closure) and around is not None and (context := around(self)) is not None:
+                with context, torch.enable_grad():
+                    loss = closure()
+                call.arguments["closure"] = _first_giving(loss, closure)
+            asked = ask()
+            if asked is not None and asked(self, _given(call)):
+                return loss
+            args = call.args[1:]
+            return before(*args, **call.kwargs) if before else type(self).step(self, *args, **call.kwargs)
+
+        step.replaced = self  # type: ignore[attr-defined]
+        self._step = optimizer.__dict__["step"] = MethodType(step, optimizer)
+
+    def restore(self) -> None:
+        """Put back what was there, unless a scheduler has been put on top."""
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer.__dict__.get("step") is self._step:
+            del optimizer.__dict__["step"]
+            if self._before is not None:
+                optimizer.__dict__["step"] = self._before
+
+
+def _given(call: inspect.BoundArguments) -> dict[str, Any]:
+    """Return the arguments of a call of ``step`` that say something, without the closure."""
+    _, *names = call.signature.parameters
+    given = {name: call.arguments.get(name) for name in names if name != "closure"}
+    return {
+        name: value
+        for name, value in given.items()
+        if value is not None and not (isinstance(value, (tuple, dict)) and not value)
+    }
+
+
+def _first_giving(loss: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Return a closure that has run already when it is called first."""
+    losses = [loss]
+    return lambda: losses.pop() if losses else closure()

@@ -1,0 +1,250 @@
+"""An optimizer stepped on small values: its own parameters have them as long as the trial lasts."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ddp_optim_overlap.copies import Copies
+from ddp_optim_overlap.partial_steps import PartialSteps, parameters_of, part_of, stand_in
+from dist_utils.torch_compat import keep_versions, tensor_version
+
+__all__ = ["Run", "Trial", "longest_side", "own_attributes", "random_numbers_restored", "shared_state"]
+
+_REAL_VALUES = 2**15
+"""Parameters with fewer values altogether are tried in their real shapes, others with shorter sides."""
+_LONGEST_SIDES = (64, 16, 8, 4)
+_LEAST_RATE = 0.01
+"""A warm-up may begin with a learning rate of zero, under which nothing would show."""
+_OF_EVERY_OPTIMIZER = frozenset(
+    torch.optim.Optimizer([torch.zeros(1, device="cpu")], {}).__dict__  # whatever the default device is
+) - {"defaults"}
+"""Attributes that say nothing about the step: hooks, mostly; groups and state are copied apart."""
+
+
+class Trial:
+    """Lends small values to the parameters of an optimizer while it is entered.
+
+    The parameters themselves stay: what knows them by identity, name, ``id()`` or an attribute finds them.
+    Each :class:`Run` has values, gradients, state, options and attributes of its own.
+
+    Args:
+        optimizer: Left as it is.
+        chosen: The groups and positions of the parameters to step. The others get values too, no gradient.
+        parallel: Options with one value for each parameter of a group.
+        longest: Sides longer than this are shortened, those of state and other tensors alike.
+        with_state: Whether the chosen parameters have the state that they have in the optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        chosen: Sequence[tuple[int, int]],
+        parallel: Collection[str],
+        *,
+        longest: int,
+        with_state: bool = True,
+    ) -> None:
+        self.optimizer = optimizer
+        self.chosen = [optimizer.param_groups[number]["params"][position] for number, position in chosen]
+        self.parallel = parallel
+        self._places = chosen
+        self._longest = longest
+        self._with_state = with_state
+        self._real: dict[torch.Tensor, torch.Tensor] = {}
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Lend the values; give back everything, random numbers included."""
+        parameters = list(dict.fromkeys(parameters_of(self.optimizer)))
+        gradients = [parameter.grad for parameter in parameters]
+        self._real = {parameter: parameter.data for parameter in parameters}
+        with ExitStack() as stack:
+            stack.enter_context(keep_versions(parameters))
+            stack.enter_context(torch.device("cpu"))  # where a step on the worker makes tensors, too
+            stack.enter_context(torch.no_grad())
+            try:
+                for parameter, real in self._real.items():
+                    parameter.grad = None
+                    parameter.data = real.new_zeros([side_of(size, 1) for size in real.shape])
+                yield
+            finally:
+                for (parameter, real), gradient in zip(self._real.items(), gradients, strict=True):
+                    parameter.grad = None
+                    parameter.data = real
+                    parameter.grad = gradient
+
+    def run(self) -> Run:
+        """Return a copy of the optimizer, of the chosen parameters' values and of all that may change."""
+        optimizer = self.optimizer
+        memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters_of(optimizer)}
+        copied = Copies(memo, self._short_copy).of
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for parameter in self.chosen:
+            if parameter in optimizer.state and self._with_state:
+                state[parameter] = copied(optimizer.state[parameter])
+        for owner, value in shared_state(optimizer).items():
+            state[owner] = copied(value)
+        positions: dict[int, list[int]] = defaultdict(list)
+        for number, position in self._places:
+            positions[number].append(position)
+        groups = []
+        for number, places in positions.items():
+            original = optimizer.param_groups[number]
+            part = part_of(original, places, self.parallel)
+            group = {key: value if key == "params" else copied(value) for key, value in part.items()}
+            _raise_rate(group)
+            memo[id(original)] = group
+            groups.append(group)
+        run = stand_in(optimizer, groups)
+        run.state = state
+        memo |= {id(optimizer): run, id(optimizer.state): state, id(optimizer.param_groups): groups}
+        for key, value in own_attributes(run).items():
+            run.__dict__[key] = copied(value)
+        values = {
+            parameter: _with_zeros(self._short_copy(self._real[parameter])) for parameter in self.chosen
+        }
+        return Run(run, values, self.parallel, self._real)
+
+    def _short_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of a tensor's beginning, the same for every tensor with sides of these sizes."""
+        if tensor.layout is torch.strided:
+            tensor = tensor[tuple(slice(side_of(size, self._longest)) for size in tensor.shape)]
+        return tensor.detach().clone()
+
+
+class Run:
+    """One copy of the optimizer, and what it has for parameters and gradients.
+
+    Attributes:
+        optimizer: The copy.
+        values: Of the parameters.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        values: dict[torch.Tensor, torch.Tensor],
+        parallel: Collection[str],
+        everything: Collection[torch.Tensor],
+    ) -> None:
+        self.optimizer = optimizer
+        self.values = values
+        self._everything = everything
+        self._parts = PartialSteps([optimizer], [parallel])
+        self._lent = {parameter: torch.empty_like(value) for parameter, value in values.items()}
+
+    def step(
+        self, gradients: Sequence[torch.Tensor], closure: Callable[[], Any] | None = None
+    ) -> set[torch.Tensor]:
+        """Step all at once, each time with new gradients; return which other parameters were written."""
+        with self._having_values():
+            for parameter, gradient in zip(self.values, gradients, strict=True):
+                parameter.grad = gradient.clone()
+            versions = _versions(other for other in self._everything if other not in self.values)
+            if closure is None:
+                self.optimizer.step()
+            else:
+                self.optimizer.step(closure)
+            return _written(versions)
+
+    def step_apart(self, gradients: Sequence[torch.Tensor], direction: int) -> set[torch.Tensor]:
+        """Step one parameter after the other; return which were written that were not to be stepped.
+
+        As in a backward pass: gradients lie where the last ones lay, as in a bucket. Other parameters have
+        gradients that are not averaged, in one direction; in the other one they have none.
+        """
+        strangers: set[torch.Tensor] = set()
+        with self._having_values():
+            for parameter, gradient in zip(self.values, gradients, strict=True):
+                self._lent[parameter].copy_(gradient)
+                parameter.grad = gradient * 3 + 1 if direction < 0 else None
+            for parameter in list(self.values)[::direction]:
+                own, parameter.grad = parameter.grad, self._lent[parameter]
+                versions = _versions(other for other in self.values if other is not parameter)
+                self._parts.step([parameter])
+                strangers |= _written(versions)
+                parameter.grad = own
+        return strangers
+
+    @contextlib.contextmanager
+    def _having_values(self) -> Iterator[None]:
+        for parameter, value in self.values.items():
+            parameter.data = value
+        try:
+            yield
+        finally:
+            for parameter in self.values:
+                parameter.grad = None
+                self.values[parameter] = parameter.data
+
+
+def side_of(size: int, longest: int) -> int:
+    """Return how long a side of this size is in a trial: not shorter than that of a smaller size."""
+    return size if size <= longest else longest + int(longest * math.log2(size / longest)) // 4
+
+
+def longest_side(parameters: Sequence[torch.Tensor]) -> int:
+    """Return up to which length sides keep it, so that a trial of these parameters is small."""
+    for longest in (max((max(one.shape, default=1) for one in parameters), default=1), *_LONGEST_SIDES):
+        sizes = (math.prod(side_of(size, longest) for size in one.shape) for one in parameters)
+        if sum(sizes) <= _REAL_VALUES:
+            return longest
+    return _LONGEST_SIDES[-1]
+
+
+def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the attributes that not every optimizer has."""
+    return {key: value for key, value in optimizer.__dict__.items() if key not in _OF_EVERY_OPTIMIZER}
+
+
+def shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return the state that belongs to no parameter."""
+    state: dict[Any, Any] = optimizer.state
+    return {owner: value for owner, value in state.items() if not isinstance(owner, torch.Tensor)}
+
+
+def _with_zeros(values: torch.Tensor) -> torch.Tensor:
+    """Set every other value to zero: there the smallest step shows."""
+    places = torch.arange(values.numel(), device=values.device)
+    return values.masked_fill_((places % 2 == 1).view(values.shape), 0)
+
+
+def _raise_rate(group: dict[str, Any]) -> None:
+    rate = group.get("lr")
+    if isinstance(rate, torch.Tensor):
+        rate.clamp_(min=_LEAST_RATE)
+    elif isinstance(rate, (int, float)):
+        group["lr"] = max(rate, _LEAST_RATE)
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, int]:
+    return {tensor: tensor_version(tensor) for tensor in tensors}
+
+
+def _written(versions: dict[torch.Tensor, int]) -> set[torch.Tensor]:
+    return {tensor for tensor, version in versions.items() if tensor_version(tensor) != version}
+
+
+@contextlib.contextmanager
+def random_numbers_restored(parameters: Sequence[torch.Tensor], seed: int) -> Iterator[None]:
+    """Draw the random numbers of a seed, and leave the generators as they were."""
+    devices = {parameter.device.index for parameter in parameters if parameter.device.type == "cuda"}
+    generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
+    states, python_state = [generator.get_state() for generator in generators], random.getstate()
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        yield
+    finally:
+        random.setstate(python_state)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
