@@ -36,7 +36,7 @@ from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.gradient_watch import GradientWatch
 from ddp_optim_overlap.report import StepReport
 from ddp_optim_overlap.weight_reuse import WeightWatch
-from dist_utils import OrderedWorker
+from dist_utils import AgreementError, OrderedWorker
 from dist_utils.torch_compat import GradBucket, after_backward, inside_backward
 
 __all__ = ["Engine", "Stepper"]
@@ -57,6 +57,10 @@ class Stepper:
     changes_gradients = False
     norm: torch.Tensor | None = None
     begun = 1
+
+    def terms(self) -> dict[str, object]:
+        """Return what must be alike on all ranks."""
+        return {}
 
     def begin(self, engine: Engine) -> None:
         """A backward pass hands over its first bucket, before any communication. May raise."""
@@ -104,7 +108,9 @@ class Engine:
         self._comm_state = comm_state
         self._unused_possible = unused_possible
         self._watch = WeightWatch() if check else None
-        self._worker: OrderedWorker | None = OrderedWorker(process_group, name="ddp-optim-overlap")
+        self._worker: OrderedWorker | None = OrderedWorker(
+            process_group, name="ddp-optim-overlap", terms=self._terms
+        )
         self._pass: BackwardPass | None = None
         self._passes = 0
         self._report = StepReport()
@@ -232,6 +238,10 @@ class Engine:
         if self._worker is None:
             return
         self.raise_error()
+        try:
+            self._worker.agree()
+        except (AgreementError, dist.DistError) as error:
+            raise ConfigError(text_of(error)) from error
         if self.paused:
             return
         # Under join() a rank without data calls its hook outside of any backward pass: it takes part
@@ -251,6 +261,15 @@ class Engine:
         self._pass = BackwardPass(self._passes, steps)
         if steps:
             after_backward(CancelUnlessCalled(self._pass))
+
+    def _terms(self) -> dict[str, object]:
+        hook = getattr(self._comm_hook, "__qualname__", type(self._comm_hook).__qualname__)
+        return {
+            "mode": "after_reduce" if self._stepper.whole else "bucket",
+            "communication hook": hook,
+            "unused parameters are told": self._unused_possible,
+            **self._stepper.terms(),
+        }
 
     def _end_of_buckets(self, current: BackwardPass, device: torch.device) -> None:
         if current.steps:

@@ -73,6 +73,14 @@ class OverlappedOptimizers(Stepper):
         self._replaced: list[ReplacedStep] = []
         self._loss_unused: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
+    def terms(self) -> dict[str, object]:
+        """Return what must be alike on all ranks; an option's value is the user's own affair, as in DDP."""
+        kinds = [(type(one).__qualname__, len(one.param_groups)) for one in self._optimizers]
+        clip = (
+            repr(self._clip) if hasattr(self._clip, "__dataclass_fields__") else type(self._clip).__qualname__
+        )
+        return {"optimizers and their groups": kinds, "clip": clip, "scaler": self._scaler is not None}
+
     def attach(self, engine: Engine) -> None:
         """Be what this engine steps with."""
         self._engine = weakref.ref(engine)  # which has this: together they would be a cycle

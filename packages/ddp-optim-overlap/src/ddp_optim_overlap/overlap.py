@@ -19,6 +19,7 @@ from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.refusals import (
     require_ddp_options,
+    require_group,
     require_kinds,
     require_optimizers,
     require_options,
@@ -215,6 +216,8 @@ def overlap_optimizer(
     whole = mode is OverlapMode.AFTER_REDUCE
     require_options(whole=whole, clip=clip, scaler=scaler, unused=unused)
     require_own_parameters(ddp, optimizers)
+    if comm_hook is not None:
+        require_group(ddp, comm_hook, comm_state)
     tried = require_optimizers(optimizers, ddp.module, whole=whole, clip=clip)
 
     calls = OverlappedOptimizers(

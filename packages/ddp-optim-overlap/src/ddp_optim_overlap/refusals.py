@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_plain_step, require_sparse_support
 from ddp_optim_overlap.tried import Tried
+from dist_utils import resolve_group
+from dist_utils.process_groups import group_of_model
 
 __all__ = [
     "require_ddp_options",
+    "require_group",
     "require_kinds",
     "require_optimizers",
     "require_options",
     "require_own_parameters",
 ]
+
+_HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "ddp_quant_hooks.", "torch.distributed.algorithms.")
 
 
 def require_kinds(
@@ -46,6 +53,23 @@ def require_ddp_options(ddp: DistributedDataParallel) -> None:
             "DDP(skip_all_reduce_unused_params=True) hands over no bucket of which all parameters are "
             "unused: nobody could tell when a pass begins and ends"
         )
+
+
+def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: object) -> None:
+    """Raise if the state of a communication hook says that it averages over other ranks than the model."""
+    group: object = None
+    if isinstance(comm_state, (dist.ProcessGroup, DeviceMesh)):
+        group = resolve_group(comm_state)
+    elif comm_state is not None:
+        group = getattr(comm_state, "process_group", None)
+    elif str(getattr(comm_hook, "__module__", "")).startswith(_HOOKS_WHOSE_NONE_IS_WORLD):
+        group = resolve_group(None)
+    if not isinstance(group, dist.ProcessGroup):
+        return  # another's hook, which may know its ranks by itself
+    try:
+        group_of_model(ddp, group)
+    except ValueError as error:
+        raise ConfigError(f"{error}: give comm_hook a comm_state of the model's process group") from error
 
 
 def require_options(
