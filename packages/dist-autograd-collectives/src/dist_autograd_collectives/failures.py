@@ -26,8 +26,8 @@ def named(call: Call) -> Iterator[None]:
         if isinstance(error, CollectiveError) and str(error).startswith(start):  # of a backward within
             raise
         raise CollectiveError(
-            f"{start}{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - If "
-            "other ranks did not come to it: does every rank use its result (see connect), and does every "
+            f"{start}{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - "
+            "If other ranks did not come to it: does every rank use its result (see connect), and does every "
             "rank's tensor need a gradient (see anchor=True)?"
         ) from error
 
