@@ -16,25 +16,19 @@ class CollectiveError(RuntimeError):
     """A collective failed: in backward most often because other ranks never came to it."""
 
 
-class _BackwardError(CollectiveError):
-    """One that has its function's name already."""
-
-
-_BackwardError.__name__ = CollectiveError.__name__
-
-
 @contextlib.contextmanager
 def named(call: Call) -> Iterator[None]:
     """Say in an error whose backward it is."""
     try:
         yield
-    except _BackwardError:  # of a backward within
-        raise
     except RuntimeError as error:
-        raise _BackwardError(
-            f"the backward of {call.title} failed on rank {call.who.rank} of {call.who.size} in its group: "
-            f"{error} - If other ranks did not come to it: does every rank use its result (see connect), and "
-            "does every rank's tensor need a gradient (see anchor=True)?"
+        start = "the backward of "
+        if isinstance(error, CollectiveError) and str(error).startswith(start):  # of a backward within
+            raise
+        raise CollectiveError(
+            f"{start}{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - "
+            "If other ranks did not come to it: does every rank use its result (see connect), and does every "
+            "rank's tensor need a gradient (see anchor=True)?"
         ) from error
 
 
