@@ -468,6 +468,11 @@ class ReadsOthers(Steps):
         return gradient * len([one for one in self.everything if one.grad is not None])
 
 
+def _limited_groups(ddp):
+    weights = [layer.weight for layer in ddp.module.layers]
+    return Limited([{"params": weights[:2]}, {"params": weights[2:]}], limit=0.1)
+
+
 def _couples(seen):
     for limit in (1e-12, 1e-8, 1e-3, 1.0, 1e4, 1e8, 1e12):
         for kind in (LimitsAt, SkipsBelow):
@@ -477,6 +482,7 @@ def _couples(seen):
         torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False), torch.nn.Linear(1024, 1024, bias=False))
     )
     seen["large"] = _is_refused(lambda ddp: LimitsAt(ddp.parameters(), limit=1e4), "other values", large)
+    seen["each of two groups"] = _is_refused(_limited_groups, "other values")
     seen["others"] = _is_refused(ReadsOthers, "other values")
 
 

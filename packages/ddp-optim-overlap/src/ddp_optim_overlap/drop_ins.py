@@ -18,8 +18,8 @@ from ddp_optim_overlap.fitness import require_plain_step
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
-from ddp_optim_overlap.part_checks import is_torchs_own, refuse_kept_gradients
-from ddp_optim_overlap.partial_steps import parameters_of
+from ddp_optim_overlap.part_checks import refuse_kept_gradients
+from ddp_optim_overlap.partial_steps import is_torchs_own, parameters_of
 from ddp_optim_overlap.tried import Tried
 from dist_utils.torch_compat import GradBucket
 

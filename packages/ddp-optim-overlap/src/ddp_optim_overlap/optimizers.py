@@ -14,8 +14,7 @@ from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.engine import Engine, Stepper
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_unused_loss
-from ddp_optim_overlap.part_checks import is_torchs_own
-from ddp_optim_overlap.partial_steps import PartialSteps
+from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own
 from ddp_optim_overlap.replaced_step import ReplacedStep
 from ddp_optim_overlap.step_inputs import StepInputs
 from ddp_optim_overlap.tried import Tried

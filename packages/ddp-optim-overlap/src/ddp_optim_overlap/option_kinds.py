@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Hashable
 from typing import Any
 
@@ -42,9 +43,13 @@ def parameters_to_try(
             has_state = bool(optimizer.state.get(parameter))
             kind = (options, parameter.dim(), parameter.dtype, parameter.device, has_state)
             kinds.setdefault(kind, []).append((parameter.numel(), number, position))
-    chosen = {place for alike in kinds.values() for place in (min(alike)[1:], max(alike)[1:])}
-    # At least two, even if all are of one size: a pair shows what couples.
-    chosen |= {place[1:] for alike in kinds.values() for place in alike[:2]}
+    chosen = set()
+    for alike in kinds.values():
+        # Of one group, if any has two: a norm over each group couples only those.
+        largest, _ = Counter(number for _, number, _ in alike).most_common(1)[0]
+        together = [place for place in alike if place[1] == largest]
+        pair = together if len(together) > 1 else alike
+        chosen |= {min(pair)[1:], max(pair)[1:]}
     return sorted(chosen)
 
 

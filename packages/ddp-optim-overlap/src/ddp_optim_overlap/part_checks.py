@@ -12,14 +12,9 @@ import torch
 from ddp_optim_overlap.communication import CollectiveWatch
 from ddp_optim_overlap.contents import changes, content_of, contents_of
 from ddp_optim_overlap.errors import UnsupportedOptimizerError
-from ddp_optim_overlap.partial_steps import parameters_of
+from ddp_optim_overlap.partial_steps import is_torchs_own, parameters_of
 
-__all__ = ["PartChecks", "is_torchs_own", "refuse_kept_gradients"]
-
-
-def is_torchs_own(optimizer: object) -> bool:
-    """Whether the class is one of torch's, which keep to what the trial has seen."""
-    return type(optimizer).__module__.startswith(("torch.optim.", "torch.distributed.optim.functional_"))
+__all__ = ["PartChecks", "refuse_kept_gradients"]
 
 
 class PartChecks:

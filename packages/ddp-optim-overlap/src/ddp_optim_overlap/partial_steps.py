@@ -16,6 +16,7 @@ __all__ = [
     "PARAMETER_NAMES",
     "PartialSteps",
     "has_one_per_parameter",
+    "is_torchs_own",
     "parameters_of",
     "part_of",
     "stand_in",
@@ -132,6 +133,11 @@ def taken(values: Any, positions: Sequence[int]) -> Any:
         return values[list(positions)]
     chosen = [values[position] for position in positions]
     return type(values)(chosen) if type(values) in (list, tuple, deque) else chosen
+
+
+def is_torchs_own(optimizer: object) -> bool:
+    """Whether the class is one of torch's, which keep to what the trial has seen."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "torch.distributed.optim.functional_"))
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -8,7 +8,8 @@ import torch
 
 from ddp_optim_overlap.fitness import require_step_per_parameter
 from ddp_optim_overlap.option_kinds import kind_of
-from ddp_optim_overlap.part_checks import PartChecks, is_torchs_own
+from ddp_optim_overlap.part_checks import PartChecks
+from ddp_optim_overlap.partial_steps import is_torchs_own
 
 __all__ = ["Tried"]
 
