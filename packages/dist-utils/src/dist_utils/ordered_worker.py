@@ -121,6 +121,15 @@ class OrderedWorker:
             weakref.finalize(self, self._lane.stop)
         return self._lane.submit(job, side)
 
+    def wait(self) -> None:
+        """Return when every job submitted so far has run, whatever came out of it.
+
+        On an accelerator whose backend enqueues its collectives there is nothing to wait for: the caller's
+        stream is not made to wait either.
+        """
+        if self._lane is not None:
+            self._lane.wait()
+
     def close(self) -> None:
         """Finish the queued jobs, then end the thread and the private group; closing twice is harmless.
 
@@ -196,7 +205,7 @@ class _Lane:
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
         self.error: Exception | None = None
         self._name = name
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()  # None marks the end
+        self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()  # None: the end
         self._ended = False
         self._ending = threading.Lock()
         # torch's registry is the only owner of the group, so the group's end is ours. A weakref
@@ -215,6 +224,15 @@ class _Lane:
         done.set_exception(self.error or self._group_is_gone())  # type: ignore[arg-type] # torch's annotation
         return result
 
+    def wait(self) -> None:
+        """Return when the jobs that are queued have run."""
+        passed = threading.Event()
+        with self._ending:
+            if self._ended:
+                return
+            self._jobs.put(passed)
+        passed.wait()
+
     def stop(self) -> None:
         """End the thread after the jobs that are queued, and then its group."""
         self._jobs.put(None)
@@ -223,16 +241,21 @@ class _Lane:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            with _on(job.side):
-                self._settle(job)
+            self._take(job)
             del job  # it may refer to the worker, which could not become garbage while this waits
         with self._ending:
             self._ended = True
         while not self._jobs.empty():  # what came between the end mark and the line above
             if (job := self._jobs.get()) is not None:
-                with _on(job.side):
-                    self._settle(job)
+                self._take(job)
         self._destroy_group()
+
+    def _take(self, job: _Job | threading.Event) -> None:
+        if isinstance(job, threading.Event):  # somebody waits for what was queued before
+            job.set()
+            return
+        with _on(job.side):
+            self._settle(job)
 
     def _settle(self, job: _Job) -> None:
         if torch.get_num_threads() != job.threads:  # every thread has a number of its own
