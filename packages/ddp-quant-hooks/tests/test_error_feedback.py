@@ -1,9 +1,5 @@
 """Residuals: what a step lost is in a later one; a skipped step leaves none; none is misapplied."""
 
-import copy
-import logging
-import pickle
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -61,7 +57,7 @@ def _not_finite(rank):
         model.zero_grad()
 
     def kept():
-        return [bucket["own"].clone() for bucket in state.state_dict(model)["buckets"]]
+        return list(state.state_dict(model)["own"].values())
 
     for _ in range(6):
         step()
@@ -81,107 +77,6 @@ def test_a_step_that_is_not_finite_touches_no_residual():
     run_ranks(_not_finite, 3)
 
 
-def _model(state, **options):
-    """Make a net whose buckets DDP rebuilds in another order than the first step's."""
-    torch.manual_seed(0)
-
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = torch.nn.ModuleList(torch.nn.Linear(50, 50, bias=False) for _ in range(4))
-
-        def forward(self, x):
-            for index in (2, 0, 3, 1):  # not the order in which they are registered
-                x = self.layers[index](x)
-            return x
-
-    model = DistributedDataParallel(Net(), bucket_cap_mb=0.015, **options)
-    model.register_comm_hook(state, quantized_allreduce_hook)
-    return model
-
-
-def _train(model, steps):
-    """Return the gradients of every step."""
-    seen = []
-    for step in steps:
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        model(torch.randn(4, 50, generator=generator)).square().mean().backward()
-        seen.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
-        model.zero_grad(set_to_none=True)
-    return seen
-
-
-def _of_parameters(saved):
-    return {name: bucket["own"] for bucket in saved["buckets"] for name, _ in bucket["parameters"]}
-
-
-def _resumes(rank):
-    lines = []
-
-    class Collect(logging.Handler):
-        def emit(self, record):
-            lines.append(record.getMessage())
-
-    logger = logging.getLogger("ddp_quant_hooks.residuals")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(Collect())
-    state = make_state("feedback both")
-    model = _model(state)
-    _train(model, range(8))
-    assert any("dropped the residuals" in line and "rebuilt" in line for line in lines)
-    saved = copy.deepcopy(state.state_dict(model))
-    assert set(_of_parameters(saved)) == {f"module.layers.{index}.weight" for index in range(4)}
-
-    # A run that goes on, and one that starts anew: DDP's first buckets, one for each layer here, may be those
-    # of the file or not; after the first step they are, and every layer finds its own.
-    resumed, fresh = make_state("feedback both"), make_state("feedback both")
-    goes_on, starts = _model(resumed), _model(fresh)
-    resumed.load_state_dict(saved, goes_on)
-    with_residuals, without = _train(goes_on, range(8, 11)), _train(starts, range(8, 11))
-    assert not torch.equal(with_residuals[1], without[1])
-    assert set(_of_parameters(resumed.state_dict(goes_on))) == set(_of_parameters(saved))
-
-    # Other options of DDP bring parameters in another order; names find them all the same.
-    other = make_state("feedback both")
-    reordered = _model(other, find_unused_parameters=True)
-    other.load_state_dict(saved, reordered)
-    again = _of_parameters(other.state_dict(reordered))
-    assert all(torch.equal(residual, again[name]) for name, residual in _of_parameters(saved).items())
-
-    # Back to a checkpoint in the same run, after more steps: as a run that was stopped there.
-    _train(model, range(8, 10))
-    state.load_state_dict(saved, model)
-    here = _of_parameters(state.state_dict(model))
-    assert all(torch.equal(residual, here[name]) for name, residual in _of_parameters(saved).items())
-    twin = make_state("feedback both")
-    twin.load_state_dict(saved, model)
-    assert torch.equal(
-        _of_parameters(twin.state_dict(model))["module.layers.0.weight"], here["module.layers.0.weight"]
-    )
-    stepped = _train(model, [20])[0]
-    state.load_state_dict(saved, model)
-    assert torch.equal(_train(model, [20])[0], stepped)
-
-    with pytest.raises(ValueError, match="error_feedback 'both', but here it is 'shard'"):
-        make_state("feedback shard").load_state_dict(saved, model)
-    with pytest.raises(ValueError, match=f"rank {1 - rank}, but here it is {rank}"):
-        resumed.load_state_dict({**saved, "rank": 1 - rank}, model)
-    with pytest.raises(ValueError, match="of scatter"):
-        make_state("feedback both", block_size=64).load_state_dict(saved, model)
-    with pytest.raises(
-        ValueError, match=r"a parameter 'module\.layers\.\d\.weight' of 2500 elements, not there"
-    ):
-        resumed.load_state_dict(saved, torch.nn.Linear(2, 2))
-    with pytest.warns(UserWarning, match="pickles its options only"):
-        again = pickle.loads(pickle.dumps(resumed))
-    assert again._options == resumed._options
-    assert again.state_dict(goes_on)["buckets"] == []
-
-
-def test_residuals_survive_a_restart_and_are_dropped_when_buckets_are_rebuilt():
-    run_ranks(_resumes, 2)
-
-
 def _mixed(rank):
     """A bucket that is averaged without compression has the NaN: the quantised ones' residuals stay."""
     torch.manual_seed(0)
@@ -199,15 +94,15 @@ def _mixed(rank):
         step(1.0)
     assert state.statistics.plain_buckets >= 6
     assert state.statistics.quantised_buckets >= 6
-    before = [bucket["own"].clone() for bucket in state.state_dict(model)["buckets"]]
+    before = list(state.state_dict(model)["own"].values())
     hook = net[1].bias.register_hook(lambda gradient: gradient * torch.nan) if rank == 0 else None
     step(1.0)
-    after = [bucket["own"].clone() for bucket in state.state_dict(model)["buckets"]]
+    after = list(state.state_dict(model)["own"].values())
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     if hook is not None:
         hook.remove()
     step(2.0)
-    later = [bucket["own"].clone() for bucket in state.state_dict(model)["buckets"]]
+    later = list(state.state_dict(model)["own"].values())
     assert not all(torch.equal(old, new) for old, new in zip(before, later, strict=True))
 
 

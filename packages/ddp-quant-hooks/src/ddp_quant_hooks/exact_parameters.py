@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from ddp_quant_hooks.resume import Bucket
 from dist_utils.finite_means import hold_shares, round_mean
-from dist_utils.torch_compat import GradBucket
 
 __all__ = ["gradients_of_small_parameters", "put_back", "set_apart"]
 
 
-def gradients_of_small_parameters(bucket: GradBucket) -> list[torch.Tensor]:
+def gradients_of_small_parameters(bucket: Bucket) -> list[torch.Tensor]:
     """Return the gradients of parameters of at most one dimension, as parts of a dense bucket's buffer."""
     both = zip(bucket.parameters(), bucket.gradients(), strict=True)
     return [gradient for parameter, gradient in both if parameter.dim() <= 1]

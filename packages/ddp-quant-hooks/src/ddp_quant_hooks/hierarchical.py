@@ -10,13 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks.chunks import Span, shards
 from ddp_quant_hooks.exchanges import Exchange, average_inside, average_quantised, take_turns
 from ddp_quant_hooks.link import Link
-from ddp_quant_hooks.residuals import BucketResiduals
 from ddp_quant_hooks.scratch import Scratch
-from ddp_quant_hooks.state import QuantizedAllreduceState
+from ddp_quant_hooks.state import QuantizedAllreduceState, Task
 from dist_utils import GroupLike, resolve_group
 from dist_utils.torch_compat import all_gather_single
 
@@ -50,6 +50,8 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
         >>> ddp.register_comm_hook(state, quantized_allreduce_hook)  # doctest: +SKIP
     """
 
+    _OWN_IN_BUCKETS = True  # of shards, which a node's ranks share out
+
     def __init__(
         self,
         process_group: GroupLike = None,
@@ -78,17 +80,17 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
         # Not the group itself: its owner ends it by letting go of it.
         self._agreed_on: weakref.ref[dist.ProcessGroup] | None = None
 
-    def _exchange(self, group: dist.ProcessGroup, values: torch.Tensor, kept: BucketResiduals) -> int:
+    def _exchange(self, group: dist.ProcessGroup, values: torch.Tensor, task: Task) -> int:
         if self._agreed_on is None or self._agreed_on() is not group:
             self._require_grid(group, values.device)
             self._agreed_on = weakref.ref(group)
         inside, across = Link(group, self._inside, 0), Link(group, self._across, 1)
-        wire = self._wire(across, kept)
+        wire = self._wire(across, task)
         block_size = self.scatter.block_size
 
         def exchanges() -> Iterator[Callable[[Scratch], Exchange]]:
             own_start = shard_start = 0
-            for index, chunk in enumerate(self._chunks(values)):
+            for index, chunk in enumerate(self._chunks(values.numel(), values.device)):
                 own = shards(chunk, inside.size, block_size)[inside.index]
                 yield partial(
                     average_inside,
@@ -123,16 +125,21 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a HierarchicalAllreduceState does not pickle: its groups belong to this job")
 
-    def _lengths(self, values: torch.Tensor) -> tuple[int, int]:
+    def _lengths(self, count: int, device: torch.device) -> tuple[int, int, int]:
         block_size, me = self.scatter.block_size, self.process_group.rank()
         own = [
             len(shards(chunk, len(self._inside), block_size)[self._inside.index(me)])
-            for chunk in self._chunks(values)
+            for chunk in self._chunks(count, device)
         ]
-        nodes, node = len(self._across), self._across.index(me)
+        nodes, node, most = len(self._across), self._across.index(me), self._chunk_values(device)
         if nodes <= 2:
-            return sum(own), 0
-        return sum(own), sum(len(shards(Span(0, part), nodes, block_size)[node]) for part in own)
+            return sum(own), 0, most
+        return sum(own), sum(len(shards(Span(0, part), nodes, block_size)[node]) for part in own), most
+
+    def _use_group_of(self, ddp: DistributedDataParallel) -> None:
+        if self._group is None:
+            self._group = self.process_group  # the grid was made of it
+        super()._use_group_of(ddp)
 
     def _require_grid(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Raise on every rank unless all ranks' groups make one grid; one small all-gather."""

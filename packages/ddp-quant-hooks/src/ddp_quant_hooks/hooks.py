@@ -2,6 +2,9 @@
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
+from functools import partial
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
@@ -11,6 +14,8 @@ from ddp_compress_hooks.compiled import is_pair
 from ddp_compress_hooks.hooks import check_gradient_dtype, completed, failed
 from ddp_quant_hooks.exact_parameters import gradients_of_small_parameters
 from ddp_quant_hooks.kernels import VALUE_DTYPES
+from ddp_quant_hooks.passes import BackwardPass
+from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from dist_utils.torch_compat import GradBucket
 
@@ -62,31 +67,42 @@ def quantized_allreduce_hook(
             "quantized_allreduce_hook averages buckets, and DDP's python reducer has none: set "
             "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
         )
-    group = state.process_group
     with record_function(f"quantized_allreduce_hook:bucket_{bucket.index()}"):
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)
-        state.begin_bucket(bucket)
-        if group.size() == 1 or buffer.numel() == 0:
+        running = state.begin_bucket(bucket, partial(_average, state))
+        if state.process_group.size() == 1:
             return completed(buffer)
         try:
             state.agree(buffer)
         except RuntimeError as error:
             return failed(error, buffer)
-        if _travels_plain(state, buffer):
-            return _average_plain(state, group, bucket)
-        exact = gradients_of_small_parameters(bucket) if state.exact_1d else []
-        if exact and len(exact) == len(bucket.parameters()):
-            return _average_plain(state, group, bucket)
-        values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
-        task = state.take_bucket(bucket, values)
+        if running.held is not None:
+            return running.held.take(bucket)
+        return _average(state, running, bucket)
 
-        def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-            with state.residuals.watching():
-                state.average(private_group, values, task, exact)
-            return buffer
 
-        return state.worker.submit(job, device=buffer.device)
+def _average(
+    state: QuantizedAllreduceState, running: BackwardPass, bucket: Bucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket of a backward pass, in few bits if that is worth it."""
+    buffer = bucket.buffer()
+    if buffer.numel() == 0:
+        return completed(buffer)
+    if _travels_plain(state, buffer):
+        return _average_plain(state, running, bucket)
+    exact = gradients_of_small_parameters(bucket) if state.exact_1d else []
+    if exact and len(exact) == len(bucket.parameters()):
+        return _average_plain(state, running, bucket)
+    values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
+    task = state.take_bucket(running, bucket, values)
+
+    def job(private_group: dist.ProcessGroup) -> torch.Tensor:
+        with running.watching():
+            state.average(private_group, values, task, exact)
+        return buffer
+
+    return state.worker.submit(job, device=buffer.device)
 
 
 def _travels_plain(state: QuantizedAllreduceState, buffer: torch.Tensor) -> bool:
@@ -95,17 +111,17 @@ def _travels_plain(state: QuantizedAllreduceState, buffer: torch.Tensor) -> bool
 
 
 def _average_plain(
-    state: QuantizedAllreduceState, group: dist.ProcessGroup, bucket: GradBucket
+    state: QuantizedAllreduceState, running: BackwardPass, bucket: Bucket
 ) -> torch.futures.Future[torch.Tensor]:
-    state.count_plain(bucket.buffer(), group.size())
-    averaged = allreduce_hook(group, bucket)
+    state.take_plain_bucket(running, bucket)
+    averaged = allreduce_hook(state.process_group, cast("GradBucket", bucket))
     if state.error_feedback == "none":
         return averaged
 
     def check(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        with state.residuals.watching():
+        with running.watching():
             mean = done.value()
-        state.residuals.failed(~(mean.coalesce().values() if mean.is_sparse else mean).isfinite().all())
+        running.failed(~(mean.coalesce().values() if mean.is_sparse else mean).isfinite().all())
         return mean
 
     return averaged.then(check)

@@ -1,36 +1,45 @@
-"""Error feedback: what quantisation lost of a step's gradients, added to the next step's."""
+"""Residuals: what quantization lost of gradients, and whose gradients they were."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["BucketResiduals", "Residual", "Residuals"]
+from ddp_quant_hooks.passes import BackwardPass
+
+__all__ = ["BucketKey", "BucketResiduals", "Residual", "Residuals", "value_count"]
 
 _log = logging.getLogger(__name__)
 
 BucketKey = tuple[tuple[int, int], ...]
-"""The parameters of a bucket: (number of the parameter, number of elements) of each."""
+"""The parameters of a bucket: (number of the parameter, number of values) of each."""
 
-_STEPS_UNUSED = 3
-"""A bucket that has not come for so many steps is one that DDP has rebuilt: it does so after the first."""
+
+def value_count(parameter: torch.Tensor) -> int:
+    """Return how many real values a parameter's gradient has."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 @dataclass
 class Residual:
-    """Two tensors in turns: what the last finite step lost, and what this step loses.
+    """Two tensors in turns: what the last step lost that counts, and what the running pass loses.
 
     ``None`` twice where nothing is kept.
     """
 
     last: torch.Tensor | None = None
     next: torch.Tensor | None = None
+
+    @classmethod
+    def zeros(cls, length: int, device: torch.device) -> Residual:
+        """Return a residual of ``length`` values of which nothing is lost yet."""
+        last, following = (torch.zeros(length, dtype=torch.float32, device=device) for _ in range(2))
+        return cls(last, following)
 
     def span(self, start: int, length: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return elements ``start`` to ``start + length`` of both."""
@@ -39,7 +48,7 @@ class Residual:
         return self.last[start : start + length], self.next[start : start + length]
 
     def turn_unless(self, failed: torch.Tensor) -> None:
-        """Make what this step lost the last loss unless it failed. An accelerator is told, not asked."""
+        """Make what this pass lost the last loss unless it failed. An accelerator is told, not asked."""
         if self.last is None or self.next is None:
             return
         if failed.device.type != "cpu":
@@ -47,188 +56,193 @@ class Residual:
         elif not failed:
             self.last, self.next = self.next, self.last
 
+    def to(self, device: torch.device) -> None:
+        """Move to ``device``: it may come from a file."""
+        if self.last is not None and (self.next is None or self.last.device != device):
+            self.last = self.last.to(device)
+            self.next = torch.zeros_like(self.last)
+
 
 @dataclass
 class BucketResiduals:
-    """What is kept for one bucket."""
+    """What is kept for one bucket.
 
-    own: Residual
-    shard: Residual
-    step: int
+    Attributes:
+        own: What this rank's own gradients lose.
+        shard: What the means of this rank's shards lose.
+        position: Of the bucket among the model's.
+    """
 
-    def fits(self, lengths: tuple[int, int]) -> bool:
-        """Tell whether as many elements are kept as there are: ranks cut a bucket by how many they are."""
-        return all(
-            kept.last is None or kept.last.numel() == length
-            for kept, length in zip((self.own, self.shard), lengths, strict=True)
-        )
-
-    def to(self, device: torch.device) -> None:
-        """Move what is kept to ``device``: it may come from a file."""
-        for kept in (self.own, self.shard):
-            if kept.last is not None and kept.next is not None and kept.last.device != device:
-                kept.last, kept.next = kept.last.to(device), kept.next.to(device)
+    own: Residual = field(default_factory=Residual)
+    shard: Residual = field(default_factory=Residual)
+    position: int = 0
 
 
-class _Flags:
-    """Flags that were raised on several devices and streams."""
+class OwnPart(NamedTuple):
+    """Where a parameter's own residual is."""
 
-    def __init__(self, flags: list[torch.Tensor]) -> None:
-        self._flags = flags
-        self._any: dict[torch.device, torch.Tensor] = {}
+    residual: Residual
+    start: int
+    length: int
 
-    def any_on(self, device: torch.device) -> torch.Tensor:
-        """Return on ``device`` whether one is raised."""
-        if device not in self._any:
-            for flag in self._flags:
-                if flag.device.type != "cpu":  # made on a side stream, whose memory it is
-                    flag.record_stream(torch.get_device_module(flag.device).current_stream(flag.device))
-            here = [flag.to(device, non_blocking=True) for flag in self._flags]
-            none = torch.zeros((), dtype=torch.bool, device=device)
-            self._any[device] = torch.stack([none, *here]).any()
-        return self._any[device]
+
+class _Places(NamedTuple):
+    """Which buckets there are, and where parameters are: their own residuals, and they themselves."""
+
+    buckets: dict[BucketKey, BucketResiduals]
+    own_of: dict[int, OwnPart]
+    bucket_of: dict[int, BucketKey]
 
 
 class Residuals:
     """The residuals of all buckets, in fp32, on this rank.
 
-    A step counts only as a whole: if a value of any bucket's mean was not finite the optimizer will skip
-    it, and all residuals stay as they were. So both what the last step lost and what the running step
-    loses are kept.
+    A rank's own residuals belong to parameters. They lie in one flat pair of tensors for each bucket; a
+    bucket with another list of parameters, as DDP makes them after the first step, gets a pair of its own
+    and takes each parameter's residual over from where it is. A parameter that does not come keeps its
+    residual until it comes again.
 
-    A bucket is known by its parameters: as objects while a job runs, by their names in a file. When DDP
-    rebuilds its buckets, after the first step, a residual finds no bucket any more and is dropped; none is
-    ever applied to other parameters.
+    The residuals of shards belong to buckets: which values of a bucket a rank averages depends on all of
+    them. They are dropped, with a line in the log, when a parameter comes in another bucket.
 
     Args:
         own: Keep what a rank's own gradients lose.
         shard: Keep what the means of its shards lose.
+        own_in_buckets: What a rank loses itself is of shards, too: inside a node, in a grid of nodes.
     """
 
-    def __init__(self, *, own: bool, shard: bool) -> None:
-        self._wants = own, shard
+    def __init__(self, *, own: bool, shard: bool, own_in_buckets: bool = False) -> None:
+        self.wants_own, self.wants_shard, self.own_in_buckets = own, shard, own_in_buckets
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._count = 0
-        self._buckets: dict[BucketKey, BucketResiduals] = {}
-        self._flags: list[torch.Tensor] = []
-        self._broken = False
-        self._settled = True
-        self._step = 0
+        self.buckets: dict[BucketKey, BucketResiduals] = {}
+        """Those in which parameters came last."""
+        self.own_of: dict[int, OwnPart] = {}
+        """By the number of the parameter."""
+        self._bucket_of: dict[int, BucketKey] = {}
+        self._before: _Places | None = None  # the running pass moved some
 
-    def begin_step(self) -> None:
-        """End the last step, and begin one."""
-        self.settle()
-        self._settled = False
-        self._step += 1
+    def number(self, parameter: torch.Tensor) -> int:
+        """Return a number that no other parameter has ever had, unlike its address."""
+        if parameter not in self._numbers:
+            self._numbers[parameter] = self._count
+            self._count += 1
+        number: int = self._numbers[parameter]
+        return number
+
+    def parameters(self) -> dict[int, torch.Tensor]:
+        """Return the parameters that still exist, by their numbers."""
+        return {number: parameter for parameter, number in self._numbers.items()}  # type: ignore[no-untyped-call]
+
+    def places(self, *, ended_well: bool) -> _Places:
+        """Return where everything is if the running pass has ended well, or else where it was before it."""
+        if ended_well or self._before is None:
+            return _Places(self.buckets, self.own_of, self._bucket_of)
+        return self._before
+
+    def plain_bucket(self, parameters: Sequence[torch.Tensor], position: int) -> None:
+        """Note a bucket that is averaged without compression: it loses nothing, but parameters are in it."""
+        self._bucket(parameters, position)
 
     def of_bucket(
-        self, parameters: Sequence[torch.Tensor], *, own: int, shard: int, device: torch.device
+        self, parameters: Sequence[torch.Tensor], position: int, *, own: int, shard: int, device: torch.device
     ) -> BucketResiduals:
         """Return what is kept for a bucket, zeros if it is new.
 
         Args:
             parameters: Of the bucket, in its order.
-            own: Number of elements of this rank's own gradients.
-            shard: Number of elements of this rank's shards.
+            position: Of the bucket.
+            own: Number of values that this rank sends as its own.
+            shard: Number of values of this rank's shards.
             device: Where to.
         """
-        if not any(self._wants):
-            return BucketResiduals(Residual(), Residual(), self._step)
-        key, lengths = self._key(parameters), (own, shard)
-        found = self._buckets.get(key)
-        if found is None or not found.fits(lengths):
-            own_kept, shard_kept = (
-                _zeros(length, device) if wanted else Residual()
-                for wanted, length in zip(self._wants, lengths, strict=True)
-            )
-            found = self._buckets[key] = BucketResiduals(own_kept, shard_kept, self._step)
-        found.step = self._step
-        found.to(device)
-        return found
+        key, kept = self._bucket(parameters, position)
+        if self.wants_own and (kept.own.last is None or kept.own.last.numel() != own):
+            kept.own = Residual.zeros(own, device)
+            if not self.own_in_buckets:
+                self._take_over(key, kept.own)
+        if self.wants_shard and (kept.shard.last is None or kept.shard.last.numel() != shard):
+            kept.shard = Residual.zeros(shard, device)
+        kept.own.to(device)
+        kept.shard.to(device)
+        return kept
 
-    def failed(self, flag: torch.Tensor) -> None:
-        """Note whether a value of this step's means is not finite, as a flag on any device."""
-        if any(self._wants):
-            self._flags.append(flag)
+    def load(
+        self,
+        own: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        buckets: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor | None]],
+    ) -> None:
+        """Forget everything, and keep what was saved.
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note an error: a step that raises will not be made."""
-        try:
-            yield
-        except BaseException:
-            self._broken = True
-            raise
+        Args:
+            own: Parameters, with what this rank's gradients of them have lost.
+            buckets: In their order: the parameters, and what belongs to the bucket, own and of shards.
+        """
+        self.buckets, self._bucket_of, self.own_of = {}, {}, {}
+        for parameter, lost in own:
+            self.own_of[self.number(parameter)] = OwnPart(_loaded(lost), 0, lost.numel())
+        for position, (parameters, bound, shard) in enumerate(buckets):
+            _, kept = self._bucket(parameters, position)
+            kept.own, kept.shard = _loaded(bound), _loaded(shard)
+        self._before = None
 
-    def settle(self) -> None:
-        """End the last step: keep what it lost if it was finite. Its exchanges must be over."""
-        if self._settled:
+    def commit(self, ended: BackwardPass) -> None:
+        """Keep what a pass lost, if a step could follow; otherwise what was lost before it. Once."""
+        self.buckets, self.own_of, self._bucket_of = self.places(ended_well=ended.complete)
+        self._before = None
+        if not ended.counts:
             return
-        self._settled = True
-        broken, failed = self._broken, _Flags(self._flags)
-        self._flags, self._broken = [], False
-        for key, kept in list(self._buckets.items()):
-            if kept.step == self._step and not broken:
-                for residual in (kept.own, kept.shard):
-                    if residual.last is not None:
-                        residual.turn_unless(failed.any_on(residual.last.device))
-            elif kept.step + _STEPS_UNUSED <= self._step:
-                del self._buckets[key]
-                _log.info("dropped the residuals of a bucket of %d parameters: DDP has rebuilt it", len(key))
+        for kept in ended.kept:
+            for residual in (kept.own, kept.shard):
+                if residual.last is not None:
+                    residual.turn_unless(ended.not_finite_on(residual.last.device))
 
-    def state_dict(self, names: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return what is kept, as CPU tensors by bucket, of the parameters of these names."""
-        self.settle()
-        name_of = {self._number(parameter): name for name, parameter in names.items()}
-        return {
-            "buckets": [
-                {
-                    "parameters": [(name_of[number], length) for number, length in key],
-                    "own": _on_cpu(kept.own),
-                    "shard": _on_cpu(kept.shard),
-                }
-                for key, kept in self._buckets.items()
-                if all(number in name_of for number, _ in key)
-            ]
-        }
+    def _bucket(self, parameters: Sequence[torch.Tensor], position: int) -> tuple[BucketKey, BucketResiduals]:
+        key = tuple((self.number(parameter), value_count(parameter)) for parameter in parameters)
+        kept = self.buckets.get(key)
+        if kept is None:
+            if self._before is None:
+                self._before = _Places(self.buckets.copy(), self.own_of.copy(), self._bucket_of.copy())
+            self._forget_dead()
+            for split in {self._bucket_of.get(number) for number, _ in key}:
+                if split is not None:
+                    self._drop(split)
+            self._bucket_of.update((number, key) for number, _ in key)
+            kept = self.buckets[key] = BucketResiduals()
+        kept.position = position
+        return key, kept
 
-    def load_state_dict(self, state: dict[str, Any], names: Mapping[str, torch.Tensor]) -> None:
-        """Take over what another run kept; until DDP has rebuilt its buckets it waits to be found again."""
-        self.settle()
-        buckets: dict[BucketKey, BucketResiduals] = {}
-        for bucket in state["buckets"]:
-            for name, length in bucket["parameters"]:
-                if name not in names or names[name].numel() != length:
-                    here = "not there" if name not in names else f"{names[name].numel()} long here"
-                    raise ValueError(
-                        f"the residuals are of a parameter {name!r} of {length} elements, {here}"
-                    )
-            key = tuple((self._number(names[name]), length) for name, length in bucket["parameters"])
-            buckets[key] = BucketResiduals(_loaded(bucket["own"]), _loaded(bucket["shard"]), self._step)
-        self._buckets = buckets
+    def _take_over(self, key: BucketKey, flat: Residual) -> None:
+        """Copy each parameter's own residual from where it is."""
+        assert flat.last is not None
+        start = 0
+        for number, length in key:
+            part = self.own_of.get(number)
+            if part is not None and part.length == length and part.residual.last is not None:
+                flat.last[start : start + length] = part.residual.last[part.start : part.start + length]
+            self.own_of[number] = OwnPart(flat, start, length)
+            start += length
 
-    def _number(self, parameter: torch.Tensor) -> int:
-        if parameter not in self._numbers:
-            self._numbers[parameter] = self._count  # never used again, unlike the parameter's address
-            self._count += 1
-        number: int = self._numbers[parameter]
-        return number
+    def _drop(self, key: BucketKey) -> None:
+        dropped = self.buckets.pop(key, None)
+        if dropped is None:
+            return
+        bound = [dropped.shard, dropped.own] if self.own_in_buckets else [dropped.shard]
+        if any(residual.last is not None and residual.last.numel() for residual in bound):
+            _log.info(
+                "dropped the residuals of the shards of a bucket of %d parameters, which come in other "
+                "buckets now",
+                len(key),
+            )
 
-    def _key(self, parameters: Sequence[torch.Tensor]) -> BucketKey:
-        return tuple((self._number(parameter), parameter.numel()) for parameter in parameters)
+    def _forget_dead(self) -> None:
+        alive = set(self._numbers.values())  # type: ignore[no-untyped-call]
+        for key in list(self.buckets):
+            if not all(number in alive for number, _ in key):
+                del self.buckets[key]
+        self._bucket_of = {number: key for number, key in self._bucket_of.items() if number in alive}
+        self.own_of = {number: part for number, part in self.own_of.items() if number in alive}
 
 
-def _zeros(length: int, device: torch.device) -> Residual:
-    last, following = (torch.zeros(length, dtype=torch.float32, device=device) for _ in range(2))
-    return Residual(last, following)
-
-
-def _on_cpu(kept: Residual) -> torch.Tensor | None:
-    return None if kept.last is None else kept.last.detach().cpu().clone()
-
-
-def _loaded(last: torch.Tensor | None) -> Residual:
-    if last is None:
-        return Residual()
-    last = last.to(dtype=torch.float32, copy=True)
-    return Residual(last, torch.zeros_like(last))
+def _loaded(saved: torch.Tensor | None) -> Residual:
+    return Residual() if saved is None else Residual(saved.detach().to(dtype=torch.float32, copy=True))

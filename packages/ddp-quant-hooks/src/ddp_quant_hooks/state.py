@@ -13,16 +13,20 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks import exact_parameters
+from ddp_quant_hooks.checkpoints import ResidualCheckpoints
 from ddp_quant_hooks.chunks import Span, cut, shards
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantised, take_turns
+from ddp_quant_hooks.feedback import Feedback
 from ddp_quant_hooks.link import Link
 from ddp_quant_hooks.messages import WIRE_VERSION, Format
 from ddp_quant_hooks.options import ErrorFeedback, checked
+from ddp_quant_hooks.passes import BackwardPass
 from ddp_quant_hooks.residuals import BucketResiduals, Residuals
+from ddp_quant_hooks.resume import Bucket
+from ddp_quant_hooks.saved import VERSION
 from ddp_quant_hooks.scratch import Scratch
 from dist_utils import GroupLike, OrderedWorker, resolve_group
 from dist_utils.process_groups import runs_on_host
-from dist_utils.torch_compat import GradBucket
 
 __all__ = ["ErrorFeedback", "QuantizedAllreduceState", "Statistics", "Task"]
 
@@ -69,15 +73,17 @@ class Task:
     """How one bucket is averaged, decided alike on every rank.
 
     Attributes:
+        running: The backward pass that it belongs to.
         kept: Its residuals.
         sampled: Measure its error.
     """
 
+    running: BackwardPass
     kept: BucketResiduals
     sampled: bool
 
 
-class QuantizedAllreduceState:
+class QuantizedAllreduceState(ResidualCheckpoints):
     """Options of :func:`quantized_allreduce_hook`, and what it keeps between steps. One for each model.
 
     Args:
@@ -114,6 +120,9 @@ class QuantizedAllreduceState:
         >>> ddp.register_comm_hook(state, quantized_allreduce_hook)  # doctest: +SKIP
     """
 
+    _OWN_IN_BUCKETS = False
+    """What a rank loses itself belongs to buckets, not to parameters."""
+
     def __init__(
         self,
         process_group: GroupLike = None,
@@ -126,6 +135,7 @@ class QuantizedAllreduceState:
         exact_1d: bool = False,
         sample_every: int = 0,
     ) -> None:
+        super().__init__()
         self.options = checked(
             bits=bits,
             block_size=block_size,
@@ -148,8 +158,12 @@ class QuantizedAllreduceState:
         self._counting = threading.Lock()  # buckets are counted on the caller's thread and on the worker's
         self._taken = 0
         self._bucket: tuple[int, torch.dtype | None] = 0, None  # the last one
-        self.residuals = Residuals(
-            own=self.error_feedback == "both", shard=self.error_feedback in {"shard", "both"}
+        self.feedback = Feedback(
+            Residuals(
+                own=self.error_feedback == "both",
+                shard=self.error_feedback in {"shard", "both"},
+                own_in_buckets=self._OWN_IN_BUCKETS,
+            )
         )
 
     @property
@@ -203,48 +217,24 @@ class QuantizedAllreduceState:
         self._scratches.clear()
         self._taken = 0  # after an error ranks may not have come equally far
 
-    def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return this rank's residuals and what they depend on, for :meth:`load_state_dict`.
-
-        Between two steps. Every rank has its own: save one file for each.
-
-        Args:
-            model: Whose gradients were averaged: the ``DistributedDataParallel`` module. Residuals are saved
-                by the names of its parameters.
-        """
-        return {**self._identity(), **self.residuals.state_dict(dict(model.named_parameters()))}
-
-    def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module) -> None:
-        """Take over the residuals that another run, or this one, has saved.
-
-        In a new run they wait until DDP has rebuilt its buckets, after the first step, if they were saved
-        later than that. Those that find no bucket within three steps are dropped, with a line in the log.
-
-        Args:
-            state: What :meth:`state_dict` returned on this rank.
-            model: Whose gradients will be averaged, under the same names.
-
-        Raises:
-            ValueError: They are of another rank, number of ranks, layout, or kind of error feedback, or of a
-                parameter that ``model`` does not have; nothing is changed.
-        """
-        for name, value in self._identity().items():
-            if state.get(name) != value:
-                raise ValueError(f"the residuals are of {name} {state.get(name)!r}, but here it is {value!r}")
-        self.residuals.load_state_dict(state, dict(model.named_parameters()))
-
     def _identity(self) -> dict[str, Any]:
         """Return what must be equal where residuals are saved and where they are loaded."""
         group = self.process_group
         return {
-            "version": 1,
+            "version": VERSION,
             "state": type(self).__name__,
             "rank": group.rank(),
             "world_size": group.size(),
             "error_feedback": self.error_feedback,
             "scatter": (self.scatter.format, self.scatter.block_size),
             "gather": (self.gather.format, self.gather.block_size),
+            "exact_1d": self.exact_1d,
+            "min_bytes": self.min_bytes,
         }
+
+    def _wait_for_jobs(self) -> None:
+        if self._worker is not None:
+            self._worker.wait()
 
     # ---- for the hook ----
 
@@ -263,10 +253,19 @@ class QuantizedAllreduceState:
             **asdict(self.options),
             "wire format version": WIRE_VERSION,
             "first bucket": f"{values} values of {dtype}",
+            **self._agreement_terms(),
         }
 
-    def begin_bucket(self, bucket: GradBucket) -> None:
-        """Note a bucket, however it will be averaged: the first begins a step. On the caller's thread.
+    def begin_bucket(
+        self,
+        bucket: Bucket,
+        average: Callable[[BackwardPass, Bucket], torch.futures.Future[torch.Tensor]],
+    ) -> BackwardPass:
+        """Return the backward pass that a bucket belongs to. On the caller's thread.
+
+        Args:
+            bucket: However it will be averaged.
+            average: Averages a bucket of the pass.
 
         Raises:
             RuntimeError: It is captured in a CUDA graph, which would repeat one step's decisions for ever.
@@ -276,16 +275,37 @@ class QuantizedAllreduceState:
                 "a CUDA graph cannot hold what changes from step to step: capture with "
                 "error_feedback='none' and sample_every=0"
             )
-        if bucket.index() == 0:
-            self.residuals.begin_step()
+        if self.error_feedback == "none" or self.process_group.size() == 1:
+            return BackwardPass()
+        return self.feedback.begin_bucket(bucket, average, self._wait_for_jobs)
 
-    def take_bucket(self, bucket: GradBucket, values: torch.Tensor) -> Task:
+    def take_bucket(self, running: BackwardPass, bucket: Bucket, values: torch.Tensor) -> Task:
         """Return how a bucket will be averaged. On the caller's thread, where all ranks come in one order."""
-        own, shard = (0, 0) if self.error_feedback == "none" else self._lengths(values)
-        kept = self.residuals.of_bucket(bucket.parameters(), own=own, shard=shard, device=values.device)
+        kept = BucketResiduals()
+        if self.error_feedback != "none":
+            own, shard, _ = self._lengths(values.numel(), values.device)
+            kept = self.feedback.residuals.of_bucket(
+                bucket.parameters(),
+                self._position(running, bucket),
+                own=own,
+                shard=shard,
+                device=values.device,
+            )
+            running.kept.append(kept)
         sampled = self.sample_every > 0 and self._taken % self.sample_every == 0
         self._taken += 1
-        return Task(kept, sampled)
+        return Task(running, kept, sampled)
+
+    def take_plain_bucket(self, running: BackwardPass, bucket: Bucket) -> None:
+        """Note a bucket that is averaged without compression."""
+        values = bucket.buffer()
+        self.count_plain(values, self.process_group.size())
+        if self.error_feedback != "none" and not values.is_sparse:
+            self.feedback.residuals.plain_bucket(bucket.parameters(), self._position(running, bucket))
+
+    @staticmethod
+    def _position(running: BackwardPass, bucket: Bucket) -> int:
+        return bucket.index() if running.held is not None else running.position
 
     def average(
         self, group: dist.ProcessGroup, values: torch.Tensor, task: Task, exact: list[torch.Tensor]
@@ -306,8 +326,9 @@ class QuantizedAllreduceState:
         if exact:
             apart = exact_parameters.set_apart(exact, group.size())
             bytes_sent += _all_reduce(apart, group)
-            self.residuals.failed(~apart.isfinite().all())
-        bytes_sent += self._exchange(group, values, task.kept)
+            if self.error_feedback != "none":
+                task.running.failed(~apart.isfinite().all())
+        bytes_sent += self._exchange(group, values, task)
         if apart is not None:
             exact_parameters.put_back(exact, apart)
         if reference is not None:
@@ -319,14 +340,14 @@ class QuantizedAllreduceState:
         bytes_sent = 0 if values.is_sparse else _ring_bytes(values, world_size)
         self._count(values, world_size, bytes_sent, plain=1)
 
-    def _exchange(self, group: dist.ProcessGroup, values: torch.Tensor, kept: BucketResiduals) -> int:
+    def _exchange(self, group: dist.ProcessGroup, values: torch.Tensor, task: Task) -> int:
         """Average ``values`` and return how many bytes were sent."""
         link = Link(group, range(group.size()))
-        wire = self._wire(link, kept)
+        wire = self._wire(link, task)
 
         def exchanges() -> Iterator[Callable[[Scratch], Exchange]]:
             shard_start = 0
-            for index, chunk in enumerate(self._chunks(values)):
+            for index, chunk in enumerate(self._chunks(values.numel(), values.device)):
                 yield partial(
                     average_quantised,
                     values=values[chunk.start : chunk.stop],
@@ -340,25 +361,26 @@ class QuantizedAllreduceState:
         take_turns(exchanges(), self._scratch(values.device), values.device)
         return link.bytes_sent
 
-    def _lengths(self, values: torch.Tensor) -> tuple[int, int]:
-        """Return how long the residuals of a bucket are: of own gradients, and of shards."""
-        group = self.process_group
+    def _lengths(self, count: int, device: torch.device) -> tuple[int, int, int]:
+        group, most = self.process_group, self._chunk_values(device)
         if group.size() == 2:
-            return values.numel(), 0
+            return count, 0, most
         own_shards = (
             shards(chunk, group.size(), self.scatter.block_size)[group.rank()]
-            for chunk in self._chunks(values)
+            for chunk in self._chunks(count, device)
         )
-        return values.numel(), sum(map(len, own_shards))
+        return count, sum(map(len, own_shards)), most
 
-    def _wire(self, link: Link, kept: BucketResiduals) -> Wire:
-        failed = None if self.error_feedback == "none" else self.residuals.failed
-        return Wire(link, self.scatter, self.gather, kept.own, kept.shard, failed)
+    def _wire(self, link: Link, task: Task) -> Wire:
+        failed = None if self.error_feedback == "none" else task.running.failed
+        return Wire(link, self.scatter, self.gather, task.kept.own, task.kept.shard, failed)
 
-    def _chunks(self, values: torch.Tensor) -> list[Span]:
-        on_host = runs_on_host(self.process_group, values.device)
-        most = _CHUNK_ELEMENTS if on_host else _CHUNK_ELEMENTS_ON_STREAMS
-        return cut(values.numel(), most, self.scatter.block_size)
+    def _chunks(self, count: int, device: torch.device) -> list[Span]:
+        return cut(count, self._chunk_values(device), self.scatter.block_size)
+
+    def _chunk_values(self, device: torch.device) -> int:
+        on_host = runs_on_host(self.process_group, device)
+        return _CHUNK_ELEMENTS if on_host else _CHUNK_ELEMENTS_ON_STREAMS
 
     def _scratch(self, device: torch.device) -> list[Scratch]:
         return self._scratches.setdefault(device, [])

@@ -180,13 +180,13 @@ class OrderedWorker:
             error.with_traceback(None)  # its frames would keep the caller's model alive
 
     def wait(self) -> None:
-        """Return when every job that was submitted until now has run, whatever came of it.
+        """Return when every job submitted so far has run, whatever came out of it.
 
-        On an accelerator's stream: when all are enqueued, which they are.
+        On an accelerator whose backend enqueues its collectives there is nothing to wait for: the caller's
+        stream is not made to wait either.
         """
-        lane = self._lane
-        if lane is not None:
-            lane.wait()
+        if self._lane is not None:
+            self._lane.wait()
 
     def close(self) -> None:
         """Finish the queued jobs, then end the thread and the private group; closing twice is harmless.
@@ -311,7 +311,7 @@ class _Lane:
         self._destroy_group()
 
     def _take(self, job: _Job | threading.Event) -> None:
-        if isinstance(job, threading.Event):
+        if isinstance(job, threading.Event):  # somebody waits for what was queued before
             job.set()
             return
         with _on(job.side):

@@ -39,6 +39,7 @@ __all__ = [
     "OperatorWatch",
     "after_backward",
     "all_gather_single",
+    "before_end_of_backward",
     "comm_hooks",
     "compiling_refused",
     "default_group_timeout",
@@ -48,14 +49,18 @@ __all__ = [
     "functional_all_gather",
     "functional_all_reduce",
     "functional_all_to_all_single",
+    "graph_task_id",
     "group_timeout",
+    "in_final_callback",
     "inside_backward",
+    "inside_nested_backward",
     "is_accelerator",
     "is_batched_gradient",
     "keep_versions",
     "linear_operator",
     "mark_stepped",
     "new_named_group",
+    "parameter_names",
     "reduce_scatter_single",
     "register_comm_hook",
     "saved_tensor_hooks",
@@ -321,6 +326,48 @@ def inside_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
 
 
+def graph_task_id() -> int:
+    """Return the number of the backward pass that this thread is running, -1 outside of any.
+
+    A later pass has a larger number. A pass inside a pass, as reentrant checkpointing makes them, has a
+    number of its own. No public name up to torch 2.15.
+    """
+    return int(torch._C._current_graph_task_id())  # noqa: SLF001
+
+
+def inside_nested_backward() -> bool:
+    """Return whether this thread's backward pass was begun inside another one.
+
+    Seen from the calls that led here: a function's or a hook's backward in Python, which called
+    ``backward()``. Costs a walk up the stack. torch has no name for it up to 2.15.
+    """
+    frame, passes = sys._getframe(), 0  # noqa: SLF001
+    while (caller := frame.f_back) is not None:
+        if caller.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            return True
+        passes += caller.f_code is torch.autograd.backward.__code__
+        frame = caller
+    return passes > 1
+
+
+def in_final_callback() -> bool:
+    """Return whether this thread's backward pass is over, and only its final callbacks are still run.
+
+    DDP hands over the buckets of the first pass of a static graph there, all as bucket 0, and waits for
+    them at once. No public name up to torch 2.15.
+    """
+    return graph_task_id() != -1 and torch._C._current_autograd_node() is None  # noqa: SLF001
+
+
+def before_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when this thread's backward pass has computed everything, if it ends well.
+
+    Called from a communication hook: before DistributedDataParallel ends its reduction, which it asks for
+    when its last communication hook has returned. See :func:`after_backward` for the rest.
+    """
+    _queue_callback(callback)
+
+
 def after_backward(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward pass that this thread is running has ended well.
 
@@ -330,11 +377,30 @@ def after_backward(callback: Callable[[], None]) -> None:
 
     ``torch.autograd.graph.queue_callback`` where it exists (2.15), else its private predecessor.
     """
-    engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001
-    queue = getattr(torch.autograd.graph, "queue_callback", None) or engine.queue_callback
     # DDP queues its own end as soon as its last communication hook has returned. A callback that is
     # queued by a callback comes behind it.
-    queue(lambda: queue(callback))
+    _queue_callback(lambda: _queue_callback(callback))
+
+
+def _queue_callback(callback: Callable[[], None]) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001
+    queue = getattr(torch.autograd.graph, "queue_callback", None) or engine.queue_callback
+    queue(callback)
+
+
+def parameter_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return a model's parameters by the names that they have without wrappers.
+
+    ``DistributedDataParallel`` puts ``module.`` before all names, ``torch.compile`` puts ``_orig_mod.``
+    before those of a compiled module, wherever it stands; the latter has no public name up to torch 2.15.
+    """
+    while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
+        inner: Any = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # noqa: SLF001
+        model = inner
+    return {
+        ".".join(part for part in name.split(".") if part != "_orig_mod"): parameter
+        for name, parameter in model.named_parameters()
+    }
 
 
 def tensor_version(tensor: torch.Tensor) -> int:

@@ -1,0 +1,93 @@
+"""The model whose gradients a state averages: named once, or in every call."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dist_utils.torch_compat import parameter_names
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["BoundModel"]
+
+
+class BoundModel:
+    """The part of a hook's state that knows the model and the names of its parameters."""
+
+    _group: dist.ProcessGroup | None
+
+    def __init__(self) -> None:
+        self._model: weakref.ref[torch.nn.Module] | None = None
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for messages
+
+    @property
+    @abstractmethod
+    def process_group(self) -> dist.ProcessGroup:
+        """The group that averages."""
+
+    def bind(self, ddp: DistributedDataParallel) -> Self:
+        """Tell this state its model, once, so that nothing else has to name it.
+
+        A state without a process group takes the model's. The model is not kept alive.
+
+        Args:
+            ddp: The ``DistributedDataParallel`` module whose gradients are averaged.
+
+        Returns:
+            The state itself.
+
+        Raises:
+            TypeError: ``ddp`` is no ``DistributedDataParallel`` module.
+            ValueError: It averages over other ranks than this state.
+
+        Example:
+            >>> ddp.register_comm_hook(state.bind(ddp), quantized_allreduce_hook)  # doctest: +SKIP
+        """
+        if not isinstance(ddp, DistributedDataParallel):
+            raise TypeError(f"bind() takes a DistributedDataParallel module, got {type(ddp).__name__}")
+        self._use_group_of(ddp)
+        self._model = weakref.ref(ddp)
+        self._known_names(ddp)
+        return self
+
+    def _parameters_of(self, model: torch.nn.Module | None, method: str) -> Mapping[str, torch.Tensor]:
+        if model is None:
+            model = None if self._model is None else self._model()
+            if model is None:
+                raise ValueError(
+                    f"{method}() needs the model whose gradients are averaged: give it, or tell the state "
+                    "once by bind(ddp)" + ("" if self._model is None else ", whose model is gone now")
+                )
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a module, got {type(model).__name__}")
+        return self._known_names(model)
+
+    def _known_names(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+        names = parameter_names(model)
+        for name, parameter in names.items():
+            self._names[parameter] = name
+        return names
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        name = self._names.get(parameter, None)  # type: ignore[no-untyped-call]
+        return f"of shape {tuple(parameter.shape)}" if name is None else repr(name)
+
+    def _use_group_of(self, ddp: DistributedDataParallel) -> None:
+        """Take a model's group, or raise if it has other ranks than this state's."""
+        if self._group is None:
+            self._group = ddp.process_group
+            return
+        mine, models = (
+            dist.get_process_group_ranks(group) for group in (self.process_group, ddp.process_group)
+        )
+        if mine != models:
+            raise ValueError(f"this state averages over ranks {mine}, but the model over ranks {models}")

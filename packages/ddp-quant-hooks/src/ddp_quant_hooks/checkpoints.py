@@ -1,0 +1,226 @@
+"""Residuals in checkpoints: saved and loaded on every rank, or gathered on one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks import saved as saved_residuals
+from ddp_quant_hooks.bound_model import BoundModel
+from ddp_quant_hooks.feedback import Feedback
+from ddp_quant_hooks.saved import SavedResiduals
+from dist_utils.agreement import Claim, require_agreement
+from dist_utils.torch_compat import inside_backward
+
+__all__ = ["ResidualCheckpoints"]
+
+
+class ResidualCheckpoints(BoundModel):
+    """The part of a hook's state that saves residuals and loads them."""
+
+    feedback: Feedback
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the thread and the private group."""
+
+    @abstractmethod
+    def _identity(self) -> dict[str, Any]:
+        """Return what must be equal where residuals are saved and where they are loaded."""
+
+    @abstractmethod
+    def _lengths(self, count: int, device: torch.device) -> tuple[int, int, int]:
+        """Return what :data:`ddp_quant_hooks.saved.Lengths` says."""
+
+    @abstractmethod
+    def _wait_for_jobs(self) -> None:
+        """Return when all jobs so far have run, whatever came out."""
+
+    def discard_step(self) -> None:
+        """Say that the gradients of the last ``backward()`` will not be stepped with.
+
+        The residuals are again what they were before it. Call it, on every rank, where the loop skips
+        ``optimizer.step()``, or where something raises between ``backward()`` and it. A step with a value
+        that is not finite, which ``GradScaler`` skips, and a ``backward()`` that raises need no word. Of
+        several passes whose gradients were added up without ``no_sync()``, only the last is taken back.
+
+        Raises:
+            RuntimeError: Inside ``backward()``.
+        """
+        self._refuse_inside_backward("discard_step()")
+        self.feedback.discard()
+
+    def state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
+        """Return this rank's residuals and what they depend on, for :meth:`load_state_dict`.
+
+        Every rank has its own: save one file for each, or see :meth:`gather_state_dict`. They are those
+        that the last ``backward()`` left that ended well; also after one that raised.
+
+        Args:
+            model: Whose gradients were averaged, as ``DistributedDataParallel`` module or without its
+                wrapper. Residuals are saved by the names of its parameters. ``None`` after :meth:`bind`.
+
+        Returns:
+            Tensors on the CPU, numbers and strings in dicts, lists and tuples: ``torch.load`` reads them
+            with ``weights_only=True``.
+
+        Raises:
+            ValueError: No model is known, or it lacks a parameter that has residuals.
+
+        Cost:
+            Waits for the buckets that are being averaged. A copy of the residuals.
+        """
+        known = self._parameters_of(model, "state_dict")
+        self._wait_for_jobs()
+        names = {self.feedback.residuals.number(parameter): name for name, parameter in known.items()}
+        written = saved_residuals.write(self.feedback, names, self._lengths, self._name_of)
+        return {**self._identity(), **written}
+
+    def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
+        """Take over the residuals that another run, or this one, has saved. On every rank.
+
+        Training goes on with the bits of the run that was saved. For that the first pass after it (the first
+        two if the second comes in the same buckets) is averaged in the buckets that the saved run had, one
+        after another when all have come: a new ``DistributedDataParallel`` begins with others. A run must
+        have had those buckets, which come in its second step (in its third with a static graph), before it
+        is saved. If the buckets differ later, too, because of another ``bucket_cap_mb``, a rank's own
+        residuals follow the parameters; those of shards are dropped with a line in the log.
+
+        Ends the private group, as :meth:`close` does.
+
+        Args:
+            state: What :meth:`state_dict` returned on this rank.
+            model: As for :meth:`state_dict`.
+
+        Raises:
+            TypeError: ``state`` is no dict.
+            ValueError: They are of another rank, number of ranks or option, of a parameter that ``model``
+                does not have, or of another length than here; nothing is changed.
+            RuntimeError: Inside ``backward()``.
+        """
+        self._load(self._read(state, model))
+
+    def gather_state_dict(
+        self, model: torch.nn.Module | None = None, *, dst: int = 0
+    ) -> dict[str, Any] | None:
+        """Return the residuals of all ranks on one of them, for a checkpoint that one rank writes.
+
+        Args:
+            model: As for :meth:`state_dict`.
+            dst: The rank that gets them, in WORLD.
+
+        Returns:
+            On ``dst`` what :meth:`scatter_state_dict` takes; ``None`` elsewhere.
+
+        Raises:
+            ValueError: As :meth:`state_dict`, or ``dst`` is not in the group. Where another rank cannot go
+                on, :class:`dist_utils.agreement.TensorMismatchError` says why.
+
+        Cost:
+            Collective: every rank of the group must call it. Sends all residuals to ``dst``.
+        """
+        own: dict[str, Any] = {}
+        problem: Exception | None = None
+        try:
+            self._require_member("dst", dst)
+            own = self.state_dict(model)
+        except (TypeError, ValueError, RuntimeError) as error:
+            problem = error
+        self._agree(f"gather_state_dict(dst={dst})", problem)
+        group = self.process_group
+        everyone: list[Any] | None = [None] * group.size() if dist.get_rank() == dst else None
+        dist.gather_object(own, everyone, dst=dst, group=group)
+        if everyone is None:
+            return None
+        return {"version": saved_residuals.VERSION, "world_size": group.size(), "ranks": everyone}
+
+    def scatter_state_dict(
+        self, gathered: dict[str, Any] | None, model: torch.nn.Module | None = None, *, src: int = 0
+    ) -> None:
+        """Load on every rank its part of what :meth:`gather_state_dict` returned.
+
+        See :meth:`load_state_dict`.
+
+        Args:
+            gathered: On ``src`` what was gathered. What other ranks give does not matter.
+            model: As for :meth:`state_dict`.
+            src: The rank that has it, in WORLD.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As :meth:`load_state_dict`, or ``gathered`` is of another
+                world size; on the rank that sees it. The others raise
+                :class:`dist_utils.agreement.TensorMismatchError`, and no rank changes anything.
+
+        Cost:
+            Collective: every rank of the group must call it. ``src`` sends all residuals.
+        """
+        group = self.process_group
+        parts: list[Any] | None = None
+        problem: Exception | None = None
+        try:
+            self._require_member("src", src)
+            if dist.get_rank() == src:
+                parts = _parts(gathered, group.size())
+        except (TypeError, ValueError) as error:
+            problem = error
+        self._agree(f"scatter_state_dict(src={src})", problem)
+        mine: list[Any] = [None]
+        dist.scatter_object_list(mine, parts, src=src, group=group)
+        checked: SavedResiduals | None = None
+        try:
+            checked = self._read(mine[0], model)
+        except (TypeError, ValueError, RuntimeError) as error:
+            problem = error
+        self._agree("", problem)
+        assert checked is not None
+        self._load(checked)
+
+    def _agreement_terms(self) -> dict[str, str]:
+        """Return what of the residuals must be alike on all ranks, for when a private group is made."""
+        loaded = self.feedback.loaded
+        if loaded is None:
+            return {"loaded residuals": "none"}
+        return {"loaded residuals": f"of step {loaded.steps}, in buckets {loaded.digest}"}
+
+    def _read(self, state: dict[str, Any], model: torch.nn.Module | None) -> SavedResiduals:
+        self._refuse_inside_backward("load_state_dict()")
+        known = self._parameters_of(model, "load_state_dict")
+        saved_residuals.require_equal(state, self._identity())
+        own_in_buckets = self.feedback.residuals.own_in_buckets
+        return saved_residuals.read(state, known, self._lengths, own_in_buckets=own_in_buckets)
+
+    def _load(self, checked: SavedResiduals) -> None:
+        self._wait_for_jobs()
+        self.feedback.load(checked)
+        self.close()  # the ranks compare what they have loaded when they make the next private group
+
+    def _require_member(self, name: str, rank: int) -> None:
+        ranks = dist.get_process_group_ranks(self.process_group)
+        if rank not in ranks:
+            raise ValueError(f"{name} must be one of the group's ranks {ranks}, got {rank!r}")
+
+    def _agree(self, call: str, problem: Exception | None) -> None:
+        require_agreement(self.process_group, Claim.of([], [], call, problem), problem)
+
+    def _refuse_inside_backward(self, call: str) -> None:
+        if inside_backward():
+            raise RuntimeError(f"{call} inside backward(): call it between two steps")
+
+
+def _parts(gathered: object, world_size: int) -> list[Any]:
+    if not isinstance(gathered, dict):
+        raise TypeError(
+            f"scatter_state_dict() takes what gather_state_dict() returned, got a {type(gathered).__name__}"
+        )
+    ranks = gathered.get("ranks")
+    if gathered.get("version") != saved_residuals.VERSION or not isinstance(ranks, list):
+        raise ValueError(
+            f"these are no gathered residuals of version {saved_residuals.VERSION} of the format, but of "
+            f"{gathered.get('version')!r}"
+        )
+    if not len(ranks) == gathered.get("world_size") == world_size:
+        raise ValueError(f"these are the residuals of {len(ranks)} ranks, but the group has {world_size}")
+    return ranks

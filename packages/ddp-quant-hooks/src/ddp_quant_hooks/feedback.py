@@ -1,0 +1,110 @@
+"""Error feedback from pass to pass: what a step lost is added to the next, if there was such a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from ddp_quant_hooks.passes import BackwardPass
+from ddp_quant_hooks.residuals import Residual, Residuals
+from ddp_quant_hooks.resume import Bucket, Resumption
+from ddp_quant_hooks.saved import SavedResiduals
+from dist_utils import torch_compat
+
+__all__ = ["Feedback"]
+
+
+class Feedback:
+    """The residuals, and the backward pass that is adding to them.
+
+    A pass is settled when the next one begins: it counts if it ended well, all its means were finite, and
+    the user has not discarded it.
+
+    Args:
+        residuals: What is kept.
+    """
+
+    def __init__(self, residuals: Residuals) -> None:
+        self.residuals = residuals
+        self.loaded: SavedResiduals | None = None
+        self._pass: BackwardPass | None = None
+        self._resumption: Resumption | None = None
+        self._steps = 0
+
+    def begin_bucket(
+        self,
+        bucket: Bucket,
+        average: Callable[[BackwardPass, Bucket], torch.futures.Future[torch.Tensor]],
+        wait: Callable[[], None],
+    ) -> BackwardPass:
+        """Return the pass that a bucket belongs to; the first of a pass settles the one before.
+
+        On the caller's thread, with every bucket that DDP hands over.
+
+        Args:
+            bucket: The bucket.
+            average: Averages a bucket of the pass.
+            wait: Returns when all jobs so far have run.
+        """
+        task, running = torch_compat.graph_task_id(), self._pass
+        if running is None or not running.includes(task, bucket.index()):
+            self._settle(wait)
+            self._pass = running = BackwardPass()
+            if self._resumption is not None:
+                running.held = self._resumption.next_pass(bucket, partial(average, running))
+        running.add_bucket(task, bucket.index())
+        return running
+
+    def discard(self) -> None:
+        """Let the last pass change nothing."""
+        if self._pass is not None:
+            self._pass.discarded = True
+
+    @property
+    def steps(self) -> int:
+        """How many passes there were that count, the last one included."""
+        return self._steps + (self._pass is not None and self._pass.counts)
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether there is no pass that is running, or that has failed."""
+        return self._pass is None or self._pass.complete
+
+    def losses(self) -> Callable[[Residual], torch.Tensor | None]:
+        """Return what tells the losses of the last pass that counts. All jobs must have run."""
+        ended = self._pass
+        turned: set[int] = set()
+        if ended is not None and ended.counts:
+            turned = {
+                id(residual)
+                for residual in _residuals_of(ended)
+                if residual.last is not None and not bool(ended.not_finite_on(residual.last.device))
+            }
+        return lambda residual: residual.next if id(residual) in turned else residual.last
+
+    def load(self, saved: SavedResiduals) -> None:
+        """Go on from what another run has saved."""
+        self.residuals.load(saved.own, saved.buckets)
+        self.loaded, self._steps, self._pass = saved, saved.steps, None
+        self._resumption = Resumption([parameters for parameters, _, _ in saved.buckets])
+
+    def _settle(self, wait: Callable[[], None]) -> None:
+        ended, self._pass = self._pass, None
+        if ended is None:
+            return
+        if ended.outside_of_backward:
+            wait()  # DDP has waited for the others' jobs
+        self._steps += ended.counts
+        self.residuals.commit(ended)
+        if self._resumption is not None and ended.held is not None and ended.complete:
+            self._resumption.ended(ended.held)
+        if self._resumption is not None and self._resumption.over:
+            self._resumption = None
+        ended.held = None  # which refers to the pass
+
+
+def _residuals_of(ended: BackwardPass) -> Iterator[Residual]:
+    for kept in ended.kept:
+        yield from (kept.own, kept.shard)

@@ -1,0 +1,110 @@
+"""One backward pass: which buckets belong to it, whether it ended well, and whether its step counts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from dist_utils import torch_compat
+
+if TYPE_CHECKING:
+    from ddp_quant_hooks.residuals import BucketResiduals
+    from ddp_quant_hooks.resume import HeldPass
+
+__all__ = ["BackwardPass"]
+
+
+class BackwardPass:
+    """A backward pass, as it is seen from its buckets.
+
+    It is told by autograd when it ends well. One that is not told has failed: in the user's code, on a
+    peer, or in communication. Everything that a job notes of its pass is noted here, so that the late jobs
+    of a failed pass do not disturb the next.
+
+    Attributes:
+        kept: The residuals of its buckets.
+        held: Where its buckets wait, if it is averaged in other buckets than its own.
+        discarded: The user has said that its gradients will not be stepped with.
+    """
+
+    def __init__(self) -> None:
+        self.kept: list[BucketResiduals] = []
+        self.held: HeldPass | None = None
+        self.discarded = False
+        self._buckets = 0
+        self._last_index = -1
+        # Reentrant checkpointing runs backward passes inside of the pass; a bucket may come in any of them.
+        self._ended_well: dict[int, bool] = {}
+        self._broken = False
+        self._flags: list[torch.Tensor] = []
+        self._any_flag: dict[torch.device, torch.Tensor] = {}
+
+    def includes(self, task: int, index: int) -> bool:
+        """Tell whether a bucket that comes now, inside autograd's ``task``, belongs to this pass.
+
+        An index alone does not tell: buckets that no rank uses are left out
+        (``skip_all_reduce_unused_params``), and in the first pass of a static graph all have index 0.
+        """
+        outside = -1 in self._ended_well
+        if task == -1 or outside:  # DDP's join(), or a hook that is called by hand
+            return task == -1 and outside and index > self._last_index
+        if task in self._ended_well or task < max(self._ended_well):
+            return True  # this very task, or the one around those that were seen before
+        return index > self._last_index and torch_compat.inside_nested_backward()
+
+    def add_bucket(self, task: int, index: int) -> None:
+        """Note a bucket that belongs to this pass."""
+        self._last_index = index
+        self._buckets += 1
+        if task not in self._ended_well:
+            self._ended_well[task] = task == -1
+            if task != -1:
+                torch_compat.after_backward(partial(self._ended_well.__setitem__, task, True))
+
+    @property
+    def position(self) -> int:
+        """The place of the latest bucket among all buckets of the model."""
+        return max(self._last_index, self._buckets - 1)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it ended well, on this rank and, as far as its communication tells, on all others."""
+        return not self._broken and all(self._ended_well.values())
+
+    @property
+    def outside_of_backward(self) -> bool:
+        """Whether its buckets come from outside of autograd, which then cannot tell its end."""
+        return -1 in self._ended_well
+
+    @property
+    def counts(self) -> bool:
+        """Whether a step may follow, as far as is known without asking an accelerator."""
+        return self.complete and not self.discarded
+
+    def failed(self, flag: torch.Tensor) -> None:
+        """Note whether a value of a mean is not finite, as a flag on any device. From any thread."""
+        self._flags.append(flag)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note an error: a step that raises will not be made."""
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
+
+    def not_finite_on(self, device: torch.device) -> torch.Tensor:
+        """Return on ``device`` whether a value of any mean was not finite. Its exchanges must be over."""
+        if device not in self._any_flag:
+            for flag in self._flags:
+                if flag.device.type != "cpu":  # made on a side stream, whose memory it is
+                    flag.record_stream(torch.get_device_module(flag.device).current_stream(flag.device))
+            here = [flag.to(device, non_blocking=True) for flag in self._flags]
+            none = torch.zeros((), dtype=torch.bool, device=device)
+            self._any_flag[device] = torch.stack([none, *here]).any()
+        return self._any_flag[device]

@@ -1,0 +1,227 @@
+"""After residuals were loaded: the first passes are averaged in the buckets of the saved run.
+
+A new DistributedDataParallel makes other buckets in its first pass (the first two, with a static graph) than
+the saved run had. Blocks and shards end elsewhere in them, so that other bits would come out, and the
+residuals of shards would belong to nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from dist_utils import torch_compat
+
+__all__ = ["Bucket", "HeldPass", "Resumption"]
+
+_log = logging.getLogger(__name__)
+
+_PASSES_BEFORE_REBUILD = 2
+"""After so many passes DDP has rebuilt its buckets: after one, or two with a static graph."""
+
+
+class Bucket(Protocol):
+    """What the hook needs of a bucket: of ``GradBucket``, or of one that is put together here."""
+
+    def index(self) -> int:
+        """Return its place among the buckets."""
+
+    def buffer(self) -> torch.Tensor:
+        """Return the gradients, one behind another."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the parts of the buffer, in the parameters' shapes."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters."""
+
+    def is_last(self) -> bool:
+        """Tell whether no bucket follows in this pass."""
+
+
+Average = Callable[[Bucket], torch.futures.Future[torch.Tensor]]
+
+
+class Resumption:
+    """Decides, alike on all ranks, which passes are averaged in saved buckets.
+
+    Args:
+        layout: The parameters of each bucket of the saved run, in order.
+    """
+
+    def __init__(self, layout: Sequence[Sequence[torch.Tensor]]) -> None:
+        self._layout = layout
+        self._passes = 0
+        self._first_bucket: list[torch.Tensor] = []
+        self.over = not layout
+
+    def ended(self, held: HeldPass) -> None:
+        """Note that a held pass has ended well."""
+        self._passes += 1
+        self._first_bucket = held.first_bucket
+        self.over = held.came_as_saved or self._passes == _PASSES_BEFORE_REBUILD
+
+    def next_pass(self, bucket: Bucket, average: Average) -> HeldPass | None:
+        """Return what holds the pass that ``bucket`` begins, if it is to be held."""
+        rebuilt = self._passes > 0 and not _same(bucket.parameters(), self._first_bucket)
+        static_graph = torch_compat.in_final_callback()
+        if static_graph and not all(parameter.requires_grad for part in self._layout for parameter in part):
+            # DDP waits for its buckets at once, and nothing tells which of them is the last.
+            _log.info("the pass is averaged in other buckets than the saved run's: parameters are frozen now")
+            rebuilt = True
+        self.over = self.over or rebuilt
+        return None if self.over else HeldPass(self._layout, average, all_come=static_graph)
+
+
+class HeldPass:
+    """Holds the buckets of a pass until all have come, then averages their gradients in saved buckets.
+
+    One after another, so that no more memory is needed than for the largest; nothing is hidden behind the
+    computation of this pass.
+
+    Args:
+        layout: The parameters of each saved bucket.
+        average: Averages a bucket as the hook does.
+        all_come: Of every saved bucket all parameters will come, and which bucket is the last is not known.
+    """
+
+    def __init__(self, layout: Sequence[Sequence[torch.Tensor]], average: Average, *, all_come: bool) -> None:
+        self._layout = layout
+        self._average = average
+        self._missing = {id(parameter) for part in layout for parameter in part} if all_come else None
+        self._taken: list[tuple[Bucket, torch.futures.Future[torch.Tensor]]] = []
+        self._done = False
+        self.came_as_saved = False
+        self.first_bucket: list[torch.Tensor] = []
+
+    def take(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+        """Return a future of the bucket's buffer, averaged; be the hook for this bucket."""
+        if self._done:
+            return self._average(bucket)
+        self.first_bucket = self.first_bucket or bucket.parameters()
+        # A sparse gradient has a bucket of its own in any run.
+        averaged = self._average(bucket) if bucket.buffer().is_sparse else self._hold(bucket)
+        if self._missing is not None:
+            self._missing -= {id(parameter) for parameter in bucket.parameters()}
+            last = not self._missing
+        else:
+            last = bucket.is_last()
+            if torch_compat.inside_backward() and not last:
+                # The last one never comes if no rank uses its parameters. DDP waits for its buckets in a
+                # callback that it asks for later.
+                torch_compat.before_end_of_backward(self._no_more_come)
+        if last:
+            self._finish()
+        return averaged
+
+    def _hold(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
+        device = bucket.buffer().device
+        averaged: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+            devices=None if device.type == "cpu" else [device]
+        )
+        self._taken.append((bucket, averaged))
+        return averaged.then(_value)
+
+    def _no_more_come(self) -> None:
+        if not (self._done or torch_compat.inside_nested_backward()):
+            self._finish()
+
+    def _finish(self) -> None:
+        self._done = True
+        try:
+            self._average_all()
+        except Exception as error:  # noqa: BLE001 - backward() raises it where DDP waits for its buckets
+            for _, averaged in self._taken:
+                averaged.set_exception(error)  # type: ignore[arg-type] # torch's annotation
+        else:
+            for bucket, averaged in self._taken:
+                averaged.set_result(bucket.buffer())
+        self._taken.clear()
+
+    def _average_all(self) -> None:
+        came = {
+            id(parameter): gradient
+            for bucket, _ in self._taken
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+        }
+        saved: list[_SavedBucket] = []
+        for position, parameters in enumerate(self._layout):
+            if all(id(parameter) in came for parameter in parameters):
+                gradients = [came[id(parameter)] for parameter in parameters]
+                saved.append(_SavedBucket(position, parameters, gradients))
+        in_order = [bucket.parameters() for bucket in saved]
+        self.came_as_saved = len(in_order) == len(self._taken) and all(
+            _same(bucket.parameters(), parameters)
+            for (bucket, _), parameters in zip(self._taken, in_order, strict=True)
+        )
+        alike = sum(map(len, in_order)) == len(came) and all(bucket.is_uniform() for bucket in saved)
+        if self.came_as_saved or not alike:
+            if not alike:
+                _log.info(
+                    "the pass is averaged in other buckets than the saved run's: %d parameters have come, %d "
+                    "of them in %d whole buckets of that run, or their data types or devices differ",
+                    len(came),
+                    sum(map(len, in_order)),
+                    len(saved),
+                )
+            for bucket, _ in self._taken:
+                self._average(bucket).wait()
+            return
+        for joined in saved:
+            joined.gather()
+            self._average(joined).wait()
+            joined.scatter()
+
+
+class _SavedBucket:
+    """A bucket of the saved run, of gradients that lie elsewhere."""
+
+    def __init__(
+        self, index: int, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        self._index = index
+        self._parameters = list(parameters)
+        self._elsewhere = gradients
+        self._buffer = torch.empty(0)
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = torch.split(self._buffer, [gradient.numel() for gradient in self._elsewhere])
+        return [part.view_as(gradient) for part, gradient in zip(parts, self._elsewhere, strict=True)]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return False
+
+    def is_uniform(self) -> bool:
+        """Tell whether the gradients may lie in one tensor."""
+        return len({(gradient.dtype, gradient.device) for gradient in self._elsewhere}) == 1
+
+    def gather(self) -> None:
+        """Copy the gradients from where they are."""
+        self._buffer = torch.cat([gradient.reshape(-1) for gradient in self._elsewhere])
+
+    def scatter(self) -> None:
+        """Copy the averages to where the gradients are, and free the memory."""
+        for gradient, average in zip(self._elsewhere, self.gradients(), strict=True):
+            gradient.copy_(average)
+        self._buffer = torch.empty(0)
+
+
+def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right, strict=True))
+
+
+def _value(averaged: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    # Raised in a callback, C++ waiters such as DDP's reducer see the error, too.
+    return averaged.value()

@@ -1,0 +1,170 @@
+"""What is in a file of residuals: written, and checked before anything of it is used."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ddp_quant_hooks.residuals import value_count
+
+if TYPE_CHECKING:
+    from ddp_quant_hooks.feedback import Feedback
+
+__all__ = ["VERSION", "Lengths", "SavedResiduals", "read", "require_equal", "write"]
+
+VERSION = 2
+"""Of the format. Version 1 knew residuals by buckets only."""
+
+Lengths = Callable[[int, torch.device], tuple[int, int, int]]
+"""From the number of a bucket's values and their device: how many this rank sends as its own, how many its
+shards have, and how many values a chunk has at most."""
+
+
+@dataclass(frozen=True)
+class SavedResiduals:
+    """A file's contents, for a model's parameters.
+
+    Attributes:
+        own: Parameters, and what this rank's gradients of them have lost.
+        buckets: Parameters, and what belongs to the bucket: own residuals and those of shards.
+        steps: How many steps were made.
+        digest: Equal where buckets and steps are: on all ranks.
+    """
+
+    own: list[tuple[torch.Tensor, torch.Tensor]]
+    buckets: list[tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]]
+    steps: int
+    digest: str
+
+
+def write(
+    feedback: Feedback,
+    names: Mapping[int, str],
+    lengths: Lengths,
+    name_of: Callable[[torch.Tensor], str],
+) -> dict[str, Any]:
+    """Return residuals as CPU tensors: a rank's own by parameter, the others by bucket.
+
+    Args:
+        feedback: What is kept, and which of it counts. All jobs must have run.
+        names: Of parameters, by number.
+        lengths: See :data:`Lengths`.
+        name_of: Names a parameter that the model does not have.
+
+    Raises:
+        ValueError: A parameter that still exists has no name.
+    """
+    residuals, lost = feedback.residuals, feedback.losses()
+    places, parameters = residuals.places(ended_well=feedback.ended_well), residuals.parameters()
+    for number in parameters.keys() & (places.own_of.keys() | places.bucket_of.keys()) - names.keys():
+        raise ValueError(
+            f"there are residuals of a parameter {name_of(parameters[number])}, which the model does not "
+            "have: give the model whose gradients were averaged, and each model its own state"
+        )
+    own = {
+        names[number]: _on_cpu(values[part.start : part.start + part.length])
+        for number, part in places.own_of.items()
+        if number in names and (values := lost(part.residual)) is not None
+    }
+    buckets = []
+    for key, kept in sorted(places.buckets.items(), key=lambda item: item[1].position):
+        if not all(number in names for number, _ in key):
+            continue
+        bound = lost(kept.own) if residuals.own_in_buckets else None
+        shard = lost(kept.shard)
+        device = parameters[key[0][0]].device
+        buckets.append(
+            {
+                "parameters": [(names[number], length) for number, length in key],
+                "chunk_values": lengths(sum(length for _, length in key), device)[2],
+                "own": None if bound is None else _on_cpu(bound),
+                "shard": None if shard is None else _on_cpu(shard),
+            }
+        )
+    return {"steps": feedback.steps, "own": own, "buckets": buckets}
+
+
+def require_equal(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` unless what was saved is what it is ``here``, the format's version first."""
+    if not isinstance(saved, dict):
+        raise TypeError(f"residuals are loaded from what state_dict() returned, got a {type(saved).__name__}")
+    if saved.get("version") != VERSION:
+        raise ValueError(
+            f"the residuals are of version {saved.get('version')!r} of the format, and this release reads "
+            f"version {VERSION} only: go on without them, or save them again with it"
+        )
+    for name, value in here.items():
+        if name not in saved or saved[name] != value:
+            raise ValueError(
+                f"the residuals are of {name} {saved.get(name)!r}, but here it is {value!r}, on rank "
+                f"{here.get('rank')}"
+            )
+
+
+def read(
+    saved: Mapping[str, Any], names: Mapping[str, torch.Tensor], lengths: Lengths, *, own_in_buckets: bool
+) -> SavedResiduals:
+    """Check what :func:`write` has returned against a model's parameters, by name.
+
+    Raises:
+        ValueError: Something is missing, or of another length than here.
+    """
+    try:
+        own, buckets, steps = saved["own"], saved["buckets"], int(saved["steps"])
+        rows = [
+            (list(row["parameters"]), int(row["chunk_values"]), row["own"], row["shard"]) for row in buckets
+        ]
+        pairs = list(own.items())
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"these are no residuals that state_dict() returned: {error!r}") from error
+    read_own = [
+        (_parameter(name, lost.numel() if isinstance(lost, torch.Tensor) else -1, names), _tensor(name, lost))
+        for name, lost in pairs
+    ]
+    read_buckets = []
+    seen: set[str] = set()
+    for position, (row, chunk_values, bound, shard) in enumerate(rows):
+        parameters = [_parameter(name, length, names) for name, length in row]
+        twice = seen.intersection(name for name, _ in row)
+        if twice or not parameters:
+            raise ValueError(f"the residuals' bucket {position} has no parameters, or {sorted(twice)} again")
+        seen.update(name for name, _ in row)
+        expected = lengths(sum(map(value_count, parameters)), parameters[0].device)
+        if chunk_values != expected[2] and not (bound is None and shard is None):
+            raise ValueError(
+                f"the residuals of bucket {position} are of chunks of {chunk_values} values, here they have "
+                f"{expected[2]}: they were saved on another kind of device, or by another release"
+            )
+        for kind, lost, length in (("own", bound, expected[0]), ("shard", shard, expected[1])):
+            if lost is not None and _tensor(f"{kind} of bucket {position}", lost).numel() != length:
+                raise ValueError(
+                    f"the residuals {kind!r} of bucket {position} have {lost.numel()} values, here it takes "
+                    f"{length}"
+                )
+        if bound is not None and not own_in_buckets:
+            raise ValueError(f"the residuals of bucket {position} belong to a hierarchical state")
+        read_buckets.append((parameters, bound, shard))
+    layout = repr((steps, [row for row, *_ in rows]))
+    return SavedResiduals(read_own, read_buckets, steps, hashlib.sha256(layout.encode()).hexdigest()[:16])
+
+
+def _parameter(name: str, length: int, names: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    if name not in names or value_count(names[name]) != length:
+        here = "not there" if name not in names else f"{value_count(names[name])} long here"
+        raise ValueError(f"the residuals are of a parameter {name!r} of {length} values, {here}")
+    return names[name]
+
+
+def _tensor(name: str, lost: object) -> torch.Tensor:
+    if not isinstance(lost, torch.Tensor) or not lost.is_floating_point():
+        kind = lost.dtype if isinstance(lost, torch.Tensor) else type(lost).__name__
+        raise ValueError(f"the residual {name!r} is no tensor of floating-point numbers, but {kind}")
+    return lost
+
+
+def _on_cpu(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().cpu().clone()

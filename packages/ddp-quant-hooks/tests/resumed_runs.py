@@ -1,0 +1,111 @@
+"""What the tests of saving and loading share: a run that goes on, and one that is stopped and resumed."""
+
+import copy
+import io
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+
+
+class Net(torch.nn.Module):
+    """No size is a multiple of a block; parameters are used in another order than they are registered in."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = (37, 61, 53, 45, 37)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(before, after) for before, after in itertools.pairwise(sizes)
+        )
+        self.norm = torch.nn.LayerNorm(37)
+        self.unused = torch.nn.Linear(37, 41)
+
+    def forward(self, x, *, use=False):
+        x = self.norm(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.unused(x) if use else x
+
+
+class Run:
+    """A model, its optimizer and the hook's state."""
+
+    def __init__(self, make_state, *, weights=None, use=True, net=Net, **options):
+        torch.manual_seed(0)
+        net = net()
+        if weights is not None:
+            net.load_state_dict(weights)
+        self.ddp = DistributedDataParallel(net, **options)
+        self.state = make_state()
+        self.ddp.register_comm_hook(self.state.bind(self.ddp), quantized_allreduce_hook)
+        self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-2)
+        self.use = use
+
+    def step(self, number):
+        generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+        use = self.use(number) if callable(self.use) else self.use
+        self.ddp(torch.randn(5, 37, generator=generator), use=use).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def save(self):
+        """Return a checkpoint as a file would hold it."""
+        file = io.BytesIO()
+        torch.save(
+            {
+                "model": self.ddp.module.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "residuals": self.state.state_dict(),
+            },
+            file,
+        )
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def weights(self):
+        return torch.cat([parameter.detach().flatten() for parameter in self.ddp.parameters()])
+
+
+def resumed(checkpoint, make_state, *, load=True, **options):
+    """Return a new run that starts from a checkpoint."""
+    run = Run(make_state, weights=checkpoint["model"], **options)
+    run.optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))  # it would use the very tensors
+    if load:
+        run.state.load_state_dict(checkpoint["residuals"])
+    return run
+
+
+def difference_after_resume(make_state, *, before=3, after=3, other=None, **options):
+    """Return the step after which a resumed run first differs from one that went on; None if none."""
+    run = Run(make_state, **options)
+    for number in range(before):
+        run.step(number)
+    checkpoint = run.save()
+    again = resumed(checkpoint, make_state, **{**options, **(other or {})})
+    for number in range(before, before + after):
+        run.step(number)
+        again.step(number)
+        if not torch.equal(run.weights(), again.weights()):
+            return number
+    saved, saved_again = run.state.state_dict(), again.state.state_dict()
+    run.state.close()
+    again.state.close()
+    same = saved.keys() == saved_again.keys() and _equal(saved, saved_again)
+    return None if same else "residuals"
+
+
+def _equal(left, right):
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return left == right
+
+
+def state_maker(**options):
+    return lambda: QuantizedAllreduceState(**{"min_bytes": 0, **options})

@@ -1,0 +1,508 @@
+"""Steps are observed: one that did not happen changes no residual, one that happened is counted once."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from quant_buckets import make_state
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ddp_quant_hooks import exchanges, quantized_allreduce_hook
+from dist_utils.testing import run_ranks
+
+
+def _wrap(net, state, **options):
+    ddp = DistributedDataParallel(net, **options)
+    ddp.register_comm_hook(state.bind(ddp), quantized_allreduce_hook)
+    return ddp
+
+
+def _data(number, size, rank=None):
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(4, size, generator=torch.Generator().manual_seed(1000 * number + rank))
+
+
+def _own(state):
+    return {name: lost.clone() for name, lost in state.state_dict()["own"].items()}
+
+
+def _same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+class Branches(torch.nn.Module):
+    """A trunk and two heads, of which a step uses some."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = torch.nn.Linear(90, 90)
+        self.b = torch.nn.Linear(90, 90)
+        self.left = torch.nn.Linear(90, 90)
+        self.right = torch.nn.Linear(90, 90)
+
+    def forward(self, x, heads):
+        x = self.b(self.a(x))
+        for head in heads:
+            x = getattr(self, head)(x)
+        return x
+
+
+def _branches(rank):
+    """Train with heads that no rank uses in some steps; DDP leaves their buckets out."""
+    torch.manual_seed(0)
+    plans = {
+        "never again": lambda number: ("left", "right") if number < 3 else (),
+        "in turns": lambda number: ("left",) if number % 2 else ("right",),
+        "now and then": lambda number: ("left",) if number % 5 == 0 else (),
+    }
+    errors = {}
+    for name, plan in plans.items():
+        net, state = Branches(), make_state("int4", error_feedback="both")
+        reference = Branches()
+        reference.load_state_dict(net.state_dict())
+        ddp = _wrap(
+            net, state, bucket_cap_mb=0.03, find_unused_parameters=True, skip_all_reduce_unused_params=True
+        )
+        sums = {key: torch.zeros_like(value) for key, value in net.named_parameters()}
+        exact = {key: torch.zeros_like(value) for key, value in net.named_parameters()}
+        largest = dict.fromkeys(sums, 0.0)
+        steps = 60
+        for number in range(steps):
+            ddp(_data(number, 90), plan(number)).square().mean().backward()
+            for peer in range(dist.get_world_size()):
+                reference(_data(number, 90, peer), plan(number)).square().mean().backward()
+            for key, value in net.named_parameters():
+                other = reference.get_parameter(key)
+                if other.grad is not None:
+                    mean = other.grad / dist.get_world_size()
+                    exact[key] += mean
+                    largest[key] = max(largest[key], mean.abs().max().item())
+                    sums[key] += value.grad
+                value.grad = other.grad = None
+        # Of 4 bits, half a step of a block is 1/14 of its largest value, which with what is fed back is at
+        # most 8/7 of the gradient's; on a rank it can be some times the mean's. It is lost once on the rank
+        # and, with three ranks, once in the mean.
+        errors[name] = max(
+            ((sums[key] - exact[key]).abs().max() / largest[key]).item() for key in sums if largest[key]
+        )
+        saved = state.state_dict()
+        assert saved["steps"] == steps, name
+        assert {key for key in sums if largest[key]} <= saved["own"].keys()
+        state.close()
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_feedback_does_not_rely_on_the_first_bucket(world_size):
+    for errors in run_ranks(_branches, world_size, timeout=150):
+        assert max(errors.values()) < 1, errors
+
+
+class Raise(torch.autograd.Function):
+    """The identity, whose backward raises if it is told to."""
+
+    @staticmethod
+    def forward(ctx, x, switch):
+        ctx.switch = switch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.switch["raises"]:
+            raise ArithmeticError("the user's own error")
+        return grad, None
+
+
+class Layers(torch.nn.Module):
+    def __init__(self, *, reentrant=False, dtypes=(torch.float32,) * 4):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(90, 90, dtype=dtype) for dtype in dtypes)
+        self.switch = {"raises": False}
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = x.to(layer.weight.dtype)
+            x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
+            if index == 1:
+                x = Raise.apply(x, self.switch)
+        return x
+
+
+def _raises(rank):
+    torch.manual_seed(0)
+    for feedback in ("both", "shard"):
+        state = make_state("int8", error_feedback=feedback)
+        net = Layers()
+        ddp = _wrap(net, state, bucket_cap_mb=0.03)
+
+        def step(number, ddp=ddp, net=net):
+            ddp(_data(number, 90)).square().mean().backward()
+            net.zero_grad()
+
+        for number in range(4):
+            step(number)
+        before = state.state_dict()
+        shards = [row["shard"] for row in before["buckets"]]
+        assert len(shards) > 2
+        real = exchanges.kernels.encode_shards
+
+        def slow(*arguments, real=real, **options):
+            time.sleep(0.2)  # the worker is still busy when backward() has raised
+            real(*arguments, **options)
+
+        exchanges.kernels.encode_shards = slow
+        net.switch["raises"] = True
+        try:
+            with pytest.raises(ArithmeticError, match="the user's own error"):
+                step(9)
+        finally:
+            exchanges.kernels.encode_shards = real
+            inside = state.state_dict()
+        time.sleep(0.3)
+        for after in (inside, state.state_dict()):
+            assert _same(before["own"], after["own"])
+            assert after["steps"] == 4
+            assert [row["parameters"] for row in after["buckets"]] == [
+                row["parameters"] for row in before["buckets"]
+            ]
+            if dist.get_world_size() > 2:
+                assert all(
+                    torch.equal(old, row["shard"]) for old, row in zip(shards, after["buckets"], strict=True)
+                )
+        # The next pass begins from there, whatever comes late of the dead one. DDP itself cannot go on.
+        net.switch["raises"] = False
+        del ddp, step
+        gc.collect()
+        net.zero_grad()
+        again = _wrap(net, state, bucket_cap_mb=0.03)
+        twin = make_state("int8", error_feedback=feedback)
+        other = Layers()
+        other.load_state_dict(net.state_dict())
+        fresh = _wrap(other, twin, bucket_cap_mb=0.03)
+        twin.feedback.residuals.load(
+            [(other.get_parameter(name), lost) for name, lost in before["own"].items()], []
+        )
+        for number in range(10, 13):
+            for model in (again, fresh):
+                model(_data(number, 90)).square().mean().backward()
+            for left, right in zip(net.parameters(), other.parameters(), strict=True):
+                assert torch.equal(left.grad, right.grad)
+            again.zero_grad()
+            fresh.zero_grad()
+        assert state.state_dict()["steps"] == 7
+        state.close()
+        twin.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_backward_that_raises_leaves_residuals_and_may_be_saved_at_once(world_size):
+    run_ranks(_raises, world_size, timeout=90)
+
+
+def _raises_in_new_buckets(rank):
+    """The pass that fails is the first in rebuilt buckets: what belongs to the old ones is still there."""
+    torch.manual_seed(0)
+    net, state = Layers(), make_state("feedback both")
+    ddp = _wrap(net, state, bucket_cap_mb=0.03)
+    ddp(_data(0, 90)).square().mean().backward()
+    before = state.state_dict()
+    assert len(before["buckets"]) == 1
+    net.switch["raises"] = True
+    with pytest.raises(ArithmeticError):
+        ddp(_data(1, 90)).square().mean().backward()
+    net.switch["raises"] = False
+    for _ in range(2):
+        after = state.state_dict()
+        assert _same(before["own"], after["own"])
+        (old,), (new,) = before["buckets"], after["buckets"]
+        assert old["parameters"] == new["parameters"]
+        assert old["shard"].numel() > 0
+        assert torch.equal(old["shard"], new["shard"])
+    # A new DDP begins with the old buckets, and finds what belongs to them.
+    del ddp
+    gc.collect()
+    net.zero_grad()
+    ddp = _wrap(net, state, bucket_cap_mb=0.03)
+    ddp(_data(2, 90)).square().mean().backward()
+    state.discard_step()
+    (new,) = state.state_dict()["buckets"]
+    assert torch.equal(old["shard"], new["shard"])
+
+
+def test_a_pass_that_raises_in_new_buckets_leaves_the_old_ones():
+    run_ranks(_raises_in_new_buckets, 3)
+
+
+def _raises_where_buckets_are_left_out(rank):
+    """The pass that fails has had bucket 0; the next one begins with a later bucket."""
+    torch.manual_seed(0)
+
+    class Net(Branches):
+        switch: dict = {"raises": False}  # noqa: RUF012
+
+        def forward(self, x, heads):
+            x = Raise.apply(self.b(self.a(x)), self.switch)
+            for head in heads:
+                x = getattr(self, head)(x)
+            return x
+
+    options = {
+        "bucket_cap_mb": 0.03,
+        "find_unused_parameters": True,
+        "skip_all_reduce_unused_params": True,
+    }
+    net, state = Net(), make_state("feedback both")
+    ddp = _wrap(net, state, **options)
+    for number in range(3):
+        ddp(_data(number, 90), ("left", "right")).square().mean().backward()
+    before = _own(state)
+    net.switch["raises"] = True
+    with pytest.raises(ArithmeticError):
+        ddp(_data(5, 90), ("left", "right")).square().mean().backward()
+    net.switch["raises"] = False
+    del ddp  # it cannot go on
+    gc.collect()
+    ddp = _wrap(net, state, **options)
+    for number in range(2):
+        ddp(_data(number, 90), ()).square().mean().backward()
+    after = _own(state)
+    assert torch.equal(before["right.weight"], after["right.weight"])  # of a bucket of the dead pass only
+    assert not torch.equal(before["a.weight"], after["a.weight"])
+    assert state.state_dict()["steps"] == 5
+
+
+def test_a_pass_without_bucket_0_after_one_that_raised_is_a_new_one():
+    run_ranks(_raises_where_buckets_are_left_out, 2)
+
+
+def _nested(rank):
+    """Reentrant checkpointing runs every layer's backward as a pass of its own; they are one step."""
+    torch.manual_seed(0)
+    counted = []
+    for net in (Layers(reentrant=True), Layers(reentrant=False)):
+        net.load_state_dict(Layers().state_dict() if not counted else counted[0][1])
+        weights = {name: value.clone() for name, value in net.state_dict().items()}
+        state = make_state("feedback both")
+        ddp = _wrap(net, state, bucket_cap_mb=0.03)
+        poison = {"on": False}
+        # In the gradient of the first layer, whose bucket is the last, on one rank.
+        net.layers[0].bias.register_hook(
+            lambda grad, poison=poison: grad * torch.nan if poison["on"] and rank == 1 else grad
+        )
+
+        def step(number, ddp=ddp):
+            ddp(_data(number, 90).requires_grad_()).square().mean().backward()
+            ddp.zero_grad()
+
+        for number in range(5):
+            step(number)
+        before = _own(state)
+        poison["on"] = True
+        step(5)
+        poison["on"] = False
+        assert _same(before, _own(state)), "a value of the last bucket was not finite"
+        step(6)
+        assert not _same(before, _own(state))
+        counted.append((state.state_dict()["steps"], weights, _own(state)))
+        state.close()
+    (steps, _, own), (plain_steps, _, plain_own) = counted
+    assert steps == plain_steps == 7
+    assert _same(own, plain_own)
+
+
+def test_reentrant_checkpoints_make_one_step():
+    run_ranks(_nested, 2)
+
+
+def _static_graph_of_several_types(rank):
+    """In its first pass all buckets come with index 0, when the gradients are all there."""
+    torch.manual_seed(0)
+    net = Layers(dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float32))
+    state = make_state("feedback both")
+    ddp = _wrap(net, state, static_graph=True)
+    for number in range(4):
+        ddp(_data(number, 90)).float().square().mean().backward()
+        ddp.zero_grad()
+        assert state.state_dict()["steps"] == number + 1
+    first = _own(state)
+    assert {name.split(".")[1] for name in first} == {"0", "2", "3"}, "fp64 is not quantised"
+    assert all(lost.abs().max() > 0 for name, lost in first.items() if name.endswith("weight"))
+
+
+def test_the_first_pass_of_a_static_graph_is_one_step():
+    run_ranks(_static_graph_of_several_types, 2)
+
+
+def _discards(rank):
+    """A step that the user skips, on all ranks alike, leaves the run as if it had not been computed."""
+    results = []
+    for discards in (True, False):
+        torch.manual_seed(0)
+        net, state = Layers(), make_state("int4", error_feedback="both")
+        ddp = _wrap(net, state, bucket_cap_mb=0.03)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        for number in range(6):
+            if number == 3 and not discards:
+                continue
+            ddp(_data(number, 90)).square().mean().backward()
+            if number == 3:
+                if rank == 0:
+                    state.state_dict()  # asking changes nothing
+                state.discard_step()
+                state.discard_step()
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+        saved = state.state_dict()
+        results.append(([value.clone() for value in net.parameters()], saved["own"], saved["steps"]))
+        if discards:
+            refused = []
+
+            def ask(_, state=state, refused=refused):
+                for call in (state.discard_step, lambda: state.load_state_dict({})):
+                    with pytest.raises(RuntimeError, match=r"inside backward\(\)"):
+                        call()
+                    refused.append(call)
+
+            handle = net.layers[0].weight.register_hook(ask)
+            ddp(_data(0, 90)).sum().backward()
+            handle.remove()
+            assert len(refused) == 2
+        state.close()
+    (left, left_own, steps), (right, right_own, other_steps) = results
+    assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+    assert _same(left_own, right_own)
+    assert steps == other_steps == 5
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_discarded_step_never_was(world_size):
+    run_ranks(_discards, world_size)
+
+
+def _several_losses(rank):
+    """Two losses of one iteration, added up without no_sync, and one graph that is used twice."""
+    torch.manual_seed(0)
+    net, state = Layers(), make_state("feedback both")
+    ddp = _wrap(net, state, bucket_cap_mb=0.03)
+    passes = 0
+    for number in range(3):
+        for part in range(2):
+            ddp(_data(10 * number + part, 90)).square().mean().backward()
+            passes += 1
+        ddp.zero_grad()
+    assert state.state_dict()["steps"] == passes
+    before = _own(state)
+    loss = ddp(_data(7, 90)).square().mean()
+    loss.backward(retain_graph=True)
+    between = state.state_dict()
+    assert between["steps"] == passes + 1
+    assert not _same(before, between["own"])
+    loss.backward()  # DDP averages once for each forward: nothing is sent, nothing lost
+    after = state.state_dict()
+    assert after["steps"] == passes + 1
+    assert _same(between["own"], after["own"])
+    with ddp.no_sync():
+        ddp(_data(8, 90)).square().mean().backward()
+    assert state.state_dict()["steps"] == passes + 1
+
+
+def test_every_pass_that_averages_is_a_step():
+    run_ranks(_several_losses, 2)
+
+
+def _no_copies(rank):
+    """After DDP has rebuilt its buckets a residual has two tensors for ever, and nothing else grows."""
+    torch.manual_seed(0)
+    net, state = Layers(), make_state("feedback both")
+    wraps = [_wrap(net, state, bucket_cap_mb=cap) for cap in (0.03, 0.07)]
+
+    def step(ddp, number):
+        ddp(_data(number, 90)).square().mean().backward()
+        ddp.zero_grad()
+
+    for number in range(3):
+        step(wraps[0], number)
+    residuals = state.feedback.residuals
+
+    def addresses():
+        return {
+            tensor.data_ptr()
+            for kept in residuals.buckets.values()
+            for tensor in (kept.own.last, kept.own.next)
+        }
+
+    first = addresses()
+    assert len(first) == 2 * len(residuals.buckets) > 2
+    for number in range(5):
+        step(wraps[0], number)
+        assert addresses() == first
+    # Another cap, then each in turn: residuals follow the parameters, nothing is left behind.
+    sizes = set()
+    for number in range(6):
+        before = _own(state)
+        wraps[1 - number % 2](_data(number, 90)).square().mean().backward()
+        state.discard_step()
+        assert _same(before, _own(state))
+        step(wraps[1 - number % 2], number)
+        held = {id(part.residual): part.residual.last.numel() for part in residuals.own_of.values()}
+        sizes.add(sum(held.values()))
+        assert sum(kept.own.last.numel() for kept in residuals.buckets.values()) == sum(held.values())
+    assert sizes == {sum(parameter.numel() for parameter in net.parameters())}
+    # A model that is gone leaves nothing either.
+    count = len(residuals.own_of)
+    other = _wrap(Layers(), state)
+    step(other, 0)
+    assert len(residuals.own_of) == 2 * count
+    del other
+    gc.collect()
+    step(_wrap(torch.nn.Sequential(torch.nn.Linear(90, 80)), state), 0)
+    assert len(residuals.own_of) == count + 2
+
+
+def test_residuals_are_copied_only_when_buckets_change_and_never_pile_up():
+    run_ranks(_no_copies, 2)
+
+
+def _late_jobs(rank):
+    """A dead pass has jobs that end, with a NaN, while the next pass is under way."""
+    torch.manual_seed(0)
+    net, state = Layers(), make_state("feedback both")
+    ddp = _wrap(net, state, bucket_cap_mb=0.03)
+    for number in range(3):
+        ddp(_data(number, 90)).square().mean().backward()
+    before = _own(state)
+    gate, real = threading.Event(), exchanges.kernels.encode_shards
+
+    def gated(*arguments, **options):
+        gate.wait(10)
+        real(*arguments, **options)
+
+    exchanges.kernels.encode_shards = gated
+    net.switch["raises"] = True
+    handle = net.layers[3].bias.register_hook(lambda grad: grad * torch.nan)
+    with pytest.raises(ArithmeticError):
+        ddp(_data(5, 90)).square().mean().backward()
+    handle.remove()
+    net.switch["raises"] = False
+    del ddp  # it cannot go on
+    gc.collect()
+    net.zero_grad()
+    again = _wrap(net, state, bucket_cap_mb=0.03)
+    opener = threading.Timer(0.5, gate.set)
+    opener.start()
+    again(_data(6, 90)).square().mean().backward()
+    exchanges.kernels.encode_shards = real
+    saved = state.state_dict()
+    assert saved["steps"] == 4
+    assert not any(torch.equal(lost, before[name]) for name, lost in saved["own"].items() if "weight" in name)
+    assert all(lost.isfinite().all() for lost in saved["own"].values())
+
+
+def test_jobs_of_a_dead_pass_do_not_disturb_the_next():
+    run_ranks(_late_jobs, 2)
