@@ -114,6 +114,7 @@ def _automatic(seen):
         "bucket views": {"make": adamw, "gradient_as_bucket_view": True},
         "unused": {"make": adamw, "find_unused_parameters": True},
         "after the reduction": {"make": adamw, "mode": OverlapMode.AFTER_REDUCE},
+        "a factor for each": {"make": _factors},
         "clipped": {"make": adamw, "mode": OverlapMode.AFTER_REDUCE, "clip": 0.1},
     }.items():
         seen[name] = both(lambda overlapped, options=options: _run(overlapped=overlapped, **options))
@@ -212,6 +213,26 @@ class Polyak(torch.optim.SGD):
                     parameter.grad.mul_(loss)
         super().step()
         return loss
+
+
+class Factors(torch.optim.SGD):
+    """Has a factor for each parameter."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter, factor in zip(group["params"], group["factors"], strict=True):
+                parameter.sub_(parameter.grad * factor)
+        return loss
+
+
+def _factors(ddp):
+    parameters = list(ddp.parameters())
+    return Factors([{"params": parameters, "factors": [0.01 * (1 + n) for n in range(len(parameters))]}])
 
 
 class Twice(torch.optim.SGD):

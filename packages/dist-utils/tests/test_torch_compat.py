@@ -125,3 +125,28 @@ def test_operators_are_seen_before_they_run():
     for names, values in run_ranks(_watched, 2):
         assert [name.split(".")[0] for name in names] == ["aten::_foreach_add_", "c10d::allreduce_"]
         assert values == [8.0, 8.0]
+
+
+def test_versions_are_kept_where_a_tensor_gets_its_memory_back():
+    weight = torch.ones(2, requires_grad=True)
+    product = weight * weight  # autograd has saved the weight
+    own = weight.data
+    with torch_compat.keep_versions([weight]):
+        weight.data = torch.zeros(3)
+        with torch.no_grad():
+            weight.add_(1)
+        weight.data = own
+    product.sum().backward()
+    assert torch.equal(weight.grad, torch.full((2,), 2.0))
+
+
+def test_flushing_of_subnormal_numbers_is_seen():
+    seen = []
+    try:
+        for flush in (True, False):
+            if not torch.set_flush_denormal(flush):
+                pytest.skip("this processor cannot")
+            seen.append(torch_compat.flushes_denormals())
+    finally:
+        torch.set_flush_denormal(False)
+    assert seen == [True, False]

@@ -54,7 +54,7 @@ def content_of(value: Any, tensors: list[torch.Tensor], depth: int = _DEPTH) -> 
         return value
     if isinstance(value, torch.Tensor):
         tensors.append(value)
-        return id(value), tensor_version(value)
+        return id(value), -1 if value.requires_grad else tensor_version(value)  # steps write parameters
     if not depth or isinstance(value, (torch.nn.Module, type)):
         return id(value)
     if isinstance(value, Mapping):

@@ -116,11 +116,18 @@ def require_step_per_parameter(
         A few thousand values, whatever the sizes of the parameters are; a dozen steps of each of three
         copies.
     """
-    chosen = parameters_to_try(optimizer, sparse)
-    if not chosen:
-        return Findings(frozenset({PARAMETER_NAMES}), frozenset())
+    found = Findings(frozenset(), frozenset())
+    for chosen in parameters_to_try(optimizer, sparse):
+        found = _found(optimizer, chosen, found)
+    return Findings(found.parallel | {PARAMETER_NAMES}, found.written)
+
+
+def _found(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]], before: Findings) -> Findings:
+    """Try some parameters, of which others have shown something before; return what all have shown."""
     reasons: dict[str, Exception | None] = {}
     for trial in _trials(optimizer, chosen):
+        if not before.parallel <= set(trial.parallel):
+            continue
         try:
             found = _tried(trial)
         except UnsupportedOptimizerError:
@@ -129,7 +136,7 @@ def require_step_per_parameter(
             reasons[_failed_step(optimizer, error)] = error
             continue
         if isinstance(found, Findings):
-            return found
+            return Findings(found.parallel, found.written | before.written)
         reasons[found] = None
     # A step that fails may be due to how the trial has cut an option or a state; a difference is not.
     reason, cause = min(reasons.items(), key=lambda found: found[1] is not None)
@@ -198,11 +205,12 @@ def _tried(trial: Trial) -> Findings | str:
     return Findings(frozenset(trial.parallel), frozenset(written))
 
 
-def require_unused_loss(optimizer: torch.optim.Optimizer) -> None:
+def require_unused_loss(optimizer: torch.optim.Optimizer, parallel: Collection[str]) -> None:
     """Raise if ``step(closure)`` does something else than ``step()``, as where a loss scales the step.
 
     Args:
         optimizer: Steps per parameter. Left as it is.
+        parallel: Its options with one value for each parameter.
 
     Raises:
         UnsupportedOptimizerError: It does; or calls the closure more than once.
@@ -212,9 +220,9 @@ def require_unused_loss(optimizer: torch.optim.Optimizer) -> None:
         f"the step of {name} depends on the closure, and buckets are stepped without it: call backward() and "
         "step() without one, or use the ordinary loop"
     )
-    chosen = parameters_to_try(optimizer, ())
+    chosen = next(iter(parameters_to_try(optimizer, ())), [])
     parameters = [optimizer.param_groups[number]["params"][position] for number, position in chosen]
-    trial = Trial(optimizer, chosen, {PARAMETER_NAMES}, longest=longest_side(parameters), with_state=False)
+    trial = Trial(optimizer, chosen, parallel, longest=longest_side(parameters), with_state=False)
     losses = iter([torch.tensor(0.5, device="cpu"), torch.tensor(2.0, device="cpu")])
     try:
         with trial.entered(), compiling_refused():

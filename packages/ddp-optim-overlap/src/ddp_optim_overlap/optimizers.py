@@ -215,7 +215,8 @@ class OverlappedOptimizers(Stepper):
         """Raise if a closure's loss would change the step, which is done without it by then."""
         if self.whole or is_torchs_own(optimizer) or optimizer in self._loss_unused:
             return
-        require_unused_loss(optimizer)
+        place = next(place for place, own in enumerate(self._optimizers) if own is optimizer)
+        require_unused_loss(optimizer, self._partial.parallel[place])
         self._loss_unused.add(optimizer)
 
     def _has_stepped(self, engine: Engine, optimizer: torch.optim.Optimizer) -> bool:

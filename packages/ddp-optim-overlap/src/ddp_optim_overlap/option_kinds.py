@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Hashable
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import torch
 
 from ddp_optim_overlap.partial_steps import has_one_per_parameter
+from ddp_optim_overlap.trial import own_attributes
 
 __all__ = ["kind_of", "parameters_to_try"]
 
@@ -17,21 +18,33 @@ _DISTINCT_GROUPS = 16
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> Hashable:
-    """Return what differs when a trial has to be repeated: groups, their options and what turns them off."""
-    return tuple((len(group["params"]), _kind(group, numbers=False)) for group in optimizer.param_groups)
+    """Return what differs when a trial has to be repeated.
+
+    Groups, their options and what turns them off, and attributes that became containers, or others.
+    """
+    groups = tuple((len(group["params"]), _kind(group, numbers=False)) for group in optimizer.param_groups)
+    return groups, frozenset(
+        (name, type(value).__qualname__)
+        for name, value in own_attributes(optimizer).items()
+        if isinstance(value, (Mapping, list, set, deque))
+    )
 
 
 def parameters_to_try(
     optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]
-) -> list[tuple[int, int]]:
+) -> list[list[tuple[int, int]]]:
     """Return the groups and positions of the smallest and the largest parameter of every kind.
 
-    Of one kind are those of groups with the same options, with as many dimensions, the same type and place,
-    and both with or both without state. Parameters without values or a gradient take no part.
+    Of one kind are those of groups with the same options, with as many dimensions, the same type and place.
+    Parameters without values or a gradient take no part.
+
+    Returns:
+        A list of those that have no state yet, and one of those that have: an ordinary step may take no list
+        of both. Only those that are not empty.
     """
     left_out = {id(parameter) for parameter in sparse}
     known: set[Hashable] = set()
-    kinds: dict[Hashable, list[tuple[int, int, int]]] = {}
+    kinds: dict[tuple[bool, Hashable, int, torch.dtype, torch.device], list[tuple[int, int, int]]] = {}
     for number, group in enumerate(optimizer.param_groups):
         options = _kind(group, numbers=True)
         if options not in known and len(known) >= _DISTINCT_GROUPS:
@@ -41,16 +54,16 @@ def parameters_to_try(
             if not parameter.requires_grad or not parameter.numel() or id(parameter) in left_out:
                 continue
             has_state = bool(optimizer.state.get(parameter))
-            kind = (options, parameter.dim(), parameter.dtype, parameter.device, has_state)
+            kind = (has_state, options, parameter.dim(), parameter.dtype, parameter.device)
             kinds.setdefault(kind, []).append((parameter.numel(), number, position))
-    chosen = set()
-    for alike in kinds.values():
+    chosen: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
+    for (has_state, *_), alike in kinds.items():
         # Of one group, if any has two: a norm over each group couples only those.
         largest, _ = Counter(number for _, number, _ in alike).most_common(1)[0]
         together = [place for place in alike if place[1] == largest]
         pair = together if len(together) > 1 else alike
-        chosen |= {min(pair)[1:], max(pair)[1:]}
-    return sorted(chosen)
+        chosen[has_state] |= {min(pair)[1:], max(pair)[1:]}
+    return [sorted(places) for places in chosen.values() if places]
 
 
 def _kind(group: dict[str, Any], *, numbers: bool) -> Hashable:

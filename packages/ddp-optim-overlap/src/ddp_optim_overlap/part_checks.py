@@ -73,19 +73,20 @@ class PartChecks:
 def refuse_kept_gradients(
     optimizer: str, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
 ) -> None:
-    """Raise if a tensor shares memory with gradients, which lie in one bucket.
+    """Raise if a tensor shares memory with gradients.
 
     Raises:
         UnsupportedOptimizerError: One does.
     """
-    dense = [gradient for gradient in gradients if gradient.layout is torch.strided and gradient.numel()]
-    if not dense:
-        return
-    begin = min(gradient.data_ptr() for gradient in dense)
-    end = max(gradient.data_ptr() + gradient.nbytes for gradient in dense)
+    lent = {_memory(gradient) for gradient in gradients} - {0}
     for tensor in tensors:
-        if tensor.layout is torch.strided and begin <= tensor.data_ptr() < end:
+        if _memory(tensor) in lent:
             raise UnsupportedOptimizerError(
                 f"the step of {optimizer} keeps a gradient itself, and not a copy of it: the next backward "
                 "pass writes there. Use OverlapMode.AFTER_REDUCE"
             )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage; 0 if it has none."""
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
