@@ -411,10 +411,13 @@ def tensor_version(tensor: torch.Tensor) -> int:
 def saved_tensor_hooks() -> object:
     """Return the hooks that a tensor saved for backward goes through now; ``None`` if there are none.
 
-    They are other ones each time a checkpoint runs its function. No public name up to torch 2.15.
+    They are other ones each time a checkpoint runs its function. No public name up to torch 2.15. torch 2.6
+    does not tell: there they seem to be other ones in every call.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # noqa: SLF001
-    hooks = top(False) if top is not None else None
+    if top is None:
+        return object()
+    hooks = top(False)
     return None if hooks is None else hooks[0]
 
 
