@@ -93,6 +93,6 @@ def _explained(
     return (
         f"{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - It sent "
         f"{sent} bytes to the ranks of its group and expected {expected}: a message of another call, shape "
-        "or dtype never arrives. Do all ranks call the same functions in the same order, with the same shapes, "
+        "or dtype never arrives. Do all ranks call the same functions in one order, with the same shapes, "
         "dtypes and operations? check=True tells at once"
     )
