@@ -66,6 +66,7 @@ BAD = {
         ((X, "a", 1), {}),
         ((X.reshape(2, 4), 0, 1), {}),  # parts of as many elements
         ((X, 0, 1), {"input_sizes": [1, 3]}),
+        ((X, 0, 1), {"output_sizes": "auto"}),
     ],
     "permute": [((X, None), {}), ((X, [(0, 0), (1, 0)]), {}), ((X, [(0.5, 1)]), {}), ((X, [0, 1]), {})],
     "all_reduce": [
