@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 import dist_autograd_collectives as dac
+from dist_utils import free_storage
 from dist_utils.testing import run_ranks
 
 INF = float("inf")
@@ -193,3 +194,49 @@ def _bad_factors(rank):
 
 def test_a_factor_is_not_rounded():
     assert run_ranks(_bad_factors, 2) == [([True] * 3, [4, 4], 0.2)] * 2
+
+
+def _large_unsigned(rank):
+    x = torch.tensor([2**63 + 5, 3, 2**64 - 1] if rank else [3, 2**63 + 5, 0], dtype=torch.uint64)
+    return dac.all_reduce(x, "max").tolist(), dac.reduce_scatter_dim(x.repeat(2), "min").tolist()
+
+
+def test_unsigned_numbers_of_64_bits_are_in_order():
+    large = [2**63 + 5, 2**63 + 5, 2**64 - 1]
+    assert run_ranks(_large_unsigned, 2, timeout=20, group_timeout=5) == [(large, [3, 3, 0])] * 2
+
+
+def _negative_views(rank):
+    """Views whose sign is not in memory yet, as the imaginary part of a conjugate is."""
+    wrong = []
+    for length in (1, 100, 40_000):
+        x = torch._neg_view(torch.full((length,), 1.0 + rank))
+        for name, call, value in (
+            ("all_reduce", dac.all_reduce, -3.0),
+            ("broadcast", lambda x: dac.broadcast(x, 1), -2.0),
+            ("all_gather_cat", lambda x: dac.all_gather_cat(x).chunk(2)[1], -2.0),
+            ("permute", lambda x: dac.permute(x, [(0, 1), (1, 0)]), rank - 2.0),
+        ):
+            if not torch.equal(call(x), torch.full((length,), value)):
+                wrong.append((name, length))
+    return wrong
+
+
+def test_what_is_sent_has_its_sign():
+    assert run_ranks(_negative_views, 2, timeout=20, group_timeout=5) == [[], []]
+
+
+def _freed(rank):
+    seen = []
+    for call in (dac.all_reduce, lambda x: dac.all_reduce(x, "avg"), lambda x: dac.scatter([x, x], 0)):
+        for length in (8, 80_000):
+            x = torch.ones(length)
+            free_storage(x)
+            with pytest.raises(ValueError, match="storage was freed"):
+                call(x)
+            seen.append(length)
+    return seen
+
+
+def test_a_tensor_without_memory_is_refused():
+    assert run_ranks(_freed, 2, timeout=20, group_timeout=5) == [[8, 80_000] * 3] * 2

@@ -43,6 +43,9 @@ BAD = {
         ((LIST, 0), {"like": torch.ones(2)}),
         ((LIST, 0), {"like": 3}),
         ((LIST, 1), {}),
+        ((LIST, 0), {"anchor": LIST[0]}),
+        (([torch.ones([1] * 40)] * 2, 0), {}),
+        (([torch.ones(2, device="meta")] * 2, 0), {}),
     ],
     "all_to_all": [
         ((None, LIST), {}),
@@ -58,7 +61,13 @@ BAD = {
     ],
     "reduce_scatter": [((torch.zeros(2), LIST * 2), {}), ((torch.zeros(2), []), {}), ((None, LIST), {})],
     "all_gather_cat": [((X,), {"sizes": torch.tensor([4, 4])}), ((X, 2), {}), ((X, None), {})],
-    "all_to_all_dim": [((X, 0, 1), {"output_sizes": [3, 3]}), ((X, "a", 1), {})],
+    "all_to_all_dim": [
+        ((X, 0, 1), {"output_sizes": [3, 3]}),
+        ((X, "a", 1), {}),
+        ((X.reshape(2, 4), 0, 1), {}),  # parts of as many elements
+        ((X, 0, 1), {"input_sizes": [1, 3]}),
+        ((X, 0, 1), {"output_sizes": "auto"}),
+    ],
     "permute": [((X, None), {}), ((X, [(0, 0), (1, 0)]), {}), ((X, [(0.5, 1)]), {}), ((X, [0, 1]), {})],
     "all_reduce": [
         ((X, "median"), {}),

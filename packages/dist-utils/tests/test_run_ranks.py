@@ -63,6 +63,31 @@ def test_an_error_that_does_not_pickle_keeps_its_name_and_text():
         run_ranks(_fail_oddly, 1, backend=None)
 
 
+class Unpickled(Exception):  # noqa: N818
+    """Is something else when it is unpickled."""
+
+    def __reduce__(self):
+        return str, ("text",)
+
+
+class NotShown(Exception):  # noqa: N818
+    def __str__(self):
+        raise RuntimeError
+
+    def __reduce__(self):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(("error", "text"), [(Unpickled, "Unpickled: why"), (NotShown, "NotShown, which")])
+def test_an_error_that_comes_back_as_something_else_keeps_its_name(error, text):
+    with pytest.raises(RuntimeError, match=text):
+        run_ranks(_fail_with, 1, error, timeout=20, backend=None)
+
+
+def _fail_with(rank, error):
+    raise error("why")
+
+
 def _fail_as_pytest_does(rank):
     with pytest.raises(ValueError, match="never"):
         pass

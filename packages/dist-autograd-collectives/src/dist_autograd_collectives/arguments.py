@@ -35,6 +35,8 @@ Convention: TypeAlias = Literal["sum", "replicated"]
 
 def anchored(tensor: torch.Tensor, anchor: bool) -> torch.Tensor:
     """Return the tensor, or if there is no gradient to give a copy that asks for one nobody reads."""
+    if not isinstance(anchor, bool):
+        raise TypeError(f"anchor must be True or False, got {type(anchor).__name__}")
     if not anchor:
         return tensor
     if torch.compiler.is_compiling() or function_transforms_active():  # on every rank, not on some

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -10,7 +12,17 @@ import torch.distributed as dist
 
 from dist_utils import GroupLike, resolve_group
 
-__all__ = ["Call", "Members", "Tensors", "Wait", "members", "padded_parts", "parts_of", "splits_to_root"]
+__all__ = [
+    "Call",
+    "Members",
+    "Tensors",
+    "Wait",
+    "members",
+    "numbered",
+    "padded_parts",
+    "parts_of",
+    "splits_to_root",
+]
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
@@ -87,6 +99,7 @@ class Call(NamedTuple):
         output_splits: Likewise, from each rank.
         separate_input: Whether the parts that are taken are W tensors.
         separate_output: Whether the parts that are returned are.
+        number: Which of the group's public calls it belongs to, the same on all ranks; so in backward too.
     """
 
     kind: str
@@ -97,6 +110,7 @@ class Call(NamedTuple):
     output_splits: tuple[int, ...] = ()
     separate_input: bool = False
     separate_output: bool = False
+    number: int = 0
 
     @property
     def name(self) -> str:
@@ -114,7 +128,22 @@ class Call(NamedTuple):
             output_splits=self.input_splits,
             separate_input=self.separate_output,
             separate_output=self.separate_input,
+            number=self.number,
         )
+
+
+_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+def numbered(call: Call) -> Call:
+    """Return a call with the next number of its group."""
+    group = call.who.group
+    if group is None or call.who.size == 1:
+        return call
+    numbers = _numbers.get(group)
+    if numbers is None:
+        numbers = _numbers.setdefault(group, itertools.count(1))
+    return call._replace(number=next(numbers))
 
 
 def splits_to_root(length: int, who: Members, root: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

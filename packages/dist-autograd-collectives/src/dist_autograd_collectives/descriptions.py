@@ -10,7 +10,7 @@ from dist_autograd_collectives.steps import Step
 from dist_utils import resolve_group
 from dist_utils.process_groups import collective_device, device_types
 
-__all__ = ["describe"]
+__all__ = ["describe", "described"]
 
 # In an order that all ranks agree on.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -19,22 +19,30 @@ _HEADER = 32
 """Numbers of a description: dtype, device, how many dimensions, and up to 29 of them."""
 
 
-def describe(first: torch.Tensor | None, who: Members, root: int) -> Handle[torch.Tensor]:
+def described(first: torch.Tensor | None, who: Members) -> list[int]:
+    """Return the description of one of the tensors, or room for one; raises if it cannot be described."""
+    types = device_types(resolve_group(who.group))
+    header = [0] * _HEADER
+    if first is not None:
+        if first.ndim > _HEADER - 3:
+            raise ValueError(f"tensors of {first.ndim} dimensions need like= on every rank")
+        if first.device.type not in types:
+            raise ValueError(f"tensors on {first.device} cannot be sent: the group's backends serve {types}")
+        header[:3] = _DTYPES.index(first.dtype), types.index(first.device.type), first.ndim
+        header[3 : 3 + first.ndim] = first.shape
+    return header
+
+
+def describe(header: list[int], who: Members, root: int) -> Handle[torch.Tensor]:
     """Start to send what each rank will get; the result is an empty stand-in for it.
 
     Args:
-        first: At the root one of the tensors.
+        header: Of the root, from :func:`described`.
         who: The ranks.
         root: The source's rank in the group.
     """
     group = resolve_group(who.group)
     types = device_types(group)
-    header = [0] * _HEADER
-    if who.rank == root and first is not None:
-        if first.ndim > _HEADER - 3:
-            raise ValueError(f"tensors of {first.ndim} dimensions need like= on every rank")
-        header[:3] = _DTYPES.index(first.dtype), types.index(first.device.type), first.ndim
-        header[3 : 3 + first.ndim] = first.shape
 
     def stand_in(described: torch.Tensor) -> torch.Tensor:
         dtype, place, ndim, *shape = described.tolist()

@@ -24,7 +24,7 @@ from dist_autograd_collectives.arguments import (
 )
 from dist_autograd_collectives.calls import Call, Members, members, splits_to_root
 from dist_autograd_collectives.connecting import zeros_after
-from dist_autograd_collectives.descriptions import describe
+from dist_autograd_collectives.descriptions import describe, described
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
 from dist_autograd_collectives.steps import Step, collective
 from dist_autograd_collectives.tensor_arguments import check_tensor
@@ -368,27 +368,29 @@ def scatter(
     root = root_in_group(group, who, src, group_src, "src", default=0)
     described_by_source = like is None and not torch.compiler.is_compiling()
     given = _entries_of_scatter(tensors, like, who, root)
+    parts = [anchored(entry, anchor) for entry in given]
+    header = described(given[0] if given and who.rank == root else None, who) if described_by_source else None
     # Before the description, which a rank that has no like= waits for, and others do not send.
     agree(check, who, f"scatter from {root}{'' if described_by_source else ' with like='}", [])
     description = None
-    if described_by_source:
-        description = describe(given[0] if given else None, who, root)
+    if header is not None:
+        description = describe(header, who, root)
         like = given[0] if given else description.wait()
     elif like is None:  # shapes that only another rank knows cannot be traced
         if not given:
             raise ValueError("under torch.compile every rank needs a list of tensors, or like=")
         like = given[0]
     # Lists of other ranks are part of the graph: their gradients are zeros, not None.
-    parts = [anchored(entry, anchor) for entry in given or [like.new_empty(0, *like.shape)]]
+    parts = parts or [anchored(like.new_empty(0, *like.shape), anchor)]
     agree(check, who, f"scatter from {root} of {like.dtype} {tuple(like.shape)}", [parts[0].flatten()[:0]])
     if given:
 
-        def described(part: torch.Tensor) -> torch.Tensor:
+        def after_description(part: torch.Tensor) -> torch.Tensor:
             if description is not None:  # for ranks without a list
                 description.wait()
             return part
 
-        return sent(parts, Call("scatter", who, "scatter", root, separate_input=True), described)
+        return sent(parts, Call("scatter", who, "scatter", root, separate_input=True), after_description)
     from_root, nothing = splits_to_root(1, who, root)  # the other way round, and not at the root
     call = Call("scatter", who, "scatter", root, input_splits=nothing, output_splits=from_root)
     return sent(parts, call, lambda row: row.squeeze(0))

@@ -17,7 +17,7 @@ from dist_autograd_collectives import eager, traced
 from dist_autograd_collectives.calls import Call, Tensors, Wait
 from dist_autograd_collectives.failures import named
 from dist_autograd_collectives.local import alone, needs_others
-from dist_utils.torch_compat import function_transforms_active, is_batched_gradient
+from dist_utils.torch_compat import function_transforms_active, graph_task_id, is_batched_gradient
 
 __all__ = ["Flight", "linear"]
 
@@ -42,10 +42,11 @@ class Flight:
     own in backward, and what was launched first waits for all of them.
     """
 
+    wait: Wait | None = None
+
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.wait: Wait | None = None
-        self.backwards: list[Flight] = []
+        self.backwards: list[tuple[int, Flight]] = []  # and which backward pass each belongs to
 
     def launch(self, tensors: Tensors) -> torch.Tensor:
         """Begin; return what :meth:`arrive` wants."""
@@ -75,7 +76,7 @@ def _begin(tensors: Tensors, call: Call) -> Wait:
     if any(map(is_batched_gradient, tensors)):  # of which torch runs the operator once for each
         batch = traced.linear(tensors, call)
         return lambda: batch
-    inputs = tuple(tensor.contiguous() for tensor in tensors)
+    inputs = tuple(tensor.contiguous().resolve_neg() for tensor in tensors)
     if not needs_others(call):
         results = alone(inputs, call)
         return lambda: results
@@ -151,7 +152,10 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, token: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
-        backwards, flight.backwards = flight.backwards, []
+        # Not those of a pass that raised before it came here, or that is still on its way.
+        this_pass = graph_task_id()
+        backwards = [backward for number, backward in flight.backwards if number == this_pass]
+        flight.backwards = [entry for entry in flight.backwards if entry[0] != this_pass]
         if not backwards:
             raise RuntimeError(f"the backward of {flight.call.title} runs in two threads at once")
         with named(flight.call):
@@ -171,6 +175,6 @@ class _Arrive(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
         backward = Flight(flight.call.transposed())
-        flight.backwards.append(backward)
+        flight.backwards.append((graph_task_id(), backward))
         with named(flight.call):
             return None, None, backward.launch(cotangents)

@@ -1,13 +1,16 @@
-"""Messages between two ranks on Gloo, under a tag that says how long they are.
+"""Messages between two ranks on Gloo, under a tag that says what they are.
 
 Gloo fills the front of a buffer with a message that is too short, in silence, and ends the process if one is
-too long. Under such a tag a message never meets a buffer of another length: both ranks wait for what does not
-come, and raise at the group's timeout. A length sent with each message would tell them at once, but takes
+too long. Under such a tag a message never meets a buffer of another shape or dtype, or of another collective,
+also where ranks take part in different ones of the same size: both wait for what does not come, and raise at
+the group's timeout. A length sent with each message would tell them at once, but takes
 half as long again as the message itself (1 KiB between two ranks: 0.10 against 0.17 ms).
 """
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,7 +21,7 @@ from dist_autograd_collectives.failures import CollectiveError
 __all__ = ["exchange"]
 
 _TAG = 1 << 30
-"""Added to the length: so that they never meet a user's own ``send`` and ``recv``."""
+"""Added to all tags: so that they never meet a user's own ``send`` and ``recv``."""
 
 
 def exchange(
@@ -41,10 +44,14 @@ def exchange(
     receives = [(incoming[rank], rank) for rank in reversed(ahead)]
     # Receives first: with sends first two hosts took turns on a duplex link, 1.9 in place of 1.05 s.
     works = [
-        group.recv([room], rank, _tag(room)) for room, rank in receives if room is not None and room.numel()
+        group.recv([room], rank, _tag(room, call))
+        for room, rank in receives
+        if room is not None and room.numel()
     ]
     works += [
-        group.send([part], rank, _tag(part)) for part, rank in sends if part is not None and part.numel()
+        group.send([part], rank, _tag(part, call))
+        for part, rank in sends
+        if part is not None and part.numel()
     ]
     mine, own = incoming[who.rank], outgoing[who.rank]
     if mine is not None and own is not None:
@@ -62,8 +69,15 @@ def exchange(
     return wait
 
 
-def _tag(tensor: torch.Tensor) -> int:
-    return _TAG + tensor.nbytes % _TAG
+def _tag(tensor: torch.Tensor, call: Call) -> int:
+    """Return 30 bits that other messages share by chance only, the same in every process."""
+    shape = tuple(length for length in tensor.shape if length != 1)  # a row is what it is a row of
+    return _TAG + hash((_kind(call.title, call.name, tensor.dtype), call.number, shape)) % _TAG
+
+
+@functools.cache
+def _kind(*names: object) -> int:
+    return zlib.crc32(repr(names).encode())  # hashes of strings differ between processes
 
 
 def _explained(
@@ -72,13 +86,13 @@ def _explained(
     incoming: Sequence[torch.Tensor | None],
     error: RuntimeError,
 ) -> str:
-    """Say which messages this rank was part of, since one of another length is never met."""
+    """Say which messages this rank was part of, since one of another call is never met."""
     sent, expected = (
         [0 if part is None else part.nbytes for part in parts] for parts in (outgoing, incoming)
     )
     return (
         f"{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - It sent "
-        f"{sent} bytes to the ranks of its group and expected {expected}: a message of another length never "
-        "arrives. Do all ranks call the same function with the same shapes and dtypes? check=True tells at "
-        "once"
+        f"{sent} bytes to the ranks of its group and expected {expected}: a message of another call, shape "
+        "or dtype never arrives. Do all ranks call the same functions in one order, with the same shapes, "
+        "dtypes and operations? check=True tells at once"
     )

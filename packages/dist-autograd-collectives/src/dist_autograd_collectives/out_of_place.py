@@ -261,7 +261,9 @@ def all_to_all_dim(
     kept[split_dim] = lengths[who.rank]
     known = _known_sizes("output_sizes", kept[cat_dim], output_sizes, who)
     tensor = anchored(tensor, anchor)
-    agree(check, who, f"all_to_all_dim, {split_dim}, {cat_dim}", [tensor.flatten()[:0]])
+    cut = f", {list(lengths)}" if cat_dim != split_dim else ""
+    asked = ", 'auto'" if output_sizes is not None and not known else ""
+    agree(check, who, f"all_to_all_dim, {split_dim}, {cat_dim}{cut}{asked}", [tensor], uneven_dim=cat_dim)
     if output_sizes is None:
         received = (kept[cat_dim],) * who.size
     else:

@@ -88,7 +88,7 @@ class Reduction(NamedTuple):
     def reduced(self, stacked: torch.Tensor) -> torch.Tensor:
         """Reduce what is no sum over dimension 0, which has one entry per rank, in rank order."""
         name, dtype = self.name, stacked.dtype
-        if wide_dtype(dtype) != dtype:
+        if wide_dtype(dtype) != dtype and not (dtype is torch.uint64 and name in ("MAX", "MIN")):
             return self.reduced(stacked.to(wide_dtype(dtype))).to(dtype)
         if name == "PRODUCT":
             # Not torch.prod, whose gradient is y / x: wrong where y is 0 or infinite and x is not.
@@ -96,6 +96,9 @@ class Reduction(NamedTuple):
         if name in _BITWISE:
             return reduce(_BITWISE[name], stacked.unbind(0))
         extremum = torch.amax if name == "MAX" else torch.amin
+        if dtype is torch.uint64:  # no wider integer holds all of them: moved to where signs are in order
+            half = torch.iinfo(torch.int64).min
+            return (extremum(stacked.view(torch.int64) ^ half, 0) ^ half).view(dtype)
         if not stacked.is_floating_point():
             return extremum(stacked, 0)
         # Where there is a NaN it is the result, and its holders share the gradient; torch would give all

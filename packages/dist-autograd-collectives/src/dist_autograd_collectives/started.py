@@ -22,7 +22,7 @@ class Handle(Generic[T]):
     """A collective under way, from :func:`start`."""
 
     def __init__(self, first: Step[T]) -> None:
-        self._title = first.call.title
+        self._title, self._number = first.call.title, first.call.number
         self._after = first.after
         self._mode: tuple[object, ...] = ()
         self._result: list[T] = []
@@ -61,7 +61,7 @@ class Handle(Generic[T]):
         if not self._result or any(now is not then for now, then in zip(mode, self._mode, strict=True)):
             try:
                 arrived = self._arrived if self._flight is None else self._arrive(self._flight)
-                self._result[:] = [completed(self._after(*arrived))]
+                self._result[:] = [completed(self._after(*arrived), self._number)]
             except Exception as error:
                 self._error = error
                 raise

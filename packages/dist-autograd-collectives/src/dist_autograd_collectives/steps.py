@@ -11,8 +11,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 
 from dist_autograd_collectives.agreement import problems_told
-from dist_autograd_collectives.calls import Call, Tensors
+from dist_autograd_collectives.calls import Call, Tensors, numbered
 from dist_autograd_collectives.linear import linear
+from dist_autograd_collectives.local import needs_others
 
 __all__ = ["Step", "collective", "completed"]
 
@@ -40,15 +41,19 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
 
     @functools.wraps(plan)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        first: T | Step[T] = planned(*args, **kwargs)
-        return completed(first)
+        step = planned(*args, **kwargs)
+        first: T | Step[T] = step
+        return completed(first, step.call.number)
 
     def planned(*args: P.args, **kwargs: P.kwargs) -> Step[T]:
         if torch.compiler.is_compiling():
             return plan(*args, **kwargs)
         given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}  # whatever they are
         with problems_told(given.get("check"), given.get("group")):
-            return plan(*args, **kwargs)
+            first = plan(*args, **kwargs)
+        if needs_others(first.call):  # what is local ranks may do alone, so it does not count
+            first.call = numbered(first.call)
+        return first
 
     signature = inspect.signature(plan)
     names = list(signature.parameters)
@@ -59,8 +64,9 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
     return run
 
 
-def completed(result: T | Step[T]) -> T:
-    """Take all steps that are left."""
+def completed(result: T | Step[T], number: int) -> T:
+    """Take all steps that are left of the call with this number."""
     while isinstance(result, Step):
-        result = result.after(*linear(result.tensors, result.call))
+        call = result.call if result.call.number == number else result.call._replace(number=number)
+        result = result.after(*linear(result.tensors, call))
     return result

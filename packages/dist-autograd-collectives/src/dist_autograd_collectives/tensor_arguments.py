@@ -7,15 +7,25 @@ from typing import Any
 
 import torch
 
+from dist_utils.torch_compat import function_transforms_active
+
 __all__ = ["check_tensor", "integers", "tensor_list"]
 
 
 def check_tensor(label: str, given: Any) -> None:
-    """Raise unless it is a dense tensor."""
+    """Raise unless it is a dense tensor with values, or one that a transform or a compiler makes."""
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{label} must be a tensor, got {_named(given)}")
     if given.layout is not torch.strided:
         raise TypeError(f"{label} must be a dense tensor, got {given.layout}")
+    if not _has_memory(given):
+        raise ValueError(f"{label} has no memory: its storage was freed")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if torch.compiler.is_compiling() or function_transforms_active():
+        return True
+    return not tensor.numel() or tensor.device.type == "meta" or bool(tensor.untyped_storage().nbytes())
 
 
 def tensor_list(label: str, given: Any) -> list[torch.Tensor]:

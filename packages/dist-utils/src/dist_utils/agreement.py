@@ -77,15 +77,23 @@ def verify_param_shape_across_processes(
         >>> verify_param_shape_across_processes(None, list(model.parameters()))  # doctest: +SKIP
     """
     group = resolve_group(process_group)
-    held: list[Any] = list(tensors)
     problem: Exception | None = None
-    wrong = [index for index, tensor in enumerate(held) if not isinstance(tensor, torch.Tensor)]
-    if wrong:
-        problem = TypeError(f"tensors[{wrong[0]}] is a {type(held[wrong[0]]).__name__}, not a tensor")
-    elif names is not None and len(names) != len(held):
-        problem = ValueError(f"{len(names)} names for {len(held)} tensors")
-    claim = Claim.of(held, [""] * len(held) if names is None else names, problem=problem)
+    try:
+        claim = _claim_of(list(tensors), None if names is None else list(names))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        problem = error
+        claim = Claim.of([], [], problem=problem)
     require_agreement(group, claim, problem, logger)
+
+
+def _claim_of(tensors: list[Any], names: list[str] | None) -> Claim:
+    """Return what a rank says of itself; raises if the arguments are wrong."""
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}, not a tensor")
+    if names is not None and len(names) != len(tensors):
+        raise ValueError(f"{len(names)} names for {len(tensors)} tensors")
+    return Claim.of(tensors, [""] * len(tensors) if names is None else names)
 
 
 def require_agreement(

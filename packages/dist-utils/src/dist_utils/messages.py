@@ -45,7 +45,8 @@ def start_messages(
         tag: Of all these messages. Messages of one tag between two ranks arrive in order.
 
     Returns:
-        What to wait for. Empty tensors are no messages: both sides must agree on which are.
+        What to wait for. Empty tensors are no messages: both sides must agree on which are, and on how long
+        the others are. Gloo fills only the front of a tensor whose message is shorter, in silence.
 
     Raises:
         RuntimeError: A peer is gone; from here or from the works' ``wait``.

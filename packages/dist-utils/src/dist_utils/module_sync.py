@@ -58,6 +58,20 @@ def sync_module_states(
     Example:
         >>> sync_module_states(module, None, 250 << 20, 0, ())  # doctest: +SKIP
     """
+    held: list[tuple[str, Any]] = []
+    problem: Exception | None = None
+    try:
+        held = _held(module, params_and_buffers_to_ignore, broadcast_buffers=broadcast_buffers)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        problem = error
+    names, tensors = [name for name, _ in held], [tensor for _, tensor in held]
+    _sync(process_group, tensors, names, broadcast_bucket_size, src, problem, verify=verify)
+
+
+def _held(
+    module: torch.nn.Module, params_and_buffers_to_ignore: Container[str], *, broadcast_buffers: bool
+) -> list[tuple[str, torch.Tensor]]:
+    """Return what a module holds, each tensor once, with all its names."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module is a {type(module).__name__}, not a torch.nn.Module")
     if isinstance(params_and_buffers_to_ignore, str):  # which contains every part of a name
@@ -76,8 +90,7 @@ def sync_module_states(
             names[id(tensor)] = []
             tensors.append(tensor)
         names[id(tensor)].append(name)
-    labels = [" = ".join(names[id(tensor)]) for tensor in tensors]
-    _sync(process_group, tensors, labels, broadcast_bucket_size, src, verify=verify)
+    return [(" = ".join(names[id(tensor)]), tensor) for tensor in tensors]
 
 
 def sync_params_and_buffers(
@@ -109,9 +122,14 @@ def sync_params_and_buffers(
     Example:
         >>> sync_params_and_buffers(None, list(model.buffers()), 250 << 20, 0)  # doctest: +SKIP
     """
-    tensors = list(module_states)
+    tensors: list[Any] = []
+    problem: Exception | None = None
+    try:
+        tensors = list(module_states)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        problem = error
     names = [f"module_states[{position}]" for position in range(len(tensors))]
-    _sync(process_group, tensors, names, broadcast_bucket_size, src, verify=verify)
+    _sync(process_group, tensors, names, broadcast_bucket_size, src, problem, verify=verify)
 
 
 def _sync(
@@ -120,11 +138,12 @@ def _sync(
     names: list[str],
     bucket_bytes: int,
     src: int,
+    problem: Exception | None,
     *,
     verify: bool,
 ) -> None:
     group = resolve_group(process_group)
-    problem = _problem(group, tensors, names, bucket_bytes, src)
+    problem = problem or _problem(group, tensors, names, bucket_bytes, src)
     if verify:
         arguments = f"broadcast_bucket_size {bucket_bytes!r}, src {src!r}"
         require_agreement(group, Claim.of(tensors, names, arguments, problem), problem)

@@ -150,11 +150,19 @@ class OrderedWorker:
                 raise self._own_error
             if self._agreed is None:
                 try:
-                    self._agreed = require_same_terms(self._process_group, self._name, self._terms())
+                    terms, problem = self._own_terms()
+                    self._agreed = require_same_terms(self._process_group, self._name, terms, problem=problem)
                 except Exception as error:
                     self._own_error = error
                     raise
                 self._terms = dict  # its owner may own this worker, and could not become garbage at once
+
+    def _own_terms(self) -> tuple[Mapping[str, object], Exception | None]:
+        """Return the terms, or why there are none, which the other ranks must hear of."""
+        try:
+            return self._terms(), None
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            return {}, error
 
     def _start_thread(self) -> None:
         if self._lane is not None and not self._closed:

@@ -18,6 +18,9 @@ _more_than_covered: Any = WeakIdKeyDictionary()
 def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
     """Allocate memory for a tensor whose storage was freed. Its contents are undefined.
 
+    Enough for this tensor: others that share the storage, such as the base of a view, may need more, and
+    must not be read then.
+
     Args:
         tensor: A strided tensor of any device, after :func:`free_storage`.
         size: A shape; its number of elements is allocated. Usually ``tensor.shape``.

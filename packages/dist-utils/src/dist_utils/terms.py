@@ -53,7 +53,8 @@ def require_same_terms(
     Args:
         process_group: As in :func:`dist_utils.resolve_group`.
         title: What the terms are about, for messages, as in ``"fp16_compress_hook"``; compared too.
-        terms: What must be equal, by name. Values are compared by their ``repr``.
+        terms: What must be equal, by name. Values are compared by their ``repr``, sets by those of their
+            elements.
         problem: Why this rank cannot go on. It is raised here, the other ranks get it as text.
         timeout: How long to wait for the others; the group's own timeout if not given.
 
@@ -64,6 +65,7 @@ def require_same_terms(
     Raises:
         AgreementError: On every rank, with the same message: the terms that differ and which ranks have
             which values; or, after the timeout, which ranks came and which did not.
+        TypeError: An argument is of a wrong type, on this rank; the others get an ``AgreementError``.
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
     Cost:
@@ -78,11 +80,12 @@ def require_same_terms(
         if problem is not None:
             raise problem
         return uuid.uuid4().hex
-    claim = _Claim(
-        title,
-        {name: repr(value) for name, value in (terms or {}).items()},
-        "" if problem is None else f"{type(problem).__name__}: {problem}",
-    )
+    texts: dict[str, str] = {}
+    try:
+        texts = _texts(title, terms, timeout)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        problem, title, timeout = problem or error, str(type(title)), None
+    claim = _Claim(title, texts, "" if problem is None else _told(problem))
     with _lock_of(group):
         limit = timeout or torch_compat.group_timeout(group, collective_device(group))
         seconds = (limit or torch_compat.default_group_timeout()).total_seconds()
@@ -92,6 +95,28 @@ def require_same_terms(
     if verdict.error:
         raise AgreementError(verdict.error)
     return verdict.name
+
+
+def _texts(title: str, terms: Mapping[str, object] | None, timeout: timedelta | None) -> dict[str, str]:
+    """Return terms as they are compared; raises if the arguments are wrong."""
+    if not isinstance(title, str):
+        raise TypeError(f"title must be a string, got {type(title).__name__}")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout must be a timedelta, got {type(timeout).__name__}")
+    return {str(name): _text(value) for name, value in (terms or {}).items()}
+
+
+def _text(value: object) -> str:
+    if isinstance(value, (set, frozenset)):  # whose order differs between processes
+        return f"{type(value).__name__} of {', '.join(sorted(map(repr, value))) or 'nothing'}"
+    return repr(value)
+
+
+def _told(problem: Exception) -> str:
+    try:
+        return f"{type(problem).__name__}: {problem}"
+    except Exception:  # noqa: BLE001 - a class may refuse to be shown in any way
+        return type(problem).__name__
 
 
 def require_same_terms_once(process_group: GroupLike, title: str, terms: Mapping[str, object]) -> None:

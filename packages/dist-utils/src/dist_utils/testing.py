@@ -294,10 +294,14 @@ def _flush_and_exit(code: int) -> None:
 
 def _picklable(error: BaseException) -> BaseException:
     try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - our own bytes
-    except Exception:  # noqa: BLE001 - an exception class may refuse in any way
+        if isinstance(pickle.loads(pickle.dumps(error)), BaseException):  # noqa: S301 - our own bytes
+            return error
+    except Exception:  # noqa: BLE001, S110 - an exception class may refuse in any way
+        pass
+    try:
         return RuntimeError(f"{type(error).__name__}: {error}")
-    return error
+    except Exception:  # noqa: BLE001 - also to be shown
+        return RuntimeError(f"{type(error).__name__}, which cannot be shown")
 
 
 def _wait(processes: Sequence[BaseProcess], ranks: _Ranks, timeout: float, may_die: Collection[int]) -> None:
