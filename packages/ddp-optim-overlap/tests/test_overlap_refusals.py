@@ -250,7 +250,7 @@ REFUSED = {
         UnsupportedOptimizerError,
         "belongs to no parameter",
     ),
-    "noise": (lambda ddp: Noisy(ddp.parameters(), lr=0.1), {}, UnsupportedOptimizerError, "other values"),
+    "noise": (lambda ddp: Noisy(ddp.parameters(), lr=0.1), {}, UnsupportedOptimizerError, "random numbers"),
     "couples, in a warm-up": (_warming_up, {}, UnsupportedOptimizerError, "AFTER_REDUCE"),
     "wrapper": (lambda ddp: Wraps(_sgd(ddp)), {}, UnsupportedOptimizerError, "'base'"),
     "wrapper, in a list": (

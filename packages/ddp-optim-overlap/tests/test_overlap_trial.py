@@ -341,15 +341,19 @@ def _turned_on(seen):
 # Gradients
 
 
+_LATE = []
+"""Has something in it when training has begun that no trial could foresee."""
+
+
 class Keeps(Steps):
-    """Keeps gradients, from some step on, to use them in the next one."""
+    """Keeps gradients, from some step on or later, to use them in the next one."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.kept = {}
 
     def update(self, parameter, gradient, state, group, place):
-        if state["step"] < group["at"]:
+        if not _LATE and (group["at"] is None or state["step"] < group["at"]):
             return gradient
         kept = {"state": state, "attribute": self.kept}[group["where"]]
         before = kept.get(id(parameter), [gradient])
@@ -380,13 +384,16 @@ class KeepsElsewhere(Steps):
 
 def _kept_gradients(seen):
     for where in ("state", "attribute"):
-        make = _make(Keeps, lr=0.01, at=1, where=where)
-        seen[where] = _is_refused(lambda ddp, make=make: make(ddp)[0], "per parameter")
+        for at in (1, 16, 5000):
+            make = _make(Keeps, lr=0.01, at=at, where=where)
+            seen[where, at] = _is_refused(lambda ddp, make=make: make(ddp)[0], "per parameter")
     for view in (False, True):
         ddp = make_ddp(gradient_as_bucket_view=view)
-        optimizer = Keeps(ddp.parameters(), lr=0.01, at=16, where="state")
+        optimizer = Keeps(ddp.parameters(), lr=0.01, at=None, where="state")
         overlap_optimizer(ddp, optimizer)
-        seen["late", view] = _raises_in(ddp, optimizer, "keeps a gradient", at=16)
+        _LATE.append(True)
+        seen["late", view] = _raises_in(ddp, optimizer, "keeps a gradient", at=1)
+        _LATE.clear()
     seen["first"] = _is_refused(KeepsFirst, "per parameter", make_ddp(find_unused_parameters=True))
     seen["elsewhere"] = _is_refused(KeepsElsewhere, "per parameter")
     ddp = make_ddp()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch
 from ddp_optim_overlap.trial import own_attributes, shared_state
 from dist_utils.torch_compat import FUSED_CHECK, tensor_version
 
-__all__ = ["Contents", "changes", "content_of", "contents_of"]
+__all__ = ["Contents", "changes", "class_attributes_kept", "content_of", "contents_of"]
 
 Contents = dict[tuple[str, Any, int], tuple[int, Any]]
 """By kind, name and group: which object a value is, and its content."""
@@ -64,9 +66,50 @@ def content_of(value: Any, tensors: list[torch.Tensor], depth: int = _DEPTH) -> 
     if isinstance(value, (set, frozenset)):
         return id(value), frozenset(map(id, value))
     attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict) and not callable(value):
+    if isinstance(attributes, dict) and not _is_code(value):
         return id(value), _contents(attributes.values(), tensors, depth)
     return id(value), value.tobytes() if hasattr(value, "tobytes") else None  # NumPy's
+
+
+def _is_code(value: Any) -> bool:
+    """Whether a value is called and has nothing of its own that a step might change, but for caches."""
+    home = type(value).__module__.partition(".")[0]
+    return callable(value) and home in ("builtins", "functools", "torch", "triton")
+
+
+@contextlib.contextmanager
+def class_attributes_kept(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], str | None]]:
+    """Give back what steps change in the attributes of an optimizer's class.
+
+    Yields:
+        What returns the name of one that has changed since, or ``None``.
+    """
+    places = [
+        (kind, name, value)
+        for kind in type(optimizer).__mro__
+        if kind.__module__.partition(".")[0] not in ("torch", "builtins")
+        for name, value in vars(kind).items()
+        if not name.startswith("__") and not hasattr(type(value), "__get__")
+    ]
+    copies: list[Any] = [
+        copy.copy(value) if type(value) in (dict, list, set) else None for *_, value in places
+    ]
+    contents = [_marked(value, []) for *_, value in places]
+
+    def changed() -> Iterator[tuple[int, type, str, Any]]:
+        for number, (kind, name, value) in enumerate(places):
+            now = vars(kind).get(name)
+            if now is not value or _marked(now, []) != contents[number]:
+                yield number, kind, name, value
+
+    try:
+        yield lambda: next((name for _, _, name, _ in changed()), None)
+    finally:
+        for number, kind, name, value in list(changed()):
+            if type(value) in (dict, list, set):
+                value.clear()
+                (value.extend if isinstance(value, list) else value.update)(copies[number])
+            setattr(kind, name, value)
 
 
 def _contents(values: Any, tensors: list[torch.Tensor], depth: int) -> tuple[Any, ...]:

@@ -215,6 +215,17 @@ class Engine:
         finally:
             self._stepped_before_closure = False
 
+    def refuse_inside_pass(self) -> None:
+        """Raise if this thread runs a backward pass that steps.
+
+        Raises:
+            ConfigError: It does.
+        """
+        if self._pass is not None and self._pass.steps and inside_backward():
+            raise ConfigError(
+                "remove() inside backward(), which may have stepped some parameters: call it afterwards"
+            )
+
     def remove(self) -> None:
         """From now on only average."""
         if not self.gradients.step_stands:  # else step() is still to come, unless a gradient comes first

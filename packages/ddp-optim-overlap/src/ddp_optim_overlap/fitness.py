@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,20 +13,15 @@ import torch
 from torch.distributed.algorithms.join import Joinable
 
 from ddp_optim_overlap.communication import refusing_collectives
-from ddp_optim_overlap.contents import changes, contents_of
+from ddp_optim_overlap.compared_runs import ComparedRuns, difference, gradients_for
+from ddp_optim_overlap.contents import changes, class_attributes_kept, contents_of
 from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
+from ddp_optim_overlap.later_steps import refusal_of_later_steps
 from ddp_optim_overlap.option_kinds import parameters_to_try
 from ddp_optim_overlap.partial_steps import PARAMETER_NAMES, has_one_per_parameter, is_torchs_own
-from ddp_optim_overlap.trial import (
-    Run,
-    Trial,
-    longest_side,
-    own_attributes,
-    random_numbers_restored,
-    shared_state,
-)
-from dist_utils.torch_compat import FUSED_CHECK, compiling_refused
+from ddp_optim_overlap.trial import Trial, longest_side, random_numbers_restored
+from dist_utils.torch_compat import compiling_refused
 
 __all__ = [
     "Findings",
@@ -39,10 +34,6 @@ __all__ = [
 _SCALES = tuple(10.0**power for power in (-15, -10, -6, -3, -1, 0, 1, 2, 4, 7, 11, 15))
 """Of the gradients in the trial's steps, growing, or the small ones would be lost in momentum: some above and
 some below whatever limit an optimizer may have."""
-_OTHER_SCALE = 1e-5
-"""Of every other gradient in the same step: or a limit between two scales would be above both, or below."""
-_LARGEST_HALF = 1e3
-"""Of the scales, for gradients in float16."""
 _MOST_UNKNOWN_OPTIONS = 3
 
 
@@ -98,8 +89,8 @@ def require_step_per_parameter(
     """Raise unless stepping parameters apart gives the bits of stepping them together.
 
     Tried with small values, and gradients of many scales, for some parameters of every kind, with the
-    optimizer's own options and state. What couples parameters (a norm over all of them, a counter of calls,
-    random numbers) shows there.
+    optimizer's own options and state; then with more parameters, and the counters of steps far ahead. What
+    couples parameters (a norm over all of them, a counter of calls, random numbers) shows there.
 
     Args:
         optimizer: Left as it is.
@@ -118,18 +109,23 @@ def require_step_per_parameter(
     """
     found = Findings(frozenset(), frozenset())
     for chosen in parameters_to_try(optimizer, sparse):
-        found = _found(optimizer, chosen, found)
+        found = _found(optimizer, chosen, found, sparse)
     return Findings(found.parallel | {PARAMETER_NAMES}, found.written)
 
 
-def _found(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]], before: Findings) -> Findings:
+def _found(
+    optimizer: torch.optim.Optimizer,
+    chosen: Sequence[tuple[int, int]],
+    before: Findings,
+    sparse: Collection[torch.Tensor],
+) -> Findings:
     """Try some parameters, of which others have shown something before; return what all have shown."""
     reasons: dict[str, Exception | None] = {}
     for trial in _trials(optimizer, chosen):
         if not before.parallel <= set(trial.parallel):
             continue
         try:
-            found = _tried(trial)
+            found = _tried(trial, sparse)
         except UnsupportedOptimizerError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever a step raises
@@ -174,35 +170,31 @@ def _trials(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]])
                 )
 
 
-def _tried(trial: Trial) -> Findings | str:
+def _tried(trial: Trial, sparse: Collection[torch.Tensor]) -> Findings | str:
     """Return what was found, or why the optimizer cannot be stepped by buckets."""
     name = type(trial.optimizer).__name__
-    with trial.entered(), compiling_refused(), refusing_collectives(name):
-        together, apart, backwards = (trial.run() for _ in range(3))
+    with (
+        class_attributes_kept(trial.optimizer) as class_attributes_changed,
+        trial.entered(),
+        compiling_refused(),
+        refusing_collectives(name),
+    ):
+        runs = ComparedRuns(trial)
+        together = runs.together
         before = {parameter: value.clone() for parameter, value in together.values.items()}
         contents = contents_of(together.optimizer, [])
-        scales = _SCALES[::4] if is_torchs_own(trial.optimizer) else _SCALES
-        for step, scale in enumerate(scales):
-            gradients = _gradients(together.values.values(), scale, seed=step)
-            with random_numbers_restored(trial.chosen, seed=step):
-                strangers = together.step(gradients)
-            for run, direction in ((apart, 1), (backwards, -1)):
-                with random_numbers_restored(trial.chosen, seed=step):
-                    strangers |= run.step_apart(gradients, direction)
-            if strangers:
-                return (
-                    f"the step of {name} writes parameters that are not in its groups: use the ordinary loop"
-                )
-            difference = _difference(together, apart) or _difference(together, backwards)
-            if difference:
-                return (
-                    f"{name} does not step per parameter: {difference} when parameters are stepped apart. "
-                    "Use OverlapMode.AFTER_REDUCE, which steps all at once"
-                )
+        for step, scale in enumerate(_SCALES[::4] if is_torchs_own(trial.optimizer) else _SCALES):
+            if reason := runs.step(scale, seed=step):
+                return reason
         if not any(together.optimizer.state.values()) and equal(before, together.values):
             return f"the step of {name} does not move the parameters in its groups: use the ordinary loop"
         written = changes(contents, contents_of(together.optimizer, []))
-    return Findings(frozenset(trial.parallel), frozenset(written))
+        if changed := class_attributes_changed():
+            return (
+                f"the step of {name} changes {changed!r}, an attribute of its class, which it would do once "
+                "for every bucket. Use OverlapMode.AFTER_REDUCE, which steps all at once"
+            )
+    return refusal_of_later_steps(trial, sparse) or Findings(frozenset(trial.parallel), frozenset(written))
 
 
 def require_unused_loss(optimizer: torch.optim.Optimizer, parallel: Collection[str]) -> None:
@@ -228,12 +220,12 @@ def require_unused_loss(optimizer: torch.optim.Optimizer, parallel: Collection[s
         with trial.entered(), compiling_refused():
             without, with_loss = trial.run(), trial.run()
             for step, closure in enumerate([partial(next, losses)] * 2):
-                gradients = _gradients(without.values.values(), 1.0, seed=step)
+                gradients = gradients_for(without.values.values(), 1.0, seed=step)
                 with random_numbers_restored(trial.chosen, seed=step):
                     without.step(gradients)
                 with random_numbers_restored(trial.chosen, seed=step):
                     with_loss.step(gradients, closure)
-            same = not _difference(without, with_loss)
+            same = not difference(without, with_loss)
     except Exception as error:
         raise UnsupportedOptimizerError(f"{refused} ({type(error).__name__}: {error})") from error
     if not same or next(losses, None) is not None:
@@ -296,38 +288,3 @@ def _has_optimizer(value: object) -> bool:
     if isinstance(value, (list, tuple, set)):
         return any(map(_has_optimizer, value))
     return isinstance(value, torch.optim.Optimizer)
-
-
-def _gradients(values: Iterable[torch.Tensor], scale: float, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator("cpu").manual_seed(seed)
-    gradients = []
-    for place, value in enumerate(values):
-        dtype = torch.complex64 if value.is_complex() else torch.float32
-        gradient = torch.randn(value.shape, generator=generator, dtype=dtype, device="cpu")
-        gradient *= min(scale, _LARGEST_HALF) if value.dtype == torch.float16 else scale
-        if (place + seed) % 2:
-            gradient *= _OTHER_SCALE
-        # With the parameter's strides, on which the order of a sum depends.
-        gradients.append(torch.empty_like(value).copy_(gradient))
-    return gradients
-
-
-def _difference(together: Run, apart: Run) -> str:
-    """Say what differs; first what may be the cause of the rest."""
-    one, other = together.optimizer, apart.optimizer
-    for one_group, other_group in zip(one.param_groups, other.param_groups, strict=True):
-        for key in {*one_group, *other_group} - {"params"}:
-            if not equal(one_group.get(key), other_group.get(key)):
-                return f"its option {key!r}, which the step changes, differs"
-    one_own, other_own = own_attributes(one), own_attributes(other)
-    for key in {*one_own, *other_own} - {FUSED_CHECK}:
-        if not equal(one_own.get(key), other_own.get(key)):
-            return f"its attribute {key!r}, which the step changes, differs"
-    if not equal(shared_state(one), shared_state(other)):
-        return "its state, where it belongs to no parameter, differs"
-    for parameter, value in together.values.items():
-        if not equal(value, apart.values[parameter]):
-            return "other values come out"
-        if not equal(dict(one.state[parameter]), dict(other.state[parameter])):
-            return "its state differs"
-    return ""

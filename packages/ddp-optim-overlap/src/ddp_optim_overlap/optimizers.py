@@ -16,7 +16,7 @@ from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_unused_loss
 from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own
 from ddp_optim_overlap.replaced_step import ReplacedStep
-from ddp_optim_overlap.step_inputs import StepInputs
+from ddp_optim_overlap.step_inputs import Options, StepInputs, options_of
 from ddp_optim_overlap.tried import Tried
 from dist_utils.torch_compat import mark_stepped, step_pre_hooks, tensor_version
 
@@ -69,6 +69,9 @@ class OverlappedOptimizers(Stepper):
         self._writes_gradients = False
         self.begun = 0
         self._stepped: dict[torch.optim.Optimizer, StepInputs] = {}
+        self._options: dict[torch.optim.Optimizer, Options] = {}
+        self._steps_called = False
+        self._step_was_left_out = False
         self._replaced: list[ReplacedStep] = []
         self._loss_unused: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
@@ -114,18 +117,37 @@ class OverlappedOptimizers(Stepper):
         """A backward pass that has stepped is over."""
         self._partial.finish()
         marks = engine.gradients.used(self._partial.parameters)
-        self._stepped = {optimizer: StepInputs(optimizer, marks) for optimizer in self._optimizers}
+        self._stepped = {
+            # The step of all may change options, that of parts reads them when its gradients come.
+            optimizer: StepInputs(
+                optimizer, marks, options_of(optimizer) if self.whole else self._options[optimizer]
+            )
+            for optimizer in self._optimizers
+        }
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
 
     def begin(self, engine: Engine) -> None:
         """A backward pass hands over its first bucket."""
+        self._refuse_left_out_step()
         self._renew_trials()
+        self._options = {optimizer: options_of(optimizer) for optimizer in self._optimizers}
         self._partial.begin()
         self._refuse_foreign(engine)
         if self._clip is not None:
             self._clip.begin()
         self.refuse_pre_hooks()
+
+    def _refuse_left_out_step(self) -> None:
+        """Raise if the loop calls ``step()``, and has not for the last pass: without it nothing is undone."""
+        if self._stepped and self._steps_called:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self._stepped)
+            raise ConfigError(
+                f"the last backward pass has stepped {names}, and step() of it was not called, as it was "
+                "before: without step() in the loop a pass steps all the same. Call handle.pause() around a "
+                "backward pass that is to step nothing, or not everything"
+            )
+        self._step_was_left_out |= bool(self._stepped)
 
     def _renew_trials(self) -> None:
         """Raise if an optimizer has got what it cannot step by buckets, before anything communicates."""
@@ -138,7 +160,9 @@ class OverlappedOptimizers(Stepper):
         if not engine.averaged:  # in the first pass nobody knows
             return
         for parameter in self._partial.parameters:
-            if parameter.requires_grad and parameter not in engine.averaged:
+            if parameter in engine.averaged:
+                continue
+            if parameter.requires_grad or parameter.grad is not None:
                 raise ConfigError(
                     f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
                     "does not average, as it is not the model's or was frozen when DDP was made: it would "
@@ -209,6 +233,8 @@ class OverlappedOptimizers(Stepper):
         engine.raise_error()
         engine.require_complete()
         self._require_unused_loss(optimizer)
+        self._refuse_late_calls(optimizer)
+        self._steps_called = True  # one pass may step in a closure
         return _closure_running(engine, has_stepped=has_stepped)
 
     def _require_unused_loss(self, optimizer: torch.optim.Optimizer) -> None:
@@ -246,7 +272,9 @@ class OverlappedOptimizers(Stepper):
             raise ConfigError(
                 f"the parameters are stepped already: {', '.join(given)} for step() would come too late"
             )
+        self._refuse_late_calls(optimizer)
         self._refuse_late_changes(optimizer)
+        self._steps_called = True
         del self._stepped[optimizer]
         if not self._stepped:
             engine.gradients.step_stands = False
@@ -256,6 +284,21 @@ class OverlappedOptimizers(Stepper):
         if not self.whole:  # else they have run
             _run_step_hooks(optimizer)
         return True
+
+    def _refuse_late_calls(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if more was stepped than this call of ``step()`` stands for, or in another order."""
+        if self._step_was_left_out:
+            raise ConfigError(
+                "several backward passes have stepped, and step() is called for the first time: each of them "
+                "was a step. Call step() after every backward pass or after none, and handle.pause() around "
+                "a backward pass that is to step nothing"
+            )
+        for earlier in self._optimizers[: self._optimizers.index(optimizer)]:
+            if earlier in self._stepped and self._partial.share_parameters(earlier, optimizer):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} and {type(earlier).__name__} have parameters in common, and "
+                    "step in the order in which they were given to overlap_optimizer: call step() in it too"
+                )
 
     def _refuse_late_changes(self, optimizer: torch.optim.Optimizer) -> None:
         engine = self._engine()

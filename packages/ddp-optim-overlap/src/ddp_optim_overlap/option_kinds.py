@@ -14,7 +14,7 @@ from ddp_optim_overlap.trial import own_attributes
 __all__ = ["kind_of", "parameters_to_try"]
 
 _DISTINCT_GROUPS = 16
-"""So many groups are told apart by every value, such as the rate of a layer."""
+"""Of so many groups each is tried; of more, those with other options than these."""
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> Hashable:
@@ -22,7 +22,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> Hashable:
 
     Groups, their options and what turns them off, and attributes that became containers, or others.
     """
-    groups = tuple((len(group["params"]), _kind(group, numbers=False)) for group in optimizer.param_groups)
+    groups = tuple((len(group["params"]), _kind(group)) for group in optimizer.param_groups)
     return groups, frozenset(
         (name, type(value).__qualname__)
         for name, value in own_attributes(optimizer).items()
@@ -35,21 +35,17 @@ def parameters_to_try(
 ) -> list[list[tuple[int, int]]]:
     """Return the groups and positions of the smallest and the largest parameter of every kind.
 
-    Of one kind are those of groups with the same options, with as many dimensions, the same type and place.
-    Parameters without values or a gradient take no part.
+    Of one kind are those of one group (or, if there are many groups, of groups with the same options), with
+    as many dimensions, the same type and place. Parameters without values or a gradient take no part.
 
     Returns:
         A list of those that have no state yet, and one of those that have: an ordinary step may take no list
         of both. Only those that are not empty.
     """
     left_out = {id(parameter) for parameter in sparse}
-    known: set[Hashable] = set()
     kinds: dict[tuple[bool, Hashable, int, torch.dtype, torch.device], list[tuple[int, int, int]]] = {}
     for number, group in enumerate(optimizer.param_groups):
-        options = _kind(group, numbers=True)
-        if options not in known and len(known) >= _DISTINCT_GROUPS:
-            options = _kind(group, numbers=False)
-        known.add(options)
+        options = number if number < _DISTINCT_GROUPS else _kind(group)
         for position, parameter in enumerate(group["params"]):
             if not parameter.requires_grad or not parameter.numel() or id(parameter) in left_out:
                 continue
@@ -66,11 +62,11 @@ def parameters_to_try(
     return [sorted(places) for places in chosen.values() if places]
 
 
-def _kind(group: dict[str, Any], *, numbers: bool) -> Hashable:
+def _kind(group: dict[str, Any]) -> Hashable:
     return tuple(
         (
             name,
-            _kind_of_value(value, numbers=numbers),
+            _kind_of_value(value),
             name != "params" and has_one_per_parameter(group, name),
         )
         for name, value in group.items()
@@ -78,11 +74,11 @@ def _kind(group: dict[str, Any], *, numbers: bool) -> Hashable:
     )
 
 
-def _kind_of_value(value: Any, *, numbers: bool) -> Hashable:
+def _kind_of_value(value: Any) -> Hashable:
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, (int, float)):
-        return value if numbers else (type(value), value == 0)
+        return type(value), value == 0
     if isinstance(value, tuple):
-        return tuple(_kind_of_value(one, numbers=numbers) for one in value)
+        return tuple(map(_kind_of_value, value))
     return type(value).__qualname__

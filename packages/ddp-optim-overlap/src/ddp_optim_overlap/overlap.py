@@ -26,7 +26,7 @@ from ddp_optim_overlap.refusals import (
     require_own_parameters,
 )
 from ddp_optim_overlap.report import StepReport
-from dist_utils.torch_compat import GradBucket, comm_hooks, register_comm_hook
+from dist_utils.torch_compat import GradBucket, comm_hooks, inside_backward, register_comm_hook
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -104,7 +104,11 @@ class OverlapHandle:
 
         DDP cannot take back a communication hook. :func:`overlap_optimizer` may be called again. Calling
         this twice is harmless.
+
+        Raises:
+            ConfigError: A backward pass is stepping.
         """
+        self._engine.refuse_inside_pass()
         self._calls.remove()
         self._engine.remove()
 
@@ -210,6 +214,10 @@ def overlap_optimizer(
     optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
+    if inside_backward():
+        raise ConfigError(
+            "overlap_optimizer() inside backward(), whose first gradients may be gone: call it before"
+        )
     require_ddp_options(ddp)  # before the hook is looked at: mixed precision has one of its own
     slot = _own_slot(ddp)
     require_kinds(optimizers, clip, unused)

@@ -56,6 +56,7 @@ class PartChecks:
             self._refuse_changes(self.written, changed)
         for parameter in parameters:
             content_of(part.state.get(parameter), tensors)
+            content_of(vars(parameter), tensors)
         refuse_kept_gradients(self._name, tensors, gradients)
 
     def _refuse_changes(

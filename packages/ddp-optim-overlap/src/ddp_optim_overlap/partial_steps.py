@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from dist_utils.torch_compat import without_step_hooks
+from dist_utils.torch_compat import step_without_hooks, without_step_hooks
 
 __all__ = [
     "PARAMETER_NAMES",
@@ -49,10 +50,13 @@ class PartialSteps:
         around: Sequence[Callable[[torch.optim.Optimizer], AbstractContextManager[object]]] = (),
     ) -> None:
         self._optimizers = optimizers
-        self.parallel = list(parallel) or [frozenset({PARAMETER_NAMES})] * len(optimizers)
+        self.parallel = [frozenset(names) for names in parallel] or [frozenset({PARAMETER_NAMES})] * len(
+            optimizers
+        )
         self._around = around or [contextlib.nullcontext] * len(optimizers)
         self._members: list[list[list[int]]] = []
         self._owners: dict[torch.Tensor, list[tuple[int, int, int]]] = {}
+        self._some_shared = False
         self._states_in_order = [0] * len(optimizers)
         self.refresh()
 
@@ -70,11 +74,18 @@ class PartialSteps:
             for number, group in enumerate(optimizer.param_groups):
                 for position, parameter in enumerate(group["params"]):
                     self._owners.setdefault(parameter, []).append((place, number, position))
+        self._some_shared = any(len({place for place, *_ in owners}) > 1 for owners in self._owners.values())
 
     @property
     def parameters(self) -> list[torch.Tensor]:
         """All parameters of the optimizers."""
         return list(self._owners)
+
+    def share_parameters(self, one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+        """Whether two of the optimizers have a parameter in common."""
+        if not self._some_shared:
+            return False
+        return not set(parameters_of(one)).isdisjoint(parameters_of(other))
 
     def begin(self) -> None:
         """A step begins: its parts may make new states, in the order of the parts."""
@@ -99,13 +110,18 @@ class PartialSteps:
                 parts[place][number].append(position)
         for place in sorted(parts):
             optimizer = self._optimizers[place]
+            # A step may ask for a group by its number: those without anything to step stay, empty.
+            keep_empty, cut = not is_torchs_own(optimizer), self.parallel[place]
             groups = [
-                part_of(optimizer.param_groups[number], positions, self.parallel[place])
-                for number, positions in sorted(parts[place].items())
+                part_of(group, positions, cut)
+                if (positions := parts[place].get(number))
+                else empty(group, cut)
+                for number, group in enumerate(optimizer.param_groups)
+                if keep_empty or number in parts[place]
             ]
             other = stand_in(optimizer, groups)
             with self._around[place](other):
-                other.step()
+                step_without_hooks(other)
 
 
 def part_of(group: dict[str, Any], positions: Sequence[int], parallel: Collection[str]) -> dict[str, Any]:
@@ -116,6 +132,11 @@ def part_of(group: dict[str, Any], positions: Sequence[int], parallel: Collectio
         if name in group and has_one_per_parameter(group, name):
             part[name] = taken(group[name], positions)
     return part
+
+
+def empty(group: dict[str, Any], parallel: AbstractSet[str]) -> dict[str, Any]:
+    """Return a group without its parameters; faster than a part, as models may have hundreds of groups."""
+    return part_of(group, (), parallel) if not parallel.isdisjoint(group) else {**group, "params": []}
 
 
 def has_one_per_parameter(group: dict[str, Any], name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,31 +13,39 @@ from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.partial_steps import parameters_of
 from dist_utils.torch_compat import tensor_version
 
-__all__ = ["StepInputs", "gradient_mark", "gradient_marks"]
+__all__ = ["Options", "StepInputs", "gradient_mark", "gradient_marks", "options_of"]
+
+Options = list[dict[str, Any]]
+"""Of every group, what ``==`` may compare."""
 
 
 class StepInputs:
     """What a step has read of an optimizer and its parameters, and what it has left.
 
-    Cheap, and so not complete: writes through ``.data`` into parameters are not seen, and such writes into
-    gradients, and collectives, are seen in a sample of the gradients on CPUs.
+    Cheap, and so not complete: writes through ``.data`` and collectives are seen in a sample of parameters
+    and gradients on CPUs, and writes into states in a sample too.
 
     Args:
         optimizer: It has just been stepped.
         gradients: The marks of its parameters' gradients, and perhaps of others.
+        options: Those that the step has read.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, gradients: Mapping[torch.Tensor, tuple[int, int]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: Mapping[torch.Tensor, tuple[int, int]],
+        options: Options,
     ) -> None:
-        self._groups = [_options(group) for group in optimizer.param_groups]
+        self._groups = options
         self._state = optimizer.state
         parameters = parameters_of(optimizer)
         self._versions = [tensor_version(parameter) for parameter in parameters]
         self._gradients = {
             parameter: gradients[parameter] for parameter in parameters if parameter in gradients
         }
-        self._sample = _sample(parameters)
+        every = max(1, len(parameters) // _SAMPLED)
+        self._sample = [(one, _contents(one, optimizer)) for one in parameters[::every]]
 
     def changed(self, optimizer: torch.optim.Optimizer, contents: GradientContents | None) -> str | None:
         """Name what somebody has changed since.
@@ -51,8 +59,7 @@ class StepInputs:
             return "the optimizer's state was loaded"
         if len(optimizer.param_groups) != len(self._groups):
             return "parameter groups were added or taken away"
-        for number, (before, group) in enumerate(zip(self._groups, optimizer.param_groups, strict=True)):
-            now = _options(group)
+        for number, (before, now) in enumerate(zip(self._groups, options_of(optimizer), strict=True)):
             for name, value in before.items():
                 other = now.get(name)
                 if value is not other and not equal(value, other):
@@ -60,18 +67,25 @@ class StepInputs:
         parameters = parameters_of(optimizer)
         if [tensor_version(parameter) for parameter in parameters] != self._versions:
             return "parameters were changed"
+        sampled = [(before, _contents(parameter, optimizer)) for parameter, before in self._sample]
+        for place, what in enumerate(("parameters were", "the optimizer's state was")):
+            if any(before[place] != now[place] for before, now in sampled):
+                return f"{what} changed"
         marks = gradient_marks(parameters)
         written = [one for one in parameters if marks.get(one) != self._gradients.get(one)]
         if (written and (contents is None or not contents.are_unchanged(written))) or any(
-            (gradient := parameter.grad) is not None and _first_bytes(gradient) != before
-            for parameter, before in self._sample
+            before[2] != now[2] for before, now in sampled
         ):
             return "gradients were changed (clipped, unscaled, set to None, ...)"
         return None
 
 
+def options_of(optimizer: torch.optim.Optimizer) -> Options:
+    """Return an optimizer's options; of a tensor, such as a learning rate, which it is and its version."""
+    return [_options(group) for group in optimizer.param_groups]
+
+
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``==`` may compare: of a tensor, such as a learning rate, which and its version."""
     return {
         name: len(value)
         if name == "params"
@@ -82,28 +96,29 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-_SAMPLED_GRADIENTS = 8
+_SAMPLED = 8
+"""Parameters."""
 _SAMPLED_BYTES = 1024
 
 
-def _sample(parameters: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, bytes]]:
-    """Return the beginning of some gradients."""
-    every = max(1, len(parameters) // _SAMPLED_GRADIENTS)
-    return [
-        (parameter, _first_bytes(gradient))
-        for parameter in parameters[::every]
-        if (gradient := parameter.grad) is not None
+def _contents(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> tuple[bytes, list[Any], bytes]:
+    """Return the beginning of a parameter, what is in its state, and the beginning of its gradient."""
+    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    values = [
+        (id(value), tensor_version(value)) if isinstance(value, torch.Tensor) else id(value)
+        for value in state.values()
     ]
+    return _first_bytes(parameter), values, _first_bytes(parameter.grad)
 
 
-def _first_bytes(gradient: torch.Tensor) -> bytes:
+def _first_bytes(tensor: torch.Tensor | None) -> bytes:
     """Return bits, not numbers, as NaN differs from itself; nothing of what is not a plain piece of memory.
 
     Torch's operators take ten times as long, and this is done while nothing hides it.
     """
-    if gradient.device.type != "cpu" or gradient.is_sparse or not gradient.is_contiguous():
+    if tensor is None or tensor.device.type != "cpu" or tensor.is_sparse or not tensor.is_contiguous():
         return b""
-    return ctypes.string_at(gradient.data_ptr(), min(_SAMPLED_BYTES, gradient.nbytes))
+    return ctypes.string_at(tensor.data_ptr(), min(_SAMPLED_BYTES, tensor.nbytes))
 
 
 def gradient_mark(gradient: torch.Tensor) -> tuple[int, int]:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.copies import Copies
-from ddp_optim_overlap.partial_steps import PartialSteps, parameters_of, part_of, stand_in
-from dist_utils.torch_compat import keep_versions, tensor_version
+from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own, parameters_of, part_of, stand_in
+from dist_utils.torch_compat import keep_versions, step_without_hooks, tensor_version
 
 __all__ = ["Run", "Trial", "longest_side", "own_attributes", "random_numbers_restored", "shared_state"]
 
@@ -55,9 +55,9 @@ class Trial:
         self.optimizer = optimizer
         self.chosen = [optimizer.param_groups[number]["params"][position] for number, position in chosen]
         self.parallel = parallel
-        self._places = chosen
+        self.places = chosen
         self._longest = longest
-        self._with_state = with_state
+        self.with_state = with_state
         self._real: dict[torch.Tensor, torch.Tensor] = {}
 
     @contextlib.contextmanager
@@ -65,6 +65,7 @@ class Trial:
         """Lend the values; give back everything, random numbers included."""
         parameters = list(dict.fromkeys(parameters_of(self.optimizer)))
         gradients = [parameter.grad for parameter in parameters]
+        attributes = [dict(vars(parameter)) for parameter in parameters]
         self._real = {parameter: parameter.data for parameter in parameters}
         with ExitStack() as stack:
             stack.enter_context(keep_versions(parameters))
@@ -76,31 +77,40 @@ class Trial:
                     parameter.data = real.new_zeros([side_of(size, 1) for size in real.shape])
                 yield
             finally:
-                for (parameter, real), gradient in zip(self._real.items(), gradients, strict=True):
+                for (parameter, real), gradient, own in zip(
+                    self._real.items(), gradients, attributes, strict=True
+                ):
+                    _exchange_attributes(parameter, own)
                     parameter.grad = None
                     parameter.data = real
                     parameter.grad = gradient
 
-    def run(self) -> Run:
-        """Return a copy of the optimizer, of the chosen parameters' values and of all that may change."""
+    def run(self, *, raised: bool = True) -> Run:
+        """Return a copy of the optimizer, of the chosen parameters' values and of all that may change.
+
+        Args:
+            raised: Whether learning rates are raised to where any step shows.
+        """
         optimizer = self.optimizer
         memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters_of(optimizer)}
         copied = Copies(memo, self._short_copy).of
         state: defaultdict[Any, Any] = defaultdict(dict)
         for parameter in self.chosen:
-            if parameter in optimizer.state and self._with_state:
+            if parameter in optimizer.state and self.with_state:
                 state[parameter] = copied(optimizer.state[parameter])
         for owner, value in shared_state(optimizer).items():
             state[owner] = copied(value)
         positions: dict[int, list[int]] = defaultdict(list)
-        for number, position in self._places:
+        for number, position in self.places:
             positions[number].append(position)
         groups = []
-        for number, places in positions.items():
-            original = optimizer.param_groups[number]
-            part = part_of(original, places, self.parallel)
+        for number, original in enumerate(optimizer.param_groups):
+            if number not in positions and is_torchs_own(optimizer):
+                continue  # as in its steps
+            part = part_of(original, positions[number], self.parallel)
             group = {key: value if key == "params" else copied(value) for key, value in part.items()}
-            _raise_rate(group)
+            if raised:
+                _raise_rate(group)
             memo[id(original)] = group
             groups.append(group)
         run = stand_in(optimizer, groups)
@@ -111,7 +121,8 @@ class Trial:
         values = {
             parameter: _with_zeros(self._short_copy(self._real[parameter])) for parameter in self.chosen
         }
-        return Run(run, values, self.parallel, self._real)
+        attributes = {parameter: copied(dict(vars(parameter))) for parameter in self.chosen}
+        return Run(run, values, attributes, self.parallel, self._real)
 
     def _short_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of a tensor's beginning, the same for every tensor with sides of these sizes."""
@@ -126,33 +137,33 @@ class Run:
     Attributes:
         optimizer: The copy.
         values: Of the parameters.
+        attributes: Of the parameters: some optimizers keep state there.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         values: dict[torch.Tensor, torch.Tensor],
+        attributes: dict[torch.Tensor, dict[str, Any]],
         parallel: Collection[str],
         everything: Collection[torch.Tensor],
     ) -> None:
         self.optimizer = optimizer
         self.values = values
+        self.attributes = attributes
         self._everything = everything
         self._parts = PartialSteps([optimizer], [parallel])
         self._lent = {parameter: torch.empty_like(value) for parameter, value in values.items()}
 
     def step(
-        self, gradients: Sequence[torch.Tensor], closure: Callable[[], Any] | None = None
+        self, gradients: Sequence[torch.Tensor | None], closure: Callable[[], Any] | None = None
     ) -> set[torch.Tensor]:
         """Step all at once, each time with new gradients; return which other parameters were written."""
         with self._having_values():
             for parameter, gradient in zip(self.values, gradients, strict=True):
-                parameter.grad = gradient.clone()
+                parameter.grad = None if gradient is None else gradient.clone()
             versions = _versions(other for other in self._everything if other not in self.values)
-            if closure is None:
-                self.optimizer.step()
-            else:
-                self.optimizer.step(closure)
+            step_without_hooks(self.optimizer, *(() if closure is None else (closure,)))
             return _written(versions)
 
     def step_apart(self, gradients: Sequence[torch.Tensor], direction: int) -> set[torch.Tensor]:
@@ -178,12 +189,14 @@ class Run:
     def _having_values(self) -> Iterator[None]:
         for parameter, value in self.values.items():
             parameter.data = value
+        real = {parameter: _exchange_attributes(parameter, own) for parameter, own in self.attributes.items()}
         try:
             yield
         finally:
             for parameter in self.values:
                 parameter.grad = None
                 self.values[parameter] = parameter.data
+                self.attributes[parameter] = _exchange_attributes(parameter, real[parameter])
 
 
 def side_of(size: int, longest: int) -> int:
@@ -225,6 +238,14 @@ def _raise_rate(group: dict[str, Any]) -> None:
         group["lr"] = max(rate, _LEAST_RATE)
 
 
+def _exchange_attributes(parameter: torch.Tensor, attributes: dict[str, Any]) -> dict[str, Any]:
+    """Give a parameter these attributes, and return those that it had."""
+    before = dict(vars(parameter))
+    vars(parameter).clear()
+    vars(parameter).update(attributes)
+    return before
+
+
 def _versions(tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, int]:
     return {tensor: tensor_version(tensor) for tensor in tensors}
 
@@ -234,8 +255,12 @@ def _written(versions: dict[torch.Tensor, int]) -> set[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def random_numbers_restored(parameters: Sequence[torch.Tensor], seed: int) -> Iterator[None]:
-    """Draw the random numbers of a seed, and leave the generators as they were."""
+def random_numbers_restored(parameters: Sequence[torch.Tensor], seed: int) -> Iterator[Callable[[], bool]]:
+    """Draw the random numbers of a seed, and leave the generators as they were.
+
+    Yields:
+        What tells whether any were drawn.
+    """
     devices = {parameter.device.index for parameter in parameters if parameter.device.type == "cuda"}
     generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]
     states, python_state = [generator.get_state() for generator in generators], random.getstate()
@@ -243,7 +268,16 @@ def random_numbers_restored(parameters: Sequence[torch.Tensor], seed: int) -> It
         for generator in generators:
             generator.manual_seed(seed)
         random.seed(seed)
-        yield
+        begin, python_begin = [generator.get_state() for generator in generators], random.getstate()
+        yield (
+            lambda: (
+                random.getstate() != python_begin
+                or not all(
+                    torch.equal(generator.get_state(), state)
+                    for generator, state in zip(generators, begin, strict=True)
+                )
+            )
+        )
     finally:
         random.setstate(python_state)
         for generator, state in zip(generators, states, strict=True):

@@ -29,6 +29,9 @@ from torch.distributed import distributed_c10d as _c10d
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.nn.parallel import DistributedDataParallel
 
+# The step hooks of all optimizers have no public names up to torch 2.15.
+from torch.optim import optimizer as _optimizer
+
 # The only way to see every operator that runs, C++ ones too; no public name up to torch 2.15.
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -65,6 +68,7 @@ __all__ = [
     "register_comm_hook",
     "saved_tensor_hooks",
     "step_pre_hooks",
+    "step_without_hooks",
     "tensor_version",
     "traceable_collectives",
     "without_step_hooks",
@@ -449,13 +453,26 @@ FUSED_CHECK = "_need_device_dtype_check_for_fused"
 """An attribute of fused SGD and Adagrad: the next step has to look at its parameters' devices, as only the
 first one does."""
 
+_CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
 _STEP_PRE_HOOKS = "_optimizer_step_pre_hooks"
 _STEP_POST_HOOKS = "_optimizer_step_post_hooks"
 
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[..., Any]]:
-    """Return what ``register_step_pre_hook`` has registered. No public name up to torch 2.15."""
-    return cast("Mapping[int, Callable[..., Any]]", getattr(optimizer, _STEP_PRE_HOOKS))
+    """Return the step pre-hooks of an optimizer and of all optimizers. No public name up to torch 2.15."""
+    own: Mapping[int, Callable[..., Any]] = getattr(optimizer, _STEP_PRE_HOOKS)
+    return {**_optimizer._global_optimizer_pre_hooks, **own}  # noqa: SLF001
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    """Call an optimizer's ``step`` without any hooks, those of all optimizers included.
+
+    Torch puts what calls them around the ``step`` of a class. No public name up to torch 2.15.
+    """
+    step: Any = type(optimizer).step
+    if getattr(step, "__code__", None) is _CALLS_HOOKS:
+        step = step.__wrapped__
+    step(optimizer, *arguments)
 
 
 def without_step_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
