@@ -26,6 +26,7 @@ from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.saved import VERSION
 from ddp_quant_hooks.scratch import Scratch
 from dist_utils import GroupLike, OrderedWorker, resolve_group
+from dist_utils.bucket_terms import require_same_bucket
 from dist_utils.process_groups import runs_on_host
 
 __all__ = ["ErrorFeedback", "QuantizedAllreduceState", "Statistics", "Task"]
@@ -238,14 +239,16 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
     # ---- for the hook ----
 
-    def agree(self, buffer: torch.Tensor) -> None:
-        """Compare with the other ranks, before the first bucket, what must be alike on all of them.
+    def agree(self, bucket: Bucket) -> None:
+        """Compare with the other ranks, before a bucket that is new, what must be alike on all of them.
 
         Raises:
             AgreementError: Something is not, or a rank does not come; :meth:`close` makes a fresh start.
         """
+        buffer = bucket.buffer()
         self._bucket = buffer.numel(), buffer.dtype
-        self.worker.agree()
+        worker = self.worker.agree()
+        require_same_bucket(self.process_group, type(self).__name__, {"state": worker}, bucket)
 
     def _terms(self) -> dict[str, object]:
         values, dtype = self._bucket
