@@ -319,6 +319,53 @@ def test_reentrant_checkpoints_make_one_step():
     run_ranks(_nested, 2)
 
 
+class FirstRaises(Layers):
+    """Raises behind all parameters, where every bucket has come and the passes inside are over."""
+
+    def forward(self, x):
+        return super().forward(Raise.apply(x, self.first))
+
+    first: dict = {"raises": False}  # noqa: RUF012
+
+
+def _raises_around(rank):
+    """The pass around those of reentrant checkpoints raises; on the next try all is well."""
+    steps = []
+    for reentrant in (True, False):
+        torch.manual_seed(0)
+        net, state = FirstRaises(reentrant=reentrant), make_state("feedback both")
+        ddp = _wrap(net, state, bucket_cap_mb=0.03)
+
+        def step(number, ddp=ddp):
+            ddp(_data(number, 90).requires_grad_()).square().mean().backward()
+            ddp.zero_grad()
+
+        for number in range(3):
+            step(number)
+        before = _own(state)
+        net.first["raises"] = True
+        with pytest.raises(ArithmeticError, match="the user's own error"):
+            step(3)
+        net.first["raises"] = False
+        assert _same(before, _own(state)), reentrant
+        if not reentrant:  # DDP cannot go on
+            del ddp, step
+            gc.collect()
+            net.zero_grad()
+            ddp = _wrap(net, state, bucket_cap_mb=0.03)
+        for number in range(4, 6):
+            ddp(_data(number, 90).requires_grad_()).square().mean().backward()
+            ddp.zero_grad()
+        assert not _same(before, _own(state))
+        steps.append(state.state_dict()["steps"])
+        state.close()
+    assert steps == [5, 5]
+
+
+def test_an_error_around_reentrant_checkpoints_leaves_residuals():
+    run_ranks(_raises_around, 2)
+
+
 def _static_graph_of_several_types(rank):
     """In its first pass all buckets come with index 0, when the gradients are all there."""
     torch.manual_seed(0)

@@ -39,6 +39,7 @@ class BackwardPass:
         self._last_index = -1
         # Reentrant checkpointing runs backward passes inside of the pass; a bucket may come in any of them.
         self._ended_well: dict[int, bool] = {}
+        self._surrounding_ended_well: bool | None = None  # None: not looked for yet
         self._broken = False
         self._flags: list[torch.Tensor] = []
         self._any_flag: dict[torch.device, torch.Tensor] = {}
@@ -64,6 +65,9 @@ class BackwardPass:
             self._ended_well[task] = task == -1
             if task != -1:
                 torch_compat.after_backward(partial(self._ended_well.__setitem__, task, True))
+                if self._surrounding_ended_well is None:
+                    surrounded = torch_compat.after_surrounding_backward(self._end_surrounding)
+                    self._surrounding_ended_well = not surrounded
 
     @property
     def position(self) -> int:
@@ -73,7 +77,8 @@ class BackwardPass:
     @property
     def complete(self) -> bool:
         """Whether it ended well, on this rank and, as far as its communication tells, on all others."""
-        return not self._broken and all(self._ended_well.values())
+        ended = all(self._ended_well.values()) and self._surrounding_ended_well is not False
+        return ended and not self._broken
 
     @property
     def outside_of_backward(self) -> bool:
@@ -84,6 +89,9 @@ class BackwardPass:
     def counts(self) -> bool:
         """Whether a step may follow, as far as is known without asking an accelerator."""
         return self.complete and not self.discarded
+
+    def _end_surrounding(self) -> None:
+        self._surrounding_ended_well = True
 
     def failed(self, flag: torch.Tensor) -> None:
         """Note whether a value of a mean is not finite, as a flag on any device. From any thread."""
