@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.kernels import choice
+from ddp_quant_hooks.affine import AffineLayout
+from ddp_quant_hooks.kernels import choice, torch_ops
+from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.cpu import library_path
 from ddp_quant_hooks.messages import Layout
 
@@ -100,6 +102,39 @@ def test_values_and_residuals_add_up_over_many_steps():
         meant += values
     # The rounding of values + residual: 200 times 2^-24 of a value of at most about 8.
     assert ((meant - sent) - residual).abs().max() < 200 * 8 * 2.0**-24
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
+def test_the_default_dtype_changes_no_bit(default):
+    """Of torch's operators, which PyTorch's numbers use on every CPU."""
+    values = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)) * torch.tensor(
+        [[1.0], [1e30], [3e37]]
+    )
+    affine = AffineLayout(500, 128, torch.float32)
+
+    def compute():
+        results = []
+        for layout in (INT8, Layout("int4", 32)):
+            messages = [torch.zeros(layout.message_bytes(500), dtype=torch.uint8) for _ in values]
+            mean = torch.zeros(500, dtype=torch.float32)
+            for row, message in zip(values, messages, strict=True):
+                torch_ops.encode([(row, Outgoing(message, None, None))], layout)
+            torch_ops.decode([(messages, mean)], layout)
+            results += [*messages, mean]
+        messages = [torch.zeros(affine.message_bytes, dtype=torch.uint8) for _ in values]
+        for row, message in zip(values, messages, strict=True):
+            kernels.affine_encode(row, message, affine)
+        mean = torch.zeros(500, dtype=torch.float32)
+        kernels.affine_decode(messages, affine, mean)
+        return [*results, *messages, mean]
+
+    expected, before = compute(), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found = compute()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
 
 
 @pytest.mark.skipif(not library_path().exists(), reason="there are no compiled kernels: no C++ compiler")

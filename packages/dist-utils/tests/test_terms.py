@@ -5,11 +5,9 @@ import time
 from datetime import timedelta
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from dist_utils import AgreementError, require_same_terms
-from dist_utils.terms import require_same_terms_once
 from dist_utils.testing import run_ranks
 
 
@@ -142,22 +140,6 @@ def test_a_restarted_job_does_not_take_the_dead_attempts_word():
     (missing, _, name), (_, _, other) = run_ranks(_restarted, 2, 1)
     assert "ranks [1] did not" in missing
     assert name == other
-
-
-def _once(rank):
-    """Asked once per group and terms: the second call sends nothing, so one rank alone returns."""
-    require_same_terms_once(None, "hook", {"dtype": torch.float16})
-    if rank == 0:
-        require_same_terms_once(None, "hook", {"dtype": torch.float16})
-    dist.barrier()
-    with pytest.raises(AgreementError, match=r"dtype is torch\.bfloat16 on rank 0, torch\.float32 on rank 1"):
-        require_same_terms_once(None, "hook", {"dtype": torch.float32 if rank else torch.bfloat16})
-    return require_same_terms(None, "hook")
-
-
-def test_terms_are_compared_once_for_functions_that_keep_nothing():
-    names = run_ranks(_once, 2)
-    assert names[0] == names[1]
 
 
 def _alone(rank):

@@ -8,7 +8,7 @@ from torch.profiler import record_function
 
 from ddp_compress_hooks import compiled, ring, two_shot
 from ddp_compress_hooks.state import CompressState, HookState, as_state
-from dist_utils.terms import require_same_terms_once
+from dist_utils.bucket_terms import require_same_bucket
 from dist_utils.torch_compat import GradBucket
 
 __all__ = [
@@ -155,15 +155,18 @@ def _average(
         check_gradient_dtype(buffer)
         if group.size() == 1 or buffer.numel() == 0:
             return completed(buffer)
+        on_worker = not buffer.is_sparse and state.sums_in_fp32(wire_dtype or buffer.dtype)
         try:
-            require_same_terms_once(group, name, {**state.terms(), "bucket": buffer.dtype})
+            require_same_bucket(group, name, state.terms(), bucket)
+            if on_worker:  # of which every state has its own
+                require_same_bucket(group, name, {"state": state.worker.agree()}, bucket)
         except RuntimeError as error:
             return failed(error, buffer)
         if buffer.is_sparse:
             return ring.average_uncompressed(group, buffer)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
         wire_dtype = wire_dtype or values.dtype
-        if not state.sums_in_fp32(wire_dtype):
+        if not on_worker:
             return ring.average(state, group, buffer, values, wire_dtype)
 
         def job(private_group: dist.ProcessGroup) -> torch.Tensor:

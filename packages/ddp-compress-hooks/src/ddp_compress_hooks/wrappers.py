@@ -21,7 +21,7 @@ from ddp_compress_hooks.hooks import (
 )
 from ddp_compress_hooks.state import CompressState, as_state
 from dist_utils import resolve_group
-from dist_utils.terms import require_same_terms_once
+from dist_utils.bucket_terms import require_same_bucket
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["CommHook", "bf16_compress_wrapper", "fp16_compress_wrapper"]
@@ -103,7 +103,7 @@ def _run_on_bucket(
     group = _group_of(hook_state)
     if group.size() > 1:
         try:
-            require_same_terms_once(group, name, {"bucket": buffer.dtype})
+            require_same_bucket(group, name, {}, bucket)
         except RuntimeError as error:
             return failed(error, buffer)
         bucket.set_buffer(_compress(buffer, cast_to))

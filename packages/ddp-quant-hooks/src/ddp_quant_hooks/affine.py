@@ -125,7 +125,8 @@ def decode_mean(messages: Sequence[torch.Tensor], layout: AffineLayout, values: 
     """Write the mean of the messages' values to flat ``values``. A channel that is not finite is NaN."""
     parameters = torch.stack([layout.parameters(message) for message in messages]).unsqueeze(3)
     # A sum of finite values must not overflow.
-    shrink = torch.where(parameters[:, 0].amax(0) >= 2.0**90, 2.0**-20, 1.0)
+    one = parameters.new_ones(())  # two plain numbers would be of the default dtype
+    shrink = torch.where(parameters[:, 0].amax(0) >= 2.0**90, 2.0**-20, one)
     ranks = torch.full_like(shrink, len(messages))
     limits = torch.finfo(values.dtype)
     for span, channels in layout.pieces():

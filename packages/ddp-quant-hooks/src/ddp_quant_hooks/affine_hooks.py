@@ -13,8 +13,8 @@ from ddp_compress_hooks.hooks import check_gradient_dtype, completed, failed
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.affine import AffineLayout
 from dist_utils import GroupLike, resolve_group
+from dist_utils.bucket_terms import require_same_bucket
 from dist_utils.process_groups import runs_on_host
-from dist_utils.terms import require_same_terms_once
 from dist_utils.torch_compat import GradBucket, all_gather_single
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
@@ -103,7 +103,7 @@ def _average(
         if group.size() == 1 or buffer.numel() == 0:
             return completed(buffer)
         try:
-            require_same_terms_once(group, name, {"channel": channel, "bucket": buffer.dtype})
+            require_same_bucket(group, name, {"channel": channel}, bucket)
         except RuntimeError as error:
             return failed(error, buffer)
         if buffer.is_sparse:

@@ -125,16 +125,14 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a HierarchicalAllreduceState does not pickle: its groups belong to this job")
 
-    def _lengths(self, count: int, device: torch.device) -> tuple[int, int, int]:
+    def _spans(self, count: int, device: torch.device) -> tuple[list[Span], list[Span]]:
         block_size, me = self.scatter.block_size, self.process_group.rank()
-        own = [
-            len(shards(chunk, len(self._inside), block_size)[self._inside.index(me)])
-            for chunk in self._chunks(count, device)
-        ]
-        nodes, node, most = len(self._across), self._across.index(me), self._chunk_values(device)
+        place, nodes, node = self._inside.index(me), len(self._across), self._across.index(me)
+        chunks = self._chunks(count, device)
+        own = [shards(chunk, len(self._inside), block_size)[place] for chunk in chunks]
         if nodes <= 2:
-            return sum(own), 0, most
-        return sum(own), sum(len(shards(Span(0, part), nodes, block_size)[node]) for part in own), most
+            return own, []
+        return own, [shards(part, nodes, block_size)[node] for part in own]
 
     def _use_group_of(self, ddp: DistributedDataParallel) -> None:
         if self._group is None:

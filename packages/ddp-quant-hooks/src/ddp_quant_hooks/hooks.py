@@ -74,7 +74,7 @@ def quantized_allreduce_hook(
         if state.process_group.size() == 1:
             return completed(buffer)
         try:
-            state.agree(buffer)
+            state.agree(bucket)
         except RuntimeError as error:
             return failed(error, buffer)
         if running.held is not None:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from ddp_quant_hooks.chunks import Span
 from dist_utils import torch_compat
 
 if TYPE_CHECKING:
     from ddp_quant_hooks.residuals import BucketResiduals
     from ddp_quant_hooks.resume import HeldPass
 
-__all__ = ["BackwardPass"]
+__all__ = ["BackwardPass", "UnusedPart", "value_count"]
+
+UnusedPart: TypeAlias = tuple[torch.Tensor, Span]
+"""A parameter without a gradient, and where it is in its bucket."""
+
+
+def value_count(parameter: torch.Tensor) -> int:
+    """Return how many real values a parameter's gradient has."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 class BackwardPass:
@@ -29,9 +38,12 @@ class BackwardPass:
         kept: The residuals of its buckets.
         held: Where its buckets wait, if it is averaged in other buckets than its own.
         discarded: The user has said that its gradients will not be stepped with.
+        at_end: What to do when it has ended well and DDP has written the gradients.
     """
 
     def __init__(self) -> None:
+        self.at_end: list[Callable[[], None]] = []
+        self._used: torch.Tensor | None = None
         self.kept: list[BucketResiduals] = []
         self.held: HeldPass | None = None
         self.discarded = False
@@ -39,6 +51,7 @@ class BackwardPass:
         self._last_index = -1
         # Reentrant checkpointing runs backward passes inside of the pass; a bucket may come in any of them.
         self._ended_well: dict[int, bool] = {}
+        self._surrounding_ended_well: bool | None = None  # None: not looked for yet
         self._broken = False
         self._flags: list[torch.Tensor] = []
         self._any_flag: dict[torch.device, torch.Tensor] = {}
@@ -63,7 +76,28 @@ class BackwardPass:
         if task not in self._ended_well:
             self._ended_well[task] = task == -1
             if task != -1:
-                torch_compat.after_backward(partial(self._ended_well.__setitem__, task, True))
+                torch_compat.after_backward(partial(self._end, task))
+                if self._surrounding_ended_well is None:
+                    surrounded = torch_compat.after_surrounding_backward(self._end_surrounding)
+                    self._surrounding_ended_well = not surrounded
+
+    def unused_part(self, parameters: Sequence[torch.Tensor]) -> list[UnusedPart]:
+        """Return the parameters of a bucket that this rank has no gradient of.
+
+        If no rank has one, DDP throws away what comes of them (``find_unused_parameters``), and that is not
+        known before the end: they have no gradient then either.
+        """
+        if self.outside_of_backward or self._surrounding_ended_well is not True:
+            return []  # join() gets no gradients; reentrant checkpoints know no unused parameters
+        unused, start = [], 0
+        for parameter in parameters:
+            stop = start + value_count(parameter)
+            if parameter.grad is None:
+                unused.append((parameter, Span(start, stop)))
+            elif self._used is None:
+                self._used = parameter
+            start = stop
+        return unused
 
     @property
     def position(self) -> int:
@@ -73,7 +107,8 @@ class BackwardPass:
     @property
     def complete(self) -> bool:
         """Whether it ended well, on this rank and, as far as its communication tells, on all others."""
-        return not self._broken and all(self._ended_well.values())
+        ended = all(self._ended_well.values()) and self._surrounding_ended_well is not False
+        return ended and not self._broken
 
     @property
     def outside_of_backward(self) -> bool:
@@ -84,6 +119,18 @@ class BackwardPass:
     def counts(self) -> bool:
         """Whether a step may follow, as far as is known without asking an accelerator."""
         return self.complete and not self.discarded
+
+    def _end(self, task: int) -> None:
+        self._ended_well[task] = True
+        # An optimizer inside of backward() takes all gradients away: then nothing is known.
+        if self._used is not None and self._used.grad is not None:
+            for finish in self.at_end:
+                finish()
+        self.at_end.clear()
+        self._used = None
+
+    def _end_surrounding(self) -> None:
+        self._surrounding_ended_well = True
 
     def failed(self, flag: torch.Tensor) -> None:
         """Note whether a value of a mean is not finite, as a flag on any device. From any thread."""

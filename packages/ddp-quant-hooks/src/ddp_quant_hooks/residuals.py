@@ -10,19 +10,15 @@ from typing import NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ddp_quant_hooks.passes import BackwardPass
+from ddp_quant_hooks.chunks import Span
+from ddp_quant_hooks.passes import BackwardPass, UnusedPart, value_count
 
-__all__ = ["BucketKey", "BucketResiduals", "Residual", "Residuals", "value_count"]
+__all__ = ["BucketKey", "BucketResiduals", "Residual", "Residuals"]
 
 _log = logging.getLogger(__name__)
 
 BucketKey = tuple[tuple[int, int], ...]
 """The parameters of a bucket: (number of the parameter, number of values) of each."""
-
-
-def value_count(parameter: torch.Tensor) -> int:
-    """Return how many real values a parameter's gradient has."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
 
 
 @dataclass
@@ -56,6 +52,24 @@ class Residual:
         elif not failed:
             self.last, self.next = self.next, self.last
 
+    def keep(self, unused: Sequence[UnusedPart], spans: Sequence[Span]) -> None:
+        """Lose nothing new of parameters that got no gradient: what was sent of them was thrown away.
+
+        Args:
+            unused: Parameters that had no gradient before, and where they are in the bucket.
+            spans: Of which values of the bucket this is, in its order.
+        """
+        if self.last is None or self.next is None:
+            return
+        start = 0
+        for span in spans:
+            for parameter, part in unused:
+                low, high = max(span.start, part.start), min(span.stop, part.stop)
+                if low < high and parameter.grad is None:
+                    here = slice(start + low - span.start, start + high - span.start)
+                    self.next[here] = self.last[here]
+            start += len(span)
+
     def to(self, device: torch.device) -> None:
         """Move to ``device``: it may come from a file."""
         if self.last is not None and (self.next is None or self.last.device != device):
@@ -76,6 +90,11 @@ class BucketResiduals:
     own: Residual = field(default_factory=Residual)
     shard: Residual = field(default_factory=Residual)
     position: int = 0
+
+    def keep(self, unused: Sequence[UnusedPart], own: Sequence[Span], shard: Sequence[Span]) -> None:
+        """See :meth:`Residual.keep`."""
+        self.own.keep(unused, own)
+        self.shard.keep(unused, shard)
 
 
 class OwnPart(NamedTuple):

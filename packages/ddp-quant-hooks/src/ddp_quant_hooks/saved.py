@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddp_quant_hooks.residuals import value_count
+from ddp_quant_hooks.passes import value_count
 
 if TYPE_CHECKING:
     from ddp_quant_hooks.feedback import Feedback

@@ -26,6 +26,7 @@ from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.saved import VERSION
 from ddp_quant_hooks.scratch import Scratch
 from dist_utils import GroupLike, OrderedWorker, resolve_group
+from dist_utils.bucket_terms import require_same_bucket
 from dist_utils.process_groups import runs_on_host
 
 __all__ = ["ErrorFeedback", "QuantizedAllreduceState", "Statistics", "Task"]
@@ -238,14 +239,16 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
     # ---- for the hook ----
 
-    def agree(self, buffer: torch.Tensor) -> None:
-        """Compare with the other ranks, before the first bucket, what must be alike on all of them.
+    def agree(self, bucket: Bucket) -> None:
+        """Compare with the other ranks, before a bucket that is new, what must be alike on all of them.
 
         Raises:
             AgreementError: Something is not, or a rank does not come; :meth:`close` makes a fresh start.
         """
+        buffer = bucket.buffer()
         self._bucket = buffer.numel(), buffer.dtype
-        self.worker.agree()
+        worker = self.worker.agree()
+        require_same_bucket(self.process_group, type(self).__name__, {"state": worker}, bucket)
 
     def _terms(self) -> dict[str, object]:
         values, dtype = self._bucket
@@ -292,6 +295,10 @@ class QuantizedAllreduceState(ResidualCheckpoints):
                 device=values.device,
             )
             running.kept.append(kept)
+            unused = running.unused_part(bucket.parameters())
+            if unused:
+                spans = self._spans(values.numel(), values.device)
+                running.at_end.append(partial(kept.keep, unused, *spans))
         sampled = self.sample_every > 0 and self._taken % self.sample_every == 0
         self._taken += 1
         return Task(running, kept, sampled)
@@ -362,14 +369,18 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         return link.bytes_sent
 
     def _lengths(self, count: int, device: torch.device) -> tuple[int, int, int]:
-        group, most = self.process_group, self._chunk_values(device)
+        own, shard = self._spans(count, device)
+        return sum(map(len, own)), sum(map(len, shard)), self._chunk_values(device)
+
+    def _spans(self, count: int, device: torch.device) -> tuple[list[Span], list[Span]]:
+        """Return which of a bucket's values the residuals are of, in their order: own, and of shards."""
+        group, own = self.process_group, [Span(0, count)]
         if group.size() == 2:
-            return count, 0, most
-        own_shards = (
+            return own, []
+        return own, [
             shards(chunk, group.size(), self.scatter.block_size)[group.rank()]
             for chunk in self._chunks(count, device)
-        )
-        return count, sum(map(len, own_shards)), most
+        ]
 
     def _wire(self, link: Link, task: Task) -> Wire:
         failed = None if self.error_feedback == "none" else task.running.failed

@@ -134,10 +134,13 @@ class OrderedWorker:
         self._try(self._start_thread)
         return self._run_here(job, side) if self._lane is None else self._lane.submit(job, side)
 
-    def agree(self) -> None:
+    def agree(self) -> str:
         """Compare names and ``terms`` with the other ranks, if that was not done yet.
 
         For whoever wants to communicate beside the worker before the first job. Every rank must call it.
+
+        Returns:
+            A name of this worker: the same on all ranks, and of no other worker.
 
         Raises:
             AgreementError: They differ, or a rank does not come. It is the worker's first error then.
@@ -156,6 +159,7 @@ class OrderedWorker:
                     self._own_error = error
                     raise
                 self._terms = dict  # its owner may own this worker, and could not become garbage at once
+            return self._agreed
 
     def _own_terms(self) -> tuple[Mapping[str, object], Exception | None]:
         """Return the terms, or why there are none, which the other ranks must hear of."""
@@ -174,7 +178,7 @@ class OrderedWorker:
                 # At garbage collection and, as finalizers do, at interpreter exit.
                 weakref.finalize(self, self._lane.stop)
 
-    def _try(self, begin: Callable[[], None]) -> None:
+    def _try(self, begin: Callable[[], object]) -> None:
         """Begin, or keep the error for this job and all later ones.
 
         Raised here it would leave DDP in the middle of a pass. That the worker is closed is the caller's.

@@ -17,15 +17,13 @@ import torch.distributed as dist
 from dist_utils import torch_compat
 from dist_utils.process_groups import GroupLike, collective_device, resolve_group
 
-__all__ = ["AgreementError", "require_same_terms", "require_same_terms_once"]
+__all__ = ["AgreementError", "require_same_terms"]
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 1.0
 """Seconds between two looks at the store: a twentieth of the time waited so far, within these bounds."""
 
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """The first round of a group that this rank does not know to be over."""
-_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, set[str]] = weakref.WeakKeyDictionary()
-"""What :func:`require_same_terms_once` need not ask again."""
 _locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()
 """Threads of a rank come to a group one after another."""
 _one_lock_each = threading.Lock()
@@ -117,20 +115,6 @@ def _told(problem: Exception) -> str:
         return f"{type(problem).__name__}: {problem}"
     except Exception:  # noqa: BLE001 - a class may refuse to be shown in any way
         return type(problem).__name__
-
-
-def require_same_terms_once(process_group: GroupLike, title: str, terms: Mapping[str, object]) -> None:
-    """As :func:`require_same_terms`, but only the first time that the group comes with these terms.
-
-    For functions that are called again and again and keep no state. All ranks must call it alike.
-    """
-    group = resolve_group(process_group)
-    key = f"{title} {sorted(terms.items())!r}"
-    if key not in _agreed.get(group, ()):
-        with _lock_of(group):
-            if key not in _agreed.setdefault(group, set()):
-                require_same_terms(group, title, terms)
-                _agreed[group].add(key)
 
 
 class _Claim(NamedTuple):

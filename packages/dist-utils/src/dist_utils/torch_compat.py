@@ -354,6 +354,35 @@ def inside_nested_backward() -> bool:
     return passes > 1
 
 
+def after_surrounding_backward(callback: Callable[[], None]) -> bool:
+    """Call ``callback`` when the backward pass that this thread's pass was begun in has ended well.
+
+    As :func:`after_backward`, for the outermost pass, which goes on when the passes inside of it are over.
+    It takes callbacks only while its own nodes run, so they come with the next node behind the function whose
+    backward has begun the inner pass. No public name up to torch 2.15.
+
+    Returns:
+        Whether there is such a pass: one in which a Python function's backward called ``backward()``.
+    """
+    frame, around = sys._getframe(), None  # noqa: SLF001
+    while (caller := frame.f_back) is not None:
+        if caller.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            around = caller
+        frame = caller
+    if around is None:
+        return False
+    following = [node for node, _ in around.f_locals["self"].next_functions if node is not None]
+    if not following:
+        return False
+
+    def first_of_the_rest(_: Any) -> None:
+        handle.remove()
+        after_backward(callback)
+
+    handle = following[0].register_prehook(first_of_the_rest)
+    return True
+
+
 def in_final_callback() -> bool:
     """Return whether this thread's backward pass is over, and only its final callbacks are still run.
 

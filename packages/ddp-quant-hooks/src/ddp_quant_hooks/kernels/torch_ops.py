@@ -61,7 +61,8 @@ def _encode_blocks(blocks: torch.Tensor, count: int, layout: Layout, out: Outgoi
     largest = blocks.abs().view(torch.int32).amax(1, keepdim=True)
     finite = largest < _INFINITY_BITS
     scale = torch.where(finite, largest.view(torch.float32), torch.nan)
-    shift = torch.where(scale < 2.0**-100, 2.0**64, torch.where(scale > 2.0**100, 2.0**-64, 1.0))
+    one = torch.ones_like(scale)  # two plain numbers would be of the default dtype
+    shift = torch.where(scale < 2.0**-100, 2.0**64, torch.where(scale > 2.0**100, 2.0**-64, one))
     scaled = (blocks * shift) * (torch.full_like(scale, levels) / (scale * shift))
     has_numbers = finite & (largest > 0)
     payload = _payload(torch.where(has_numbers, scaled, 0.0), layout.format)
@@ -80,8 +81,8 @@ def _mean(messages: Sequence[torch.Tensor], layout: Layout, count: int) -> torch
     scales = torch.stack([layout.scales(message, count) for message in messages]).unsqueeze(2)
     finite = scales.isfinite().all(0)
     large = (scales.amax(0) >= 2.0**100) & (ranks > 1)  # whose differences can overflow
-    shrink = torch.where(large, _SHRINK, 1.0)
-    mean = one = torch.ones((), device=scales.device)
+    mean = one = torch.ones((), dtype=torch.float32, device=scales.device)
+    shrink = torch.where(large, _SHRINK, one)
     for rank, (message, scale) in enumerate(zip(messages, scales, strict=True)):
         value = (scale * shrink) * (_numbers(message, layout, count) * step)
         weight = one / torch.full_like(one, rank + 1)

@@ -1,0 +1,100 @@
+"""Whether all ranks hand the same bucket to the same hook, found out before anything of it is sent."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakIdKeyDictionary
+
+from dist_utils import torch_compat
+from dist_utils.process_groups import GroupLike, resolve_group
+from dist_utils.terms import AgreementError, require_same_terms
+
+__all__ = ["require_same_bucket"]
+
+
+class _Bucket(Protocol):
+    """What is looked at of a ``GradBucket``."""
+
+    def index(self) -> int: ...
+
+    def buffer(self) -> torch.Tensor: ...
+
+    def parameters(self) -> list[torch.Tensor]: ...
+
+
+class _Failure(NamedTuple):
+    """An attempt to agree that failed, and the backward pass that it failed in."""
+
+    text: str
+    task: int
+    place: int
+
+    def concerns(self, index: int) -> bool:
+        """Tell whether the bucket of this index that comes now belongs to the same pass."""
+        task = torch_compat.graph_task_id()
+        if task == self.task and task != -1:
+            return True
+        # Outside of autograd, as in join(), and with reentrant checkpoints the task does not tell.
+        return index > self.place and (task == self.task or torch_compat.inside_nested_backward())
+
+
+_agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
+"""By the first parameter of a bucket: what need not be asked again."""
+_failures: weakref.WeakKeyDictionary[dist.ProcessGroup, _Failure] = weakref.WeakKeyDictionary()
+
+
+def require_same_bucket(
+    process_group: GroupLike, title: str, options: Mapping[str, object], bucket: _Bucket
+) -> None:
+    """Return if all ranks hand the same bucket to the same hook with the same options, or raise on all.
+
+    They are asked (see :func:`dist_utils.require_same_terms`) for every bucket that comes for the first time:
+    in a model's first backward pass, and after ``DistributedDataParallel`` has rebuilt its buckets. When they
+    do not agree the rest of the pass is refused without asking: a rank that comes late would be taken for
+    one that is further on.
+
+    Args:
+        process_group: As in :func:`dist_utils.resolve_group`.
+        title: The name of the hook.
+        options: What must be equal, by name.
+        bucket: From ``DistributedDataParallel``.
+
+    Raises:
+        AgreementError: As :func:`dist_utils.require_same_terms`, or for an earlier bucket of this pass.
+        RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
+
+    Cost:
+        One look into a table for a bucket that is known; else some requests to the store.
+    """
+    group = resolve_group(process_group)
+    if group.size() == 1:
+        return
+    buffer, index = bucket.buffer(), bucket.index()
+    failure = _failures.get(group)
+    if failure is not None and failure.concerns(index):
+        raise AgreementError(failure.text)
+    terms = {
+        **options,
+        "bucket": buffer.dtype,
+        "values in the bucket": buffer.numel(),
+        "sparse": buffer.is_sparse,
+        "index of the bucket": index,
+    }
+    key = f"{title} {sorted(terms.items())!r}"
+    known: set[str] = _agreed.setdefault(group, WeakIdKeyDictionary()).setdefault(  # type: ignore[no-untyped-call]
+        bucket.parameters()[0], set()
+    )
+    if key in known:
+        return
+    try:
+        require_same_terms(group, title, terms)
+    except RuntimeError as error:
+        _failures[group] = _Failure(str(error), torch_compat.graph_task_id(), index)
+        raise
+    _failures.pop(group, None)
+    known.add(key)

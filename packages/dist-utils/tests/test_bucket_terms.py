@@ -1,0 +1,127 @@
+"""Ranks with other buckets in their hooks, or late ones: an error on every rank before anything is sent."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_utils.bucket_terms import require_same_bucket
+from dist_utils.testing import run_ranks
+
+
+def _model(layers=4):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(90, 90) for _ in range(layers)))
+
+
+def _hook_of(title, **options):
+    def hook(_, bucket):
+        future: torch.futures.Future = torch.futures.Future()
+        try:
+            require_same_bucket(None, title, options, bucket)
+        except RuntimeError as error:
+            text = str(error)
+
+            def fail(_):
+                raise RuntimeError(text)
+
+            future.set_result(None)
+            return future.then(fail)
+        dist.all_reduce(bucket.buffer())
+        future.set_result(bucket.buffer())
+        return future
+
+    return hook
+
+
+def _step(ddp):
+    ddp(torch.ones(2, 90)).sum().backward()
+
+
+def _wrap(hook, **options):
+    ddp = DistributedDataParallel(_model(), **options)
+    ddp.register_comm_hook(None, hook)
+    return ddp
+
+
+def _differ(rank):
+    """Whatever differs is named: options, hooks, buckets; also if each was seen before, in other models."""
+    for title, bits in (("a", 8), ("b", 8), ("a", 4)):
+        _step(_wrap(_hook_of(title, bits=bits)))
+    messages = []
+    for hook in (
+        _hook_of("ab"[rank == 1], bits=8),
+        _hook_of("a", bits=4 if rank == 1 else 8),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            _step(_wrap(hook))
+        messages.append(str(caught.value))
+    caps = _wrap(
+        _hook_of("a", bits=8), bucket_cap_mb=0.07 if rank == 1 else 0.03, find_unused_parameters=True
+    )
+    with pytest.raises(RuntimeError) as caught:
+        _step(caps)
+    return [*messages, str(caught.value)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_differs_between_ranks_is_named_on_every_rank(world_size):
+    others = "rank 0" if world_size == 2 else "ranks 0, 2"
+    for hook, option, bucket in run_ranks(_differ, world_size):
+        assert f"a on {others}, b on rank 1" in hook
+        assert f"bits is 8 on {others}, 4 on rank 1" in option
+        assert "values in the bucket is " in bucket
+
+
+def _late(rank):
+    """A rank that comes when the others have given up: the rest of their pass is not what it waits for."""
+    ddp = _wrap(_hook_of("hook"), bucket_cap_mb=0.03, find_unused_parameters=True)
+    if rank == 1:
+        time.sleep(6)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="came within 4 s"):
+        _step(ddp)
+    return time.monotonic() - begin
+
+
+def test_a_pass_waits_once_and_a_late_rank_meets_no_other_bucket():
+    waited = run_ranks(_late, 2, group_timeout=4)
+    assert max(waited) < 12, "not once for each of the eight buckets"
+
+
+class _Bucket:
+    """A bucket of one parameter."""
+
+    def __init__(self, parameter, index=0):
+        self._parameter, self._index = parameter, index
+
+    def index(self):
+        return self._index
+
+    def buffer(self):
+        return self._parameter.detach()
+
+    def parameters(self):
+        return [self._parameter]
+
+
+def _known(rank):
+    """What is known is not asked again: one rank alone returns."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
+    if rank == 0:
+        require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
+    dist.barrier()
+    other = _Bucket(torch.nn.Parameter(torch.ones(3 + rank)))
+    with pytest.raises(RuntimeError, match="values in the bucket is 3 on rank 0, 4 on rank 1"):
+        require_same_bucket(None, "hook", {"bits": 8}, other)
+    # The rest of that pass is refused; the next one, which begins again at index 0, is not.
+    with pytest.raises(RuntimeError, match="values in the bucket is 3 on rank 0, 4 on rank 1"):
+        require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter, index=1))
+    require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
+
+
+def test_a_bucket_is_asked_for_once():
+    run_ranks(_known, 2)
