@@ -1,6 +1,9 @@
 """What the hook tests share: states by name, and what a hook must give, computed in one process."""
 
+import inspect
+
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.kernels import torch_ops
@@ -16,6 +19,14 @@ STATES = {
     "feedback shard": {"error_feedback": "shard"},
     "feedback both": {"error_feedback": "both"},
 }
+
+
+_CAN_LEAVE_OUT = "skip_all_reduce_unused_params" in inspect.signature(DistributedDataParallel).parameters
+LEAVES_OUT_BUCKETS = {
+    "find_unused_parameters": True,
+    **({"skip_all_reduce_unused_params": True} if _CAN_LEAVE_OUT else {}),
+}
+"""Options of DDP that leave out buckets which no rank uses, where torch can do that (not in 2.6)."""
 
 
 def make_state(name, group=None, **options):

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import make_state
+from quant_buckets import LEAVES_OUT_BUCKETS, make_state
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -64,9 +64,7 @@ def _branches(rank):
         net, state = Branches(), make_state("int4", error_feedback="both")
         reference = Branches()
         reference.load_state_dict(net.state_dict())
-        ddp = _wrap(
-            net, state, bucket_cap_mb=0.03, find_unused_parameters=True, skip_all_reduce_unused_params=True
-        )
+        ddp = _wrap(net, state, bucket_cap_mb=0.03, **LEAVES_OUT_BUCKETS)
         sums = {key: torch.zeros_like(value) for key, value in net.named_parameters()}
         exact = {key: torch.zeros_like(value) for key, value in net.named_parameters()}
         largest = dict.fromkeys(sums, 0.0)
@@ -251,11 +249,7 @@ def _raises_where_buckets_are_left_out(rank):
                 x = getattr(self, head)(x)
             return x
 
-    options = {
-        "bucket_cap_mb": 0.03,
-        "find_unused_parameters": True,
-        "skip_all_reduce_unused_params": True,
-    }
+    options = {"bucket_cap_mb": 0.03, **LEAVES_OUT_BUCKETS}
     net, state = Net(), make_state("feedback both")
     ddp = _wrap(net, state, **options)
     for number in range(3):
@@ -276,6 +270,7 @@ def _raises_where_buckets_are_left_out(rank):
     assert state.state_dict()["steps"] == 5
 
 
+@pytest.mark.skipif(len(LEAVES_OUT_BUCKETS) < 2, reason="this torch averages every bucket")
 def test_a_pass_without_bucket_0_after_one_that_raised_is_a_new_one():
     run_ranks(_raises_where_buckets_are_left_out, 2)
 

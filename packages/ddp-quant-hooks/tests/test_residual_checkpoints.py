@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from quant_buckets import LEAVES_OUT_BUCKETS
 from resumed_runs import Net, Run, resumed, state_maker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -238,7 +239,7 @@ def _not_in_saved_buckets(rank):
         dist.broadcast(same, 0)
         assert torch.equal(same, again.weights())
     # Whole buckets that no rank uses do not come; the others are still those of the saved run.
-    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    options = LEAVES_OUT_BUCKETS
     results = []
     run = _trained(use=lambda number: number < 3, **options)
     checkpoint = run.save()

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 import torch.distributed as dist
+from quant_buckets import LEAVES_OUT_BUCKETS
 from resumed_runs import Net, Run, difference_after_resume, resumed, state_maker
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
@@ -108,7 +109,7 @@ def _nets(rank):
         )
     ]
     # Buckets that no rank uses do not come.
-    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    options = LEAVES_OUT_BUCKETS
     found += [
         difference_after_resume(make, use=use, bucket_cap_mb=0.012, **options)
         for use in (False, lambda number: number % 2 == 0, lambda number: number < 3)
