@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from overlap_runs import (
     CallInBackward,
     backward,
@@ -389,7 +390,26 @@ def _inside_backward(seen):
         seen[name] = True
 
 
+def _default_dtype(seen):
+    """Ranks with another default type at the time meet with the same bytes, or Gloo ends the process."""
+    ddp = make_ddp()
+    optimizer = _sgd(ddp)
+    handle = overlap_optimizer(ddp, optimizer)
+    for x in batches(3):
+        loss = ddp(x).square().sum()
+        torch.set_default_dtype(torch.float64 if dist.get_rank() else torch.float32)
+        try:
+            loss.backward()
+            optimizer.step()
+            handle.wait()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        optimizer.zero_grad()
+    seen["met"] = handle.wait().number == 3
+
+
 PARTS = named(
+    _default_dtype,
     _groups_by_number,
     _parameter_attributes,
     _late,

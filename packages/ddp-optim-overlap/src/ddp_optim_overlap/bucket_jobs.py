@@ -63,7 +63,7 @@ def meet_peers(current: BackwardPass, group: dist.ProcessGroup) -> None:
     if group.size() == 1:
         return
     try:
-        dist.all_reduce(torch.zeros(1), group=group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32), group=group)
     except Exception as error:
         raise CommunicationError(
             f"another rank failed in this step: {text_of(error)}", current.report()

@@ -104,8 +104,8 @@ def require_step_per_parameter(
             fails, or it steps something else than the parameters in the groups.
 
     Cost:
-        A few thousand values, whatever the sizes of the parameters are; a dozen steps of each of three
-        copies.
+        A few thousand values, whatever the sizes of the parameters are; two dozen steps of each of
+        three copies.
     """
     found = Findings(frozenset(), frozenset())
     for chosen in parameters_to_try(optimizer, sparse):

@@ -115,7 +115,8 @@ class OverlappedOptimizers(Stepper):
 
     def finish(self, engine: Engine) -> None:
         """A backward pass that has stepped is over."""
-        self._partial.finish()
+        if not self.whole:
+            self._partial.finish()
         marks = engine.gradients.used(self._partial.parameters)
         self._stepped = {
             # The step of all may change options, that of parts reads them when its gradients come.

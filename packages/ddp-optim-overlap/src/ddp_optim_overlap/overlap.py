@@ -190,7 +190,8 @@ def overlap_optimizer(
         A handle. It need not be kept.
 
     Raises:
-        ConfigError: The options, the model or the loop ask for what would step wrongly.
+        ConfigError: The options, the model or the loop ask for what would step wrongly, or this is inside of
+            ``backward()``.
         UnsupportedOptimizerError: It needs a closure, couples parameters, or is sharded over ranks. What only
             real steps show, ``backward()`` and ``optimizer.step()`` raise.
         UnsupportedGradientError: It cannot step sparse gradients, and the model has some.
