@@ -161,7 +161,10 @@ def _trials(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]])
     parameters = [groups[number]["params"][position] for number, position in chosen]
     longest = longest_side(parameters)
     shortened = any(side > longest for parameter in parameters for side in parameter.shape)
-    has_state = shortened and any(optimizer.state.get(parameter) for parameter in parameters)
+    stateful = [bool(optimizer.state.get(parameter)) for parameter in parameters]
+    # Some of torch's own steps take no parameters with and without state together: nor does the loop's.
+    mixed = is_torchs_own(optimizer) and not all(stateful)
+    has_state = (shortened or mixed) and any(stateful)
     for count in range(len(unknown), -1, -1):
         for parallel in itertools.combinations(unknown, count):
             for with_state in (True, False) if has_state else (True,):
