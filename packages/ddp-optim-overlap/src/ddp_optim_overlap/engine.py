@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -156,7 +157,9 @@ class Engine:
             self.gradients.new.clear()
         reduced = self._communicate(bucket, current)
         if self._stepper.whole:
-            done = reduced.then(partial(self._written, current, bucket.index(), gradients))
+            # A callback may be dropped last by Gloo's thread, which must not end its own process group.
+            first_of: weakref.WeakMethod[Any] = weakref.WeakMethod(self._first_of)
+            done = reduced.then(partial(_written, first_of, current, bucket.index(), gradients))
             self._averages.append(done)
             self._buckets.append((gradients, all(used)))
         else:
@@ -286,20 +289,6 @@ class Engine:
             text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
             raise self._first_of(CommunicationError(text, current.report())) from error
 
-    def _written(
-        self,
-        current: BackwardPass,
-        index: int,
-        gradients: BucketGradients,
-        reduced: torch.futures.Future[Any],
-    ) -> torch.Tensor:
-        """Put the average of a bucket that is not stepped by itself where DDP looks for it."""
-        try:
-            gradients.write(reduced.value())
-        except Exception as error:
-            raise self._first_of(not_averaged(index, error, current)) from error
-        return gradients.buffer
-
     def _step_bucket(
         self,
         current: BackwardPass,
@@ -385,3 +374,19 @@ class Engine:
             self._error.__cause__ = error
             return self._error
         return error
+
+
+def _written(
+    first_of: weakref.WeakMethod[Any],
+    current: BackwardPass,
+    index: int,
+    gradients: BucketGradients,
+    reduced: torch.futures.Future[Any],
+) -> torch.Tensor:
+    """Put the average of a bucket that is not stepped by itself where DDP looks for it."""
+    try:
+        gradients.write(reduced.value())
+    except Exception as error:
+        failure, first = not_averaged(index, error, current), first_of()
+        raise failure if first is None else first(failure) from error
+    return gradients.buffer
