@@ -3,8 +3,8 @@
 Gloo fills the front of a buffer with a message that is too short, in silence, and ends the process if one is
 too long. Under such a tag a message never meets a buffer of another shape or dtype, or of another collective,
 also where ranks take part in different ones of the same size: both wait for what does not come, and raise at
-the group's timeout. A length sent with each message would tell them at once, but takes
-half as long again as the message itself (1 KiB between two ranks: 0.10 against 0.17 ms).
+the group's timeout. A length sent with each message would tell them at once, but small messages took 0.17 to
+0.3 ms with it, in place of 0.10 (1 KiB between two ranks).
 """
 
 from __future__ import annotations
