@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dist_utils.process_groups import group_of_model
 from dist_utils.torch_compat import parameter_names
 
 if TYPE_CHECKING:
@@ -83,11 +84,4 @@ class BoundModel:
 
     def _use_group_of(self, ddp: DistributedDataParallel) -> None:
         """Take a model's group, or raise if it has other ranks than this state's."""
-        if self._group is None:
-            self._group = ddp.process_group
-            return
-        mine, models = (
-            dist.get_process_group_ranks(group) for group in (self.process_group, ddp.process_group)
-        )
-        if mine != models:
-            raise ValueError(f"this state averages over ranks {mine}, but the model over ranks {models}")
+        self._group = group_of_model(ddp, self._group)
