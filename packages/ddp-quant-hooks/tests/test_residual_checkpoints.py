@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import HierarchicalAllreduceState, QuantizedAllreduceState, quantized_allreduce_hook
-from dist_utils.agreement import TensorMismatchError
+from dist_utils import TensorMismatchError
 from dist_utils.testing import run_ranks
 
 BOTH = state_maker(error_feedback="both")

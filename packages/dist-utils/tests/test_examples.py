@@ -25,7 +25,7 @@ def test_docstrings(module):
 
 
 def test_there_are_examples():
-    found = doctest.DocTestFinder().find(importlib.import_module("dist_utils.call_arguments"))
+    found = doctest.DocTestFinder().find(importlib.import_module("dist_utils.containers.call_arguments"))
     assert sum(len(test.examples) for test in found) >= 3
 
 

@@ -15,7 +15,7 @@ from dist_utils import (
     sync_params_and_buffers,
     verify_param_shape_across_processes,
 )
-from dist_utils.tensor_broadcasts import _buckets
+from dist_utils.module_state.broadcasts import _buckets
 from dist_utils.testing import run_ranks
 
 BUCKET = 250 << 20

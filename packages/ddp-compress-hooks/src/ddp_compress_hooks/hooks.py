@@ -8,7 +8,7 @@ from torch.profiler import record_function
 
 from ddp_compress_hooks import compiled, ring, two_shot
 from ddp_compress_hooks.state import CompressState, HookState, as_state
-from dist_utils.bucket_terms import require_same_bucket
+from dist_utils.process_groups import require_same_bucket
 from dist_utils.torch_compat import GradBucket
 
 __all__ = [

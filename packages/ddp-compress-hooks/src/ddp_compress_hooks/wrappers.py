@@ -21,7 +21,7 @@ from ddp_compress_hooks.hooks import (
 )
 from ddp_compress_hooks.state import CompressState, as_state
 from dist_utils import resolve_group
-from dist_utils.bucket_terms import require_same_bucket
+from dist_utils.process_groups import require_same_bucket
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["CommHook", "bf16_compress_wrapper", "fp16_compress_wrapper"]

@@ -13,8 +13,7 @@ from ddp_compress_hooks.hooks import check_gradient_dtype, completed, failed
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.affine import AffineLayout
 from dist_utils import GroupLike, resolve_group
-from dist_utils.bucket_terms import require_same_bucket
-from dist_utils.process_groups import runs_on_host
+from dist_utils.process_groups import require_same_bucket, runs_on_host
 from dist_utils.torch_compat import GradBucket, all_gather_single
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]

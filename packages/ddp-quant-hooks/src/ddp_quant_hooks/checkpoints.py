@@ -12,7 +12,7 @@ from ddp_quant_hooks import saved as saved_residuals
 from ddp_quant_hooks.bound_model import BoundModel
 from ddp_quant_hooks.feedback import Feedback
 from ddp_quant_hooks.saved import SavedResiduals
-from dist_utils.agreement import Claim, require_agreement
+from dist_utils.process_groups import TensorClaim, require_same_tensors
 from dist_utils.torch_compat import inside_backward
 
 __all__ = ["ResidualCheckpoints"]
@@ -117,7 +117,7 @@ class ResidualCheckpoints(BoundModel):
 
         Raises:
             ValueError: As :meth:`state_dict`, or ``dst`` is not in the group. Where another rank cannot go
-                on, :class:`dist_utils.agreement.TensorMismatchError` says why.
+                on, :class:`dist_utils.TensorMismatchError` says why.
 
         Cost:
             Collective: every rank of the group must call it. Sends all residuals to ``dst``.
@@ -152,7 +152,7 @@ class ResidualCheckpoints(BoundModel):
         Raises:
             TypeError, ValueError, RuntimeError: As :meth:`load_state_dict`, or ``gathered`` is of another
                 world size; on the rank that sees it. The others raise
-                :class:`dist_utils.agreement.TensorMismatchError`, and no rank changes anything.
+                :class:`dist_utils.TensorMismatchError`, and no rank changes anything.
 
         Cost:
             Collective: every rank of the group must call it. ``src`` sends all residuals.
@@ -203,7 +203,7 @@ class ResidualCheckpoints(BoundModel):
             raise ValueError(f"{name} must be one of the group's ranks {ranks}, got {rank!r}")
 
     def _agree(self, call: str, problem: Exception | None) -> None:
-        require_agreement(self.process_group, Claim.of([], [], call, problem), problem)
+        require_same_tensors(self.process_group, TensorClaim.of([], [], call, problem), problem)
 
     def _refuse_inside_backward(self, call: str) -> None:
         if inside_backward():

@@ -20,7 +20,7 @@ from ddp_quant_hooks.messages import Layout
 from ddp_quant_hooks.residuals import Residual
 from ddp_quant_hooks.scratch import Scratch
 from dist_utils.finite_means import hold_shares, round_mean
-from dist_utils.messages import Arrival
+from dist_utils.process_groups import Arrival
 
 __all__ = ["Exchange", "Wire", "average_inside", "average_quantised", "take_turns"]
 

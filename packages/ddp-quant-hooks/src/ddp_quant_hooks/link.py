@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import start_messages
-from dist_utils.messages import Arrival
+from dist_utils.process_groups import Arrival
 
 __all__ = ["Link"]
 

@@ -11,8 +11,7 @@ import torch
 
 from dist_autograd_collectives.calls import Members
 from dist_utils import GroupLike, TensorMismatchError, resolve_group
-from dist_utils.agreement import Claim, require_agreement
-from dist_utils.process_groups import collective_device
+from dist_utils.process_groups import TensorClaim, collective_device, require_same_tensors
 from dist_utils.torch_compat import all_gather_single
 
 __all__ = ["agree", "agree_on_splits", "problems_told"]
@@ -49,8 +48,8 @@ def agree(
     if not _wanted(check):
         return
     _progress.compared = True
-    claim = Claim([("", _description(tensor, uneven_dim)) for tensor in tensors], arguments)
-    require_agreement(resolve_group(who.group), claim)
+    claim = TensorClaim([("", _description(tensor, uneven_dim)) for tensor in tensors], arguments)
+    require_same_tensors(resolve_group(who.group), claim)
 
 
 @contextlib.contextmanager
@@ -74,7 +73,7 @@ def _tell(problem: Exception, group: GroupLike) -> None:
     except (RuntimeError, TypeError, ValueError):  # nobody waits for a rank outside the group
         return
     with contextlib.suppress(TensorMismatchError):
-        require_agreement(resolved, Claim.of([], [], problem=problem))
+        require_same_tensors(resolved, TensorClaim.of([], [], problem=problem))
 
 
 def agree_on_splits(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_utils.process_groups import global_rank
+from dist_utils.process_groups.groups import global_rank
 
 __all__ = ["broadcast_tensors", "why_not_sendable"]
 

@@ -9,11 +9,11 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from dist_utils.container_kinds import LEAF, TENSOR, Kind, kind_of, register_container
-from dist_utils.hidden_tensors import HiddenTensors
-from dist_utils.traced_containers import traced
+from dist_utils.containers.hidden_tensors import HiddenTensors
+from dist_utils.containers.kinds import LEAF, TENSOR, Kind, kind_of
+from dist_utils.containers.traced import traced
 
-__all__ = ["apply_to_tensors", "register_container"]
+__all__ = ["apply_to_tensors"]
 
 Q = TypeVar("Q")
 T = TypeVar("T")

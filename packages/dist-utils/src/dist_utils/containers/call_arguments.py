@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dist_utils.containers import apply_to_tensors
+from dist_utils.containers.apply import apply_to_tensors
 
 __all__ = ["cast_forward_inputs", "pack_kwargs", "unpack_kwargs"]
 

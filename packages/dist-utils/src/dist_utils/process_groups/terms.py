@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups import GroupLike, collective_device, resolve_group
+from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
 
 __all__ = ["AgreementError", "require_same_terms"]
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups import GroupLike, resolve_group, runs_on_host
-from dist_utils.terms import require_same_terms
+from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
+from dist_utils.process_groups.terms import require_same_terms
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dist_utils import torch_compat
-from dist_utils.process_groups import GroupLike, resolve_group
-from dist_utils.terms import AgreementError, require_same_terms
+from dist_utils.process_groups.groups import GroupLike, resolve_group
+from dist_utils.process_groups.terms import AgreementError, require_same_terms
 
 __all__ = ["require_same_bucket"]
 

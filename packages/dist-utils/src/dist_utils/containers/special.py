@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from dist_utils.builtin_containers import Content, indices
+from dist_utils.containers.builtin import Content, indices
 
 __all__ = ["SPECIAL"]
 

@@ -9,17 +9,22 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_utils.process_groups import GroupLike, collective_device, resolve_group
+from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
 from dist_utils.torch_compat import all_gather_single
 
-__all__ = ["Claim", "TensorMismatchError", "require_agreement", "verify_param_shape_across_processes"]
+__all__ = [
+    "TensorClaim",
+    "TensorMismatchError",
+    "require_same_tensors",
+    "verify_param_shape_across_processes",
+]
 
 
 class TensorMismatchError(RuntimeError):
     """Ranks hold different numbers of tensors, or tensors of another name, shape, dtype, stride or kind."""
 
 
-class Claim(NamedTuple):
+class TensorClaim(NamedTuple):
     """What a rank says of itself.
 
     Attributes:
@@ -35,7 +40,7 @@ class Claim(NamedTuple):
     @classmethod
     def of(
         cls, tensors: Sequence[Any], names: Sequence[str], arguments: str = "", problem: object = None
-    ) -> Claim:
+    ) -> TensorClaim:
         """Describe tensors, or only what is wrong."""
         if problem is not None:
             return cls([], arguments, f"{type(problem).__name__}: {problem}")
@@ -82,22 +87,22 @@ def verify_param_shape_across_processes(
         claim = _claim_of(list(tensors), None if names is None else list(names))
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error
-        claim = Claim.of([], [], problem=problem)
-    require_agreement(group, claim, problem, logger)
+        claim = TensorClaim.of([], [], problem=problem)
+    require_same_tensors(group, claim, problem, logger)
 
 
-def _claim_of(tensors: list[Any], names: list[str] | None) -> Claim:
+def _claim_of(tensors: list[Any], names: list[str] | None) -> TensorClaim:
     """Return what a rank says of itself; raises if the arguments are wrong."""
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}, not a tensor")
     if names is not None and len(names) != len(tensors):
         raise ValueError(f"{len(names)} names for {len(tensors)} tensors")
-    return Claim.of(tensors, [""] * len(tensors) if names is None else names)
+    return TensorClaim.of(tensors, [""] * len(tensors) if names is None else names)
 
 
-def require_agreement(
-    group: dist.ProcessGroup, claim: Claim, problem: Exception | None = None, logger: Any = None
+def require_same_tensors(
+    group: dist.ProcessGroup, claim: TensorClaim, problem: Exception | None = None, logger: Any = None
 ) -> None:
     """Return if all ranks claim the same and none has a problem; otherwise raise on every rank.
 
@@ -112,7 +117,7 @@ def require_agreement(
         raise TensorMismatchError(message)
 
 
-def _disagreement(group: dist.ProcessGroup, claim: Claim) -> str | None:
+def _disagreement(group: dist.ProcessGroup, claim: TensorClaim) -> str | None:
     # A digest first: nearly always all are equal. One byte more says whether there is a problem, which
     # would be no agreement even if all ranks had the same.
     digest = hashlib.sha256(repr(claim).encode()).digest() + bytes([bool(claim.problem)])
@@ -128,7 +133,7 @@ def _disagreement(group: dist.ProcessGroup, claim: Claim) -> str | None:
     return _first_difference(everyone, dist.get_process_group_ranks(group))
 
 
-def _first_difference(everyone: list[Claim], ranks: list[int]) -> str:
+def _first_difference(everyone: list[TensorClaim], ranks: list[int]) -> str:
     for rank, claim in zip(ranks, everyone, strict=True):
         if claim.problem:
             return f"rank {rank} cannot go on: {claim.problem}"

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_utils.agreement import Claim, require_agreement
-from dist_utils.process_groups import GroupLike, device_types, resolve_group
-from dist_utils.tensor_broadcasts import broadcast_tensors, why_not_sendable
+from dist_utils.module_state.broadcasts import broadcast_tensors, why_not_sendable
+from dist_utils.process_groups.groups import GroupLike, device_types, resolve_group
+from dist_utils.process_groups.matching_tensors import TensorClaim, require_same_tensors
 
 __all__ = ["sync_module_states", "sync_params_and_buffers"]
 
@@ -146,7 +146,7 @@ def _sync(
     problem = problem or _problem(group, tensors, names, bucket_bytes, src)
     if verify:
         arguments = f"broadcast_bucket_size {bucket_bytes!r}, src {src!r}"
-        require_agreement(group, Claim.of(tensors, names, arguments, problem), problem)
+        require_same_tensors(group, TensorClaim.of(tensors, names, arguments, problem), problem)
     elif problem is not None:
         raise problem
     broadcast_tensors(group, tensors, bucket_bytes, src)

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from dist_utils.attribute_objects import (
+from dist_utils.containers.attribute_objects import (
     blank,
     holds_attributes,
     maker_of,
@@ -17,8 +17,8 @@ from dist_utils.attribute_objects import (
     set_attributes,
     slot_places,
 )
-from dist_utils.builtin_containers import Content, content_of, indices
-from dist_utils.special_containers import SPECIAL
+from dist_utils.containers.builtin import Content, content_of, indices
+from dist_utils.containers.special import SPECIAL
 
 __all__ = ["LEAF", "TENSOR", "Kind", "kind_of", "register_container"]
 

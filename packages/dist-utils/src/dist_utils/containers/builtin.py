@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from reprlib import repr as short_repr
 from typing import Any, NamedTuple
 
-from dist_utils.attribute_objects import blank, maker_of
+from dist_utils.containers.attribute_objects import blank, maker_of
 
 __all__ = ["Content", "content_of", "indices"]
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dist_utils.attribute_objects import named_attributes, slot_places
+from dist_utils.containers.attribute_objects import named_attributes, slot_places
 
 __all__ = ["HiddenTensors"]
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from dist_utils.containers import apply_to_tensors
+from dist_utils.containers.apply import apply_to_tensors
 from dist_utils.torch_compat import is_accelerator
 
 __all__ = ["recursive_to", "to_kwargs"]

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dist_utils.process_groups import runs_on_host
+from dist_utils.process_groups.groups import runs_on_host
 
 __all__ = ["Arrival", "start_messages"]
 

@@ -1,0 +1,45 @@
+"""Process groups: who is in one, whether its ranks agree, messages between two of them, work in order."""
+
+from dist_utils.process_groups.bucket_terms import require_same_bucket
+from dist_utils.process_groups.groups import (
+    GroupLike,
+    collective_device,
+    device_types,
+    future_of_work,
+    global_rank,
+    group_of_model,
+    group_rank,
+    resolve_group,
+    runs_on_host,
+)
+from dist_utils.process_groups.matching_tensors import (
+    TensorClaim,
+    TensorMismatchError,
+    require_same_tensors,
+    verify_param_shape_across_processes,
+)
+from dist_utils.process_groups.messages import Arrival, start_messages
+from dist_utils.process_groups.ordered_worker import OrderedWorker
+from dist_utils.process_groups.terms import AgreementError, require_same_terms
+
+__all__ = [
+    "AgreementError",
+    "Arrival",
+    "GroupLike",
+    "OrderedWorker",
+    "TensorClaim",
+    "TensorMismatchError",
+    "collective_device",
+    "device_types",
+    "future_of_work",
+    "global_rank",
+    "group_of_model",
+    "group_rank",
+    "require_same_bucket",
+    "require_same_tensors",
+    "require_same_terms",
+    "resolve_group",
+    "runs_on_host",
+    "start_messages",
+    "verify_param_shape_across_processes",
+]
