@@ -48,9 +48,10 @@ def install(
 
 
 def needed(package: str) -> list[str]:
-    """Return ``package`` and those of its siblings that it needs."""
+    """Return ``package`` and those of its siblings that it, or its tests, need."""
     found = [package]
-    for text in PACKAGES[package]["project"]["dependencies"]:
+    project = PACKAGES[package]["project"]
+    for text in project["dependencies"] + project["optional-dependencies"]["test"]:
         if (sibling := Requirement(text).name) in PACKAGES:
             found += [name for name in needed(sibling) if name not in found]
     return found

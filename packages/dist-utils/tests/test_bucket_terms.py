@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_utils.process_groups import require_same_bucket
+from dist_utils.comm_hooks import require_same_bucket
 from dist_utils.testing import run_ranks
 
 

@@ -7,8 +7,6 @@ whole, and inductor fuses neighbours to buckets of its own.
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
@@ -18,12 +16,7 @@ from ddp_compress_hooks.state import CompressState
 from dist_utils import torch_compat
 from dist_utils.finite_means import held_mean, held_shares, held_sum, largest_share
 
-__all__ = ["average", "is_pair"]
-
-
-def is_pair(bucket: object) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:
-    """Tell whether a hook's ``bucket`` is really a pair of gradient and parameter."""
-    return isinstance(bucket, tuple)
+__all__ = ["average"]
 
 
 def average(

@@ -8,27 +8,21 @@ from torch.profiler import record_function
 
 from ddp_compress_hooks import compiled, ring, two_shot
 from ddp_compress_hooks.state import CompressState, HookState, as_state
-from dist_utils.process_groups import require_same_bucket
+from dist_utils.comm_hooks import (
+    check_gradient_dtype,
+    completed_future,
+    failed_future,
+    is_pair,
+    require_same_bucket,
+)
 from dist_utils.torch_compat import GradBucket
 
 __all__ = [
     "allreduce_hook",
     "bf16_compress_hook",
-    "check_gradient_dtype",
-    "completed",
     "compress_hook",
-    "failed",
     "fp16_compress_hook",
 ]
-
-GRADIENT_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.complex64,
-    torch.complex128,
-)
 
 
 def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -129,12 +123,6 @@ def bf16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
 bf16_compress_hook.__name__ = "bf16_compress"
 
 
-def check_gradient_dtype(gradient: torch.Tensor) -> None:
-    """Raise ``TypeError`` unless ``gradient`` has a dtype that can be averaged."""
-    if gradient.dtype not in GRADIENT_DTYPES:
-        raise TypeError(f"a gradient bucket must be of a floating-point dtype, got {gradient.dtype}")
-
-
 def _average(
     name: str, state: CompressState, bucket: GradBucket, wire_dtype: torch.dtype | None
 ) -> torch.futures.Future[torch.Tensor]:
@@ -145,7 +133,7 @@ def _average(
     if state.wire_dtype not in (None, wire_dtype):
         raise ValueError(f"{name} sends {wire_dtype}, but the state's wire_dtype is {state.wire_dtype}")
     group = state.process_group
-    if compiled.is_pair(bucket):
+    if is_pair(bucket):
         gradient, _ = bucket
         check_gradient_dtype(gradient)
         return compiled.average(state, group, gradient, wire_dtype)  # type: ignore[return-value]
@@ -154,14 +142,14 @@ def _average(
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)
         if group.size() == 1 or buffer.numel() == 0:
-            return completed(buffer)
+            return completed_future(buffer)
         on_worker = not buffer.is_sparse and state.sums_in_fp32(wire_dtype or buffer.dtype)
         try:
             require_same_bucket(group, name, state.terms(), bucket)
             if on_worker:  # of which every state has its own
                 require_same_bucket(group, name, {"state": state.worker.agree()}, bucket)
         except RuntimeError as error:
-            return failed(error, buffer)
+            return failed_future(error, buffer)
         if buffer.is_sparse:
             return ring.average_uncompressed(group, buffer)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
@@ -174,22 +162,3 @@ def _average(
             return buffer
 
         return state.worker.submit(job, device=buffer.device)
-
-
-def completed(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a future that is complete: nothing to average."""
-    on_cpu = buffer.device.type == "cpu"
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=None if on_cpu else [buffer.device]
-    )
-    future.set_result(buffer)
-    return future
-
-
-def failed(error: Exception, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a future that fails: raised in a hook, an error would leave DDP in the middle of a pass."""
-
-    def fail(_: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        raise error
-
-    return completed(buffer).then(fail)

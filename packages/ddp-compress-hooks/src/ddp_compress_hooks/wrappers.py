@@ -2,32 +2,31 @@
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import record_function
 
-from ddp_compress_hooks import compiled
 from ddp_compress_hooks.hooks import (
     allreduce_hook,
     bf16_compress_hook,
-    check_gradient_dtype,
-    completed,
-    failed,
     fp16_compress_hook,
 )
 from ddp_compress_hooks.state import CompressState, as_state
 from dist_utils import resolve_group
-from dist_utils.process_groups import require_same_bucket
+from dist_utils.comm_hooks import (
+    CommHook,
+    check_gradient_dtype,
+    completed_future,
+    failed_future,
+    is_pair,
+    require_same_bucket,
+)
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["CommHook", "bf16_compress_wrapper", "fp16_compress_wrapper"]
-
-CommHook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
-"""What ``register_comm_hook`` takes: ``hook(state, bucket) -> future of the averaged tensor``."""
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
@@ -82,7 +81,7 @@ def _compress_wrapper(name: str, hook: CommHook, wire_dtype: torch.dtype, if_all
     inner, cast_to = (if_allreduce, None) if hook is allreduce_hook else (hook, wire_dtype)
 
     def wrapped_hook(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if compiled.is_pair(bucket):
+        if is_pair(bucket):
             return _run_on_pair(inner, cast_to, hook_state, bucket)  # type: ignore[return-value]
         with record_function(f"{full_name}:bucket_{bucket.index()}"):
             return _run_on_bucket(inner, cast_to, hook_state, bucket, full_name)
@@ -99,13 +98,13 @@ def _run_on_bucket(
     if cast_to is None or buffer.is_sparse:
         return hook(hook_state, bucket)
     if buffer.numel() == 0:
-        return completed(buffer)
+        return completed_future(buffer)
     group = _group_of(hook_state)
     if group.size() > 1:
         try:
             require_same_bucket(group, name, {}, bucket)
         except RuntimeError as error:
-            return failed(error, buffer)
+            return failed_future(error, buffer)
         bucket.set_buffer(_compress(buffer, cast_to))
 
     def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:

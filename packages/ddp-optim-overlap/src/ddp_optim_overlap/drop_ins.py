@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compress_hooks import CommHook
 from ddp_optim_overlap.communication import CollectiveWatch
 from ddp_optim_overlap.contents import content_of
 from ddp_optim_overlap.engine import Engine, Stepper
@@ -21,6 +20,7 @@ from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.part_checks import refuse_kept_gradients
 from ddp_optim_overlap.partial_steps import is_torchs_own, parameters_of
 from ddp_optim_overlap.tried import Tried
+from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["FunctionalOptimizer", "OptimizerHookState", "hook_then_optimizer", "register_fused_optim"]

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_compress_hooks.compiled import is_pair
 from ddp_optim_overlap.backward_pass import BackwardPass, CancelUnlessCalled
 from ddp_optim_overlap.bucket_gradients import BucketGradients, average_of, lent
 from ddp_optim_overlap.bucket_jobs import (
@@ -38,6 +37,7 @@ from ddp_optim_overlap.gradient_watch import GradientWatch
 from ddp_optim_overlap.report import StepReport
 from ddp_optim_overlap.weight_reuse import WeightWatch
 from dist_utils import AgreementError, OrderedWorker
+from dist_utils.comm_hooks import is_pair
 from dist_utils.torch_compat import GradBucket, after_backward, inside_backward
 
 __all__ = ["Engine", "Stepper"]

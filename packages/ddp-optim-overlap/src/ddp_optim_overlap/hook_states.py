@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compress_hooks.compiled import is_pair
 from ddp_optim_overlap.engine import Engine
 from dist_utils import resolve_group
+from dist_utils.comm_hooks import is_pair
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["EngineAtFirstBucket"]

@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compress_hooks import CommHook
 from ddp_optim_overlap.averaging import average_like_ddp
 from ddp_optim_overlap.engine import Engine, Stepper
 from ddp_optim_overlap.errors import ConfigError
@@ -20,6 +19,7 @@ from ddp_optim_overlap.fitness import require_plain_step
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
 from ddp_optim_overlap.part_checks import PartChecks
 from ddp_optim_overlap.refusals import require_ddp_options
+from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket, comm_hooks, register_comm_hook
 
 __all__ = ["apply_optim_in_backward_hook", "apply_optimizer_in_backward", "get_in_backward_optimizers"]

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compress_hooks import CommHook
 from ddp_optim_overlap.averaging import average_like_ddp
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.engine import Engine
@@ -26,6 +25,7 @@ from ddp_optim_overlap.refusals import (
     require_own_parameters,
 )
 from ddp_optim_overlap.report import StepReport
+from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket, comm_hooks, inside_backward, register_comm_hook
 
 if TYPE_CHECKING:

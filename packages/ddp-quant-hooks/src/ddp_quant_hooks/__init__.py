@@ -14,4 +14,4 @@ __all__ = [
     "quantized_allreduce_hook",
 ]
 
-__version__ = "0.3.0"
+__version__ = "0.3.1"

@@ -8,12 +8,17 @@ import torch
 from torch.profiler import record_function
 
 from ddp_compress_hooks import allreduce_hook
-from ddp_compress_hooks.compiled import is_pair
-from ddp_compress_hooks.hooks import check_gradient_dtype, completed, failed
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.affine import AffineLayout
 from dist_utils import GroupLike, resolve_group
-from dist_utils.process_groups import require_same_bucket, runs_on_host
+from dist_utils.comm_hooks import (
+    check_gradient_dtype,
+    completed_future,
+    failed_future,
+    is_pair,
+    require_same_bucket,
+)
+from dist_utils.process_groups import runs_on_host
 from dist_utils.torch_compat import GradBucket, all_gather_single
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
@@ -100,11 +105,11 @@ def _average(
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)
         if group.size() == 1 or buffer.numel() == 0:
-            return completed(buffer)
+            return completed_future(buffer)
         try:
             require_same_bucket(group, name, {"channel": channel}, bucket)
         except RuntimeError as error:
-            return failed(error, buffer)
+            return failed_future(error, buffer)
         if buffer.is_sparse:
             return allreduce_hook(group, bucket)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
@@ -118,7 +123,7 @@ def _average(
             from_all = on_host.new_empty(group.size() * on_host.numel())
             all_gather_single(from_all, on_host, group)
             kernels.affine_decode(from_all.to(buffer.device).chunk(group.size()), layout, values)
-            return completed(buffer)
+            return completed_future(buffer)
         gathered = message.new_empty(group.size() * message.numel())
         work: Any = all_gather_single(gathered, message, group, async_op=True)
 

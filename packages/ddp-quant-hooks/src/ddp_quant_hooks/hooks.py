@@ -10,13 +10,12 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from ddp_compress_hooks import allreduce_hook
-from ddp_compress_hooks.compiled import is_pair
-from ddp_compress_hooks.hooks import check_gradient_dtype, completed, failed
 from ddp_quant_hooks.exact_parameters import gradients_of_small_parameters
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 from ddp_quant_hooks.passes import BackwardPass
 from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.state import QuantizedAllreduceState
+from dist_utils.comm_hooks import check_gradient_dtype, completed_future, failed_future, is_pair
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["quantized_allreduce_hook"]
@@ -72,11 +71,11 @@ def quantized_allreduce_hook(
         check_gradient_dtype(buffer)
         running = state.begin_bucket(bucket, partial(_average, state))
         if state.process_group.size() == 1:
-            return completed(buffer)
+            return completed_future(buffer)
         try:
             state.agree(bucket)
         except RuntimeError as error:
-            return failed(error, buffer)
+            return failed_future(error, buffer)
         if running.held is not None:
             return running.held.take(bucket)
         return _average(state, running, bucket)
@@ -88,7 +87,7 @@ def _average(
     """Average a bucket of a backward pass, in few bits if that is worth it."""
     buffer = bucket.buffer()
     if buffer.numel() == 0:
-        return completed(buffer)
+        return completed_future(buffer)
     if _travels_plain(state, buffer):
         return _average_plain(state, running, bucket)
     exact = gradients_of_small_parameters(bucket) if state.exact_1d else []

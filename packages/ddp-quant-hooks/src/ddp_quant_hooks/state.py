@@ -26,7 +26,8 @@ from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.saved import VERSION
 from ddp_quant_hooks.scratch import Scratch
 from dist_utils import GroupLike, OrderedWorker, resolve_group
-from dist_utils.process_groups import require_same_bucket, runs_on_host
+from dist_utils.comm_hooks import require_same_bucket
+from dist_utils.process_groups import runs_on_host
 
 __all__ = ["ErrorFeedback", "QuantizedAllreduceState", "Statistics", "Task"]
 

@@ -41,6 +41,7 @@ __all__ = [
     "GradBucket",
     "OperatorWatch",
     "after_backward",
+    "after_surrounding_backward",
     "all_gather_single",
     "before_end_of_backward",
     "comm_hooks",

@@ -17,6 +17,8 @@ from ddp_quant_hooks.messages import Layout, is_integer
 
 __all__ = [
     "VALUE_DTYPES",
+    "AffineLayout",
+    "Layout",
     "affine_decode",
     "affine_encode",
     "backend_for",

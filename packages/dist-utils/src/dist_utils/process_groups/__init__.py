@@ -1,6 +1,5 @@
 """Process groups: who is in one, whether its ranks agree, messages between two of them, work in order."""
 
-from dist_utils.process_groups.bucket_terms import require_same_bucket
 from dist_utils.process_groups.groups import (
     GroupLike,
     collective_device,
@@ -35,7 +34,6 @@ __all__ = [
     "global_rank",
     "group_of_model",
     "group_rank",
-    "require_same_bucket",
     "require_same_tensors",
     "require_same_terms",
     "resolve_group",

@@ -1,0 +1,128 @@
+"""What one package imports from another is what that other promises: see "Between packages" in CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECTS = {
+    path.parent.name: tomllib.loads(path.read_text())
+    for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
+IMPORTS = {package.replace("-", "_"): package for package in PROJECTS}
+
+
+def public_modules(package: str) -> list[str]:
+    modules: list[str] = PROJECTS[package]["tool"]["torch-dist-extras"]["public-modules"]
+    return modules
+
+
+def promised(module: str) -> set[str]:
+    return set(importlib.import_module(module).__all__)
+
+
+def sibling_imports(source: str, own: str) -> list[tuple[int, str, str | None]]:
+    """Return line, module and name (None for a whole module) of everything that is taken from a sibling."""
+    found: list[tuple[int, str, str | None]] = []
+    modules_by_name: dict[str, str] = {}
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name, None) for alias in node.names]
+            modules_by_name.update({alias.asname or alias.name: alias.name for alias in node.names})
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                module = f"{node.module}.{alias.name}"
+                if _is_module(module):
+                    found.append((node.lineno, module, None))
+                    modules_by_name[alias.asname or alias.name] = module
+                else:
+                    found.append((node.lineno, node.module, alias.name))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules_by_name:
+            module = modules_by_name[ast.unparse(node.value)]
+            if not _is_module(f"{module}.{node.attr}"):
+                found.append((node.lineno, module, node.attr))
+    return [one for one in found if one[1].split(".")[0] in IMPORTS and one[1].split(".")[0] != own]
+
+
+def _is_module(name: str) -> bool:
+    path = name.split(".")
+    if path[0] not in IMPORTS:
+        return False
+    place = ROOT / "packages" / IMPORTS[path[0]] / "src" / Path(*path)
+    return place.is_dir() or place.with_suffix(".py").is_file()
+
+
+def broken_promises(source: str, own: str) -> list[str]:
+    """Return what a package takes from its siblings that they do not promise."""
+    wrong = []
+    for line, module, name in sibling_imports(source, own):
+        if module not in public_modules(IMPORTS[module.split(".", maxsplit=1)[0]]):
+            wrong.append(f"line {line}: {module} is not public")
+        elif name is not None and name not in promised(module):
+            wrong.append(f"line {line}: {module}.{name} is not promised")
+    return wrong
+
+
+@pytest.mark.parametrize("package", PROJECTS)
+def test_a_package_imports_only_what_its_siblings_promise(package):
+    own = package.replace("-", "_")
+    wrong = {
+        str(path.relative_to(ROOT)): problems
+        for folder in ("src", "tests")
+        for path in sorted((ROOT / "packages" / package / folder).rglob("*.py"))
+        if (problems := broken_promises(path.read_text(), own))
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("from dist_utils.process_groups.terms import require_same_terms", "terms is not public"),
+        ("import dist_utils.module_state.storage", "storage is not public"),
+        ("from dist_utils import module_state", "module_state is not public"),
+        ("from dist_utils.torch_compat import _queue_callback", "_queue_callback is not promised"),
+        ("from dist_utils import torch_compat\ntorch_compat._queue_callback()", "line 2: "),
+        ("import dist_utils as d\nd.no_such_name", "no_such_name is not promised"),
+        (
+            "def f():\n    from ddp_compress_hooks.hooks import allreduce_hook",
+            "line 2: ddp_compress_hooks.hooks",
+        ),
+    ],
+)
+def test_other_imports_are_found(source, problem):
+    (found,) = broken_promises(source, "ddp_quant_hooks")
+    assert problem in found
+
+
+def test_what_is_promised_is_no_problem():
+    source = "import dist_utils\nfrom dist_utils import torch_compat, OrderedWorker\ntorch_compat.GradBucket"
+    assert broken_promises(source, "ddp_quant_hooks") == []
+
+
+@pytest.mark.parametrize("package", PROJECTS)
+def test_every_promised_name_is_documented(package):
+    page = (ROOT / "docs" / f"{package}.md").read_text()
+    documented = {
+        found.split(".")[-1]
+        for found in re.findall(r"auto(?:function|class|exception|data):: ([\w.]+)", page)
+    }
+    for module, members in re.findall(
+        r"automodule:: ([\w.]+)\n(?:   :[a-z-]+:.*\n)*?   :members:(.*(?:\n      .*)*)", page
+    ):
+        # A bare ":members:" takes all of __all__.
+        documented |= set(re.findall(r"\w+", members)) or promised(module)
+    assert {name for module in public_modules(package) for name in promised(module)} <= documented

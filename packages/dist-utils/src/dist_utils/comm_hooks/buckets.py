@@ -1,0 +1,68 @@
+"""What a communication hook is given, and the futures that it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeGuard
+
+import torch
+
+from dist_utils.torch_compat import GradBucket
+
+__all__ = ["CommHook", "check_gradient_dtype", "completed_future", "failed_future", "is_pair"]
+
+CommHook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
+"""What ``register_comm_hook`` takes: ``hook(state, bucket) -> future of the averaged tensor``."""
+
+GRADIENT_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def is_pair(bucket: object) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:
+    """Tell whether a hook's ``bucket`` is really a pair of gradient and parameter.
+
+    That is what a hook gets under ``torch.compile`` with DDP's python reducer; it has to change the gradient
+    in place then, and return it.
+    """
+    return isinstance(bucket, tuple)
+
+
+def check_gradient_dtype(gradient: torch.Tensor) -> None:
+    """Raise ``TypeError`` unless ``gradient`` has a dtype that can be averaged.
+
+    Those are fp16, bf16, fp32, fp64, complex64 and complex128.
+    """
+    if gradient.dtype not in GRADIENT_DTYPES:
+        raise TypeError(f"a gradient bucket must be of a floating-point dtype, got {gradient.dtype}")
+
+
+def completed_future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future that is complete, for a hook that has nothing to average."""
+    on_cpu = buffer.device.type == "cpu"
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
+        devices=None if on_cpu else [buffer.device]
+    )
+    future.set_result(buffer)
+    return future
+
+
+def failed_future(error: Exception, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return a future that raises ``error`` when it is waited for, which is what a hook should do.
+
+    An error that is raised in the hook itself leaves DDP in the middle of a pass.
+
+    Args:
+        error: What ``backward()`` raises.
+        buffer: The bucket's.
+    """
+
+    def fail(_: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        raise error
+
+    return completed_future(buffer).then(fail)
