@@ -1,4 +1,4 @@
-"""What one package imports from another is what that other promises: see "Between packages" in CONTRIBUTING.md."""
+"""What a package imports from a sibling is what that promises: CONTRIBUTING.md, "Between packages"."""
 
 from __future__ import annotations
 
