@@ -1,11 +1,13 @@
 """Messages between two ranks: as a batch, of any length, and through the host's memory."""
 
+import importlib
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from dist_utils import messages, start_messages
-from dist_utils.process_groups import runs_on_host
+from dist_utils import process_groups, start_messages
+from dist_utils.process_groups import messages, runs_on_host
 from dist_utils.testing import run_ranks
 
 
@@ -68,3 +70,10 @@ def _a_peer_is_gone(rank, start):
 @pytest.mark.parametrize("start", [start_messages, _start_through_host])
 def test_a_peer_that_is_gone_raises(start):
     assert run_ranks(_a_peer_is_gone, 2, start, group_timeout=5, timeout=30) == ["told", "gone"]
+
+
+def test_the_old_path_works_and_names_the_new_one():
+    with pytest.warns(DeprecationWarning, match=r"from dist_utils\.process_groups"):
+        old = importlib.import_module("dist_utils.messages")
+    assert old.Arrival is process_groups.Arrival
+    assert old.start_messages is start_messages

@@ -1,0 +1,86 @@
+"""The one place that knows how torch versions differ, and the only one that uses private names of torch.
+
+Everything is chosen by feature (does the name exist?), never by comparing versions.
+"""
+
+from dist_utils.torch_compat.backward import (
+    after_backward,
+    after_surrounding_backward,
+    before_end_of_backward,
+    graph_task_id,
+    in_final_callback,
+    inside_backward,
+    inside_nested_backward,
+)
+from dist_utils.torch_compat.collectives import (
+    all_gather_single,
+    functional_all_gather,
+    functional_all_reduce,
+    functional_all_to_all_single,
+    reduce_scatter_single,
+    traceable_collectives,
+)
+from dist_utils.torch_compat.execution import compiling_refused, flushes_denormals, is_accelerator
+from dist_utils.torch_compat.groups import (
+    GROUPS_END_WITHOUT_GIL,
+    default_group_timeout,
+    default_store,
+    group_timeout,
+    new_named_group,
+)
+from dist_utils.torch_compat.models import GradBucket, comm_hooks, parameter_names, register_comm_hook
+from dist_utils.torch_compat.operators import OperatorWatch, linear_operator
+from dist_utils.torch_compat.optimizers import (
+    FUSED_CHECK,
+    mark_stepped,
+    step_pre_hooks,
+    step_without_hooks,
+    without_step_hooks,
+)
+from dist_utils.torch_compat.tensors import (
+    function_transforms_active,
+    is_batched_gradient,
+    keep_versions,
+    saved_tensor_hooks,
+    tensor_version,
+)
+
+__all__ = [
+    "FUSED_CHECK",
+    "GROUPS_END_WITHOUT_GIL",
+    "GradBucket",
+    "OperatorWatch",
+    "after_backward",
+    "after_surrounding_backward",
+    "all_gather_single",
+    "before_end_of_backward",
+    "comm_hooks",
+    "compiling_refused",
+    "default_group_timeout",
+    "default_store",
+    "flushes_denormals",
+    "function_transforms_active",
+    "functional_all_gather",
+    "functional_all_reduce",
+    "functional_all_to_all_single",
+    "graph_task_id",
+    "group_timeout",
+    "in_final_callback",
+    "inside_backward",
+    "inside_nested_backward",
+    "is_accelerator",
+    "is_batched_gradient",
+    "keep_versions",
+    "linear_operator",
+    "mark_stepped",
+    "new_named_group",
+    "parameter_names",
+    "reduce_scatter_single",
+    "register_comm_hook",
+    "saved_tensor_hooks",
+    "step_pre_hooks",
+    "step_without_hooks",
+    "tensor_version",
+    "traceable_collectives",
+    "without_step_hooks",
+]

@@ -1,0 +1,115 @@
+"""Backward passes: which one is running, and what to do when it ends."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = [
+    "after_backward",
+    "after_surrounding_backward",
+    "before_end_of_backward",
+    "graph_task_id",
+    "in_final_callback",
+    "inside_backward",
+    "inside_nested_backward",
+]
+
+
+def inside_backward() -> bool:
+    """Return whether this thread is running a backward pass. No public name up to torch 2.15."""
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
+
+
+def graph_task_id() -> int:
+    """Return the number of the backward pass that this thread is running, -1 outside of any.
+
+    A later pass has a larger number. A pass inside a pass, as reentrant checkpointing makes them, has a
+    number of its own. No public name up to torch 2.15.
+    """
+    return int(torch._C._current_graph_task_id())  # noqa: SLF001
+
+
+def inside_nested_backward() -> bool:
+    """Return whether this thread's backward pass was begun inside another one.
+
+    Seen from the calls that led here: a function's or a hook's backward in Python, which called
+    ``backward()``. Costs a walk up the stack. torch has no name for it up to 2.15.
+    """
+    frame, passes = sys._getframe(), 0  # noqa: SLF001
+    while (caller := frame.f_back) is not None:
+        if caller.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            return True
+        passes += caller.f_code is torch.autograd.backward.__code__
+        frame = caller
+    return passes > 1
+
+
+def after_surrounding_backward(callback: Callable[[], None]) -> bool:
+    """Call ``callback`` when the backward pass that this thread's pass was begun in has ended well.
+
+    As :func:`after_backward`, for the outermost pass, which goes on when the passes inside of it are over.
+    It takes callbacks only while its own nodes run, so they come with the next node behind the function whose
+    backward has begun the inner pass. No public name up to torch 2.15.
+
+    Returns:
+        Whether there is such a pass: one in which a Python function's backward called ``backward()``.
+    """
+    frame, around = sys._getframe(), None  # noqa: SLF001
+    while (caller := frame.f_back) is not None:
+        if caller.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            around = caller
+        frame = caller
+    if around is None:
+        return False
+    following = [node for node, _ in around.f_locals["self"].next_functions if node is not None]
+    if not following:
+        return False
+
+    def first_of_the_rest(_: Any) -> None:
+        handle.remove()
+        after_backward(callback)
+
+    handle = following[0].register_prehook(first_of_the_rest)
+    return True
+
+
+def in_final_callback() -> bool:
+    """Return whether this thread's backward pass is over, and only its final callbacks are still run.
+
+    DDP hands over the buckets of the first pass of a static graph there, all as bucket 0, and waits for
+    them at once. No public name up to torch 2.15.
+    """
+    return graph_task_id() != -1 and torch._C._current_autograd_node() is None  # noqa: SLF001
+
+
+def before_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when this thread's backward pass has computed everything, if it ends well.
+
+    Called from a communication hook: before DistributedDataParallel ends its reduction, which it asks for
+    when its last communication hook has returned. See :func:`after_backward` for the rest.
+    """
+    _queue_callback(callback)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward pass that this thread is running has ended well.
+
+    Everything that torch does at its end has happened then, the end of DistributedDataParallel's
+    reduction included. The callback runs in the thread that ends the pass, which is still inside
+    ``backward()``; an error of it is an error of ``backward()``. Nothing is called if the pass fails.
+
+    ``torch.autograd.graph.queue_callback`` where it exists (2.15), else its private predecessor.
+    """
+    # DDP queues its own end as soon as its last communication hook has returned. A callback that is
+    # queued by a callback comes behind it.
+    _queue_callback(lambda: _queue_callback(callback))
+
+
+def _queue_callback(callback: Callable[[], None]) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine  # noqa: SLF001
+    queue = getattr(torch.autograd.graph, "queue_callback", None) or engine.queue_callback
+    queue(callback)

@@ -1,0 +1,44 @@
+"""Where and how a thread computes: devices, subnormal numbers, compilation."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+
+import torch
+
+__all__ = ["compiling_refused", "flushes_denormals", "is_accelerator"]
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device is of the machine's kind of accelerator.
+
+    torch 2.6 raises when asked for the current accelerator where there is none.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator is not None and accelerator.type == device.type
+
+
+_SUBNORMAL = 5e-324
+
+
+def flushes_denormals() -> bool:
+    """Return whether arithmetic of this thread takes subnormal numbers for zero.
+
+    What ``torch.set_flush_denormal`` sets, of the thread that calls it; torch has no function that reads it.
+    """
+    return _SUBNORMAL * 1.0 == 0.0
+
+
+@contextlib.contextmanager
+def compiling_refused() -> Iterator[None]:
+    """Let a function of ``torch.compile`` raise where it would be compiled."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    # Whoever has compiled anything has loaded this module, which takes seconds.
+    with (
+        contextlib.nullcontext()
+        if stance is None or "torch._dynamo" not in sys.modules
+        else stance("fail_on_recompile")
+    ):
+        yield
