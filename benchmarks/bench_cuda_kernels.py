@@ -27,7 +27,7 @@ from machine import describe_machine
 
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.affine import AffineLayout
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 RESULTS = Path(__file__).parent / "results"
 LAYOUT = Layout("int8", 128)

@@ -36,7 +36,7 @@ from machine import describe_machine
 from torch import nn
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 RESULTS = Path(__file__).parent / "results"
 FEEDBACK_STEPS = 20

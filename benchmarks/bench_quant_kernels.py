@@ -26,7 +26,7 @@ from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.cpu import CpuKernels
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 RESULTS = Path(__file__).parent / "results"
 LAYOUT = Layout("int8", 128)

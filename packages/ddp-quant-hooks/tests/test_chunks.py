@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from ddp_quant_hooks.chunks import Span, cut, shards
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 1000, 4096, 99_991])

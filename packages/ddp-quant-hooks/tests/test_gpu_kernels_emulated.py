@@ -10,7 +10,7 @@ from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.chunks import Span, shards
 from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.backends import Outgoing
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 pytestmark = needs_compiler
 LAYOUTS = [

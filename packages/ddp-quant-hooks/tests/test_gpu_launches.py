@@ -16,7 +16,7 @@ import torch
 from cuda.bindings import driver
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.cuda import CudaKernels
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 stream = types.SimpleNamespace(cuda_stream=0x1234)
 torch.cuda.device = lambda device: contextlib.nullcontext()

@@ -15,7 +15,7 @@ import torch
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels import choice
 from ddp_quant_hooks.kernels.gpu_programs import affine_program, block_program, compile_program, source
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
 FORMATS = {"int8": 128, "int4": 32, "bf16": 128, "fp16": 128}
@@ -162,7 +162,7 @@ def test_ranks_that_start_together_share_one_cache(tmp_path):
     program = (
         "import hashlib, torch\n"
         "from ddp_quant_hooks.kernels.gpu_programs import block_program, compile_program\n"
-        "from ddp_quant_hooks.messages import Layout\n"
+        "from ddp_quant_hooks.wire_format import Layout\n"
         "for kind in ('int8', 'int4'):\n"
         "    p = block_program('encode', Layout(kind, 64), dtype=torch.float32)\n"
         "    print(hashlib.sha256(compile_program(p, 'sm_90')).hexdigest())\n"

@@ -9,7 +9,7 @@ import torch
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.kernels import torch_ops
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 INT8, INT4 = Layout("int8", 128), Layout("int4", 128)
 COUNT = 1024

@@ -7,7 +7,7 @@ from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.cpu import CpuKernels, library_path
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 SETS = CpuKernels().available if library_path().exists() else []
 needs_library = pytest.mark.skipif(not SETS, reason="there are no compiled kernels: no C++ compiler")

@@ -10,7 +10,7 @@ from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.kernels import choice, torch_ops
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.cpu import library_path
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 INT8 = Layout("int8", 128)
 LARGEST = torch.finfo(torch.float32).max

@@ -14,7 +14,7 @@ from ddp_quant_hooks import affine, kernels
 from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.choice import cuda_kernels_for
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 pytestmark = pytest.mark.gpu
 INT8 = Layout("int8", 128)
@@ -166,7 +166,7 @@ def test_compute_sanitizer_finds_nothing(gpu, tool):
         "import torch\n"
         "from ddp_quant_hooks import affine, kernels\n"
         "from ddp_quant_hooks.affine import AffineLayout\n"
-        "from ddp_quant_hooks.messages import Layout\n"
+        "from ddp_quant_hooks.wire_format import Layout\n"
         "for layout in (Layout('int8', 128), Layout('int8', 96), Layout('int4', 32), Layout('int8', 4096)):\n"
         "    for dtype in kernels.VALUE_DTYPES:\n"
         "        n = 5 * layout.block_size - 3\n"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from ddp_quant_hooks.messages import is_integer
+from ddp_quant_hooks.wire_format import is_integer
 
 __all__ = ["AffineLayout", "decode_mean", "encode"]
 

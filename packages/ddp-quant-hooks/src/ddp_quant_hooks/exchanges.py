@@ -16,9 +16,9 @@ import torch
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.chunks import Span, shards
 from ddp_quant_hooks.link import Link
-from ddp_quant_hooks.messages import Layout
 from ddp_quant_hooks.residuals import Residual
 from ddp_quant_hooks.scratch import Scratch
+from ddp_quant_hooks.wire_format import Layout
 from dist_utils.finite_means import hold_shares, round_mean
 from dist_utils.process_groups import Arrival
 

@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from ddp_quant_hooks.messages import Format, Layout
+from ddp_quant_hooks.wire_format import Format, Layout
 
 __all__ = ["ErrorFeedback", "Options", "checked"]
 

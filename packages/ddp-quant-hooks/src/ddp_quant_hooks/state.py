@@ -18,13 +18,13 @@ from ddp_quant_hooks.chunks import Span, cut, shards
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantised, take_turns
 from ddp_quant_hooks.feedback import Feedback
 from ddp_quant_hooks.link import Link
-from ddp_quant_hooks.messages import WIRE_VERSION, Format
 from ddp_quant_hooks.options import ErrorFeedback, checked
 from ddp_quant_hooks.passes import BackwardPass
 from ddp_quant_hooks.residuals import BucketResiduals, Residuals
 from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.saved import VERSION
 from ddp_quant_hooks.scratch import Scratch
+from ddp_quant_hooks.wire_format import WIRE_VERSION, Format
 from dist_utils import GroupLike, OrderedWorker, resolve_group
 from dist_utils.comm_hooks import require_same_bucket
 from dist_utils.process_groups import runs_on_host

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ReduceOp
 
-from dist_autograd_collectives.agreement import agree
 from dist_autograd_collectives.arguments import (
     Convention,
     anchored,
@@ -19,6 +18,7 @@ from dist_autograd_collectives.arguments import (
     one_kind,
 )
 from dist_autograd_collectives.calls import Call, Tensors, members
+from dist_autograd_collectives.compared_calls import agree
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
 from dist_autograd_collectives.steps import Step, collective
 from dist_autograd_collectives.transport import joined, pieces, reduced_for_all, reduced_for_each, sent

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from dist_autograd_collectives.calls import Call, Tensors, Wait, parts_of
 from dist_autograd_collectives.failures import CollectiveError, backend_config
-from dist_autograd_collectives.messages import exchange
 from dist_autograd_collectives.storage_dtypes import GLOO_DTYPES, summed
+from dist_autograd_collectives.tagged_messages import exchange
 from dist_utils.torch_compat import all_gather_single, reduce_scatter_single
 
 __all__ = ["begin"]

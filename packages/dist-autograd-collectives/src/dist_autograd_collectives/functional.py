@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch.distributed import ReduceOp
 
-from dist_autograd_collectives.agreement import agree, agree_on_splits
 from dist_autograd_collectives.arguments import (
     Convention,
     anchored,
@@ -23,6 +22,7 @@ from dist_autograd_collectives.arguments import (
     shapes,
 )
 from dist_autograd_collectives.calls import Call, Members, members, splits_to_root
+from dist_autograd_collectives.compared_calls import agree, agree_on_splits
 from dist_autograd_collectives.connecting import zeros_after
 from dist_autograd_collectives.descriptions import describe, described
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction

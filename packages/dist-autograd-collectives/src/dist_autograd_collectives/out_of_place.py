@@ -9,7 +9,6 @@ from typing import Literal, TypeAlias
 import torch
 from torch.distributed import ReduceOp
 
-from dist_autograd_collectives.agreement import agree, agree_on_splits
 from dist_autograd_collectives.arguments import (
     Convention,
     anchored,
@@ -20,6 +19,7 @@ from dist_autograd_collectives.arguments import (
     sizes_of_others,
 )
 from dist_autograd_collectives.calls import Call, Members, members
+from dist_autograd_collectives.compared_calls import agree, agree_on_splits
 from dist_autograd_collectives.connecting import zeros_after
 from dist_autograd_collectives.linear import linear
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction

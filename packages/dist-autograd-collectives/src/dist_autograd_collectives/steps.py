@@ -10,8 +10,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
-from dist_autograd_collectives.agreement import problems_told
 from dist_autograd_collectives.calls import Call, Tensors, numbered
+from dist_autograd_collectives.compared_calls import problems_told
 from dist_autograd_collectives.linear import linear
 from dist_autograd_collectives.local import needs_others
 

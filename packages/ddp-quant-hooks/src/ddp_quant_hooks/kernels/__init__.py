@@ -13,7 +13,7 @@ import torch
 from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.kernels.choice import backend_for, describe
 from ddp_quant_hooks.kernels.operators import VALUE_DTYPES, operators
-from ddp_quant_hooks.messages import Layout, is_integer
+from ddp_quant_hooks.wire_format import Layout, is_integer
 
 __all__ = [
     "VALUE_DTYPES",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ddp_quant_hooks.affine import AffineLayout
-from ddp_quant_hooks.messages import SCALE_BYTES, Layout
+from ddp_quant_hooks.wire_format import SCALE_BYTES, Layout
 
 __all__ = [
     "check_affine_messages",

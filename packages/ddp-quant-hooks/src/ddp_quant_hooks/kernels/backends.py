@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 __all__ = ["Backend", "Outgoing"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ddp_quant_hooks.kernels.backends import Outgoing
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 __all__ = ["LIBRARY_VARIABLE", "CpuKernels", "library_path"]
 

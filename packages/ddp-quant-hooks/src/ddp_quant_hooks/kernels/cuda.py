@@ -22,7 +22,7 @@ from ddp_quant_hooks.kernels.gpu_programs import (
     channels_are_short,
     compile_program,
 )
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 __all__ = ["CudaKernels"]
 

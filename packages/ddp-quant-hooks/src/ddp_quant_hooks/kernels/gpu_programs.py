@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ddp_quant_hooks.messages import Layout
+from ddp_quant_hooks.wire_format import Layout
 
 __all__ = [
     "CACHE_VARIABLE",

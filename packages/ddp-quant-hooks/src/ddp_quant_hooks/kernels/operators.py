@@ -24,7 +24,7 @@ from ddp_quant_hooks.kernels.arguments import (
 )
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.choice import backend_for, cuda_kernels_for
-from ddp_quant_hooks.messages import Format, Layout
+from ddp_quant_hooks.wire_format import Format, Layout
 
 __all__ = ["VALUE_DTYPES", "operators"]
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import pad
 
 from ddp_quant_hooks.kernels.backends import Outgoing
-from ddp_quant_hooks.messages import Format, Layout
+from ddp_quant_hooks.wire_format import Format, Layout
 
 __all__ = ["decode", "encode", "reduce"]
 
