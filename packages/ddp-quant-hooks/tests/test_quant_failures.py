@@ -171,7 +171,7 @@ def _failure_beside_the_exchange(rank):
     def broken(values, group):
         raise MemoryError("no room for an all-reduce")
 
-    ddp_quant_hooks.state._all_reduce = broken
+    ddp_quant_hooks.averaging._all_reduce = broken
     with pytest.raises(RuntimeError, match="no room for an all-reduce"):
         quantized_allreduce_hook(state, bucket).wait()
     assert torch.equal(state.feedback.losses()(kept.own), before)

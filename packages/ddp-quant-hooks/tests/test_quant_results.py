@@ -77,7 +77,7 @@ def test_every_bucket_gets_the_bits_of_the_formula_on_every_rank(world_size):
 
 def _chunks(rank):
     """Average a bucket of many chunks in flight; the last has fewer blocks than there are ranks."""
-    ddp_quant_hooks.state._CHUNK_ELEMENTS = 1000
+    ddp_quant_hooks.routes._CHUNK_ELEMENTS = 1000
     bucket, state = grad_bucket([torch.ones(3)]), make_state("int8")
     inputs = [
         torch.randn(30_001, generator=torch.Generator().manual_seed(peer))
@@ -85,7 +85,9 @@ def _chunks(rank):
     ]
     for _ in range(5):
         assert same_bits(run_hook(state, bucket, inputs[rank].clone()), simulate(state, inputs))
-    return len(state._chunks(30_001, torch.device("cpu"))), [len(pool) for pool in state._scratches.values()]
+    return len(state.route._chunks(state.process_group, 30_001, torch.device("cpu"))), [
+        len(pool) for pool in state.route._scratches.values()
+    ]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

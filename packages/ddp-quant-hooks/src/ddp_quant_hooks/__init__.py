@@ -3,7 +3,8 @@
 from ddp_quant_hooks.affine_hooks import quantization_perchannel_hook, quantization_pertensor_hook
 from ddp_quant_hooks.hierarchical import HierarchicalAllreduceState
 from ddp_quant_hooks.hooks import quantized_allreduce_hook
-from ddp_quant_hooks.state import QuantizedAllreduceState, Statistics
+from ddp_quant_hooks.state import QuantizedAllreduceState
+from ddp_quant_hooks.statistics import Statistics
 
 __all__ = [
     "HierarchicalAllreduceState",

@@ -36,7 +36,7 @@ class ResidualCheckpoints(BoundModel):
         """Return what :data:`ddp_quant_hooks.saved.Lengths` says."""
 
     @abstractmethod
-    def _wait_for_jobs(self) -> None:
+    def wait_for_jobs(self) -> None:
         """Return when all jobs so far have run, whatever came out."""
 
     def discard_step(self) -> None:
@@ -74,7 +74,7 @@ class ResidualCheckpoints(BoundModel):
             Waits for the buckets that are being averaged. A copy of the residuals.
         """
         known = self._parameters_of(model, "state_dict")
-        self._wait_for_jobs()
+        self.wait_for_jobs()
         names = {self.feedback.residuals.number(parameter): name for name, parameter in known.items()}
         written = saved_residuals.write(self.feedback, names, self._lengths, self._name_of)
         return {**self._identity(), **written}
@@ -193,7 +193,7 @@ class ResidualCheckpoints(BoundModel):
         return saved_residuals.read(state, known, self._lengths, own_in_buckets=own_in_buckets)
 
     def _load(self, checked: SavedResiduals) -> None:
-        self._wait_for_jobs()
+        self.wait_for_jobs()
         self.feedback.load(checked)
         self.close()  # the ranks compare what they have loaded when they make the next private group
 

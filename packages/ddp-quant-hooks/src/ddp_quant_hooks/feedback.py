@@ -48,6 +48,8 @@ class Feedback:
             average: Averages a bucket of the pass.
             wait: Returns when all jobs so far have run.
         """
+        if not self.residuals.wanted:
+            return BackwardPass()  # of which nothing is asked
         task, running = torch_compat.graph_task_id(), self._pass
         if running is None or not running.includes(task, bucket.index()):
             self._settle(wait)

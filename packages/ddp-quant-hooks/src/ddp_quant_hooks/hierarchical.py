@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_quant_hooks.chunks import Span, shards
-from ddp_quant_hooks.exchanges import Exchange, average_inside, average_quantised, take_turns
-from ddp_quant_hooks.link import Link
-from ddp_quant_hooks.scratch import Scratch
-from ddp_quant_hooks.state import QuantizedAllreduceState, Task
+from ddp_quant_hooks.grid_route import GridRoute
+from ddp_quant_hooks.state import QuantizedAllreduceState
 from dist_utils import GroupLike, resolve_group
-from dist_utils.torch_compat import all_gather_single
 
 __all__ = ["HierarchicalAllreduceState"]
 
@@ -50,8 +42,6 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
         >>> ddp.register_comm_hook(state, quantized_allreduce_hook)  # doctest: +SKIP
     """
 
-    _OWN_IN_BUCKETS = True  # of shards, which a node's ranks share out
-
     def __init__(
         self,
         process_group: GroupLike = None,
@@ -77,43 +67,7 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
         _check_grid(everyone, inside, across)
         self._inside = [everyone.index(rank) for rank in inside]
         self._across = [everyone.index(rank) for rank in across]
-        # Not the group itself: its owner ends it by letting go of it.
-        self._agreed_on: weakref.ref[dist.ProcessGroup] | None = None
-
-    def _exchange(self, group: dist.ProcessGroup, values: torch.Tensor, task: Task) -> int:
-        if self._agreed_on is None or self._agreed_on() is not group:
-            self._require_grid(group, values.device)
-            self._agreed_on = weakref.ref(group)
-        inside, across = Link(group, self._inside, 0), Link(group, self._across, 1)
-        wire = self._wire(across, task)
-        block_size = self.scatter.block_size
-
-        def exchanges() -> Iterator[Callable[[Scratch], Exchange]]:
-            own_start = shard_start = 0
-            for index, chunk in enumerate(self._chunks(values.numel(), values.device)):
-                own = shards(chunk, inside.size, block_size)[inside.index]
-                yield partial(
-                    average_inside,
-                    values=values[chunk.start : chunk.stop],
-                    link=inside,
-                    index=index,
-                    block_size=block_size,
-                    failed=wire.failed,
-                    between=_nothing
-                    if across.size == 1
-                    else partial(
-                        average_quantised,
-                        wire=wire,
-                        index=index,
-                        own_start=own_start,
-                        shard_start=shard_start,
-                    ),
-                )
-                own_start += len(own)
-                shard_start += len(shards(Span(0, len(own)), across.size, block_size)[across.index])
-
-        take_turns(exchanges(), self._scratch(values.device), values.device)
-        return inside.bytes_sent + across.bytes_sent
+        self._use_route(GridRoute(self.options, self._inside, self._across))
 
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "intra_group": self._inside, "inter_group": self._across}
@@ -125,40 +79,10 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a HierarchicalAllreduceState does not pickle: its groups belong to this job")
 
-    def _spans(self, count: int, device: torch.device) -> tuple[list[Span], list[Span]]:
-        block_size, me = self.scatter.block_size, self.process_group.rank()
-        place, nodes, node = self._inside.index(me), len(self._across), self._across.index(me)
-        chunks = self._chunks(count, device)
-        own = [shards(chunk, len(self._inside), block_size)[place] for chunk in chunks]
-        if nodes <= 2:
-            return own, []
-        return own, [shards(part, nodes, block_size)[node] for part in own]
-
     def _use_group_of(self, ddp: DistributedDataParallel) -> None:
         if self._group is None:
             self._group = self.process_group  # the grid was made of it
         super()._use_group_of(ddp)
-
-    def _require_grid(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        """Raise on every rank unless all ranks' groups make one grid; one small all-gather."""
-        row = [len(self._inside), *self._inside, *self._across]
-        mine = torch.tensor(row + [-1] * (2 * group.size() + 1 - len(row)), device=device)
-        table = mine.new_empty(group.size() * mine.numel())
-        all_gather_single(table, mine, group)
-        rows = [[number for number in row if number >= 0] for row in table.view(group.size(), -1).tolist()]
-        for rank, (size, *ranks) in enumerate(rows):
-            inside, across = ranks[:size], ranks[size:]
-            same_node = all(rows[peer][1 : rows[peer][0] + 1] == inside for peer in inside)
-            same_place = all(
-                rows[peer][rows[peer][0] + 1 :] == across
-                and rows[peer][1 : rows[peer][0] + 1].index(peer) == inside.index(rank)
-                for peer in across
-            )
-            if not (same_node and same_place):
-                raise ValueError(
-                    f"the groups are no grid: rank {rank} of the process group has intra_group {inside} and "
-                    f"inter_group {across}, which its peers see differently"
-                )
 
 
 def _check_grid(everyone: list[int], inside: list[int], across: list[int]) -> None:
@@ -172,8 +96,3 @@ def _check_grid(everyone: list[int], inside: list[int], across: list[int]) -> No
             f"of process_group: they must share rank {dist.get_rank()} alone, and their sizes must "
             "multiply to all"
         )
-
-
-def _nothing(_: Scratch, *, values: torch.Tensor) -> Exchange:
-    del values  # they are the mean already
-    yield from ()

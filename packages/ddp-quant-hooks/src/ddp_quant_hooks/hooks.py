@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from ddp_compress_hooks import allreduce_hook
-from ddp_quant_hooks.exact_parameters import gradients_of_small_parameters
-from ddp_quant_hooks.kernels import VALUE_DTYPES
+from ddp_quant_hooks.averaging import average
 from ddp_quant_hooks.passes import BackwardPass
 from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.state import QuantizedAllreduceState
+from ddp_quant_hooks.statistics import ring_bytes
 from dist_utils.comm_hooks import check_gradient_dtype, completed_future, failed_future, is_pair
 from dist_utils.torch_compat import GradBucket
 
@@ -69,9 +69,10 @@ def quantized_allreduce_hook(
     with record_function(f"quantized_allreduce_hook:bucket_{bucket.index()}"):
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)
-        running = state.begin_bucket(bucket, partial(_average, state))
+        state.refuse_capture(buffer)
         if state.process_group.size() == 1:
             return completed_future(buffer)
+        running = state.feedback.begin_bucket(bucket, partial(_average, state), state.wait_for_jobs)
         try:
             state.agree(bucket)
         except RuntimeError as error:
@@ -84,43 +85,24 @@ def quantized_allreduce_hook(
 def _average(
     state: QuantizedAllreduceState, running: BackwardPass, bucket: Bucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of a backward pass, in few bits if that is worth it."""
+    """Decide on a bucket of a backward pass, average it, and count it."""
     buffer = bucket.buffer()
     if buffer.numel() == 0:
         return completed_future(buffer)
-    if _travels_plain(state, buffer):
-        return _average_plain(state, running, bucket)
-    exact = gradients_of_small_parameters(bucket) if state.exact_1d else []
-    if exact and len(exact) == len(bucket.parameters()):
-        return _average_plain(state, running, bucket)
-    values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
-    task = state.take_bucket(running, bucket, values)
+    group, world_size = state.process_group, state.process_group.size()
+    decision = state.decisions.decide(group, running, bucket)
+    with_feedback = state.error_feedback != "none"
+    if not decision.quantized:
+        bytes_sent = 0 if buffer.is_sparse else ring_bytes(buffer, world_size)
+        state.counter.add(buffer, world_size, bytes_sent, quantized=False)
+        averaged = allreduce_hook(group, cast("GradBucket", bucket))
+        return running.watched(averaged) if with_feedback else averaged
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
         with running.watching():
-            state.average(private_group, values, task, exact)
+            failed = running.failed if with_feedback else None
+            sent, error = average(private_group, decision, state.route, failed)
+            state.counter.add(decision.values, world_size, sent, quantized=True, error=error)
         return buffer
 
     return state.worker.submit(job, device=buffer.device)
-
-
-def _travels_plain(state: QuantizedAllreduceState, buffer: torch.Tensor) -> bool:
-    dtype = torch.float32 if buffer.dtype == torch.complex64 else buffer.dtype
-    return buffer.is_sparse or dtype not in VALUE_DTYPES or buffer.nbytes < state.min_bytes
-
-
-def _average_plain(
-    state: QuantizedAllreduceState, running: BackwardPass, bucket: Bucket
-) -> torch.futures.Future[torch.Tensor]:
-    state.take_plain_bucket(running, bucket)
-    averaged = allreduce_hook(state.process_group, cast("GradBucket", bucket))
-    if state.error_feedback == "none":
-        return averaged
-
-    def check(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        with running.watching():
-            mean = done.value()
-        running.failed(~(mean.coalesce().values() if mean.is_sparse else mean).isfinite().all())
-        return mean
-
-    return averaged.then(check)

@@ -145,6 +145,17 @@ class BackwardPass:
             self._broken = True
             raise
 
+    def watched(self, averaged: torch.futures.Future[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
+        """Return ``averaged`` with its end noted: an error, or a mean that is not finite."""
+
+        def note(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            with self.watching():
+                mean = done.value()
+            self.failed(~(mean.coalesce().values() if mean.is_sparse else mean).isfinite().all())
+            return mean
+
+        return averaged.then(note)
+
     def not_finite_on(self, device: torch.device) -> torch.Tensor:
         """Return on ``device`` whether a value of any mean was not finite. Its exchanges must be over."""
         if device not in self._any_flag:

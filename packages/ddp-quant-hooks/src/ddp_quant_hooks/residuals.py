@@ -141,6 +141,11 @@ class Residuals:
         self._bucket_of: dict[int, BucketKey] = {}
         self._before: _Places | None = None  # the running pass moved some
 
+    @property
+    def wanted(self) -> bool:
+        """Whether anything is kept."""
+        return self.wants_own or self.wants_shard
+
     def number(self, parameter: torch.Tensor) -> int:
         """Return a number that no other parameter has ever had, unlike its address."""
         if parameter not in self._numbers:

@@ -1,0 +1,72 @@
+"""Average one bucket in few bits, as it was decided. A job for the state's worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks import exact_parameters
+from ddp_quant_hooks.decisions import Decision
+from ddp_quant_hooks.routes import Route
+from ddp_quant_hooks.statistics import ring_bytes
+
+__all__ = ["Averaged", "average"]
+
+
+class Averaged(NamedTuple):
+    """What averaging a bucket took.
+
+    Attributes:
+        bytes_sent: By this rank.
+        error: Relative to the exact mean, if that was measured.
+    """
+
+    bytes_sent: int
+    error: torch.Tensor | None
+
+
+def average(
+    group: dist.ProcessGroup,
+    decision: Decision,
+    route: Route,
+    failed: Callable[[torch.Tensor], None] | None,
+) -> Averaged:
+    """Average a bucket in place; every rank ends with the same bits.
+
+    Args:
+        group: Whose ranks average.
+        decision: On the bucket.
+        route: The way of its values.
+        failed: Told whether a value of the mean is not finite, as flags; ``None`` if nobody asks.
+    """
+    values, exact = decision.values, decision.exact
+    bytes_sent = 0
+    reference = apart = error = None
+    if decision.sampled:
+        reference = values.float() / group.size()
+        bytes_sent += _all_reduce(reference, group)
+    if exact:
+        apart = exact_parameters.set_apart(exact, group.size())
+        bytes_sent += _all_reduce(apart, group)
+        if failed is not None:
+            failed(~apart.isfinite().all())
+    bytes_sent += route.average(group, values, decision.kept, failed)
+    if apart is not None:
+        exact_parameters.put_back(exact, apart)
+    if reference is not None:
+        error = _relative_error(values, reference)
+    return Averaged(bytes_sent, error)
+
+
+def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> int:
+    """Sum ``values`` in place, and return what that sends."""
+    dist.all_reduce(values, group=group)
+    return ring_bytes(values, group.size())
+
+
+def _relative_error(values: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    difference = (values.float() - exact).norm()
+    return torch.where(difference == 0, 0.0, difference / exact.norm())

@@ -1,0 +1,102 @@
+"""How one bucket is averaged: decided on the caller's thread, where all ranks' buckets come in one order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks.exact_parameters import gradients_of_small_parameters
+from ddp_quant_hooks.kernels import VALUE_DTYPES
+from ddp_quant_hooks.options import Options
+from ddp_quant_hooks.passes import BackwardPass
+from ddp_quant_hooks.residuals import BucketResiduals, Residuals
+from ddp_quant_hooks.resume import Bucket
+from ddp_quant_hooks.routes import Route
+
+__all__ = ["Decision", "Decisions"]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one bucket is averaged, alike on every rank.
+
+    Attributes:
+        quantized: In few bits; otherwise without compression, and the rest is of no meaning.
+        values: The bucket, flat and real.
+        exact: Parts of the bucket to average without compression.
+        kept: Its residuals.
+        sampled: Measure its error.
+    """
+
+    quantized: bool
+    values: torch.Tensor
+    exact: list[torch.Tensor] = field(default_factory=list)
+    kept: BucketResiduals = field(default_factory=BucketResiduals)
+    sampled: bool = False
+
+
+class Decisions:
+    """Decides, bucket by bucket.
+
+    Args:
+        options: Of the state.
+        route: Of its values.
+        residuals: What its buckets have lost.
+    """
+
+    def __init__(self, options: Options, route: Route, residuals: Residuals) -> None:
+        self._options, self._route, self._residuals = options, route, residuals
+        self._quantized = 0
+
+    def decide(self, group: dist.ProcessGroup, running: BackwardPass, bucket: Bucket) -> Decision:
+        """Decide on a bucket that is not empty.
+
+        Args:
+            group: Whose ranks average.
+            running: The backward pass that the bucket belongs to.
+            bucket: The bucket.
+        """
+        options, buffer = self._options, bucket.buffer()
+        plain = _travels_plain(buffer, options.min_bytes)
+        exact = gradients_of_small_parameters(bucket) if options.exact_1d and not plain else []
+        if plain or (exact and len(exact) == len(bucket.parameters())):
+            if options.error_feedback != "none" and not buffer.is_sparse:
+                self._residuals.plain_bucket(bucket.parameters(), _position(running, bucket))
+            return Decision(quantized=False, values=buffer)
+        values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
+        kept = BucketResiduals()
+        if options.error_feedback != "none":
+            kept = self._residuals_of(group, running, bucket, values)
+        sampled = options.sample_every > 0 and self._quantized % options.sample_every == 0
+        self._quantized += 1
+        return Decision(quantized=True, values=values, exact=exact, kept=kept, sampled=sampled)
+
+    def start_over(self) -> None:
+        """Sample the next quantized bucket: after an error ranks may not have come equally far."""
+        self._quantized = 0
+
+    def _residuals_of(
+        self, group: dist.ProcessGroup, running: BackwardPass, bucket: Bucket, values: torch.Tensor
+    ) -> BucketResiduals:
+        count, device, parameters = values.numel(), values.device, bucket.parameters()
+        own, shard, _ = self._route.lengths(group, count, device)
+        kept = self._residuals.of_bucket(
+            parameters, _position(running, bucket), own=own, shard=shard, device=device
+        )
+        running.kept.append(kept)
+        unused = running.unused_part(parameters)
+        if unused:
+            running.at_end.append(partial(kept.keep, unused, *self._route.spans(group, count, device)))
+        return kept
+
+
+def _travels_plain(buffer: torch.Tensor, min_bytes: int) -> bool:
+    dtype = torch.float32 if buffer.dtype == torch.complex64 else buffer.dtype
+    return buffer.is_sparse or dtype not in VALUE_DTYPES or buffer.nbytes < min_bytes
+
+
+def _position(running: BackwardPass, bucket: Bucket) -> int:
+    return bucket.index() if running.held is not None else running.position

@@ -1,0 +1,120 @@
+"""The way of values through a grid of nodes: in full precision inside a node, in few bits between nodes."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks.chunks import Span, shards
+from ddp_quant_hooks.exchanges import Exchange, Wire, average_inside, average_quantised
+from ddp_quant_hooks.link import Link
+from ddp_quant_hooks.options import Options
+from ddp_quant_hooks.residuals import BucketResiduals
+from ddp_quant_hooks.routes import Route
+from ddp_quant_hooks.scratch import Scratch
+from dist_utils.torch_compat import all_gather_single
+
+__all__ = ["GridRoute"]
+
+
+class GridRoute(Route):
+    """Every rank sends to those of its node, and its shard to those with its place on other nodes.
+
+    Args:
+        options: Of the state.
+        inside: The ranks of this rank's node, in the group of all.
+        across: The ranks with its place on the nodes, likewise.
+    """
+
+    own_in_buckets = True  # of shards, which a node's ranks share out
+
+    def __init__(self, options: Options, inside: Sequence[int], across: Sequence[int]) -> None:
+        super().__init__(options)
+        self._inside, self._across = list(inside), list(across)
+        # Not the group itself: its owner ends it by letting go of it.
+        self._agreed_on: weakref.ref[dist.ProcessGroup] | None = None
+
+    def average(
+        self,
+        group: dist.ProcessGroup,
+        values: torch.Tensor,
+        kept: BucketResiduals,
+        failed: Callable[[torch.Tensor], None] | None,
+    ) -> int:
+        """As :meth:`Route.average`; the first time in a group its ranks see whether they are a grid."""
+        if self._agreed_on is None or self._agreed_on() is not group:
+            self._require_grid(group, values.device)
+            self._agreed_on = weakref.ref(group)
+        inside, across = Link(group, self._inside, 0), Link(group, self._across, 1)
+        wire = Wire(across, self.scatter, self.gather, kept.own, kept.shard, failed)
+        self._take_turns(self._exchanges_in_grid(group, values, inside, wire), values.device)
+        return inside.bytes_sent + across.bytes_sent
+
+    def spans(
+        self, group: dist.ProcessGroup, count: int, device: torch.device
+    ) -> tuple[list[Span], list[Span]]:
+        """As :meth:`Route.spans`."""
+        block_size, me = self.scatter.block_size, group.rank()
+        place, nodes, node = self._inside.index(me), len(self._across), self._across.index(me)
+        chunks = self._chunks(group, count, device)
+        own = [shards(chunk, len(self._inside), block_size)[place] for chunk in chunks]
+        if nodes <= 2:
+            return own, []
+        return own, [shards(part, nodes, block_size)[node] for part in own]
+
+    def _exchanges_in_grid(
+        self, group: dist.ProcessGroup, values: torch.Tensor, inside: Link, wire: Wire
+    ) -> Iterator[Callable[[Scratch], Exchange]]:
+        block_size, across = self.scatter.block_size, wire.link
+        own_start = shard_start = 0
+        for index, chunk in enumerate(self._chunks(group, values.numel(), values.device)):
+            own = shards(chunk, inside.size, block_size)[inside.index]
+            yield partial(
+                average_inside,
+                values=values[chunk.start : chunk.stop],
+                link=inside,
+                index=index,
+                block_size=block_size,
+                failed=wire.failed,
+                between=_nothing
+                if across.size == 1
+                else partial(
+                    average_quantised,
+                    wire=wire,
+                    index=index,
+                    own_start=own_start,
+                    shard_start=shard_start,
+                ),
+            )
+            own_start += len(own)
+            shard_start += len(shards(Span(0, len(own)), across.size, block_size)[across.index])
+
+    def _require_grid(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Raise on every rank unless all ranks' groups make one grid; one small all-gather."""
+        row = [len(self._inside), *self._inside, *self._across]
+        mine = torch.tensor(row + [-1] * (2 * group.size() + 1 - len(row)), device=device)
+        table = mine.new_empty(group.size() * mine.numel())
+        all_gather_single(table, mine, group)
+        rows = [[number for number in row if number >= 0] for row in table.view(group.size(), -1).tolist()]
+        for rank, (size, *ranks) in enumerate(rows):
+            inside, across = ranks[:size], ranks[size:]
+            same_node = all(rows[peer][1 : rows[peer][0] + 1] == inside for peer in inside)
+            same_place = all(
+                rows[peer][rows[peer][0] + 1 :] == across
+                and rows[peer][1 : rows[peer][0] + 1].index(peer) == inside.index(rank)
+                for peer in across
+            )
+            if not (same_node and same_place):
+                raise ValueError(
+                    f"the groups are no grid: rank {rank} of the process group has intra_group {inside} and "
+                    f"inter_group {across}, which its peers see differently"
+                )
+
+
+def _nothing(_: Scratch, *, values: torch.Tensor) -> Exchange:
+    del values  # they are the mean already
+    yield from ()

@@ -1,0 +1,13 @@
+"""The old path of ``ddp_quant_hooks.kernels.Layout``; goes in 1.0."""
+
+import warnings
+
+from ddp_quant_hooks.wire_format import Layout
+
+__all__ = ["Layout"]
+
+warnings.warn(
+    "ddp_quant_hooks.messages is deprecated: import Layout from ddp_quant_hooks.kernels",
+    DeprecationWarning,
+    stacklevel=2,
+)

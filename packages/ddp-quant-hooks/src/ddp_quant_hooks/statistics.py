@@ -1,0 +1,83 @@
+"""What a state has done so far, counted on any thread."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+import torch
+
+__all__ = ["Counter", "Statistics", "ring_bytes"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a state has done so far, on this rank.
+
+    Attributes:
+        quantised_buckets: Buckets that were sent in few bits.
+        plain_buckets: Buckets that were averaged without compression: small, sparse or fp64.
+        bytes_sent: Payload that this rank sent, with what exact parameters and samples took. (Sparse
+            buckets do not count: what their collective sends is not known here.)
+        bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent.
+        relative_error: Of the last bucket that was sampled (``sample_every``), in the L2 norm;
+            ``None`` if none was.
+    """
+
+    quantised_buckets: int = 0
+    plain_buckets: int = 0
+    bytes_sent: int = 0
+    bytes_of_allreduce: int = 0
+    relative_error: float | None = None
+
+    @property
+    def bytes_saved(self) -> int:
+        """How many bytes less than an all-reduce were sent."""
+        return self.bytes_of_allreduce - self.bytes_sent
+
+
+class Counter:
+    """Counts buckets: those of the caller's thread, and those of the worker's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._so_far = Statistics()
+        self._error: torch.Tensor | None = None
+
+    def add(
+        self,
+        values: torch.Tensor,
+        world_size: int,
+        bytes_sent: int,
+        *,
+        quantized: bool,
+        error: torch.Tensor | None = None,
+    ) -> None:
+        """Count one bucket.
+
+        Args:
+            values: Of the bucket.
+            world_size: Of the group that averaged it.
+            bytes_sent: What was sent.
+            quantized: Whether it was sent in few bits.
+            error: Its relative error, where that was measured.
+        """
+        with self._lock:
+            so_far = self._so_far
+            self._so_far = Statistics(
+                so_far.quantised_buckets + quantized,
+                so_far.plain_buckets + (not quantized),
+                so_far.bytes_sent + bytes_sent,
+                so_far.bytes_of_allreduce + ring_bytes(values, world_size),
+            )
+            if error is not None:
+                self._error = error
+
+    def read(self) -> Statistics:
+        """Return what was counted. Waits for an accelerator if it measures an error."""
+        return replace(self._so_far, relative_error=None if self._error is None else float(self._error))
+
+
+def ring_bytes(values: torch.Tensor, world_size: int) -> int:
+    """Return how many bytes a rank sends in a ring all-reduce of ``values``."""
+    return 2 * (world_size - 1) * values.numel() * values.element_size() // world_size
