@@ -12,13 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.communication import CollectiveWatch
 from ddp_optim_overlap.contents import content_of
-from ddp_optim_overlap.engine import Engine, Stepper
+from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.fitness import require_plain_step
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.part_checks import refuse_kept_gradients
 from ddp_optim_overlap.partial_steps import is_torchs_own, parameters_of
+from ddp_optim_overlap.stepper import Stepper
 from ddp_optim_overlap.tried import Tried
 from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket

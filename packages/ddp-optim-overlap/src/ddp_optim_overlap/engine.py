@@ -1,10 +1,9 @@
-"""What happens to one bucket, from the communication hook to the stepped parameters."""
+"""The state of the overlapped hook: backward passes, whose buckets are averaged and stepped."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -14,68 +13,37 @@ import torch
 import torch.distributed as dist
 
 from ddp_optim_overlap.backward_pass import BackwardPass, CancelUnlessCalled
-from ddp_optim_overlap.bucket_gradients import BucketGradients, average_of, lent
+from ddp_optim_overlap.bucket_gradients import BucketGradients, average_of
 from ddp_optim_overlap.bucket_jobs import (
-    as_outside_of_backward,
     failed,
     meet_peers,
-    not_averaged,
     raise_error,
     text_of,
-    used_anywhere,
     wait_for_all,
 )
+from ddp_optim_overlap.bucket_steps import BucketSteps
 from ddp_optim_overlap.errors import (
     CommunicationError,
     ConfigError,
     OverlapError,
     StepError,
-    UnsupportedOptimizerError,
 )
+from ddp_optim_overlap.first_error import FirstError
 from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.gradient_watch import GradientWatch
 from ddp_optim_overlap.report import StepReport
+from ddp_optim_overlap.stepper import Stepper
 from ddp_optim_overlap.weight_reuse import WeightWatch
+from ddp_optim_overlap.whole_step import WholeStep
 from dist_utils import AgreementError, OrderedWorker
 from dist_utils.comm_hooks import is_pair
 from dist_utils.torch_compat import GradBucket, after_backward, inside_backward
 
-__all__ = ["Engine", "Stepper"]
-
-
-class Stepper:
-    """What an engine steps with.
-
-    Attributes:
-        whole: Whether :meth:`step` is called once, without parameters, when DDP has written all averages
-            into ``.grad``; else for every bucket.
-        norm: The norm that :meth:`step` has computed on the way.
-        begun: If ``whole``, the steps of how many optimizers have begun, in their order.
-        changes_gradients: If ``whole``, whether :meth:`step` scales gradients before it uses them.
-    """
-
-    whole = False
-    changes_gradients = False
-    norm: torch.Tensor | None = None
-    begun = 1
-
-    def terms(self) -> dict[str, object]:
-        """Return what must be alike on all ranks."""
-        return {}
-
-    def begin(self, engine: Engine) -> None:
-        """A backward pass hands over its first bucket, before any communication. May raise."""
-
-    def step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Step those of ``parameters`` that are to be stepped, with their ``.grad``."""
-        raise NotImplementedError
-
-    def finish(self, engine: Engine) -> None:
-        """A backward pass that has stepped is over."""
+__all__ = ["Engine"]
 
 
 class Engine:
-    """The state of the overlapped hook: hands buckets on to be averaged and, averaged, to be stepped.
+    """Hands the buckets of backward passes on to be averaged and, averaged, to be stepped.
 
     Args:
         process_group: Whose ranks train together.
@@ -109,16 +77,14 @@ class Engine:
         self._comm_state = comm_state
         self._unused_possible = unused_possible
         self._watch = WeightWatch() if check else None
-        self._worker: OrderedWorker | None = OrderedWorker(
-            process_group, name="ddp-optim-overlap", terms=self._terms
-        )
+        self._by_bucket = BucketSteps(stepper, self.contents, self._watch, unused_possible=unused_possible)
+        self._whole = WholeStep(stepper, self.contents) if stepper.whole else None
+        worker = OrderedWorker(process_group, name="ddp-optim-overlap", terms=self._terms)
+        self._worker: OrderedWorker | None = worker
+        self._failure = FirstError(worker)
         self._pass: BackwardPass | None = None
         self._passes = 0
         self._report = StepReport()
-        self._error: OverlapError | None = None
-        self._refused: OverlapError | None = None
-        self._averages: list[torch.futures.Future[torch.Tensor]] = []
-        self._buckets: list[tuple[BucketGradients, bool]] = []
         self._last_job: torch.futures.Future[torch.Tensor] | None = None
         self._agreement: torch.futures.Future[None] | None = None
         self._stepped_before_closure = False
@@ -139,15 +105,15 @@ class Engine:
             return self._take(bucket)
         except OverlapError as error:
             # Raised here, it would leave DDP in the middle of a pass, and the model of no use any more.
-            self._refused = error
+            self._failure.refusal = error
             return failed(error)
 
     def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:
-            self._refused = None
+            self._failure.refusal = None
             self._begin()
-        if self._refused is not None:  # the ranks' collectives would not match any more
-            return failed(self._refused)
+        if self._failure.refusal is not None:
+            return failed(self._failure.refusal)
         current, last = self._pass, bucket.is_last()
         if current is None or self._worker is None:
             self.gradients.averaged_anew(bucket.parameters())
@@ -162,15 +128,13 @@ class Engine:
         if last:
             self.gradients.new.clear()
         reduced = self._communicate(bucket, current)
-        if self._stepper.whole:
-            # A callback may be dropped last by Gloo's thread, which must not end its own process group.
-            first_of: weakref.WeakMethod[Any] = weakref.WeakMethod(self._first_of)
-            done = reduced.then(partial(_written, first_of, current, bucket.index(), gradients))
-            self._averages.append(done)
-            self._buckets.append((gradients, all(used)))
-        else:
-            job = partial(self._step_bucket, current, bucket.index(), gradients, used, reduced)
+        if self._whole is None:
+            job = partial(self._by_bucket.job, current, bucket.index(), gradients, used, reduced)
             done = self._last_job = self._worker.submit(job, device=gradients.buffer.device)
+        else:
+            # A callback may be dropped last by Gloo's thread, which must not end its own process group.
+            keep: weakref.WeakMethod[Any] = weakref.WeakMethod(self._first_of)
+            done = self._whole.take(current, bucket.index(), gradients, reduced, used=all(used), keep=keep)
         if last:
             self._end_of_buckets(current, gradients.buffer.device)
         return done
@@ -188,9 +152,7 @@ class Engine:
 
     def raise_error(self) -> None:
         """Raise the first error that there was, if there was one."""
-        error = self._first_error() or self._refused
-        if error is not None:
-            raise error
+        self._failure.raise_if_any(self._progress())
 
     def require_complete(self) -> None:
         """Raise if a backward pass has begun to hand over buckets and has not ended."""
@@ -236,6 +198,7 @@ class Engine:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
+            self._failure.forget_worker()
         self._pass = None
 
     def _require_observed(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -248,7 +211,8 @@ class Engine:
 
     def _begin(self) -> None:
         self._pass = None
-        self._averages, self._buckets = [], []
+        if self._whole is not None:
+            self._whole.begin()
         if self._worker is None:
             return
         self.raise_error()
@@ -279,7 +243,7 @@ class Engine:
     def _terms(self) -> dict[str, object]:
         hook = getattr(self._comm_hook, "__qualname__", type(self._comm_hook).__qualname__)
         return {
-            "mode": "after_reduce" if self._stepper.whole else "bucket",
+            "mode": "bucket" if self._whole is None else "after_reduce",
             "communication hook": hook,
             "unused parameters are told": self._unused_possible,
             **self._stepper.terms(),
@@ -288,24 +252,34 @@ class Engine:
     def _end_of_buckets(self, current: BackwardPass, device: torch.device) -> None:
         if current.steps:
             after_backward(partial(self._finish, current, device))
-        averages, self._averages = self._averages, []
+        averages = [] if self._whole is None else self._whole.take_averages()
         if averages and self._worker is not None and device.type == "cpu":
             self._worker.submit(partial(wait_for_all, averages))  # its error ends the group: peers notice
-        if not (current.steps and self._stepper.whole):
+        if not current.steps or self._whole is None:
             self._meet_peers(current, device)
 
     def _finish(self, current: BackwardPass, device: torch.device) -> None:
         if self._watch is not None:
             self._watch.end()
-        if self._stepper.whole:
-            self._step_whole(current, device)
-            self._keep_contents()
+        if self._whole is not None:
+            self._step_whole(self._whole, current, device)
             self._meet_peers(current, device)
         current.norm = self._stepper.norm
         self._report = current.report()
         self._pass = self._last_job = None  # the job's future has a bucket, which DDP may be about to replace
         self.gradients.step_stands = True
         self._stepper.finish(self)
+
+    def _step_whole(self, whole: WholeStep, current: BackwardPass, device: torch.device) -> None:
+        try:
+            whole.step(current, device)
+        except StepError as error:
+            failure = self._first_of(error)
+            # On an accelerator the peers do not wait, and a job would make this rank alone make a group.
+            if self._worker is not None and device.type == "cpu":
+                self._worker.submit(partial(raise_error, failure))  # which tells the peers
+            raise failure from error.__cause__
+        whole.keep_contents()
 
     def _meet_peers(self, current: BackwardPass, device: torch.device) -> None:
         if self._worker is not None and device.type == "cpu":
@@ -319,104 +293,9 @@ class Engine:
             text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
             raise self._first_of(CommunicationError(text, current.report())) from error
 
-    def _step_bucket(
-        self,
-        current: BackwardPass,
-        index: int,
-        gradients: BucketGradients,
-        used: list[bool],
-        reduced: torch.futures.Future[Any],
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        """Wait for the average and step with it; on the worker or, on an accelerator, on its stream."""
-        try:
-            if self._unused_possible:
-                used = used_anywhere(used, group, gradients.buffer.device)
-            gradients.write(current.await_bucket(reduced))
-        except Exception as error:
-            raise not_averaged(index, error, current) from error
-        if current.steps:
-            with current.stepping:
-                if not current.cancelled:
-                    self._step(
-                        current, index, gradients, used if self._unused_possible else [True] * len(used)
-                    )
-        return gradients.buffer
-
-    def _step(self, current: BackwardPass, index: int, gradients: BucketGradients, used: list[bool]) -> None:
-        parameters, device = gradients.parameters, gradients.buffer.device
-        averaged = [
-            # A parameter that no rank has used keeps what it had before: nothing, or zeros.
-            view if is_used else parameter.grad
-            for parameter, view, is_used in zip(parameters, gradients.views, used, strict=True)
-        ]
-        began = time.perf_counter()
-        try:
-            with as_outside_of_backward(device), lent(parameters, averaged) as own:
-                self._stepper.step(parameters)
-                self.contents.keep(parameters, averaged, own, gradients.buffer)
-        except Exception as error:
-            current.partial = (index,)
-            kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
-            raise kind(f"the step of bucket {index} failed: {text_of(error)}", current.report()) from error
-        current.count_step([index], time.perf_counter() - began, on_host=device.type == "cpu")
-        if self._watch is not None:
-            self._watch.stepped(parameters)
-
-    def _step_whole(self, current: BackwardPass, device: torch.device) -> None:
-        """Step everything when ``backward()`` has nothing else left to do."""
-        began = time.perf_counter()
-        try:
-            with as_outside_of_backward(device):
-                self._stepper.step(())
-        except Exception as error:
-            begun = self._stepper.begun
-            current.partial = tuple(range(current.buckets if begun else 0))
-            current.optimizers = tuple(range(begun - 1))
-            failure = self._first_of(StepError(f"the step failed: {text_of(error)}", current.report()))
-            # On an accelerator the peers do not wait, and a job would make this rank alone make a group.
-            if self._worker is not None and device.type == "cpu":
-                self._worker.submit(partial(raise_error, failure))  # which tells the peers
-            raise failure from error
-        if self._stepper.begun:  # a scaler that has found an infinity skips the step
-            current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
-
-    def _keep_contents(self) -> None:
-        """Keep what gradients are after a step of all: what the buckets have, unless it was changed since."""
-        for gradients, used in self._buckets:
-            own = [parameter.grad for parameter in gradients.parameters]
-            if used and not self._stepper.changes_gradients:
-                self.contents.keep(gradients.parameters, gradients.views, own, gradients.buffer)
-            else:
-                self.contents.keep_own(gradients.parameters)
-        self._buckets = []
-
     def _first_of(self, error: OverlapError) -> OverlapError:
-        """Return this error if it is the first; it is kept then."""
-        self._error = self._first_error() or error
-        return self._error
+        return self._failure.keep(error, self._progress())
 
-    def _first_error(self) -> OverlapError | None:
-        error = self._error or (None if self._worker is None else self._worker.error)
-        if error is not None and not isinstance(error, OverlapError):
-            report = self._report if self._pass is None else self._pass.report()
-            self._error = CommunicationError(str(error), report)
-            self._error.__cause__ = error
-            return self._error
-        return error
-
-
-def _written(
-    first_of: weakref.WeakMethod[Any],
-    current: BackwardPass,
-    index: int,
-    gradients: BucketGradients,
-    reduced: torch.futures.Future[Any],
-) -> torch.Tensor:
-    """Put the average of a bucket that is not stepped by itself where DDP looks for it."""
-    try:
-        gradients.write(reduced.value())
-    except Exception as error:
-        failure, first = not_averaged(index, error, current), first_of()
-        raise failure if first is None else first(failure) from error
-    return gradients.buffer
+    def _progress(self) -> StepReport:
+        """Return what the running pass has stepped until now, or the last one."""
+        return self._report if self._pass is None else self._pass.report()

@@ -13,12 +13,13 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.averaging import average_like_ddp
-from ddp_optim_overlap.engine import Engine, Stepper
+from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_plain_step
 from ddp_optim_overlap.hook_states import EngineAtFirstBucket
 from ddp_optim_overlap.part_checks import PartChecks
 from ddp_optim_overlap.refusals import require_ddp_options
+from ddp_optim_overlap.stepper import Stepper
 from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket, comm_hooks, register_comm_hook
 

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.clipping import ClipPolicy
-from ddp_optim_overlap.engine import Engine, Stepper
+from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_unused_loss
 from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own
 from ddp_optim_overlap.replaced_step import ReplacedStep
 from ddp_optim_overlap.step_inputs import Options, StepInputs, options_of
+from ddp_optim_overlap.stepper import Stepper
 from ddp_optim_overlap.tried import Tried
 from dist_utils.torch_compat import mark_stepped, step_pre_hooks, tensor_version
 

@@ -1,0 +1,94 @@
+"""The way of a bucket that is stepped by itself: averaged, written back, stepped, on the worker."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_optim_overlap.backward_pass import BackwardPass
+from ddp_optim_overlap.bucket_gradients import BucketGradients, lent
+from ddp_optim_overlap.bucket_jobs import as_outside_of_backward, not_averaged, text_of, used_anywhere
+from ddp_optim_overlap.errors import StepError, UnsupportedOptimizerError
+from ddp_optim_overlap.gradient_contents import GradientContents
+from ddp_optim_overlap.stepper import Stepper
+from ddp_optim_overlap.weight_reuse import WeightWatch
+
+__all__ = ["BucketSteps"]
+
+
+class BucketSteps:
+    """Steps each bucket's parameters when it is averaged, while later ones are computed and sent.
+
+    Args:
+        stepper: Steps.
+        contents: Keeps what gradients were when they were used.
+        watch: Told of stepped weights, if anybody is.
+        unused_possible: Whether the ranks tell each other which parameters got a gradient.
+    """
+
+    def __init__(
+        self,
+        stepper: Stepper,
+        contents: GradientContents,
+        watch: WeightWatch | None,
+        *,
+        unused_possible: bool,
+    ) -> None:
+        self._stepper, self._contents, self._watch = stepper, contents, watch
+        self._unused_possible = unused_possible
+
+    def job(
+        self,
+        current: BackwardPass,
+        index: int,
+        gradients: BucketGradients,
+        used: list[bool],
+        reduced: torch.futures.Future[Any],
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        """Wait for the average and step with it; on the worker or, on an accelerator, on its stream.
+
+        Args:
+            current: The backward pass.
+            index: Of the bucket.
+            gradients: The bucket.
+            used: Which of its parameters got a gradient on this rank.
+            reduced: What the communication hook has returned.
+            group: The worker's.
+        """
+        try:
+            if self._unused_possible:
+                used = used_anywhere(used, group, gradients.buffer.device)
+            gradients.write(current.await_bucket(reduced))
+        except Exception as error:
+            raise not_averaged(index, error, current) from error
+        if current.steps:
+            with current.stepping:
+                if not current.cancelled:
+                    self._step(
+                        current, index, gradients, used if self._unused_possible else [True] * len(used)
+                    )
+        return gradients.buffer
+
+    def _step(self, current: BackwardPass, index: int, gradients: BucketGradients, used: list[bool]) -> None:
+        parameters, device = gradients.parameters, gradients.buffer.device
+        averaged = [
+            # A parameter that no rank has used keeps what it had before: nothing, or zeros.
+            view if is_used else parameter.grad
+            for parameter, view, is_used in zip(parameters, gradients.views, used, strict=True)
+        ]
+        began = time.perf_counter()
+        try:
+            with as_outside_of_backward(device), lent(parameters, averaged) as own:
+                self._stepper.step(parameters)
+                self._contents.keep(parameters, averaged, own, gradients.buffer)
+        except Exception as error:
+            current.partial = (index,)
+            kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
+            raise kind(f"the step of bucket {index} failed: {text_of(error)}", current.report()) from error
+        current.count_step([index], time.perf_counter() - began, on_host=device.type == "cpu")
+        if self._watch is not None:
+            self._watch.stepped(parameters)

@@ -1,0 +1,114 @@
+"""The way of buckets that are stepped together: written back as they arrive, stepped when all have."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ddp_optim_overlap.backward_pass import BackwardPass
+from ddp_optim_overlap.bucket_gradients import BucketGradients
+from ddp_optim_overlap.bucket_jobs import as_outside_of_backward, not_averaged, text_of
+from ddp_optim_overlap.errors import OverlapError, StepError
+from ddp_optim_overlap.gradient_contents import GradientContents
+from ddp_optim_overlap.stepper import Stepper
+
+__all__ = ["WholeStep"]
+
+Keep = Callable[[], "Callable[[OverlapError], OverlapError] | None"]
+"""Returns what keeps the first error, as long as anybody asks for it."""
+
+
+class WholeStep:
+    """Steps everything at the end of ``backward()``, when DDP has written all averages into ``.grad``.
+
+    Args:
+        stepper: Steps.
+        contents: Keeps what gradients were when they were used.
+    """
+
+    def __init__(self, stepper: Stepper, contents: GradientContents) -> None:
+        self._stepper, self._contents = stepper, contents
+        self._averages: list[torch.futures.Future[torch.Tensor]] = []
+        self._buckets: list[tuple[BucketGradients, bool]] = []
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._averages, self._buckets = [], []
+
+    def take(
+        self,
+        current: BackwardPass,
+        index: int,
+        gradients: BucketGradients,
+        reduced: torch.futures.Future[Any],
+        *,
+        used: bool,
+        keep: Keep,
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Return a future of a bucket's buffer with its average.
+
+        Args:
+            current: The backward pass.
+            index: Of the bucket.
+            gradients: The bucket.
+            reduced: What the communication hook has returned.
+            used: Whether all of its parameters got a gradient on this rank.
+            keep: Asked when the average fails.
+        """
+        done = reduced.then(partial(_written, keep, current, index, gradients))
+        self._averages.append(done)
+        self._buckets.append((gradients, used))
+        return done
+
+    def take_averages(self) -> list[torch.futures.Future[torch.Tensor]]:
+        """Return the futures of this pass's buckets, once."""
+        averages, self._averages = self._averages, []
+        return averages
+
+    def step(self, current: BackwardPass, device: torch.device) -> None:
+        """Step when ``backward()`` has nothing else left to do.
+
+        Raises:
+            StepError: The step failed.
+        """
+        began = time.perf_counter()
+        try:
+            with as_outside_of_backward(device):
+                self._stepper.step(())
+        except Exception as error:
+            begun = self._stepper.begun
+            current.partial = tuple(range(current.buckets if begun else 0))
+            current.optimizers = tuple(range(begun - 1))
+            raise StepError(f"the step failed: {text_of(error)}", current.report()) from error
+        if self._stepper.begun:  # a scaler that has found an infinity skips the step
+            current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
+
+    def keep_contents(self) -> None:
+        """Keep what gradients are after a step of all: what the buckets have, unless it was changed since."""
+        for gradients, used in self._buckets:
+            own = [parameter.grad for parameter in gradients.parameters]
+            if used and not self._stepper.changes_gradients:
+                self._contents.keep(gradients.parameters, gradients.views, own, gradients.buffer)
+            else:
+                self._contents.keep_own(gradients.parameters)
+        self._buckets = []
+
+
+def _written(
+    keep: Keep,
+    current: BackwardPass,
+    index: int,
+    gradients: BucketGradients,
+    reduced: torch.futures.Future[Any],
+) -> torch.Tensor:
+    """Put the average of a bucket that is not stepped by itself where DDP looks for it."""
+    try:
+        gradients.write(reduced.value())
+    except Exception as error:
+        failure, first = not_averaged(index, error, current), keep()
+        raise failure if first is None else first(failure) from error
+    return gradients.buffer
