@@ -6,6 +6,7 @@ Everything is chosen by feature (does the name exist?), never by comparing versi
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,6 +55,7 @@ __all__ = [
     "functional_all_to_all_single",
     "graph_task_id",
     "group_timeout",
+    "import_compiler",
     "in_final_callback",
     "inside_backward",
     "inside_nested_backward",
@@ -164,6 +166,15 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta |
 def default_group_timeout() -> timedelta:
     """Return how long collectives may take where nobody says. No public name up to torch 2.15."""
     return _c10d.default_pg_timeout
+
+
+def import_compiler() -> None:
+    """Import the parts of ``torch.compile`` that the first DDP model imports, which takes 1.5 seconds.
+
+    For a process that forks others. No public module up to torch 2.15 imports them.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._dynamo")
 
 
 def default_store() -> Store:
