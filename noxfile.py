@@ -31,10 +31,14 @@ PACKAGES = {
 SOURCES = [f"packages/{package}/src" for package in PACKAGES]
 TESTS = [f"packages/{package}/tests" for package in PACKAGES]
 
+# Tests wait: for ranks that start, for peers, for timeouts. More of them than cores keep the cores busy.
+XDIST = "pytest-xdist==3.8.0"
+SIDE_BY_SIDE = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile"]
+
 DEMO_NEEDS = ["matplotlib", "scikit-learn", "tqdm"]
 
-# Every spawned rank imports torch anew, which takes half the time with byte code at hand.
-ENV: dict[str, str | None] = {"UV_COMPILE_BYTECODE": "1", "PYTHONDONTWRITEBYTECODE": None}
+# What is imported keeps its byte code: all of it at once, UV_COMPILE_BYTECODE, takes 40 s of processor time.
+ENV: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None}
 if "PIP_FIND_LINKS" in os.environ:  # a local folder of wheels, which uv knows by another name
     ENV["UV_FIND_LINKS"] = os.environ.get("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
@@ -80,22 +84,31 @@ def mypy(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("torch", torches(SUPPORTED_TORCH))
 def unit(session: nox.Session, torch: str) -> None:
-    """Unit tests of every package, with one torch."""
-    install(session, torch=torch)
-    session.run("pytest", *(session.posargs or TESTS), env=ENV)
+    """Unit tests of every package, with one torch; all but the exhaustive ones."""
+    install(session, XDIST, torch=torch)
+    session.run("pytest", *(session.posargs or [*TESTS, *SIDE_BY_SIDE, "-m", "not exhaustive"]), env=ENV)
+
+
+@nox.session(default=False)
+@nox.parametrize("torch", torches([DEFAULT_TORCH]))
+def exhaustive(session: nox.Session, torch: str) -> None:
+    """The unit tests that ``unit`` leaves out: the rest of every large family, with one torch."""
+    install(session, XDIST, torch=torch)
+    session.run("pytest", *TESTS, *SIDE_BY_SIDE, "-m", "exhaustive", *session.posargs, env=ENV)
 
 
 @nox.session
 @nox.parametrize("torch", torches([DEFAULT_TORCH]))
 def integration(session: nox.Session, torch: str) -> None:
     """Training jobs through several packages, NCCL where there are GPUs enough, else Gloo; tests on GPUs."""
-    env = ENV
+    env, how = ENV, SIDE_BY_SIDE
     if isinstance(session.virtualenv, PassthroughEnv):  # --no-venv: the host's own torch, nothing to install
         env = {**ENV, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
+        how = []  # its GPUs, too, are for one test at a time
     else:
-        install(session, *DEMO_NEEDS, torch=torch)
+        install(session, *DEMO_NEEDS, XDIST, torch=torch)
     tests = ["integration_tests", *map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))]
-    session.run("python", "-m", "pytest", *tests, *session.posargs, env=env, external=True)
+    session.run("python", "-m", "pytest", *tests, *how, *session.posargs, env=env, external=True)
 
 
 @nox.session(default=False)

@@ -590,9 +590,9 @@ def test_strict_looks_into_keys_factories_and_object_arrays(make):
 def test_strict_looks_at_no_object_twice():
     graph = [Hidden(name=str(number)) for number in range(2000)]
     holders = [Hidden(graph=graph) for _ in range(2000)]
-    began = time.monotonic()
+    began = time.process_time()
     apply_to_tensors(double, holders, strict=True)
-    assert time.monotonic() - began < 5  # four million visits would take longer
+    assert time.process_time() - began < 5  # four million visits would take longer
 
 
 def test_strict_accepts_what_holds_no_tensor():

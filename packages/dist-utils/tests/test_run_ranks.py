@@ -1,5 +1,6 @@
 """Ranks that return, raise, die and hang: what the caller gets to see."""
 
+import gc
 import os
 import re
 import signal
@@ -97,6 +98,20 @@ def test_a_failed_check_of_pytest_comes_back_too():
     with pytest.raises(RuntimeError, match="Failed: DID NOT RAISE") as caught:  # it does not pickle
         run_ranks(_fail_as_pytest_does, 1, backend=None)
     assert "in _fail_as_pytest_does" in str(caught.value.__cause__)
+
+
+def _imported_for_ddp(rank):
+    before = {name for name in sys.modules if name.startswith("torch.")}
+    shared = gc.get_freeze_count()
+    torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))
+    return len({name for name in sys.modules if name.startswith("torch.")} - before), shared
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a server that forks")
+def test_a_rank_is_forked_with_all_that_a_ddp_model_imports():
+    ((imported, shared),) = run_ranks(_imported_for_ddp, 1)
+    assert imported < 10  # otherwise about 800
+    assert shared > 100_000  # objects that the garbage collector leaves alone
 
 
 def _init_by_itself(rank):

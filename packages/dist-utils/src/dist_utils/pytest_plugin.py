@@ -1,7 +1,8 @@
 """A pytest fixture that runs a function on several ranks, with options for the backend and their number.
 
-And a marker: ``@pytest.mark.gpu`` skips a test, with the reason, where CUDA finds no GPU (``gpu(2)``: fewer
-than two); ``pytest -m gpu`` runs what needs one.
+And markers: ``@pytest.mark.gpu`` skips a test, with the reason, where CUDA finds no GPU (``gpu(2)``: fewer
+than two); ``pytest -m gpu`` runs what needs one. ``@pytest.mark.exhaustive`` names what a quick check may leave
+out: ``pytest -m "not exhaustive"``.
 
 Switch it on with ``-p dist_utils.pytest_plugin`` (in ``addopts``), or with
 ``pytest_plugins = ["dist_utils.pytest_plugin"]`` in the root ``conftest.py``.
@@ -34,8 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
-    config.addinivalue_line("markers", "gpu(count=1): needs so many GPUs; skipped where there are fewer")
+    """Make the markers known."""
+    for marker in (
+        "gpu(count=1): needs so many GPUs; skipped where there are fewer",
+        "exhaustive: slow, and one of many of a kind; the quick check has others of that kind",
+    ):
+        config.addinivalue_line("markers", marker)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -103,9 +103,10 @@ def run_ranks(
     Processes that ``fn`` itself starts are not killed with it.
 
     Cost:
-        Half a second, and the imports of ``fn``'s module in every process; torch is imported once, by the
-        first call, in a server that lives as long as the caller's process (where there is no ``fork``, as
-        on Windows, by every process: some seconds). Group small checks into one call.
+        Half a second, and the imports of ``fn``'s module in every process; torch, with what DDP models need
+        of its compiler, is imported once, by the first call (some seconds), in a server that lives as long
+        as the caller's process. Where there is no ``fork``, as on Windows, every process imports it. Group
+        small checks into one call.
 
     Example:
         >>> def total(rank, start):  # doctest: +SKIP
@@ -146,7 +147,7 @@ def _start_method() -> str:
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", __name__])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["dist_utils.rank_server"])
     return "forkserver"
 
 

@@ -20,7 +20,12 @@ from dist_utils.torch_compat.collectives import (
     reduce_scatter_single,
     traceable_collectives,
 )
-from dist_utils.torch_compat.execution import compiling_refused, flushes_denormals, is_accelerator
+from dist_utils.torch_compat.execution import (
+    compiling_refused,
+    flushes_denormals,
+    import_compiler,
+    is_accelerator,
+)
 from dist_utils.torch_compat.groups import (
     GROUPS_END_WITHOUT_GIL,
     default_group_timeout,
@@ -65,6 +70,7 @@ __all__ = [
     "functional_all_to_all_single",
     "graph_task_id",
     "group_timeout",
+    "import_compiler",
     "in_final_callback",
     "inside_backward",
     "inside_nested_backward",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
 
 import torch
 
-__all__ = ["compiling_refused", "flushes_denormals", "is_accelerator"]
+__all__ = ["compiling_refused", "flushes_denormals", "import_compiler", "is_accelerator"]
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -42,3 +43,12 @@ def compiling_refused() -> Iterator[None]:
         else stance("fail_on_recompile")
     ):
         yield
+
+
+def import_compiler() -> None:
+    """Import the parts of ``torch.compile`` that the first DDP model imports, which takes 1.5 seconds.
+
+    For a process that forks others. No public module up to torch 2.15 imports them.
+    """
+    with contextlib.suppress(ImportError):
+        importlib.import_module("torch._dynamo")

@@ -1,0 +1,21 @@
+"""What the server that starts the ranks of ``run_ranks`` imports, once, for all of them.
+
+Importing this module changes the garbage collector of the process: only that server does it.
+"""
+
+import contextlib
+import gc
+
+from dist_utils import testing, torch_compat
+
+__all__ = ["testing"]
+
+torch_compat.import_compiler()
+# The usual caller; the module of its rank's function imports it in any case.
+with contextlib.suppress(ImportError):
+    import pytest  # noqa: F401
+
+# A rank collects garbage at its end. Without this it would look at every object of torch anew, and copy
+# the memory that it shares with the server: a second of processor time for two ranks.
+gc.collect()
+gc.freeze()
