@@ -65,4 +65,4 @@ __all__ = [
     "start",
 ]
 
-__version__ = "0.1.1"
+__version__ = "0.1.2"
