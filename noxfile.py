@@ -90,7 +90,7 @@ def mypy(session: nox.Session, torch: str) -> None:
     install(session, "mypy==2.4.1", torch=torch)
     session.run("mypy", *(session.posargs or SOURCES))
     if RECORD:
-        session.run("python", "-m", "releasing.recorded", f"mypy-torch-{torch}", env=ENV)
+        session.run("python", "-m", "releasing.recorded", "mypy", torch, env=ENV)
 
 
 @nox.session
@@ -154,7 +154,7 @@ def sanitize(session: nox.Session) -> None:
 @nox.session
 def repository(session: nox.Session) -> None:
     """Tests of the tools in releasing/, of the workflows and of docs/compatibility.md; no torch."""
-    session.install(*RELEASE_TOOLS, "pytest>=8", "pyyaml", env=ENV)
+    session.install(*RELEASE_TOOLS, "nox[uv]", "pytest>=8", "pyyaml", env=ENV)
     session.run("python", "-m", "pytest", "-o", "addopts=", *(session.posargs or ["releasing/tests"]))
 
 
@@ -201,6 +201,20 @@ def build(session: nox.Session) -> None:
         scratch = f"--scratch={session.create_tmp()}"
         tried = f"--torch={DEFAULT_TORCH}"
         session.run("python", "-m", "releasing.distributions", package, tried, scratch, env=ENV)
+
+
+@nox.session(default=False)
+def publish(session: nox.Session) -> None:
+    """Build and upload the package of a tag, by trusted publishing: ``-- NAME-vX.Y.Z [options of uv]``."""
+    session.install(*RELEASE_TOOLS, "twine", *MANYLINUX_TOOLS, env=ENV)
+    tag, *options = session.posargs
+    package = str(session.run("python", "-m", "releasing.publish", tag, silent=True)).strip()
+    scratch = f"--scratch={session.create_tmp()}"
+    session.run(
+        "python", "-m", "releasing.distributions", package, f"--torch={DEFAULT_TORCH}", scratch, env=ENV
+    )
+    files = sorted(map(str, ROOT.glob(f"dist/{package.replace('-', '_')}-*")))
+    session.run("uv", "publish", "--trusted-publishing=always", *options, *files)
 
 
 @nox.session(default=False)

@@ -1,8 +1,8 @@
-"""Sdist and wheel of one package in ``dist/``: ``python -m releasing.distributions NAME --torch VERSION ...``.
+"""Sdist and wheel of one package in ``dist/``: ``python -m releasing.distributions NAME --torch VERSION``.
 
 The wheel is built from the sdist, as an index's users would. One with machine code is tagged for the oldest
-manylinux whose symbols suffice for it. Both are checked by twine; the wheel is installed beside each torch in a
-fresh environment, where the package's short program runs on two ranks.
+manylinux that has the symbols it needs. Both are checked by twine; the wheel is installed beside each torch
+in a fresh environment, where the package's short program runs on two ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from releasing.commands import run
 from releasing.pairs import Catalog, solve
 from releasing.trials import Environment
 from releasing.wheels import tree_wheel
-from releasing.workspace import ROOT, Package, packages, sibling_ranges, tree_version
+from releasing.workspace import ROOT, Package, metadata, packages, sibling_ranges, tree_version
 
 
 def build_sdist(root: Path, package: Package, folder: Path) -> Path:
@@ -31,7 +31,7 @@ def build_sdist(root: Path, package: Package, folder: Path) -> Path:
 
 
 def build_wheel(sdist: Path, folder: Path) -> Path:
-    """Build the wheel of an sdist in ``folder`` and return it, tagged for the oldest manylinux that it allows.
+    """Build the wheel of an sdist in ``folder``, tagged for the oldest manylinux that it allows; return it.
 
     A compiled package must be compiled: a missing compiler is an error, not a pure wheel.
     """
@@ -113,8 +113,6 @@ def test_sdist(sdist: Path, python: Path, scratch: Path, files: Sequence[str]) -
 
 
 def _test_needs(folder: Path) -> list[str]:
-    from releasing.workspace import metadata
-
     names = {package.name for package in packages()}
     needs = metadata((folder / "pyproject.toml").read_text())["optional-dependencies"]["test"]
     return [need for need in needs if need not in names]

@@ -133,8 +133,8 @@ def commands_to_publish(planned: Plan, branch: str) -> str:
     module = planned.package.module
     return (
         f"git tag {planned.tag}\n"
-        f"git push origin {branch} {planned.tag}   # the workflow publish.yml uploads what it builds of the tag\n"
-        f"twine upload dist/{module}-{planned.new}*   # or by hand, without the workflow"
+        f"git push origin {branch} {planned.tag}   # publish.yml builds the tag and uploads it\n"
+        f"twine upload dist/{module}-{planned.new}*   # or by hand"
     )
 
 

@@ -37,6 +37,7 @@ def ddp_quant_hooks() -> None:
 def ddp_optim_overlap() -> None:
     """Step inside ``backward()``: bitwise the parameters of the ordinary loop."""
     import torch
+
     from ddp_optim_overlap import overlap_optimizer
 
     ordinary, overlapped = (_train(overlap) for overlap in (None, overlap_optimizer))
@@ -45,9 +46,10 @@ def ddp_optim_overlap() -> None:
 
 def dist_autograd_collectives() -> None:
     """The gradients of a sum and of a gather over the ranks."""
-    import dist_autograd_collectives as dac
     import torch
     import torch.distributed as dist
+
+    import dist_autograd_collectives as dac
 
     mine = torch.full((3,), float(dist.get_rank() + 1), requires_grad=True)
     total = dac.all_reduce(mine)
@@ -63,13 +65,14 @@ def dist_utils() -> None:
     """Tensors in containers, and equal parameters on all ranks."""
     import torch
     import torch.distributed as dist
+
     from dist_utils import apply_to_tensors, sync_module_states
 
     doubled = apply_to_tensors(lambda tensor: tensor * 2, {"a": [torch.ones(2)]})
     assert torch.equal(doubled["a"][0], torch.full((2,), 2.0))
     torch.manual_seed(dist.get_rank())
     module = torch.nn.Linear(4, 4)
-    sync_module_states(module)
+    sync_module_states(module, dist.group.WORLD, 2**20, 0, ())
     assert torch.equal(module.weight, _from_first_rank(module.weight))
 
 

@@ -1,4 +1,4 @@
-"""Packages with older and newer siblings: ``python -m releasing.siblings --python VENV/bin/python``.
+"""Packages with older and newer siblings: ``python -m releasing.siblings --wheels FOLDER``.
 
 Without ``--full`` every pair that has the checkout on one side at least, and whose range admits it, is
 installed from wheels and runs a short program on two ranks. ``--full`` also runs the pairs of the past, the
@@ -97,7 +97,7 @@ def check_pair(environment: Environment, catalog: Catalog, pair: Pair) -> dict[s
 
 
 def test_sets(known: Known) -> list[tuple[str, Version, dict[str, Version]]]:
-    """Return whose tests run with which siblings in the full form: package, version, all versions beside it."""
+    """Return whose tests the full form runs, with what: a package, its version, and all that is installed."""
     found: list[tuple[str, Version, dict[str, Version]]] = []
 
     def add(name: str, pins: Mapping[str, Version]) -> None:
@@ -187,7 +187,9 @@ def _say(row: Mapping[str, Any]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if a pair with the checkout is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--python", type=Path, required=True, help="of the venv whose siblings are changed")
+    parser.add_argument(
+        "--python", type=Path, default=Path(sys.executable), help="of the venv whose siblings are changed"
+    )
     parser.add_argument("--wheels", type=Path, required=True, help="where wheels are kept")
     parser.add_argument("--torch", default="", help="version in that venv, for the record")
     parser.add_argument("--full", action="store_true", help="tests too, and the pairs of the past")

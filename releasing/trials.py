@@ -20,7 +20,7 @@ PROGRAM = Path(__file__).with_name("short_program.py")
 PROGRAM_LIMIT = 300.0  # seconds; it takes 5 to 10
 TESTS_LIMIT = 3600.0
 SUMMARY = re.compile(r"^=* ?(\d+ [a-z]+.*) in [\d.]+s.*$", re.MULTILINE)
-ERROR = re.compile(r"^(?:E +)?((?:\w+\.)*\w*(?:Error|Exception): .*)$", re.MULTILINE)
+ERROR = re.compile(r"^(?:\[rank\d+\]: |E +)?((?:\w+\.)*\w*(?:Error|Exception): .*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,6 @@ def _last_error(text: str) -> str:
 
 
 def _resolver_reason(text: str) -> str:
-    lines = [line.strip(" ╰─▶×╭│├└") for line in text.splitlines()]
+    lines = [line.strip(" \u256d\u2502\u251c\u2514\u2570\u2500\u25b6\u00d7") for line in text.splitlines()]
     start = next((number for number, line in enumerate(lines) if line.startswith("Because ")), len(lines) - 1)
     return " ".join(lines[start:]).strip()

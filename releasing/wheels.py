@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from packaging.version import Version
@@ -36,7 +37,7 @@ def export_tree(root: Path, package: Package, folder: Path, version: Version) ->
 
 
 def version_in_tree(root: Path, package: Package, released: list[Release]) -> Version:
-    """Return the version of the checkout's package; ``X.Y.Z+tree`` where it is no longer the released X.Y.Z."""
+    """Return the version of the checkout's package, ``X.Y.Z+tree`` where it is not the released X.Y.Z."""
     version = tree_version(package, root)
     for release in released:
         if release.version == version and _differs(root, package, release.commit):
@@ -54,10 +55,8 @@ def released_wheel(root: Path, release: Release, folder: Path) -> Path:
         return wheel
     if release.tagged and os.environ.get("RELEASED_FROM_INDEX"):
         command = ["pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-        try:
+        with suppress(CommandError):  # not there yet, or not for this platform
             run([*command, f"{release.package.name}=={release.version}"], root)
-        except CommandError:
-            pass  # not there yet, or not for this platform
         if (wheel := find(folder, release.package, release.version)) is not None:
             return wheel
     with tempfile.TemporaryDirectory() as sources:
