@@ -113,9 +113,22 @@ def write_release(root: Path, planned: Plan) -> str:
     file.write_text(VERSION_LINE.sub(f'__version__ = "{planned.new}"', file.read_text(), count=1))
     towncrier = [sys.executable, "-m", "towncrier", "build", "--yes", "--config", "towncrier.toml"]
     run([*towncrier, "--dir", planned.package.folder, "--version", str(planned.new)], root)
-    git(root, "add", "--all", planned.package.folder)
+    _write_into_readme(root / "README.md", planned)
+    git(root, "add", "--all", planned.package.folder, "README.md")
     git(root, "commit", "--quiet", "--message", f"{planned.package.name} {planned.new}")
     return git(root, "rev-parse", "HEAD").strip()
+
+
+def _write_into_readme(readme: Path, planned: Plan) -> None:
+    # The table of packages has a row for each, with its version in a cell of its own.
+    lines = readme.read_text().splitlines(keepends=True)
+    start = f"| [{planned.package.name}]("
+    readme.write_text(
+        "".join(
+            line.replace(f"| {planned.old} |", f"| {planned.new} |") if line.startswith(start) else line
+            for line in lines
+        )
+    )
 
 
 def run_alone(root: Path, package: Package) -> None:

@@ -35,6 +35,9 @@ def start(root: Path) -> Path:
     git(root, "config", "user.name", "A Tester")
     git(root, "config", "user.email", "tester@example.org")
     (root / "towncrier.toml").write_text((ROOT / "towncrier.toml").read_text())
+    (root / "README.md").write_text(
+        "| [lower](packages/lower) | 0.1.0 |\n| [upper](packages/upper) | 0.1.0 |\n"
+    )
     write_package(root, "lower", "0.1.0", entries="## 0.1.0 (not released)\n")
     write_package(root, "upper", "0.1.0", "lower>=0.1,<1", entries="## 0.1.0\n")
     commit(root, "begin")

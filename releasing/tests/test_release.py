@@ -49,6 +49,8 @@ def test_a_kept_release_is_one_commit_that_the_finder_finds(repository):
     assert not release.notes(repository, Package("upper"))
     changelog = (repository / "packages/upper/CHANGELOG.md").read_text()
     assert changelog.index("## 0.1.1 (2") < changelog.index("## 0.1.0")
+    readme = (repository / "README.md").read_text()
+    assert readme == "| [lower](packages/lower) | 0.1.0 |\n| [upper](packages/upper) | 0.1.1 |\n"
     newest = releases(repository, Package("upper"))[-1]
     assert (newest.version, newest.commit) == (Version("0.1.1"), git(repository, "rev-parse", "HEAD").strip())
     assert (repository / "dist/upper-0.1.1.tar.gz").exists()
