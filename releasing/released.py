@@ -1,0 +1,103 @@
+"""Released versions of a package, found in the history of the repository.
+
+A version's commit is that of its tag ``NAME-vX.Y.Z``. Where there is no such tag, it is the first commit, in
+the whole history, that has both the version as its literal ``__version__`` and an entry for it in the
+changelog, or, of versions that never had an entry, the first one that has the literal.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from releasing.commands import git
+from releasing.workspace import Package, literal_version
+
+# "## 0.1.0 (not released)" is no entry yet.
+ENTRY = re.compile(r"^## (\d+\.\d+\.\d+)(?! \(not released\))\b", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Release:
+    """One released version and where its sources are.
+
+    Attributes:
+        package: Whose.
+        version: Its number.
+        commit: The full hash.
+        tagged: Whether a tag says so; otherwise the commit set the version.
+    """
+
+    package: Package
+    version: Version
+    commit: str
+    tagged: bool
+
+
+def is_shallow(root: Path) -> bool:
+    """Return whether the clone lacks a part of its history, so that untagged versions may be missing."""
+    return git(root, "rev-parse", "--is-shallow-repository").strip() == "true"
+
+
+def releases(root: Path, package: Package) -> list[Release]:
+    """Return the released versions of ``package``, oldest first.
+
+    Of a shallow clone only what its tags and its part of the history show; see :func:`is_shallow`.
+    """
+    found = {release.version: release for release in _set_by_commits(root, package)}
+    found.update((release.version, release) for release in _tagged(root, package))
+    return sorted(found.values(), key=lambda release: release.version)
+
+
+def files_at(root: Path, commits: list[str], path: str) -> list[str | None]:
+    """Return the text of one file at each of ``commits``, None where it is not there."""
+    answer = git(root, "cat-file", "--batch", text="".join(f"{commit}:{path}\n" for commit in commits))
+    raw, texts, position = answer.encode(), list[str | None](), 0
+    for _ in commits:
+        header_end = raw.index(b"\n", position)
+        header = raw[position:header_end].split()
+        position = header_end + 1
+        if header[-1] == b"missing":
+            texts.append(None)
+            continue
+        size = int(header[-1])
+        texts.append(raw[position : position + size].decode())
+        position += size + 1
+    return texts
+
+
+def _tagged(root: Path, package: Package) -> list[Release]:
+    prefix = f"{package.name}-v"
+    lines = git(root, "tag", "--list", f"{prefix}*", "--format=%(refname:short) %(objectname) %(*objectname)")
+    found = []
+    for line in lines.splitlines():
+        tag, *objects = line.split()
+        try:
+            version = Version(tag.removeprefix(prefix))
+        except InvalidVersion:
+            continue
+        found.append(Release(package, version, objects[-1], tagged=True))  # an annotated tag's commit is last
+    return found
+
+
+def _set_by_commits(root: Path, package: Package) -> list[Release]:
+    # Every commit, not only those of the first parents: maintenance branches are merged for their versions.
+    commits = git(root, "rev-list", "--topo-order", "--reverse", "HEAD").split()
+    sources = files_at(root, commits, package.version_file)
+    changelogs = files_at(root, commits, package.changelog)
+    literal: dict[Version, str] = {}
+    entered: dict[Version, str] = {}
+    for commit, source, changelog in zip(commits, sources, changelogs, strict=True):
+        version = literal_version(source or "")
+        if version is None:
+            continue
+        literal.setdefault(version, commit)
+        if str(version) in ENTRY.findall(changelog or ""):
+            entered.setdefault(version, commit)
+    return [
+        Release(package, version, entered.get(version, commit), tagged=False)
+        for version, commit in literal.items()
+    ]

@@ -1,0 +1,233 @@
+"""Packages with older and newer siblings: ``python -m releasing.siblings --wheels FOLDER``.
+
+Without ``--full`` every pair that has the checkout on one side at least, and whose range admits it, is
+installed from wheels and runs a short program on two ranks. ``--full`` also runs the pairs of the past, the
+checkout's tests with the oldest and the newest released version of each sibling in range, and the tests of
+every released dependant in range, as they were then, with the checkout's siblings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+from releasing import recorded
+from releasing.pairs import Catalog, Pair, admits, all_pairs, beside, solve
+from releasing.released import Release, is_shallow, releases
+from releasing.trials import Environment
+from releasing.wheels import pyproject_at, released_wheel, tree_wheel, version_in_tree
+from releasing.workspace import ROOT, Package, packages, sibling_ranges
+
+OK, BROKEN, EXCLUDED = "ok", "broken", "excluded by range"
+
+
+@dataclass
+class Known:
+    """Every version of every package that can be installed here.
+
+    Attributes:
+        catalog: What each version needs.
+        commits: Where the tests of each released version are.
+        tree: The versions in the checkout.
+        missing: Released versions whose wheel cannot be built any more, with the reason.
+    """
+
+    catalog: dict[str, dict[Version, Any]] = field(default_factory=dict)
+    commits: dict[tuple[str, Version], str] = field(default_factory=dict)
+    tree: dict[str, Version] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def collect(root: Path, wheels: Path) -> Known:
+    """Build the wheels of all released versions and of the checkout, and read their metadata."""
+    known = Known()
+    names = [package.name for package in packages(root)]
+    for package in packages(root):
+        released = releases(root, package)
+        versions = known.catalog[package.name] = {}
+        for release in released:
+            _add_release(root, release, wheels, names, known)
+        version = version_in_tree(root, package, released)
+        if version not in versions:
+            tree_wheel(root, package, version, wheels)
+            text = (root / package.folder / "pyproject.toml").read_text()
+            versions[version] = sibling_ranges(text, names)
+        known.tree[package.name] = version
+    return known
+
+
+def _add_release(root: Path, release: Release, wheels: Path, names: list[str], known: Known) -> None:
+    name = release.package.name
+    try:
+        released_wheel(root, release, wheels)
+    except RuntimeError as error:
+        known.missing[f"{name} {release.version}"] = str(error).strip().splitlines()[-1]
+        return
+    known.catalog[name][release.version] = sibling_ranges(pyproject_at(root, release), names)
+    known.commits[name, release.version] = release.commit
+
+
+def check_pair(environment: Environment, catalog: Catalog, pair: Pair) -> dict[str, Any]:
+    """Install one pair and run the dependant's short program; return a row of the table."""
+    row: dict[str, Any] = {
+        "package": pair.dependant,
+        "version": str(pair.dependant_version),
+        "sibling": pair.sibling,
+        "sibling_version": str(pair.sibling_version),
+        "range": str(pair.range),
+    }
+    if not pair.admitted:
+        return {**row, "result": EXCLUDED}
+    if solve(catalog, pair.pins, [pair.dependant, pair.sibling]) is None:
+        outcome = environment.install(pair.pins)
+        if outcome.ok:
+            raise RuntimeError(f"{pair} was installed though no versions fit: the metadata were misread")
+        return {**row, "result": BROKEN, "reason": f"cannot be installed: {outcome.text}"}
+    outcome = environment.install(pair.pins)
+    row["installed"] = environment.installed() if outcome.ok else {}
+    outcome = environment.program(pair.dependant) if outcome.ok else outcome
+    return {**row, "result": OK} if outcome.ok else {**row, "result": BROKEN, "reason": outcome.text}
+
+
+def test_sets(known: Known) -> list[tuple[str, Version, dict[str, Version]]]:
+    """Return whose tests the full form runs, with what: a package, its version, and all that is installed."""
+    found: list[tuple[str, Version, dict[str, Version]]] = []
+
+    def add(name: str, pins: Mapping[str, Version]) -> None:
+        chosen = solve(known.catalog, pins, [name])
+        if chosen is not None and (row := (name, pins[name], chosen)) not in found:
+            found.append(row)
+
+    for name, tree in known.tree.items():
+        for sibling, needed in known.catalog[name][tree].items():
+            in_range = [other for other in known.catalog[sibling] if admits(needed, other)]
+            for other in {min(in_range), max(in_range)} if in_range else set():
+                add(name, {name: tree, sibling: other})
+    for pair in all_pairs(known.catalog):
+        if pair.admitted and pair.sibling_version == known.tree[pair.sibling]:
+            add(pair.dependant, pair.pins)
+    return found
+
+
+def run_tests(
+    root: Path, environment: Environment, known: Known, files: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Run the tests of the full form; return a row for each of them."""
+    rows = []
+    for name, version, chosen in test_sets(known):
+        outcome = environment.install(chosen)
+        if outcome.ok:
+            # Of a package that is as it was released, these are the same tests.
+            commit = None if version == known.tree[name] else known.commits[name, version]
+            outcome = environment.tests(root, Package(name), commit, files)
+        others = {other: str(number) for other, number in chosen.items() if other != name}
+        rows.append(
+            {
+                "package": name,
+                "version": str(version),
+                "siblings": others,
+                "result": OK if outcome.ok else BROKEN,
+                "summary": outcome.text,
+            }
+        )
+        _say(rows[-1])
+    return rows
+
+
+def run_pairs(environment: Environment, known: Known, *, full: bool) -> list[dict[str, Any]]:
+    """Run the programs of all pairs, or of those with the checkout; return a row for each of them."""
+    rows = []
+    for pair in all_pairs(known.catalog):
+        with_tree = any(known.tree[name] == version for name, version in pair.pins.items())
+        if full or (with_tree and pair.admitted):
+            rows.append(check_pair(environment, known.catalog, pair))
+            _say(rows[-1])
+    return rows
+
+
+def side_by_side(catalog: Catalog) -> list[dict[str, Any]]:
+    """Return, for all minor series of two packages, the versions that an installer would choose."""
+    names = sorted(catalog)
+    return [
+        {
+            "packages": {left: f"{one}.*", right: f"{other}.*"},
+            "installs": chosen and {name: str(version) for name, version in sorted(chosen.items())},
+        }
+        for number, left in enumerate(names)
+        for right in names[number + 1 :]
+        for one, other, chosen in beside(catalog, left, right)
+    ]
+
+
+def broken_now(rows: Sequence[Mapping[str, Any]], known: Known) -> list[str]:
+    """Return what must not be: pairs in range, with the checkout on one side, that are broken."""
+    found = []
+    for row in rows:
+        siblings = row.get("siblings") or {row["sibling"]: row["sibling_version"]}
+        versions = {row["package"]: row["version"], **siblings}
+        if row["result"] == BROKEN and any(str(known.tree[name]) == text for name, text in versions.items()):
+            found.append(f"{versions}: {row.get('reason') or row.get('summary')}")
+    return found
+
+
+def _say(row: Mapping[str, Any]) -> None:
+    siblings = row.get("siblings") or {row["sibling"]: row["sibling_version"]}
+    beside_it = ", ".join(f"{name} {version}" for name, version in siblings.items())
+    more = row.get("reason") or row.get("summary", "")
+    print(f"{row['package']} {row['version']} with {beside_it}: {row['result']} {more}".rstrip(), flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; return 1 if a pair with the checkout is broken."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--python", type=Path, default=Path(sys.executable), help="of the venv whose siblings are changed"
+    )
+    parser.add_argument("--wheels", type=Path, required=True, help="where wheels are kept")
+    parser.add_argument("--torch", default="", help="version in that venv, for the record")
+    parser.add_argument("--full", action="store_true", help="tests too, and the pairs of the past")
+    parser.add_argument("--record", action="store_true", help="write the result file; needs --full")
+    parser.add_argument("--files", nargs="*", default=[], help="test files to run in place of all")
+    parser.add_argument("--no-tests", action="store_true", help="with --full: only the pairs' programs")
+    options = parser.parse_args(arguments)
+    if options.record and not options.full:
+        parser.error("--record needs --full: the file has the pairs of the past, too")
+    if is_shallow(ROOT):
+        print(
+            "This clone is shallow: only versions that its tags and its part of the history show are known."
+        )
+    begin = time.monotonic()
+    known = collect(ROOT, options.wheels.absolute())
+    environment = Environment(options.python.absolute(), options.wheels.absolute(), sorted(known.catalog))
+    pairs = run_pairs(environment, known, full=options.full)
+    tests = []
+    if options.full and not options.no_tests:
+        tests = run_tests(ROOT, environment, known, options.files)
+    if options.record:
+        result = {
+            **recorded.about_this_run(),
+            "torch": options.torch,
+            "python": ".".join(map(str, sys.version_info[:3])),
+            "tree": {name: str(version) for name, version in known.tree.items()},
+            "test_files": options.files,
+            "missing": known.missing,
+            "pairs": pairs,
+            "tests": tests,
+            "side_by_side": side_by_side(known.catalog),
+        }
+        print(f"written: {recorded.write('siblings', result)}")
+    broken = broken_now([*pairs, *tests], known)
+    print(f"{len(pairs)} pairs and {len(tests)} test runs in {time.monotonic() - begin:.0f} s")
+    print("\n".join(f"BROKEN {text}" for text in broken))
+    return bool(broken)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

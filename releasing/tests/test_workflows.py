@@ -1,0 +1,103 @@
+"""Workflows call nox, its sessions and versions exist, and nothing else happens there."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from releasing.publish import package_of_tag
+from releasing.workspace import ROOT, metadata, packages, tomllib
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+INSTALL = 'python -m pip install "nox[uv]"'
+
+
+def jobs():
+    for file in WORKFLOWS:
+        for name, job in yaml.safe_load(file.read_text())["jobs"].items():
+            yield f"{file.name} {name}", job
+
+
+def combinations(job):
+    matrix = dict(job.get("strategy", {}).get("matrix", {}))
+    left_out = matrix.pop("exclude", [])
+    made = [{}]
+    for key, values in matrix.items():
+        made = [{**one, key: value} for one in made for value in values]
+    return [one for one in made if one not in left_out]
+
+
+def sessions_named():
+    for where, job in jobs():
+        for step in job["steps"]:
+            for one in combinations(job):
+                command = re.sub(
+                    r"\$\{\{ matrix\.(\w+) }}", lambda found, one=one: one[found[1]], step.get("run", "")
+                )
+                if command.startswith("nox -s "):
+                    yield from (
+                        (where, session) for session in re.findall(r'"([^"$]+)"|(?<=-s )(\w+)', command)
+                    )
+
+
+def test_workflows_run_nox_and_nothing_else():
+    assert len(WORKFLOWS) == 2
+    for where, job in jobs():
+        commands = [step["run"] for step in job["steps"] if "run" in step]
+        assert commands[0] == INSTALL, where
+        assert all(command.startswith("nox -s ") for command in commands[1:]), where
+        assert all(
+            re.fullmatch(r"actions/[\w-]+@v\d+", step["uses"]) for step in job["steps"] if "uses" in step
+        )
+
+
+def test_every_session_that_a_workflow_names_exists():
+    listed = subprocess.run(
+        [sys.executable, "-m", "nox", "--list"], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
+    known = set(re.findall(r"^[*-] (\S+)", listed, re.MULTILINE))
+    known |= {name.split("(")[0] for name in known}
+    named = {quoted or bare for _, (quoted, bare) in sessions_named()}
+    assert {"lint", "siblings", "publish", "unit(2.6.0)", "integration(2.15.0)"} <= named
+    assert named <= known, named - known
+
+
+def test_the_matrix_has_the_torches_and_pythons_that_the_packages_support():
+    (matrix,) = (job["strategy"]["matrix"] for where, job in jobs() if where.endswith(" tests"))
+    noxfile = (ROOT / "noxfile.py").read_text()
+    default = re.search(r'DEFAULT_TORCH = "(.+)"', noxfile)[1]
+    supported = re.search(r"SUPPORTED_TORCH = \[(.+)]", noxfile)[1].replace("DEFAULT_TORCH", f'"{default}"')
+    assert matrix["torch"] == re.findall(r'"([^"]+)"', supported)
+    for package in packages():
+        classifiers = metadata((ROOT / package.folder / "pyproject.toml").read_text())["classifiers"]
+        pythons = [text.rsplit(" ", 1)[1] for text in classifiers if re.search(r":: 3\.\d+$", text)]
+        assert pythons == matrix["python"], package.name
+
+
+def test_packages_share_the_settings_of_tests_and_the_place_of_the_sources():
+    def pytest_settings(folder):
+        settings = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["tool"]["pytest"][
+            "ini_options"
+        ]
+        return {key: value for key, value in settings.items() if key != "testpaths"}
+
+    sources = set()
+    for package in packages():
+        assert pytest_settings(package.folder) == pytest_settings(""), package.name
+        project = metadata((ROOT / package.folder / "pyproject.toml").read_text())
+        assert project["authors"]
+        sources.add(project["urls"]["Source"].removesuffix(package.folder))
+    assert len(sources) == 1, sources
+
+
+def test_a_tag_must_be_of_a_package_and_of_its_version(repository):
+    assert package_of_tag("upper-v0.1.0", repository).name == "upper"
+    for tag, problem in (
+        ("upper-v0.2.0", "version 0.1.0"),
+        ("other-v0.1.0", "upper"),
+        ("upper-0.1.0", "NAME-v"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            package_of_tag(tag, repository)

@@ -1,0 +1,149 @@
+"""Versions installed beside each other in one environment, and what runs there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+from releasing.commands import CommandError, git, run
+from releasing.workspace import Package
+
+PROGRAM = Path(__file__).with_name("short_program.py")
+PROGRAM_LIMIT = 300.0  # seconds; it takes 5 to 10
+TESTS_LIMIT = 3600.0
+SUMMARY = re.compile(r"^=* ?(\d+ [a-z]+.*) in [\d.]+s.*$", re.MULTILINE)
+ERROR = re.compile(r"^(?:\[rank\d+\]: |E +)?((?:\w+\.)*\w*(?:Error|Exception): .*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        ok: Whether it did what it should.
+        text: What is worth writing down: tests that passed, or the reason.
+    """
+
+    ok: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment with torch and what tests need, in which siblings are changed for others.
+
+    Attributes:
+        python: Its interpreter.
+        wheels: A folder with the wheels of all versions.
+        names: The packages of the repository.
+    """
+
+    python: Path
+    wheels: Path
+    names: Sequence[str]
+
+    def install(self, pins: Mapping[str, Version]) -> Outcome:
+        """Install exactly ``pins`` and whatever siblings they need, and no other sibling.
+
+        The installer resolves them from the wheels alone, as it would for a user.
+        """
+        run(["uv", "pip", "uninstall", "--quiet", "--python", str(self.python), *self.names], self.wheels)
+        command = ["uv", "pip", "install", "--quiet", "--python", str(self.python), "--no-index"]
+        command += ["--find-links", str(self.wheels)]
+        command += [f"--refresh-package={name}" for name in self.names]
+        try:
+            run([*command, *(f"{name}=={version}" for name, version in pins.items())], self.wheels)
+        except CommandError as error:
+            return Outcome(ok=False, text=_resolver_reason(str(error)))
+        return Outcome(ok=True, text="")
+
+    def installed(self) -> dict[str, str]:
+        """Return the version of each sibling that is there."""
+        lines = run(["uv", "pip", "freeze", "--python", str(self.python)], self.wheels).splitlines()
+        found = dict(line.split("==", 1) for line in lines if "==" in line)
+        # A wheel given by its path is frozen as "name @ file:..."; these come by name.
+        return {name: found[name] for name in self.names if name in found}
+
+    def program(self, package: str) -> Outcome:
+        """Run the short program of ``package`` on two ranks."""
+        done = self._run([str(PROGRAM), package], Path(tempfile.gettempdir()), PROGRAM_LIMIT)
+        if done is None:
+            return Outcome(ok=False, text=f"it did not end within {PROGRAM_LIMIT:.0f} s")
+        return Outcome(ok=done.returncode == 0, text="" if done.returncode == 0 else _last_error(done.stderr))
+
+    def tests(self, root: Path, package: Package, commit: str | None, files: Sequence[str] = ()) -> Outcome:
+        """Run the tests that ``package`` had at ``commit`` (None: those of the checkout).
+
+        Args:
+            root: The repository.
+            package: Whose tests.
+            commit: Where they are taken from.
+            files: Names of test files, to run only those of them that are there.
+        """
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            _lay_out_tests(root, package, commit, folder)
+            tests = folder / package.folder / "tests"
+            chosen = [str(tests / file) for file in files if (tests / file).exists()]
+            if files and not chosen:
+                return Outcome(ok=True, text="none of the chosen files is there")
+            chosen = chosen or [str(tests)]
+            # Its rootdir is the copy: an old commit's tests run under that commit's settings.
+            done = self._run(["-m", "pytest", "-q", "--tb=line", *chosen], folder, TESTS_LIMIT)
+        if done is None:
+            return Outcome(ok=False, text=f"they did not end within {TESTS_LIMIT:.0f} s")
+        counts = SUMMARY.findall(done.stdout)
+        failed = re.findall(r"^(?:FAILED|ERROR) (?:.*/)?(\S+)", done.stdout, re.MULTILINE)
+        text = counts[-1] if counts else _last_error(done.stdout + done.stderr)
+        return Outcome(ok=done.returncode == 0, text="; ".join([text, *failed[:10]]))
+
+    def _run(
+        self, arguments: list[str], folder: Path, limit: float
+    ) -> subprocess.CompletedProcess[str] | None:
+        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        command = [str(self.python), *arguments]
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=err)  # noqa: S603
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                return None
+            out.seek(0)
+            err.seek(0)
+            return subprocess.CompletedProcess(command, code, out.read(), err.read())
+
+
+def _lay_out_tests(root: Path, package: Package, commit: str | None, folder: Path) -> None:
+    # The package's folder and the settings of the tests; its src is on no path, imports find the wheel.
+    wanted = ["pyproject.toml", package.folder]
+    if commit is None:
+        for name in git(root, "ls-files", "-z", *wanted).split("\0"):
+            if name and (root / name).exists():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(root / name, folder / name)
+    else:
+        archive = folder / "tests.tar"
+        git(root, "archive", f"--output={archive}", commit, *wanted)
+        run(["tar", "--extract", "--file", str(archive)], folder)
+        archive.unlink()
+
+
+def _last_error(text: str) -> str:
+    errors = ERROR.findall(text)
+    return str(errors[-1]) if errors else (text.strip().splitlines() or ["no message"])[-1]
+
+
+def _resolver_reason(text: str) -> str:
+    lines = [line.strip(" \u256d\u2502\u251c\u2514\u2570\u2500\u25b6\u00d7") for line in text.splitlines()]
+    start = next((number for number, line in enumerate(lines) if line.startswith("Because ")), len(lines) - 1)
+    return " ".join(lines[start:]).strip()

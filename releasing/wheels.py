@@ -1,0 +1,99 @@
+"""Wheels of released versions and of the checkout, built once each and kept in a folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from packaging.version import Version
+
+from releasing.commands import CommandError, git, run
+from releasing.released import Release, files_at
+from releasing.workspace import VERSION_LINE, Package, tree_version
+
+
+def export(root: Path, package: Package, commit: str, folder: Path) -> Path:
+    """Write ``package`` as it was at ``commit`` under ``folder``; return where it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    archive = folder / f"{package.name}.tar"
+    git(root, "archive", f"--output={archive}", commit, package.folder)
+    run(["tar", "--extract", "--file", str(archive)], folder)
+    archive.unlink()
+    return folder / package.folder
+
+
+def export_tree(root: Path, package: Package, folder: Path, version: Version) -> Path:
+    """Copy the files of ``package`` that git knows, as they are in the checkout, under another version."""
+    for name in git(root, "ls-files", "-z", package.folder).split("\0"):
+        if name and (root / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, folder / name)
+    file = folder / package.version_file
+    file.write_text(VERSION_LINE.sub(f'__version__ = "{version}"', file.read_text(), count=1))
+    return folder / package.folder
+
+
+def version_in_tree(root: Path, package: Package, released: list[Release]) -> Version:
+    """Return the version of the checkout's package, ``X.Y.Z+tree`` where it is not the released X.Y.Z."""
+    version = tree_version(package, root)
+    for release in released:
+        if release.version == version and _differs(root, package, release.commit):
+            return Version(f"{version}+tree")
+    return version
+
+
+def released_wheel(root: Path, release: Release, folder: Path) -> Path:
+    """Return the wheel of a released version in ``folder``: found there, on the index, or built now.
+
+    The index is asked only where ``RELEASED_FROM_INDEX`` is set, for the names on it must be ours, and only
+    for tagged versions.
+    """
+    if (wheel := find(folder, release.package, release.version)) is not None:
+        return wheel
+    if release.tagged and os.environ.get("RELEASED_FROM_INDEX"):
+        command = ["pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+        with suppress(CommandError):  # not there yet, or not for this platform
+            run([*command, f"{release.package.name}=={release.version}"], root)
+        if (wheel := find(folder, release.package, release.version)) is not None:
+            return wheel
+    with tempfile.TemporaryDirectory() as sources:
+        return build(export(root, release.package, release.commit, Path(sources)), folder)
+
+
+def tree_wheel(root: Path, package: Package, version: Version, folder: Path) -> Path:
+    """Build the wheel of the checkout's ``package`` as ``version`` in ``folder``, anew."""
+    if (stale := find(folder, package, version)) is not None:
+        stale.unlink()
+    with tempfile.TemporaryDirectory() as sources:
+        return build(export_tree(root, package, Path(sources), version), folder)
+
+
+def build(sources: Path, folder: Path) -> Path:
+    """Build a wheel of the package in ``sources`` and return it, in ``folder``."""
+    with tempfile.TemporaryDirectory() as made:
+        run(["uv", "build", "--quiet", "--wheel", "--out-dir", made, str(sources)], sources)
+        (wheel,) = Path(made).glob("*.whl")
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy2(wheel, folder / wheel.name))
+
+
+def find(folder: Path, package: Package, version: Version) -> Path | None:
+    """Return the wheel of ``package`` in ``folder`` that has ``version``."""
+    return next(iter(sorted(folder.glob(f"{package.module}-{version}-*.whl"))), None)
+
+
+def _differs(root: Path, package: Package, commit: str) -> bool:
+    """Return whether what a wheel of the checkout would have in it is not what it was at ``commit``."""
+    parts = [f"{package.folder}/src", f"{package.folder}/pyproject.toml"]
+    return bool(git(root, "diff", "--name-only", commit, "--", *parts).strip())
+
+
+def pyproject_at(root: Path, release: Release) -> str:
+    """Return the text of the release's ``pyproject.toml``."""
+    (text,) = files_at(root, [release.commit], f"{release.package.folder}/pyproject.toml")
+    if text is None:
+        raise ValueError(f"{release.package.name} {release.version} has no pyproject.toml")
+    return text
