@@ -1,9 +1,7 @@
 """Collectives that are started early and waited for late, forward and backward."""
 
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import dist_autograd_collectives as dac

@@ -1,7 +1,7 @@
 """A pytest fixture that runs a function on several ranks, with options for the backend and their number.
 
 And markers: ``@pytest.mark.gpu`` skips a test, with the reason, where CUDA finds no GPU (``gpu(2)``: fewer
-than two); ``pytest -m gpu`` runs what needs one. ``@pytest.mark.exhaustive`` names what a quick check may leave
+than two); ``pytest -m gpu`` runs what needs one. ``@pytest.mark.exhaustive`` is for what a quick check leaves
 out: ``pytest -m "not exhaustive"``.
 
 Switch it on with ``-p dist_utils.pytest_plugin`` (in ``addopts``), or with
