@@ -11,7 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_utils.testing import RankDied, RanksHung, RankTraceback, run_ranks, tcp_bytes_sent
+from dist_utils.testing import (
+    RankDied,
+    RanksHung,
+    RankTraceback,
+    patience,
+    run_ranks,
+    tcp_bytes_sent,
+)
 
 
 class Custom(Exception):  # noqa: N818
@@ -191,6 +198,22 @@ def test_sent_bytes_are_those_of_a_ring_all_reduce():
     for sent in run_ranks(_send, world_size, elements):
         # Above the payload: Gloo's message headers and the barrier.
         assert ring <= sent < 1.02 * ring
+
+
+def _crowd(rank, core):
+    os.sched_setaffinity(0, {core})
+    dist.barrier()
+    factors = [patience(10.0) / 10.0 for _ in range(8)]
+    dist.barrier()
+    return factors
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot choose a core")
+def test_patience_grows_with_the_work_of_others():
+    ranks = run_ranks(_crowd, 4, min(os.sched_getaffinity(0)))
+    factors = [factor for rank in ranks for factor in rank]
+    assert all(1 <= factor <= 30 for factor in factors)
+    assert sum(factors) / len(factors) > 1.5  # four, were they all computing all the time
 
 
 def _print(rank, text):
