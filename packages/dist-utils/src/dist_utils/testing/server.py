@@ -6,9 +6,8 @@ Importing this module changes the garbage collector of the process: only that se
 import contextlib
 import gc
 
-from dist_utils import testing, torch_compat
-
-__all__ = ["testing"]
+import dist_utils.testing  # noqa: F401
+from dist_utils import torch_compat
 
 torch_compat.import_compiler()
 # The usual caller; the module of its rank's function imports it in any case.

@@ -1,0 +1,25 @@
+"""Run a function on several ranks, as real processes with a real process group, and see what they did.
+
+Made for tests of code that communicates: the results of all ranks come back, an error comes back with
+its traceback, and a hang ends at a timeout with the place where each rank hung.
+"""
+
+from dist_utils.testing.backward import call_in_backward
+from dist_utils.testing.buckets import grad_bucket
+from dist_utils.testing.comparisons import same_bits, same_on_all_ranks
+from dist_utils.testing.launcher import RankDied, RanksHung, RankTraceback, run_ranks
+from dist_utils.testing.traffic import tcp_bytes_sent
+from dist_utils.testing.waiting import patience
+
+__all__ = [
+    "RankDied",
+    "RankTraceback",
+    "RanksHung",
+    "call_in_backward",
+    "grad_bucket",
+    "patience",
+    "run_ranks",
+    "same_bits",
+    "same_on_all_ranks",
+    "tcp_bytes_sent",
+]

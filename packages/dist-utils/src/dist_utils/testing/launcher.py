@@ -1,0 +1,167 @@
+"""Start ranks as real processes, wait for them, and raise what they raised."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, not in its __all__
+
+from dist_utils.testing.rank import Outputs, Ranks
+from dist_utils.testing.starting import start_method
+
+__all__ = ["RankDied", "RankTraceback", "RanksHung", "run_ranks"]
+
+
+_SETTLE_SECONDS = 1.0
+"""How long the other ranks get to fail too once one has failed."""
+
+
+class RankTraceback(Exception):  # noqa: N818 - the cause of an error, not an error to catch
+    """The tracebacks of the ranks that failed, as text. The cause of what :func:`run_ranks` raises."""
+
+
+class RankDied(RuntimeError):  # noqa: N818 - says what happened
+    """A rank's process ended without a result: killed by a signal, or by ``os._exit``."""
+
+
+class RanksHung(TimeoutError):  # noqa: N818 - says what happened
+    """Some ranks did not finish in time. The message names them and shows where each one hung."""
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    backend: str | None = "gloo",
+    timeout: float = 60.0,
+    group_timeout: float | None = None,
+    may_die: Collection[int] = (),
+) -> list[Any]:
+    """Run ``fn(rank, *args)`` in ``world_size`` new processes and return what each rank returned.
+
+    The processes are started with ``torch.multiprocessing``, find each other through a store that the
+    caller's process keeps (so that rank 0 may die), and have ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
+    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set. torch uses one CPU thread per rank
+    unless ``OMP_NUM_THREADS`` says otherwise. What they print goes to where the caller's file descriptors 1
+    and 2 lead during this call (pytest's ``capfd``, not ``capsys``).
+
+    Args:
+        fn: A function that the new process can import: defined at the top level of a module.
+        world_size: Number of ranks, at least 1.
+        *args: Passed on to ``fn``; must pickle.
+        backend: Of the default process group, which is there when ``fn`` is called. With ``"nccl"``
+            rank r uses GPU r. ``None``: no process group.
+        timeout: Seconds until every process is killed.
+        group_timeout: Seconds that a collective may take; ``timeout`` if not given.
+        may_die: Ranks that may end without a result, for tests of a dying peer: their result is ``None``.
+
+    Returns:
+        The results in rank order. They must pickle.
+
+    Raises:
+        ValueError: ``world_size`` is less than 1, or there are fewer GPUs than ranks.
+        RanksHung: A rank did not finish in time. The stacks of its threads are in the message (on
+            systems with signals).
+        RankDied: A rank's process ended without a result. The message has its exit code or signal.
+        BaseException: What ``fn`` raised first, of the same type. Its ``__cause__`` is a
+            :class:`RankTraceback` with the tracebacks of all ranks that failed until then.
+
+    Processes that ``fn`` itself starts are not killed with it.
+
+    Cost:
+        Half a second, and the imports of ``fn``'s module in every process; torch, with what DDP models need
+        of its compiler, is imported once, by the first call (some seconds), in a server that lives as long
+        as the caller's process. Where there is no ``fork``, as on Windows, every process imports it. Group
+        small checks into one call.
+
+    Example:
+        >>> def total(rank, start):  # doctest: +SKIP
+        ...     value = torch.tensor(start + rank)
+        ...     dist.all_reduce(value)
+        ...     return value.item()
+        >>> run_ranks(total, 2, 10)  # doctest: +SKIP
+        [21, 21]
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if backend == "nccl" and torch.cuda.device_count() < world_size:
+        raise ValueError(f"nccl needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
+    with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
+        # Kept by this process, which outlives every rank; on a port that the system picks.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        limit = timeout if group_timeout is None else group_timeout
+        ranks = Ranks(
+            fn, args, world_size, backend, limit, store.port, Path(folder), dict(os.environ), Outputs()
+        )
+        context = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+            ranks, nprocs=world_size, join=False, start_method=start_method()
+        )
+        processes: list[BaseProcess] = context.processes
+        try:
+            _wait(processes, ranks, timeout, may_die)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        return [ranks.result(index) for index in range(world_size)]
+
+
+def _wait(processes: Sequence[BaseProcess], ranks: Ranks, timeout: float, may_die: Collection[int]) -> None:
+    """Return when every process has ended well; raise as soon as one has not, or at the timeout."""
+    deadline = time.monotonic() + timeout
+    running = {process.sentinel: rank for rank, process in enumerate(processes)}
+    while running:
+        ended = wait_for_any(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        if not ended:
+            hung = list(running.values())
+            stacks = [
+                f"rank {rank} hung here:\n{ranks.stack(rank, processes[rank].pid or 0)}" for rank in hung
+            ]
+            raise RanksHung(
+                f"ranks {hung} of {len(processes)} did not finish within {timeout:g} s\n" + "\n".join(stacks)
+            )
+        for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
+            if rank not in may_die and not _ended_well(processes[rank], ranks, rank):
+                # The others may be about to fail for the same reason, or be the reason.
+                settled = time.monotonic() + _SETTLE_SECONDS
+                while running and (seconds := settled - time.monotonic()) > 0:
+                    for other in wait_for_any(list(running), timeout=seconds):
+                        running = {sentinel: r for sentinel, r in running.items() if sentinel != other}
+                raise _first_failure(processes, ranks, may_die)
+
+
+def _ended_well(process: BaseProcess, ranks: Ranks, rank: int) -> bool:
+    process.join()  # its sentinel is ready a moment before its exit code
+    return process.exitcode == 0 and ranks.succeeded(rank)
+
+
+def _first_failure(processes: Sequence[BaseProcess], ranks: Ranks, may_die: Collection[int]) -> BaseException:
+    """Make the error to raise: a rank that died explains the others' errors, else the earliest counts."""
+    failures = {
+        rank: failure for rank in range(len(processes)) if (failure := ranks.failure(rank)) is not None
+    }
+    cause = RankTraceback(
+        "\n".join(f"\nrank {rank} raised:\n{failure.text}" for rank, failure in failures.items())
+    )
+    for rank, process in enumerate(processes):
+        gone = process.exitcode is not None and rank not in failures
+        if gone and rank not in may_die and not _ended_well(process, ranks, rank):
+            code = process.exitcode or 0
+            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            when = "died after it had returned" if ranks.succeeded(rank) else "ended without a result"
+            death = RankDied(f"rank {rank} of {len(processes)} {when}: {how}")
+            death.__cause__ = cause if failures else None
+            return death
+    first = min(failures.values(), key=lambda failure: failure.when)
+    first.error.__cause__ = cause
+    return first.error

@@ -1,0 +1,192 @@
+"""What runs in the process of one rank, and the files by which it tells its parent how that went."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, not in its __all__
+
+from dist_utils import torch_compat
+from dist_utils.testing.starting import start_method
+
+__all__ = ["Failure", "Outputs", "Ranks"]
+
+_STACK_SECONDS = 2.0
+"""How long a hung rank gets to write down its stack before it is killed."""
+
+
+class Outputs:
+    """Where the caller's standard output and error lead now: pickled to a rank, it writes there too.
+
+    Without it a rank of the server would write to where they led when the server was started.
+    """
+
+    def __init__(self, handed_over: Sequence[Any] = ()) -> None:
+        self._handed_over = handed_over
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Hand the descriptors over; a spawned process has them already."""
+        if start_method() != "forkserver":
+            return Outputs, ()
+        return Outputs, ([_handed_over(descriptor) for descriptor in _OUTPUTS],)
+
+    def take(self) -> None:
+        """Write to them from now on."""
+        for descriptor, given in zip(_OUTPUTS, self._handed_over, strict=False):
+            if given is not None:
+                inherited = given.detach()
+                os.dup2(inherited, descriptor)
+                os.close(inherited)
+
+
+_OUTPUTS = (1, 2)
+
+
+def _handed_over(descriptor: int) -> Any:
+    try:
+        os.fstat(descriptor)
+    except OSError:  # closed
+        return None
+    return reduction.DupFd(descriptor)
+
+
+class Failure(NamedTuple):
+    """What a rank raised, and when."""
+
+    when: float
+    error: BaseException
+    text: str
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What every rank runs, and the files by which it tells its parent how that went."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    backend: str | None
+    group_timeout: float
+    port: int
+    folder: Path
+    environment: dict[str, str]
+    outputs: Outputs
+
+    def __call__(self, rank: int) -> None:
+        """Be rank ``rank``; the entry point of a new process."""
+        self.outputs.take()
+        os.environ.clear()  # the server's, as it was when that started
+        os.environ.update(self.environment)
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR1, file=self._path("stack", rank).open("w"))
+        try:
+            self._start(rank)
+            result = self.fn(rank, *self.args)
+            torch.save(result, self._path("result", rank))
+            # A DDP model is a cycle, and keeps its group.
+            gc.collect()
+            if dist.is_initialized() and torch_compat.GROUPS_END_WITHOUT_GIL:
+                dist.destroy_process_group()
+            # As the interpreter does at its end: a leaked thread is a hang here as it would be there.
+            threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001
+        except BaseException as error:  # noqa: BLE001 - raised again by the parent; pytest's are no Exception
+            failure = Failure(time.time(), _picklable(error), traceback.format_exc())
+            unfinished = self._path("unfinished", rank)
+            unfinished.write_bytes(pickle.dumps(failure))
+            unfinished.replace(self._path("failure", rank))  # whole, or not there
+            # No clean-up: it could wait for a peer, and closed connections tell the peers at once.
+            _flush_and_exit(1)
+        atexit._run_exitfuncs()  # noqa: SLF001 - coverage's, for one
+        # Not through the interpreter's teardown: a Gloo thread that still drops a callback's objects
+        # there aborts the process (seen about once in a hundred ranks).
+        _flush_and_exit(0)
+
+    def _start(self, rank: int) -> None:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        ranks = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": self.world_size,
+        }
+        os.environ.update({name: str(value) for name, value in ranks.items()})
+        # With the last of them, init_process_group("gloo") in fn uses the store that there is.
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port), TORCHELASTIC_USE_AGENT_STORE="True"
+        )
+        if self.backend is None:
+            return
+        if self.backend == "nccl":
+            torch.cuda.set_device(rank)
+        limit = timedelta(seconds=self.group_timeout)
+        store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=limit)
+        dist.init_process_group(
+            self.backend, store=store, rank=rank, world_size=self.world_size, timeout=limit
+        )
+
+    def result(self, rank: int) -> Any:
+        """Return what a rank's function returned, ``None`` if it did not."""
+        path = self._path("result", rank)
+        return torch.load(path, weights_only=False) if path.exists() else None
+
+    def succeeded(self, rank: int) -> bool:
+        """Tell whether a rank has come to its end."""
+        return self._path("result", rank).exists() and not self._path("failure", rank).exists()
+
+    def failure(self, rank: int) -> Failure | None:
+        """Return what a rank raised, if it did."""
+        path = self._path("failure", rank)
+        return Failure(*pickle.loads(path.read_bytes())) if path.exists() else None  # noqa: S301 - our own file
+
+    def stack(self, rank: int, pid: int) -> str:
+        """Make a hung rank write down where it is."""
+        if not hasattr(faulthandler, "register"):
+            return "(no stack: this system has no signals)"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        path, deadline, text = self._path("stack", rank), time.monotonic() + _STACK_SECONDS, ""
+        while time.monotonic() < deadline:
+            before, text = text, path.read_text() if path.exists() else ""
+            if text and text == before:
+                return text
+            time.sleep(0.05)
+        return text or "(no stack: the rank was still starting, or ended just now)"
+
+    def _path(self, kind: str, rank: int) -> Path:
+        return self.folder / f"{kind}-{rank}"
+
+
+def _flush_and_exit(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _picklable(error: BaseException) -> BaseException:
+    try:
+        if isinstance(pickle.loads(pickle.dumps(error)), BaseException):  # noqa: S301 - our own bytes
+            return error
+    except Exception:  # noqa: BLE001, S110 - an exception class may refuse in any way
+        pass
+    try:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    except Exception:  # noqa: BLE001 - also to be shown
+        return RuntimeError(f"{type(error).__name__}, which cannot be shown")
