@@ -76,13 +76,7 @@ def _add_release(root: Path, release: Release, wheels: Path, names: list[str], k
 
 def check_pair(environment: Environment, catalog: Catalog, pair: Pair) -> dict[str, Any]:
     """Install one pair and run the dependant's short program; return a row of the table."""
-    row: dict[str, Any] = {
-        "package": pair.dependant,
-        "version": str(pair.dependant_version),
-        "sibling": pair.sibling,
-        "sibling_version": str(pair.sibling_version),
-        "range": str(pair.range),
-    }
+    row = _row(pair)
     if not pair.admitted:
         return {**row, "result": EXCLUDED}
     if solve(catalog, pair.pins, [pair.dependant, pair.sibling]) is None:
@@ -108,7 +102,7 @@ def test_sets(known: Known) -> list[tuple[str, Version, dict[str, Version]]]:
     for name, tree in known.tree.items():
         for sibling, needed in known.catalog[name][tree].items():
             in_range = [other for other in known.catalog[sibling] if admits(needed, other)]
-            for other in {min(in_range), max(in_range)} if in_range else set():
+            for other in sorted({min(in_range), max(in_range)}) if in_range else []:
                 add(name, {name: tree, sibling: other})
     for pair in all_pairs(known.catalog):
         if pair.admitted and pair.sibling_version == known.tree[pair.sibling]:
@@ -141,14 +135,22 @@ def run_tests(
     return rows
 
 
-def run_pairs(environment: Environment, known: Known, *, full: bool) -> list[dict[str, Any]]:
-    """Run the programs of all pairs, or of those with the checkout; return a row for each of them."""
+def run_pairs(
+    environment: Environment, known: Known, *, full: bool, recorded_rows: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Run the programs of all pairs, or of those with the checkout; return a row for each of them.
+
+    What was recorded of a pair of the past is taken over: neither of its wheels can change any more.
+    """
+    past = {_names_and_versions(row): row for row in recorded_rows}
     rows = []
     for pair in all_pairs(known.catalog):
         with_tree = any(known.tree[name] == version for name, version in pair.pins.items())
-        if full or (with_tree and pair.admitted):
-            rows.append(check_pair(environment, known.catalog, pair))
-            _say(rows[-1])
+        if not full and not (with_tree and pair.admitted):
+            continue
+        row = None if with_tree else past.get(_names_and_versions(_row(pair)))
+        rows.append(check_pair(environment, known.catalog, pair) if row is None else row)
+        _say(rows[-1])
     return rows
 
 
@@ -177,6 +179,20 @@ def broken_now(rows: Sequence[Mapping[str, Any]], known: Known) -> list[str]:
     return found
 
 
+def _row(pair: Pair) -> dict[str, Any]:
+    return {
+        "package": pair.dependant,
+        "version": str(pair.dependant_version),
+        "sibling": pair.sibling,
+        "sibling_version": str(pair.sibling_version),
+        "range": str(pair.range),
+    }
+
+
+def _names_and_versions(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(row[key] for key in ("package", "version", "sibling", "sibling_version", "range"))
+
+
 def _say(row: Mapping[str, Any]) -> None:
     siblings = row.get("siblings") or {row["sibling"]: row["sibling_version"]}
     beside_it = ", ".join(f"{name} {version}" for name, version in siblings.items())
@@ -195,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="tests too, and the pairs of the past")
     parser.add_argument("--record", action="store_true", help="write the result file; needs --full")
     parser.add_argument("--files", nargs="*", default=[], help="test files to run in place of all")
+    parser.add_argument("--anew", action="store_true", help="run pairs of the past that are recorded, too")
     parser.add_argument("--no-tests", action="store_true", help="with --full: only the pairs' programs")
     options = parser.parse_args(arguments)
     if options.record and not options.full:
@@ -206,7 +223,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     known = collect(ROOT, options.wheels.absolute())
     environment = Environment(options.python.absolute(), options.wheels.absolute(), sorted(known.catalog))
-    pairs = run_pairs(environment, known, full=options.full)
+    before = recorded.read("siblings") or {}
+    past = before["pairs"] if before.get("torch") == options.torch and not options.anew else []
+    pairs = run_pairs(environment, known, full=options.full, recorded_rows=past)
     tests = []
     if options.full and not options.no_tests:
         tests = run_tests(ROOT, environment, known, options.files)
