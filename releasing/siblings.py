@@ -12,66 +12,19 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
 from releasing import recorded
+from releasing.known import Known, collect
 from releasing.pairs import Catalog, Pair, admits, all_pairs, beside, solve
-from releasing.released import Release, is_shallow, releases
+from releasing.released import is_shallow
 from releasing.trials import Environment
-from releasing.wheels import pyproject_at, released_wheel, tree_wheel, version_in_tree
-from releasing.workspace import ROOT, Package, packages, sibling_ranges
+from releasing.workspace import ROOT, Package
 
 OK, BROKEN, EXCLUDED = "ok", "broken", "excluded by range"
-
-
-@dataclass
-class Known:
-    """Every version of every package that can be installed here.
-
-    Attributes:
-        catalog: What each version needs.
-        commits: Where the tests of each released version are.
-        tree: The versions in the checkout.
-        missing: Released versions whose wheel cannot be built any more, with the reason.
-    """
-
-    catalog: dict[str, dict[Version, Any]] = field(default_factory=dict)
-    commits: dict[tuple[str, Version], str] = field(default_factory=dict)
-    tree: dict[str, Version] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-
-def collect(root: Path, wheels: Path) -> Known:
-    """Build the wheels of all released versions and of the checkout, and read their metadata."""
-    known = Known()
-    names = [package.name for package in packages(root)]
-    for package in packages(root):
-        released = releases(root, package)
-        versions = known.catalog[package.name] = {}
-        for release in released:
-            _add_release(root, release, wheels, names, known)
-        version = version_in_tree(root, package, released)
-        if version not in versions:
-            tree_wheel(root, package, version, wheels)
-            text = (root / package.folder / "pyproject.toml").read_text()
-            versions[version] = sibling_ranges(text, names)
-        known.tree[package.name] = version
-    return known
-
-
-def _add_release(root: Path, release: Release, wheels: Path, names: list[str], known: Known) -> None:
-    name = release.package.name
-    try:
-        released_wheel(root, release, wheels)
-    except RuntimeError as error:
-        known.missing[f"{name} {release.version}"] = str(error).strip().splitlines()[-1]
-        return
-    known.catalog[name][release.version] = sibling_ranges(pyproject_at(root, release), names)
-    known.commits[name, release.version] = release.commit
 
 
 def check_pair(environment: Environment, catalog: Catalog, pair: Pair) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from small_repository import commit, write_package
 
 from releasing import siblings, trials
 from releasing.commands import run
+from releasing.known import Known, collect
 from releasing.pairs import Pair
 from releasing.trials import Environment
 
@@ -23,7 +24,7 @@ def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_sa
     source.write_text(source.read_text() + "CHANGED = True\n")
     write_package(repository, "upper", "0.2.0", "lower>=0.2,<1", entries="## 0.1.0\n")
     wheels = tmp_path / "wheels"
-    known = siblings.collect(repository, wheels)
+    known = collect(repository, wheels)
     assert {name: set(versions) for name, versions in known.catalog.items()} == {
         "lower": {OLD, NEW, TREE},
         "upper": {OLD, NEW},
@@ -46,7 +47,7 @@ def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_sa
 
 def known_versions():
     needs = {"lower": SpecifierSet(">=0.1,<1")}
-    return siblings.Known(
+    return Known(
         catalog={"lower": {OLD: {}, NEW: {}, TREE: {}}, "upper": {OLD: needs, NEW: needs}},
         tree={"lower": TREE, "upper": NEW},
     )
