@@ -108,8 +108,12 @@ def run_pairs(
 
 
 def side_by_side(catalog: Catalog) -> list[dict[str, Any]]:
-    """Return, for all minor series of two packages, the versions that an installer would choose."""
+    """Return, for all minor series of two packages, the versions that an installer would choose.
+
+    Only of packages that do not need each other; the pairs are about the others.
+    """
     names = sorted(catalog)
+    needed = {(name, sibling) for name in names for needs in catalog[name].values() for sibling in needs}
     return [
         {
             "packages": {left: f"{one}.*", right: f"{other}.*"},
@@ -117,6 +121,7 @@ def side_by_side(catalog: Catalog) -> list[dict[str, Any]]:
         }
         for number, left in enumerate(names)
         for right in names[number + 1 :]
+        if not needed & {(left, right), (right, left)}
         for one, other, chosen in beside(catalog, left, right)
     ]
 
