@@ -185,7 +185,8 @@ def siblings(session: nox.Session) -> None:
     needs = {need for package in PACKAGES for need in third_party(package)}
     session.install(f"torch=={DEFAULT_TORCH}", *sorted(needs), *RELEASE_TOOLS, env=ENV)
     wheels = Path(session.create_tmp()) / "wheels"
-    session.run("python", "-m", "releasing.siblings", f"--wheels={wheels}", *session.posargs, env=ENV)
+    where = [f"--wheels={wheels}", f"--torch={DEFAULT_TORCH}"]
+    session.run("python", "-m", "releasing.siblings", *where, *session.posargs, env=ENV)
 
 
 @nox.session(default=False)

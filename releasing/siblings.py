@@ -12,77 +12,24 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
 from releasing import recorded
+from releasing.known import Known, collect
 from releasing.pairs import Catalog, Pair, admits, all_pairs, beside, solve
-from releasing.released import Release, is_shallow, releases
+from releasing.released import is_shallow
 from releasing.trials import Environment
-from releasing.wheels import pyproject_at, released_wheel, tree_wheel, version_in_tree
-from releasing.workspace import ROOT, Package, packages, sibling_ranges
+from releasing.workspace import ROOT, Package
 
 OK, BROKEN, EXCLUDED = "ok", "broken", "excluded by range"
 
 
-@dataclass
-class Known:
-    """Every version of every package that can be installed here.
-
-    Attributes:
-        catalog: What each version needs.
-        commits: Where the tests of each released version are.
-        tree: The versions in the checkout.
-        missing: Released versions whose wheel cannot be built any more, with the reason.
-    """
-
-    catalog: dict[str, dict[Version, Any]] = field(default_factory=dict)
-    commits: dict[tuple[str, Version], str] = field(default_factory=dict)
-    tree: dict[str, Version] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-
-
-def collect(root: Path, wheels: Path) -> Known:
-    """Build the wheels of all released versions and of the checkout, and read their metadata."""
-    known = Known()
-    names = [package.name for package in packages(root)]
-    for package in packages(root):
-        released = releases(root, package)
-        versions = known.catalog[package.name] = {}
-        for release in released:
-            _add_release(root, release, wheels, names, known)
-        version = version_in_tree(root, package, released)
-        if version not in versions:
-            tree_wheel(root, package, version, wheels)
-            text = (root / package.folder / "pyproject.toml").read_text()
-            versions[version] = sibling_ranges(text, names)
-        known.tree[package.name] = version
-    return known
-
-
-def _add_release(root: Path, release: Release, wheels: Path, names: list[str], known: Known) -> None:
-    name = release.package.name
-    try:
-        released_wheel(root, release, wheels)
-    except RuntimeError as error:
-        known.missing[f"{name} {release.version}"] = str(error).strip().splitlines()[-1]
-        return
-    known.catalog[name][release.version] = sibling_ranges(pyproject_at(root, release), names)
-    known.commits[name, release.version] = release.commit
-
-
 def check_pair(environment: Environment, catalog: Catalog, pair: Pair) -> dict[str, Any]:
     """Install one pair and run the dependant's short program; return a row of the table."""
-    row: dict[str, Any] = {
-        "package": pair.dependant,
-        "version": str(pair.dependant_version),
-        "sibling": pair.sibling,
-        "sibling_version": str(pair.sibling_version),
-        "range": str(pair.range),
-    }
+    row = _row(pair)
     if not pair.admitted:
         return {**row, "result": EXCLUDED}
     if solve(catalog, pair.pins, [pair.dependant, pair.sibling]) is None:
@@ -108,7 +55,7 @@ def test_sets(known: Known) -> list[tuple[str, Version, dict[str, Version]]]:
     for name, tree in known.tree.items():
         for sibling, needed in known.catalog[name][tree].items():
             in_range = [other for other in known.catalog[sibling] if admits(needed, other)]
-            for other in {min(in_range), max(in_range)} if in_range else set():
+            for other in sorted({min(in_range), max(in_range)}) if in_range else []:
                 add(name, {name: tree, sibling: other})
     for pair in all_pairs(known.catalog):
         if pair.admitted and pair.sibling_version == known.tree[pair.sibling]:
@@ -141,20 +88,32 @@ def run_tests(
     return rows
 
 
-def run_pairs(environment: Environment, known: Known, *, full: bool) -> list[dict[str, Any]]:
-    """Run the programs of all pairs, or of those with the checkout; return a row for each of them."""
+def run_pairs(
+    environment: Environment, known: Known, *, full: bool, recorded_rows: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:
+    """Run the programs of all pairs, or of those with the checkout; return a row for each of them.
+
+    What was recorded of a pair of the past is taken over: neither of its wheels can change any more.
+    """
+    past = {_names_and_versions(row): row for row in recorded_rows}
     rows = []
     for pair in all_pairs(known.catalog):
         with_tree = any(known.tree[name] == version for name, version in pair.pins.items())
-        if full or (with_tree and pair.admitted):
-            rows.append(check_pair(environment, known.catalog, pair))
-            _say(rows[-1])
+        if not full and not (with_tree and pair.admitted):
+            continue
+        row = None if with_tree else past.get(_names_and_versions(_row(pair)))
+        rows.append(check_pair(environment, known.catalog, pair) if row is None else row)
+        _say(rows[-1])
     return rows
 
 
 def side_by_side(catalog: Catalog) -> list[dict[str, Any]]:
-    """Return, for all minor series of two packages, the versions that an installer would choose."""
+    """Return, for all minor series of two packages, the versions that an installer would choose.
+
+    Only of packages that do not need each other; the pairs are about the others.
+    """
     names = sorted(catalog)
+    needed = {(name, sibling) for name in names for needs in catalog[name].values() for sibling in needs}
     return [
         {
             "packages": {left: f"{one}.*", right: f"{other}.*"},
@@ -162,6 +121,7 @@ def side_by_side(catalog: Catalog) -> list[dict[str, Any]]:
         }
         for number, left in enumerate(names)
         for right in names[number + 1 :]
+        if not needed & {(left, right), (right, left)}
         for one, other, chosen in beside(catalog, left, right)
     ]
 
@@ -175,6 +135,20 @@ def broken_now(rows: Sequence[Mapping[str, Any]], known: Known) -> list[str]:
         if row["result"] == BROKEN and any(str(known.tree[name]) == text for name, text in versions.items()):
             found.append(f"{versions}: {row.get('reason') or row.get('summary')}")
     return found
+
+
+def _row(pair: Pair) -> dict[str, Any]:
+    return {
+        "package": pair.dependant,
+        "version": str(pair.dependant_version),
+        "sibling": pair.sibling,
+        "sibling_version": str(pair.sibling_version),
+        "range": str(pair.range),
+    }
+
+
+def _names_and_versions(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(row[key] for key in ("package", "version", "sibling", "sibling_version", "range"))
 
 
 def _say(row: Mapping[str, Any]) -> None:
@@ -195,6 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="tests too, and the pairs of the past")
     parser.add_argument("--record", action="store_true", help="write the result file; needs --full")
     parser.add_argument("--files", nargs="*", default=[], help="test files to run in place of all")
+    parser.add_argument("--anew", action="store_true", help="run pairs of the past that are recorded, too")
     parser.add_argument("--no-tests", action="store_true", help="with --full: only the pairs' programs")
     options = parser.parse_args(arguments)
     if options.record and not options.full:
@@ -206,7 +181,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     begin = time.monotonic()
     known = collect(ROOT, options.wheels.absolute())
     environment = Environment(options.python.absolute(), options.wheels.absolute(), sorted(known.catalog))
-    pairs = run_pairs(environment, known, full=options.full)
+    before = recorded.read("siblings") or {}
+    past = before["pairs"] if before.get("torch") == options.torch and not options.anew else []
+    pairs = run_pairs(environment, known, full=options.full, recorded_rows=past)
     tests = []
     if options.full and not options.no_tests:
         tests = run_tests(ROOT, environment, known, options.files)

@@ -60,7 +60,7 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
         yield ".__closure__", obj.__closure__
     elif isinstance(obj, (GeneratorType, CoroutineType)):
         frame = obj.gi_frame if isinstance(obj, GeneratorType) else obj.cr_frame
-        yield " locals", frame and frame.f_locals
+        yield " locals", frame and dict(frame.f_locals)  # no dict itself from Python 3.13 on
     elif isinstance(obj, dict):
         yield from ((f"[{short_repr(key)}]", value) for key, value in dict.items(obj))
         yield from ((f" key {short_repr(key)}", key) for key in dict.keys(obj))

@@ -1,0 +1,59 @@
+"""All versions that can be installed: those that were released, and the checkout's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.version import Version
+
+from releasing.pairs import Needs
+from releasing.released import Release, releases
+from releasing.wheels import pyproject_at, released_wheel, tree_wheel, version_in_tree
+from releasing.workspace import packages, sibling_ranges
+
+
+@dataclass
+class Known:
+    """Every version of every package that can be installed here.
+
+    Attributes:
+        catalog: What each version needs.
+        commits: Where the tests of each released version are.
+        tree: The versions in the checkout.
+        missing: Released versions whose wheel cannot be built any more, with the reason.
+    """
+
+    catalog: dict[str, dict[Version, Needs]] = field(default_factory=dict)
+    commits: dict[tuple[str, Version], str] = field(default_factory=dict)
+    tree: dict[str, Version] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def collect(root: Path, wheels: Path) -> Known:
+    """Build the wheels of all released versions and of the checkout, and read their metadata."""
+    known = Known()
+    names = [package.name for package in packages(root)]
+    for package in packages(root):
+        released = releases(root, package)
+        versions = known.catalog[package.name] = {}
+        for release in released:
+            _add_release(root, release, wheels, names, known)
+        version = version_in_tree(root, package, released)
+        if version not in versions:
+            tree_wheel(root, package, version, wheels)
+            text = (root / package.folder / "pyproject.toml").read_text()
+            versions[version] = sibling_ranges(text, names)
+        known.tree[package.name] = version
+    return known
+
+
+def _add_release(root: Path, release: Release, wheels: Path, names: list[str], known: Known) -> None:
+    name = release.package.name
+    try:
+        released_wheel(root, release, wheels)
+    except RuntimeError as error:
+        known.missing[f"{name} {release.version}"] = str(error).strip().splitlines()[-1]
+        return
+    known.catalog[name][release.version] = sibling_ranges(pyproject_at(root, release), names)
+    known.commits[name, release.version] = release.commit

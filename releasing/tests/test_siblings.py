@@ -1,0 +1,135 @@
+"""Versions beside each other: wheels of the past and of the checkout, and what is reported of them."""
+
+import sys
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from small_repository import commit, write_package
+
+from releasing import siblings, trials
+from releasing.commands import run
+from releasing.known import Known, collect
+from releasing.pairs import Pair
+from releasing.trials import Environment
+
+OLD, NEW, TREE = Version("0.1.0"), Version("0.2.0"), Version("0.2.0+tree")
+
+
+def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_say(repository, tmp_path):
+    write_package(repository, "lower", "0.1.0", entries="## 0.1.0\n")
+    commit(repository, "lower 0.1.0")
+    write_package(repository, "lower", "0.2.0", entries="## 0.2.0\n")
+    commit(repository, "lower 0.2.0")
+    source = repository / "packages/lower/src/lower/__init__.py"
+    source.write_text(source.read_text() + "CHANGED = True\n")
+    write_package(repository, "upper", "0.2.0", "lower>=0.2,<1", entries="## 0.1.0\n")
+    wheels = tmp_path / "wheels"
+    known = collect(repository, wheels)
+    assert {name: set(versions) for name, versions in known.catalog.items()} == {
+        "lower": {OLD, NEW, TREE},
+        "upper": {OLD, NEW},
+    }
+    assert known.tree == {"lower": TREE, "upper": NEW}
+    assert len(list(wheels.glob("*.whl"))) == 5
+    assert not known.missing
+
+    venv = tmp_path / "venv"
+    run(["uv", "venv", "--quiet", "--python", sys.executable, str(venv)], tmp_path)
+    environment = Environment(venv / "bin" / "python", wheels, ["lower", "upper"])
+    assert environment.install({"upper": NEW, "lower": TREE}).ok
+    assert environment.installed() == {"lower": "0.2.0+tree", "upper": "0.2.0"}
+    assert environment.install({"upper": OLD, "lower": OLD}).ok
+    assert environment.installed() == {"lower": "0.1.0", "upper": "0.1.0"}
+    refused = environment.install({"upper": NEW, "lower": OLD})
+    assert not refused.ok
+    assert "depends on lower>=0.2" in refused.text
+
+
+def known_versions():
+    needs = {"lower": SpecifierSet(">=0.1,<1")}
+    return Known(
+        catalog={"lower": {OLD: {}, NEW: {}, TREE: {}}, "upper": {OLD: needs, NEW: needs}},
+        tree={"lower": TREE, "upper": NEW},
+    )
+
+
+def test_the_full_form_runs_oldest_and_newest_siblings_and_released_dependants():
+    assert siblings.test_sets(known_versions()) == [
+        ("upper", NEW, {"upper": NEW, "lower": OLD}),
+        ("upper", NEW, {"upper": NEW, "lower": TREE}),
+        ("upper", OLD, {"upper": OLD, "lower": TREE}),
+    ]
+
+
+def test_a_recorded_pair_of_the_past_is_not_run_again():
+    class Working:
+        ran = ()
+
+        def install(self, pins):
+            self.ran += (tuple(map(str, pins.values())),)
+            return trials.Outcome(ok=True, text="")
+
+        def installed(self):
+            return {}
+
+        def program(self, package):
+            return trials.Outcome(ok=True, text="")
+
+    first, second, third = Working(), Working(), Working()
+    rows = siblings.run_pairs(first, known_versions(), full=True)
+    assert {row["result"] for row in rows} == {siblings.OK}
+    assert len(first.ran) == 6
+    assert siblings.run_pairs(second, known_versions(), full=True, recorded_rows=rows) == rows
+    assert (
+        second.ran == first.ran[2:]
+    )  # those of upper 0.2.0, which is the checkout's, and of lower 0.2.0+tree
+    siblings.run_pairs(third, known_versions(), full=False)
+    assert set(third.ran) == set(second.ran)
+
+
+def test_only_broken_pairs_with_the_checkout_fail_the_run():
+    def row(version, sibling_version, result):
+        names = {"package": "upper", "sibling": "lower"}
+        return {
+            **names,
+            "version": version,
+            "sibling_version": sibling_version,
+            "result": result,
+            "reason": "why",
+        }
+
+    rows = [
+        row("0.1.0", "0.2.0", siblings.BROKEN),
+        row("0.1.0", "0.2.0+tree", siblings.OK),
+        row("0.1.0", "1.0.0", siblings.EXCLUDED),
+    ]
+    assert not siblings.broken_now(rows, known_versions())
+    (broken,) = siblings.broken_now([*rows, row("0.2.0", "0.1.0", siblings.BROKEN)], known_versions())
+    assert broken.endswith(": why")
+    tests = {
+        "package": "upper",
+        "version": "0.1.0",
+        "siblings": {"lower": "0.2.0+tree"},
+        "result": siblings.BROKEN,
+    }
+    assert siblings.broken_now([{**tests, "summary": "1 failed"}], known_versions())
+
+
+def test_a_pair_that_no_versions_fit_is_broken_with_the_resolvers_reason():
+    class Refusing:
+        def install(self, pins):
+            return trials.Outcome(ok=False, text="Because middle needs lower<0.2")
+
+    catalog = {
+        "lower": {NEW: {}},
+        "middle": {OLD: {"lower": SpecifierSet("<0.2")}},
+        "upper": {OLD: {"lower": SpecifierSet(">=0.2"), "middle": SpecifierSet(">=0.1")}},
+    }
+    pair = Pair("upper", OLD, "lower", NEW, SpecifierSet(">=0.2"), admitted=True)
+    row = siblings.check_pair(Refusing(), catalog, pair)
+    assert (row["result"], row["reason"]) == (
+        siblings.BROKEN,
+        "cannot be installed: Because middle needs lower<0.2",
+    )
+    excluded = Pair("upper", OLD, "lower", NEW, SpecifierSet("<0.2"), admitted=False)
+    assert siblings.check_pair(Refusing(), catalog, excluded)["result"] == siblings.EXCLUDED
