@@ -18,6 +18,9 @@ import torch.distributed as dist
 # torch.distributed has these classes, but type checkers do not find them there.
 from torch._C._distributed_c10d import GradBucket, Store
 
+# Torch's own way to run something as outside of torch.func; no public name up to torch 2.15.
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
 # With it an autograd function works on one level of torch.func; no public name up to torch 2.15.
 from torch._functorch.utils import enable_single_level_autograd_function
 
@@ -63,6 +66,7 @@ __all__ = [
     "linear_operator",
     "mark_stepped",
     "new_named_group",
+    "outside_function_transforms",
     "parameter_names",
     "reduce_scatter_single",
     "register_comm_hook",
@@ -71,6 +75,7 @@ __all__ = [
     "step_without_hooks",
     "tensor_version",
     "traceable_collectives",
+    "transformed_as",
     "without_step_hooks",
 ]
 
@@ -323,6 +328,32 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         del types
         self._notice(func.name())
         return func(*args, **(kwargs or {}))
+
+
+def outside_function_transforms() -> contextlib.AbstractContextManager[object]:
+    """Return where tensors are made and sent as if no transform of ``torch.func`` was running."""
+    if not function_transforms_active():
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[object] = temporarily_clear_interpreter_stack()  # type: ignore[no-untyped-call]
+    return context
+
+
+def transformed_as(tensor: torch.Tensor) -> str:
+    """Say what transforms of ``torch.func`` and forward mode have made of a tensor: ``""`` if nothing.
+
+    No public names for it up to torch 2.15.
+    """
+    functorch: Any = torch._C._functorch  # noqa: SLF001
+    found = []
+    while True:
+        if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+            found.append("with a tangent")
+        if not functorch.is_functorch_wrapped_tensor(tensor):
+            return ", ".join(found)
+        inner = functorch.get_unwrapped(tensor)
+        if functorch.is_batchedtensor(tensor):
+            found.append(f"a batch of {inner.shape[functorch.maybe_get_bdim(tensor)]}")
+        tensor = inner
 
 
 def inside_backward() -> bool:
