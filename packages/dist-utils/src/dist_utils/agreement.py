@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils.process_groups import GroupLike, collective_device, resolve_group
+from dist_utils.terms import told
 from dist_utils.torch_compat import all_gather_single
 
 __all__ = ["Claim", "TensorMismatchError", "require_agreement", "verify_param_shape_across_processes"]
@@ -38,7 +39,7 @@ class Claim(NamedTuple):
     ) -> Claim:
         """Describe tensors, or only what is wrong."""
         if problem is not None:
-            return cls([], arguments, f"{type(problem).__name__}: {problem}")
+            return cls([], arguments, told(problem))
         return cls(list(zip(names, map(_description, tensors), strict=True)), arguments)
 
 
