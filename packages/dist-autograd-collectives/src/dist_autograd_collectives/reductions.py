@@ -108,7 +108,7 @@ class Reduction(NamedTuple):
         invalid = stacked.isnan()
         anywhere = invalid.any(0)
         share = invalid.sum(0).clamp(min=1).to(stacked.dtype)
-        from_invalid = torch.where(invalid, stacked, 0).sum(0) / share
+        from_invalid = torch.where(invalid, stacked, 0).sum(0, dtype=dtype) / share
         return torch.where(anywhere, from_invalid, extremum(torch.where(anywhere, 0, stacked), 0))
 
 

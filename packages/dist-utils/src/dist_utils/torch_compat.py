@@ -334,7 +334,7 @@ def outside_function_transforms() -> contextlib.AbstractContextManager[object]:
     """Return where tensors are made and sent as if no transform of ``torch.func`` was running."""
     if not function_transforms_active():
         return contextlib.nullcontext()
-    context: contextlib.AbstractContextManager[object] = temporarily_clear_interpreter_stack()  # type: ignore[no-untyped-call]
+    context: contextlib.AbstractContextManager[object] = temporarily_clear_interpreter_stack()
     return context
 
 
@@ -346,7 +346,8 @@ def transformed_as(tensor: torch.Tensor) -> str:
     functorch: Any = torch._C._functorch  # noqa: SLF001
     found = []
     while True:
-        if torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None:
+        dual: Any = torch.autograd.forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+        if dual.tangent is not None:
             found.append("with a tangent")
         if not functorch.is_functorch_wrapped_tensor(tensor):
             return ", ".join(found)
