@@ -1,9 +1,13 @@
 """Buffers, strides, conventions, operations and errors."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_autograd_collectives as dac
 from dist_utils.testing import run_ranks
@@ -123,6 +127,32 @@ def test_the_replicated_convention_counts_the_loss_once():
             assert once == pytest.approx(first[rank].tolist(), rel=1e-6), name
             assert twice == pytest.approx(second[rank].tolist(), rel=1e-6), name
             assert found[rank]["sum", name][0] == pytest.approx((size * first[rank]).tolist(), rel=1e-6)
+
+
+def _kinds(rank):
+    """No other rank takes part: it is refused before anything is sent."""
+    mesh = init_device_mesh("cpu", (2,))
+    kinds = {
+        "DTensor": distribute_tensor(torch.ones(4), mesh, [Shard(0)]),
+        "nested": torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8),
+    }
+    handle = dac.start(dac.all_reduce, torch.ones(2))
+    seen = {name: _caught(TypeError, dac.all_reduce, x) for name, x in kinds.items() if rank}
+    seen["handle"] = _caught(TypeError, copy.deepcopy, handle)
+    return seen, handle.wait().tolist()
+
+
+def test_tensors_of_other_kinds_and_copies_of_handles_are_refused():
+    (_, first), (seen, second) = run_ranks(_kinds, 2, timeout=60, group_timeout=20)
+    assert first == second == [2.0, 2.0]
+    for name, text in {
+        "DTensor": "to_local",
+        "nested": "a nested one",
+        "quantized": "a quantized one",
+    }.items():
+        assert text in seen[name]
+    assert "a handle of all_reduce(SUM) cannot be copied" in seen["handle"]
 
 
 def _operations(rank):

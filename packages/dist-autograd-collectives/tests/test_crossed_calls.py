@@ -49,7 +49,40 @@ def _second_steps(rank, group):
     return [handle.wait() for handle in (reversed(handles) if rank else handles)]
 
 
-CROSSED = [_dtypes, _operations, _shapes, _functions, _backwards, _second_steps]
+def _copies(rank, group):
+    """Only their backward communicates, and each rank begins with another one."""
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    first, second = dac.copy_to_group(x, group=group).sum(), 10 * dac.copy_to_group(y, group=group).sum()
+    for loss in (second, first) if rank else (first, second):
+        loss.backward()
+    return x.grad, y.grad
+
+
+def _orders(rank, group):
+    """One rank runs the backward of a backward where the other one runs the backward."""
+    x = torch.full((3,), 2.0, requires_grad=True)
+    loss = (dac.all_reduce(x, group=group) ** 3).sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    losses = (loss, gradient.sum()) if rank else (gradient.sum(), loss)
+    return [torch.autograd.grad(one, x, retain_graph=True) for one in losses]
+
+
+CROSSED = [_dtypes, _operations, _shapes, _functions, _backwards, _second_steps, _copies, _orders]
+
+
+def _copies_of_one_rank(rank):
+    """A copy that no gradient comes back through is local."""
+    if rank == 0:
+        with torch.no_grad():
+            dac.copy_to_group(torch.ones(3, requires_grad=True))
+        dac.copy_to_group(torch.ones(3))
+    x = torch.ones(3, requires_grad=True)
+    dac.copy_to_group(x).sum().backward()
+    return x.grad.tolist()
+
+
+def test_a_rank_may_copy_alone_where_no_gradient_comes_back():
+    assert run_ranks(_copies_of_one_rank, 2, timeout=30, group_timeout=10) == [[2.0] * 3] * 2
 
 
 def _crossed(rank):

@@ -54,6 +54,43 @@ def test_a_finite_mean_does_not_overflow_on_the_way():
     assert (first["one"], second["one"]) == ([60000.0], [0.0])
 
 
+def _largest_means(rank):
+    """A third of the largest number, rounded up, is too much three times."""
+    wrong = []
+    sums_of_gloo = 40_002  # more than 64 KiB
+    for dtype, count in [
+        *((torch.float16, 6), (torch.float16, sums_of_gloo), (torch.bfloat16, 6), (torch.float32, 6)),
+        *((torch.float64, 6), (torch.complex32, 6), (torch.complex128, 6)),
+    ]:
+        limits = torch.finfo(dtype)
+        part = torch.full((count,), limits.max, dtype=dtype).real
+        x = (torch.complex(part, -part) if dtype.is_complex else part).detach().requires_grad_()
+        found = {
+            "all_reduce": dac.all_reduce(x, "avg"),
+            "reduce": dac.reduce(x, 1, "avg"),
+            "part": dac.reduce_scatter_dim(x, "avg"),
+        }
+        for name, mean in found.items():
+            parts = torch.view_as_real(mean.detach()) if dtype.is_complex else mean.detach()
+            # A share is less by at most 3 eps / 2, and each of two sums by eps / 2.
+            least = limits.max * (1 - 4 * limits.eps) if rank == 1 or name != "reduce" else 0.0
+            if not (parts.isfinite().all() and (parts.double().abs() >= least).all()):
+                wrong.append((dtype, count, name, parts[0].tolist()))
+        mean = found["all_reduce"]
+        (gradient,) = torch.autograd.grad(mean, x, torch.ones_like(mean))
+        if not ((gradient.abs().double() - 1).abs() <= 4 * limits.eps).all():
+            wrong.append((dtype, count, "gradient", gradient[0].item()))
+    for value in (float("inf"), -float("inf"), float("nan")):
+        mean = dac.all_reduce(torch.tensor([value, 1.0]), "avg")
+        if not torch.equal(mean[0].nan_to_num(5.0), torch.tensor(value).nan_to_num(5.0)) or mean[1] != 1:
+            wrong.append(mean)
+    return wrong
+
+
+def test_the_mean_of_the_largest_numbers_is_finite_on_three_ranks():
+    assert run_ranks(_largest_means, 3) == [[], [], []]
+
+
 def _dtypes(rank):
     wrong = []
     for dtype in (torch.bool, torch.int8, torch.int16, torch.uint8, torch.int64):

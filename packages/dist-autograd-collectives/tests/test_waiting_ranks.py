@@ -1,5 +1,6 @@
 """Ranks that never come: what the others are told, and what keeps it from happening."""
 
+import functools
 from datetime import timedelta
 
 import pytest
@@ -141,6 +142,53 @@ def _checked(rank):
     # After all of it, the group is as good as new.
     seen["after"] = dac.all_reduce(same, check=True).tolist()
     return seen
+
+
+def _transformed(rank):
+    x, wide = torch.ones(3, 2), torch.ones(3, 2 + rank)
+    sent = functools.partial(dac.all_reduce, check=True)
+
+    def with_tangent():
+        with torch.autograd.forward_ad.dual_level():
+            return sent(x if rank else torch.autograd.forward_ad.make_dual(x, x))
+
+    def splits(v):
+        return (
+            dac.all_to_all_single(torch.empty(2), torch.ones(2 + rank), [1, 1], [1 + rank, 1], check=True) + v
+        )
+
+    calls = {
+        "batch": lambda: torch.func.vmap(sent, in_dims=1)(wide),
+        "one batch": lambda: torch.func.vmap(lambda v: v + sent(v if rank else x[:, 0]), in_dims=1)(x),
+        "jvp": lambda: sent(x) if rank else torch.func.jvp(sent, (x,), (x,)),
+        "dual": with_tangent,
+        "grad": lambda: torch.func.grad(lambda v: sent(v[: 1 + rank]).sum())(x),
+        "splits": lambda: torch.func.grad(lambda v: splits(v[0]).sum())(x),
+    }
+    found = {}
+    for name, call in calls.items():
+        try:
+            found[name] = call()
+        except TensorMismatchError as error:
+            found[name] = str(error)
+    both = torch.func.vmap(torch.func.grad(lambda v: sent(v).sum()))(x)
+    return found, torch.func.jvp(sent, (both,), (both,))[1].tolist()
+
+
+def test_check_tells_which_transforms_do_not_fit():
+    first, second = run_ranks(_transformed, 2, timeout=60, group_timeout=30)
+    assert first == second
+    found, tangent = first
+    for name, text in {
+        "batch": "a batch of 3",
+        "one batch": "a batch of 2",
+        "jvp": "with a tangent",
+        "dual": "with a tangent",
+        "grad": "shape (1, 2)",
+        "splits": "rank 1 of the group sends 2 to rank 0",
+    }.items():
+        assert text in found[name], name
+    assert tangent == [[4.0] * 2] * 3
 
 
 def _without_grad(x):

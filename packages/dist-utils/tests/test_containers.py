@@ -684,6 +684,33 @@ def test_under_compile_other_containers_break_the_graph_and_are_right():
     assert (changed[0].item(), changed.maxlen) == (2, 3)
 
 
+@dataclasses.dataclass
+class SetLater:
+    a: torch.Tensor
+    b: Any = dataclasses.field(init=False, default=None)
+
+
+@dataclasses.dataclass
+class WithItems(dict):
+    a: torch.Tensor
+
+
+def test_under_compile_dataclasses_keep_what_their_constructors_do_not_take():
+    fn = torch.compile(lambda batch: apply_to_tensors(double, batch), backend="eager")
+    later, items = SetLater(one()), WithItems(one())
+    later.b, items["key"] = one(), one()
+    changed, other = fn([later, items])
+    assert (changed.a.item(), changed.b.item()) == (2, 2)
+    assert (other.a.item(), other["key"].item()) == (2, 2)
+
+
+def test_under_compile_strict_finds_what_is_out_of_reach():
+    hidden = Hidden(weight=one())
+    fn = torch.compile(lambda x: apply_to_tensors(double, [x, hidden], strict=True), backend="eager")
+    with pytest.raises(TypeError, match="holds a tensor out of reach"):
+        fn(one())
+
+
 class Chained(ChainMap):
     """Has an attribute too."""
 

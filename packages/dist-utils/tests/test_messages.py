@@ -77,3 +77,21 @@ def test_the_old_path_works_and_names_the_new_one():
         old = importlib.import_module("dist_utils.messages")
     assert old.Arrival is process_groups.Arrival
     assert old.start_messages is start_messages
+
+
+def _of_another_length(rank, length):
+    """Return what is in a tensor that no message of its length comes to."""
+    sent, received = torch.ones(1000), torch.zeros(length)
+    works = start_messages(
+        dist.group.WORLD,
+        receives=[(0, received)] if rank else [],
+        sends=[] if rank else [(1, sent)],
+    )
+    with pytest.raises(RuntimeError):
+        works[0].wait()
+    return received.unique().tolist()
+
+
+@pytest.mark.parametrize("length", [999, 1001])
+def test_a_message_never_meets_a_tensor_of_another_length(length):
+    assert run_ranks(_of_another_length, 2, length, group_timeout=2, timeout=30)[1] == [0.0]

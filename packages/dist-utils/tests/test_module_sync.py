@@ -167,6 +167,7 @@ def _unsendable(rank):
         "freed": _freed,
         "meta": lambda: torch.ones(4, device="meta"),
         "sparse": _sparse_of_inference,
+        "nested tensor": lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(3)]),
     }
     errors = {}
     for name, make in kinds.items():
@@ -188,7 +189,7 @@ def test_tensors_of_other_kinds_are_refused_on_every_rank():
                 name,
                 who,
             )
-        assert len(errors) == 15
+        assert len(errors) == 18
 
 
 def _choices(rank):
@@ -297,6 +298,19 @@ class Renamed(torch.nn.Module):
             setattr(self, name, parameter)
 
 
+def _with_buffers(**buffers):
+    module = torch.nn.Module()
+    for name, buffer in buffers.items():
+        module.register_buffer(name, buffer)
+    return module
+
+
+def _one_in_another(rank):
+    """Buffers of the same kinds, but one rank has the second one inside of the first."""
+    whole = torch.arange(6.0) + 10 * rank
+    return _with_buffers(whole=whole, part=whole[2:4] if rank else torch.full((2,), 7.0))
+
+
 def _one_sided(rank):
     """Ranks that differ in what a comparison of shapes does not see, or of which one cannot take part."""
     linear = torch.nn.Linear(2, 2)
@@ -311,6 +325,7 @@ def _one_sided(rank):
         "bucket": (linear, BUCKET + rank, 0, ()),
         "src": (linear, BUCKET, rank % 2, ()),
         "src range": (linear, BUCKET, 5 * rank, ()),
+        "overlap": (_one_in_another(rank), BUCKET, 0, ()),
         **{name: (module if rank == 1 else linear, BUCKET, 0, ()) for name, module in elsewhere.items()},
     }
     seen, began = {}, time.monotonic()
@@ -340,6 +355,12 @@ def _one_sided(rank):
     sync_params_and_buffers(None, [weight], BUCKET, 0)
     seen["version"] = _caught(RuntimeError, loss.backward)
 
+    # What overlaps alike on all ranks may.
+    base = torch.arange(6.0) + 10 * rank
+    module = _with_buffers(base=base, part=base[2:4], columns=base.view(3, 2)[:, 1])
+    sync_module_states(module, None, BUCKET, 0, ())
+    seen["overlap alike"] = base.tolist()
+
     # A tied buffer is sent once and honours each of its names.
     tied = torch.nn.Module()
     tied.register_buffer("first", torch.full((2,), float(rank)))
@@ -364,6 +385,7 @@ def one_sided():
         "ignored": "rank 0 has a of shape (2,)",
         "bucket": f"rank 0 was called with broadcast_bucket_size {BUCKET}, src 0, rank 1 with",
         "src": "src 0, rank 1 with",
+        "overlap": "rank 1 has part (8 bytes into whole) of shape (2,)",
     }.items(),
 )
 def test_ranks_that_differ_in_more_than_shapes_all_raise(one_sided, what, expected):
@@ -387,6 +409,10 @@ def test_nobody_waits_for_a_timeout(one_sided):
 
 def test_lists_are_compared_too(one_sided):
     assert all("first at tensor 0: rank 0 has module_states[0] of shape (3,)" in s["list"] for s in one_sided)
+
+
+def test_tensors_that_overlap_alike_are_synchronised(one_sided):
+    assert all(seen["overlap alike"] == [0, 1, 2, 3, 4, 5] for seen in one_sided)
 
 
 def test_without_the_comparison(one_sided):

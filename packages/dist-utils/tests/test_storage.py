@@ -162,3 +162,21 @@ def test_under_compile_nothing_happens_and_the_graph_is_whole():
     assert torch.equal(result, torch.full((3,), 3.0))
     assert (freed, allocated) == (False, False)
     assert torch.equal(x, torch.ones(3))
+
+
+def test_what_a_view_was_once_given_is_forgotten_when_its_base_is_freed():
+    base = torch.ones(5)
+    view = base[:2]
+    free_storage(base)
+    alloc_storage(view, (5,))
+    free_storage(base)
+    alloc_storage(base, (5,))
+    with pytest.raises(ValueError, match="does not cover exactly"):
+        free_storage(view)
+    assert data_ptr_allocated(base)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused():
+    with pytest.raises(TypeError, match="nested"):
+        free_storage(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))

@@ -29,6 +29,16 @@ class Failing(torch.nn.Linear):
         raise LookupError("no buffers today")
 
 
+class NotShownError(LookupError):
+    def __str__(self):
+        raise KeyError("no text")
+
+
+class FailingInSilence(torch.nn.Linear):
+    def named_buffers(self, *args, **kwargs):
+        raise NotShownError
+
+
 def _sync(module, ignored=()):
     return lambda: sync_module_states(module, None, 100, 0, ignored)
 
@@ -47,6 +57,7 @@ CASES = {
     "module": (_sync(LINEAR), _sync(3)),
     "one name": (_sync(LINEAR), _sync(LINEAR, "weight")),
     "no names": (_sync(LINEAR), _sync(LINEAR, 3)),
+    "iterator": (_sync(LINEAR), _sync(LINEAR, iter(["bias", "weight"]))),
     "failing module": (_sync(LINEAR), _sync(Failing(2, 2))),
     "no list": (
         lambda: sync_params_and_buffers(None, TENSORS, 100, 0),
@@ -83,6 +94,19 @@ def test_a_problem_of_one_rank_is_told_to_all(wrong_rank):
         assert told in (AgreementError.__name__, TensorMismatchError.__name__), name
         assert f"rank {wrong_rank} cannot go on: {own}: {text}" in message
         assert seconds < 10
+
+
+def _error_without_text(rank):
+    start, module = time.monotonic(), (FailingInSilence if rank else torch.nn.Linear)(2, 2)
+    with pytest.raises(NotShownError if rank else TensorMismatchError) as raised:
+        sync_module_states(module, None, 100, 0, ())
+    return "" if rank else str(raised.value), time.monotonic() - start
+
+
+def test_an_error_that_cannot_be_shown_is_told_by_its_name():
+    (text, seconds), _ = run_ranks(_error_without_text, 2, timeout=60, group_timeout=15)
+    assert text == "rank 1 cannot go on: NotShownError"
+    assert seconds < 10
 
 
 def _size_by_sum(group):

@@ -100,6 +100,7 @@ class Call(NamedTuple):
         separate_input: Whether the parts that are taken are W tensors.
         separate_output: Whether the parts that are returned are.
         number: Which of the group's public calls it belongs to, the same on all ranks; so in backward too.
+        order: How often it was transposed: 1 in a first backward, 2 in the backward of that, and so on.
     """
 
     kind: str
@@ -111,6 +112,7 @@ class Call(NamedTuple):
     separate_input: bool = False
     separate_output: bool = False
     number: int = 0
+    order: int = 0
 
     @property
     def name(self) -> str:
@@ -129,6 +131,7 @@ class Call(NamedTuple):
             separate_input=self.separate_output,
             separate_output=self.separate_input,
             number=self.number,
+            order=self.order + 1,
         )
 
 

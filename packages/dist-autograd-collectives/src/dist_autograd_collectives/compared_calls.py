@@ -12,7 +12,7 @@ import torch
 from dist_autograd_collectives.calls import Members
 from dist_utils import GroupLike, TensorMismatchError, resolve_group
 from dist_utils.process_groups import TensorClaim, collective_device, require_same_tensors
-from dist_utils.torch_compat import all_gather_single
+from dist_utils.torch_compat import all_gather_single, outside_function_transforms, transformed_as
 
 __all__ = ["agree", "agree_on_splits", "problems_told"]
 
@@ -36,7 +36,7 @@ def agree(
     *,
     uneven_dim: int | None = None,
 ) -> None:
-    """Raise on every rank if the ranks' calls, or shapes, dtypes or needs of a gradient differ.
+    """Raise on every rank if the ranks' calls, or shapes, dtypes, transforms or needs of a gradient differ.
 
     Args:
         check: Whether to compare; ``None`` for what the environment says.
@@ -49,7 +49,8 @@ def agree(
         return
     _progress.compared = True
     claim = TensorClaim([("", _description(tensor, uneven_dim)) for tensor in tensors], arguments)
-    require_same_tensors(resolve_group(who.group), claim)
+    with outside_function_transforms():
+        require_same_tensors(resolve_group(who.group), claim)
 
 
 @contextlib.contextmanager
@@ -72,7 +73,7 @@ def _tell(problem: Exception, group: GroupLike) -> None:
         resolved = resolve_group(group)
     except (RuntimeError, TypeError, ValueError):  # nobody waits for a rank outside the group
         return
-    with contextlib.suppress(TensorMismatchError):
+    with contextlib.suppress(TensorMismatchError), outside_function_transforms():
         require_same_tensors(resolved, TensorClaim.of([], [], problem=problem))
 
 
@@ -83,16 +84,17 @@ def agree_on_splits(
     if not _wanted(check) or who.size == 1:
         return
     group = resolve_group(who.group)
-    own = torch.tensor([*outgoing, *incoming], dtype=torch.int64, device=collective_device(group))
-    everyone = own.new_empty(who.size * own.numel())
-    all_gather_single(everyone, own, group)
-    matrices = everyone.view(who.size, 2, who.size)
-    sent, expected = matrices[:, 0], matrices[:, 1].T
-    for sender, receiver in (sent != expected).nonzero().tolist():
-        raise TensorMismatchError(
-            f"rank {sender} of the group sends {int(sent[sender, receiver])} to rank {receiver}, which "
-            f"expects {int(expected[sender, receiver])}"
-        )
+    with outside_function_transforms():
+        own = torch.tensor([*outgoing, *incoming], dtype=torch.int64, device=collective_device(group))
+        everyone = own.new_empty(who.size * own.numel())
+        all_gather_single(everyone, own, group)
+        matrices = everyone.view(who.size, 2, who.size)
+        sent, expected = matrices[:, 0], matrices[:, 1].T
+        for sender, receiver in (sent != expected).nonzero().tolist():
+            raise TensorMismatchError(
+                f"rank {sender} of the group sends {int(sent[sender, receiver])} to rank {receiver}, which "
+                f"expects {int(expected[sender, receiver])}"
+            )
 
 
 def _wanted(check: bool | None) -> bool:
@@ -105,4 +107,6 @@ def _wanted(check: bool | None) -> bool:
 def _description(tensor: torch.Tensor, uneven_dim: int | None) -> str:
     shape = ["any" if dim == uneven_dim else str(length) for dim, length in enumerate(tensor.shape)]
     needs = "needs a gradient" if tensor.requires_grad and torch.is_grad_enabled() else "needs no gradient"
-    return f"shape ({', '.join(shape)}), {tensor.dtype} on {tensor.device.type}, which {needs}"
+    what = f"shape ({', '.join(shape)}), {tensor.dtype} on {tensor.device.type}, which {needs}"
+    transformed = transformed_as(tensor)
+    return f"{what}, {transformed}" if transformed else what

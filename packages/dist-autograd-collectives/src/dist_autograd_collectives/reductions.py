@@ -10,6 +10,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from dist_autograd_collectives.storage_dtypes import wide_dtype
+from dist_utils.finite_means import held_shares
 
 __all__ = ["ReduceOperation", "Reduction"]
 
@@ -74,10 +75,11 @@ class Reduction(NamedTuple):
         if self.name == "PREMUL_SUM":
             factor: torch.Tensor = self.factor
             return tensor.to(factor.dtype) * factor.to(tensor.device)
-        if self.name == "AVG":
-            wide = tensor.to(wide_dtype(tensor.dtype))
-            return wide / size if _has_fractions(tensor) else tensor.to(torch.int64)
-        return tensor
+        if self.name != "AVG":
+            return tensor
+        if tensor.is_complex():
+            return torch.complex(_share(tensor.real, size), _share(tensor.imag, size))
+        return _share(tensor, size) if tensor.is_floating_point() else tensor.to(torch.int64)
 
     def finished(self, total: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return what a sum of scaled tensors is made into: of integers a mean, towards zero."""
@@ -106,8 +108,17 @@ class Reduction(NamedTuple):
         invalid = stacked.isnan()
         anywhere = invalid.any(0)
         share = invalid.sum(0).clamp(min=1).to(stacked.dtype)
-        from_invalid = torch.where(invalid, stacked, 0).sum(0) / share
+        from_invalid = torch.where(invalid, stacked, 0).sum(0, dtype=dtype) / share
         return torch.where(anywhere, from_invalid, extremum(torch.where(anywhere, 0, stacked), 0))
+
+
+def _share(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Return what is added up to a mean of so many tensors, which is finite if they are."""
+    share = tensor.to(wide_dtype(tensor.dtype)) / size
+    exact = share.detach()
+    held = held_shares(exact, size)
+    # Rounding alone brings it out of range, and is no part of the derivative. Infinities stay.
+    return share if held is exact else share + torch.where(held == exact, 0, held - exact)
 
 
 def _factor(given: Any, tensor: torch.Tensor) -> torch.Tensor:

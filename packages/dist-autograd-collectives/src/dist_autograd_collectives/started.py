@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 import torch
 
@@ -35,6 +35,11 @@ class Handle(Generic[T]):
         else:
             self._flight = Flight(first.call)
             self._token = self._flight.launch(first.tensors)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"a handle of {self._title} cannot be copied: it is one part of a collective under way"
+        )
 
     def wait(self) -> T:
         """Return the result, when it is there.

@@ -51,7 +51,7 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
         given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}  # whatever they are
         with problems_told(given.get("check"), given.get("group")):
             first = plan(*args, **kwargs)
-        if needs_others(first.call):  # what is local ranks may do alone, so it does not count
+        if needs_others(first.call) or _backward_needs_others(first):
             first.call = numbered(first.call)
         return first
 
@@ -62,6 +62,12 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
     run.__annotations__ = {**plan.__annotations__, "return": result}
     run.plan = planned  # type: ignore[attr-defined]
     return run
+
+
+def _backward_needs_others(step: Step[Any]) -> bool:
+    """Tell whether the gradient of a local step is a collective; otherwise a rank may take the step alone."""
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in step.tensors)
+    return differentiable and needs_others(step.call.transposed())
 
 
 def completed(result: T | Step[T], number: int) -> T:

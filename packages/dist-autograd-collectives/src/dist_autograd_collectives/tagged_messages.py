@@ -72,7 +72,7 @@ def exchange(
 def _tag(tensor: torch.Tensor, call: Call) -> int:
     """Return 30 bits that other messages share by chance only, the same in every process."""
     shape = tuple(length for length in tensor.shape if length != 1)  # a row is what it is a row of
-    return _TAG + hash((_kind(call.title, call.name, tensor.dtype), call.number, shape)) % _TAG
+    return _TAG + hash((_kind(call.title, call.name, tensor.dtype), call.number, call.order, shape)) % _TAG
 
 
 @functools.cache

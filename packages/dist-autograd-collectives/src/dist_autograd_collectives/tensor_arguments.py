@@ -18,6 +18,12 @@ def check_tensor(label: str, given: Any) -> None:
         raise TypeError(f"{label} must be a tensor, got {_named(given)}")
     if given.layout is not torch.strided:
         raise TypeError(f"{label} must be a dense tensor, got {given.layout}")
+    if given.is_nested or given.is_quantized:
+        raise TypeError(
+            f"{label} must be a dense tensor, got a {'nested' if given.is_nested else 'quantized'} one"
+        )
+    if type(given).__name__ == "DTensor":  # by name: its module takes long to load
+        raise TypeError(f"{label} must be a tensor of this rank, got a DTensor: see its to_local()")
     if not _has_memory(given):
         raise ValueError(f"{label} has no memory: its storage was freed")
 

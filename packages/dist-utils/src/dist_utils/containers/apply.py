@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from operator import is_
@@ -54,8 +55,9 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
       and it is not computed anew.
     - Dictionary keys are left alone, and so is any other object: modules, generators, your own classes.
       With ``strict`` it is an error if a key or such an object holds a tensor.
-    - While ``torch.compile`` traces, lists, tuples, dictionaries, named tuples and dataclasses are part of
-      the graph, built by their constructors; other containers break it.
+    - While ``torch.compile`` traces, lists, tuples, dictionaries, named tuples and dataclasses that hold what
+      their constructors take are part of the graph, built by these, each time that they occur; other
+      containers break it.
     - Of a ``PackedSequence`` ``fn`` gets the data; the indices follow it to its device.
 
     Args:
@@ -83,7 +85,7 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
         {'x': [tensor([-1., -1.])], 'name': 'a'}
     """
     if torch.compiler.is_dynamo_compiling():
-        return traced(fn, container, otherwise=_walk_untraced)
+        return traced(fn, container, otherwise=functools.partial(_walk_untraced, strict=strict))
     return _walk_untraced(fn, container, strict=strict)
 
 

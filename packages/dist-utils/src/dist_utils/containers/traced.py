@@ -24,13 +24,23 @@ def traced(fn: Callable[[torch.Tensor], Any], obj: Any, *, otherwise: Callable[.
         result = type(obj)([(key, traced(fn, value, otherwise=otherwise)) for key, value in obj.items()])
     elif isinstance(obj, (type(None), bool, int, float, complex, str, torch.dtype, torch.device)):
         result = obj
-    elif hasattr(obj, "__dataclass_fields__"):  # is_dataclass cannot be traced with torch 2.6
+    elif _is_made_of_its_arguments(obj):
         values = {
             field.name: traced(fn, getattr(obj, field.name), otherwise=otherwise)
             for field in dataclasses.fields(obj)
-            if field.init
         }
         result = type(obj)(**values)
     else:
         result = otherwise(fn, obj)
     return result
+
+
+def _is_made_of_its_arguments(obj: Any) -> bool:
+    """Whether it is a dataclass whose constructor takes everything that it holds."""
+    if not hasattr(obj, "__dataclass_fields__"):  # is_dataclass cannot be traced with torch 2.6
+        return False
+    fields = dataclasses.fields(obj)
+    if isinstance(obj, dict):  # as transformers' ModelOutput, whose items are its fields
+        names = [field.name for field in fields]
+        return all(field.init for field in fields) and all(key in names for key in obj)
+    return all(field.init for field in fields) and not isinstance(obj, (list, tuple, set, frozenset))

@@ -111,6 +111,9 @@ def free_storage(tensor: torch.Tensor) -> bool:
             f"{tensor.storage_offset()} does not cover exactly its storage of {storage.nbytes()} bytes: "
             "freeing it could take the memory of other tensors"
         )
+    for other in list(_more_than_covered):  # whose memory this was too: what it gets next is not its own
+        if other.untyped_storage().data_ptr() == storage.data_ptr():
+            del _more_than_covered[other]
     storage.resize_(0)
     return True
 
@@ -137,8 +140,9 @@ def data_ptr_allocated(tensor: torch.Tensor) -> bool:
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"expected a tensor, got {type(tensor).__name__}")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"a tensor with layout {tensor.layout} has no storage of its own")
+    if tensor.layout != torch.strided or tensor.is_nested:
+        kind = "nested tensor" if tensor.is_nested else f"tensor with layout {tensor.layout}"
+        raise TypeError(f"a {kind} has no storage of its own")
     return tensor.untyped_storage()
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils.module_state.broadcasts import broadcast_tensors, why_not_sendable
+from dist_utils.module_state.overlapping_memory import named_with_overlaps
 from dist_utils.process_groups.groups import GroupLike, device_types, resolve_group
 from dist_utils.process_groups.matching_tensors import TensorClaim, require_same_tensors
 
@@ -36,7 +37,8 @@ def sync_module_states(
             parameter has several; one of them is enough.
         broadcast_buffers: Send buffers, also non-persistent ones, too.
         verify: First make sure that all ranks can take part, call with equal arguments and have tensors of
-            the same names and kinds. Without it ranks that differ get garbage, hang or crash.
+            the same names and kinds, which lie over each other in memory alike. Without it ranks that
+            differ get garbage, hang or crash.
 
     Raises:
         TensorMismatchError: On every rank; nothing has been changed.
@@ -76,6 +78,11 @@ def _held(
         raise TypeError(f"module is a {type(module).__name__}, not a torch.nn.Module")
     if isinstance(params_and_buffers_to_ignore, str):  # which contains every part of a name
         raise TypeError("params_and_buffers_to_ignore must be a collection of names, not one string")
+    if not hasattr(
+        params_and_buffers_to_ignore, "__contains__"
+    ):  # an iterator would be used up by the first name
+        kind = type(params_and_buffers_to_ignore).__name__
+        raise TypeError(f"params_and_buffers_to_ignore must be a collection of names, got {kind}")
     named: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
     if broadcast_buffers:
         named += module.named_buffers(remove_duplicate=False)
@@ -145,8 +152,9 @@ def _sync(
     group = resolve_group(process_group)
     problem = problem or _problem(group, tensors, names, bucket_bytes, src)
     if verify:
+        told = names if problem is not None else named_with_overlaps(names, tensors)
         arguments = f"broadcast_bucket_size {bucket_bytes!r}, src {src!r}"
-        require_same_tensors(group, TensorClaim.of(tensors, names, arguments, problem), problem)
+        require_same_tensors(group, TensorClaim.of(tensors, told, arguments, problem), problem)
     elif problem is not None:
         raise problem
     broadcast_tensors(group, tensors, bucket_bytes, src)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
+from dist_utils.process_groups.terms import told
 from dist_utils.torch_compat import all_gather_single
 
 __all__ = [
@@ -43,7 +44,7 @@ class TensorClaim(NamedTuple):
     ) -> TensorClaim:
         """Describe tensors, or only what is wrong."""
         if problem is not None:
-            return cls([], arguments, f"{type(problem).__name__}: {problem}")
+            return cls([], arguments, told(problem))
         return cls(list(zip(names, map(_description, tensors), strict=True)), arguments)
 
 

@@ -42,11 +42,12 @@ def start_messages(
         receives: Pairs of a rank in the group and the contiguous tensor to fill.
         sends: Pairs of a rank in the group and the contiguous tensor to send, which must not change until
             the work is done. All tensors are on one device.
-        tag: Of all these messages. Messages of one tag between two ranks arrive in order.
+        tag: Of all these messages. Messages of one tag and length between two ranks arrive in order.
 
     Returns:
         What to wait for. Empty tensors are no messages: both sides must agree on which are, and on how long
-        the others are. Gloo fills only the front of a tensor whose message is shorter, in silence.
+        the others are. On Gloo a message never meets a tensor of another length: both sides wait until the
+        group's timeout. Both must use this function; ``dist.recv`` does not get what it sends.
 
     Raises:
         RuntimeError: A peer is gone; from here or from the works' ``wait``.
@@ -69,11 +70,20 @@ def _start(
     tag: int,
 ) -> list[dist.Work]:
     operations = [
-        dist.P2POp(operation, tensor, dist.get_global_rank(group, rank), group, tag)
+        dist.P2POp(operation, tensor, dist.get_global_rank(group, rank), group, _tag(tag, tensor))
         for operation, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
         for rank, tensor in messages
     ]
     return dist.batch_isend_irecv(operations)
+
+
+def _tag(tag: int, tensor: torch.Tensor) -> int:
+    """Return a tag that has the length in it, the same in every process.
+
+    Gloo would fill the front of a tensor with a shorter message in silence, and end the process at a longer
+    one.
+    """
+    return hash((tag, tensor.nbytes)) % (1 << 30)
 
 
 def _through_host(

@@ -83,7 +83,7 @@ def require_same_terms(
         texts = _texts(title, terms, timeout)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem, title, timeout = problem or error, str(type(title)), None
-    claim = _Claim(title, texts, "" if problem is None else _told(problem))
+    claim = _Claim(title, texts, "" if problem is None else told(problem))
     with _lock_of(group):
         limit = timeout or torch_compat.group_timeout(group, collective_device(group))
         seconds = (limit or torch_compat.default_group_timeout()).total_seconds()
@@ -110,7 +110,8 @@ def _text(value: object) -> str:
     return repr(value)
 
 
-def _told(problem: Exception) -> str:
+def told(problem: object) -> str:
+    """Return an error as text for other ranks."""
     try:
         return f"{type(problem).__name__}: {problem}"
     except Exception:  # noqa: BLE001 - a class may refuse to be shown in any way

@@ -46,8 +46,10 @@ from dist_utils.torch_compat.tensors import (
     function_transforms_active,
     is_batched_gradient,
     keep_versions,
+    outside_function_transforms,
     saved_tensor_hooks,
     tensor_version,
+    transformed_as,
 )
 
 __all__ = [
@@ -80,6 +82,7 @@ __all__ = [
     "linear_operator",
     "mark_stepped",
     "new_named_group",
+    "outside_function_transforms",
     "parameter_names",
     "reduce_scatter_single",
     "register_comm_hook",
@@ -88,5 +91,6 @@ __all__ = [
     "step_without_hooks",
     "tensor_version",
     "traceable_collectives",
+    "transformed_as",
     "without_step_hooks",
 ]

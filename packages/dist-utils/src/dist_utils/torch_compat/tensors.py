@@ -8,12 +8,17 @@ from typing import Any
 
 import torch
 
+# Torch's own way to run something as outside of torch.func; no public name up to torch 2.15.
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
 __all__ = [
     "function_transforms_active",
     "is_batched_gradient",
     "keep_versions",
+    "outside_function_transforms",
     "saved_tensor_hooks",
     "tensor_version",
+    "transformed_as",
 ]
 
 
@@ -55,3 +60,30 @@ def keep_versions(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         for tensor in tensors:  # one by one, since torch 2.6 takes no more
             stack.enter_context(keep(tensor))
         yield
+
+
+def outside_function_transforms() -> contextlib.AbstractContextManager[object]:
+    """Return where tensors are made and sent as if no transform of ``torch.func`` was running."""
+    if not function_transforms_active():
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[object] = temporarily_clear_interpreter_stack()
+    return context
+
+
+def transformed_as(tensor: torch.Tensor) -> str:
+    """Say what transforms of ``torch.func`` and forward mode have made of a tensor: ``""`` if nothing.
+
+    No public names for it up to torch 2.15.
+    """
+    functorch: Any = torch._C._functorch  # noqa: SLF001
+    found = []
+    while True:
+        dual: Any = torch.autograd.forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+        if dual.tangent is not None:
+            found.append("with a tangent")
+        if not functorch.is_functorch_wrapped_tensor(tensor):
+            return ", ".join(found)
+        inner = functorch.get_unwrapped(tensor)
+        if functorch.is_batchedtensor(tensor):
+            found.append(f"a batch of {inner.shape[functorch.maybe_get_bdim(tensor)]}")
+        tensor = inner
