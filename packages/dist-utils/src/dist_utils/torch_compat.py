@@ -67,6 +67,7 @@ __all__ = [
     "reduce_scatter_single",
     "register_comm_hook",
     "saved_tensor_hooks",
+    "step_post_hooks",
     "step_pre_hooks",
     "step_without_hooks",
     "tensor_version",
@@ -491,6 +492,12 @@ def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[..
     """Return the step pre-hooks of an optimizer and of all optimizers. No public name up to torch 2.15."""
     own: Mapping[int, Callable[..., Any]] = getattr(optimizer, _STEP_PRE_HOOKS)
     return {**_optimizer._global_optimizer_pre_hooks, **own}  # noqa: SLF001
+
+
+def step_post_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[..., Any]]:
+    """Return the step post-hooks of an optimizer and of all optimizers. No public name up to torch 2.15."""
+    own: Mapping[int, Callable[..., Any]] = getattr(optimizer, _STEP_POST_HOOKS)
+    return {**_optimizer._global_optimizer_post_hooks, **own}  # noqa: SLF001
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
