@@ -83,8 +83,8 @@ class Engine:
         stepper: What to do with averaged gradients.
         comm_hook: Averages; any hook.
         comm_state: Its first argument.
-        unused_possible: Whether parameters may be left out of a backward pass. Then the ranks tell each
-            other which ones got a gradient.
+        unused_possible: Returns whether parameters may be left out of a backward pass. Then the ranks tell
+            each other which ones got a gradient. Asked when a pass begins.
         check: Watch for stepped weights that the same backward pass reads.
     """
 
@@ -96,7 +96,7 @@ class Engine:
         comm_hook: Callable[[Any, GradBucket], torch.futures.Future[Any]],
         comm_state: object,
         *,
-        unused_possible: bool = False,
+        unused_possible: Callable[[], bool] = lambda: False,
         check: bool = False,
     ) -> None:
         self.gradients = GradientWatch(parameters)
@@ -107,7 +107,8 @@ class Engine:
         self._stepper = stepper
         self._comm_hook = comm_hook
         self._comm_state = comm_state
-        self._unused_possible = unused_possible
+        self._ask_unused_possible = unused_possible
+        self._unused_possible = False
         self._watch = WeightWatch() if check else None
         self._worker: OrderedWorker | None = OrderedWorker(
             process_group, name="ddp-optim-overlap", terms=self._terms
@@ -252,6 +253,7 @@ class Engine:
         if self._worker is None:
             return
         self.raise_error()
+        self._unused_possible = self._ask_unused_possible()
         try:
             self._worker.agree()
         except (AgreementError, dist.DistError) as error:
@@ -313,11 +315,14 @@ class Engine:
 
     def _communicate(self, bucket: GradBucket, current: BackwardPass) -> torch.futures.Future[Any]:
         try:
-            return self._comm_hook(self._comm_state, bucket)
+            reduced = self._comm_hook(self._comm_state, bucket)
+            if not callable(getattr(reduced, "then", None)):
+                raise TypeError(f"it must return a future, got {type(reduced).__name__}")  # noqa: TRY301
         except Exception as error:
             current.cancel()
             text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
             raise self._first_of(CommunicationError(text, current.report())) from error
+        return reduced
 
     def _step_bucket(
         self,
@@ -355,7 +360,7 @@ class Engine:
             with as_outside_of_backward(device), lent(parameters, averaged) as own:
                 self._stepper.step(parameters)
                 self.contents.keep(parameters, averaged, own, gradients.buffer)
-        except Exception as error:
+        except BaseException as error:  # sys.exit() too: it would end a thread, and nobody would know
             current.partial = (index,)
             kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
             raise kind(f"the step of bucket {index} failed: {text_of(error)}", current.report()) from error
