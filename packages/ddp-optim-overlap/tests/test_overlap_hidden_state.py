@@ -1,9 +1,11 @@
 """What a trial or a check must see though it hides: counters, shared memory, graphs made static late."""
 
+import contextlib
 import itertools
 
 import pytest
 import torch
+import torch.distributed as dist
 from overlap_runs import adamw, backward, batches, make_ddp, named, require_held, run_parts, same, snapshot
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +19,7 @@ from ddp_optim_overlap import (
     overlap_optimizer,
 )
 from dist_utils.testing import run_ranks
+from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
 
 class Ticks:
@@ -149,6 +152,21 @@ def _exits(seen):
     seen["its bucket is told"] = caught.value.report.partial == (0,)
 
 
+def _exits_alone(seen):
+    """In ``AFTER_REDUCE`` mode it is this thread that exits; the other rank is told."""
+    ddp = make_ddp()
+    optimizer = Exits(ddp.parameters(), lr=0.1)
+    handle = overlap_optimizer(ddp, optimizer, mode=OverlapMode.AFTER_REDUCE)
+    alone = dist.get_rank() == 1
+    optimizer.exits = alone
+    with pytest.raises(SystemExit) if alone else contextlib.nullcontext():
+        backward(ddp, batches(1)[0])
+    if alone or GROUPS_END_WITHOUT_GIL:
+        with pytest.raises(StepError if alone else CommunicationError):
+            handle.wait(10)
+    seen["told"] = True
+
+
 def _hooks_without_a_future(seen):
     for mode in OverlapMode:
         ddp = make_ddp()
@@ -168,6 +186,7 @@ PARTS = named(
     _static_later,
     _rearranged_gradients,
     _exits,
+    _exits_alone,
     _hooks_without_a_future,
 )
 

@@ -374,7 +374,7 @@ class Engine:
         try:
             with as_outside_of_backward(device):
                 self._stepper.step(())
-        except Exception as error:
+        except BaseException as error:
             begun = self._stepper.begun
             current.partial = tuple(range(current.buckets if begun else 0))
             current.optimizers = tuple(range(begun - 1))
@@ -382,6 +382,8 @@ class Engine:
             # On an accelerator the peers do not wait, and a job would make this rank alone make a group.
             if self._worker is not None and device.type == "cpu":
                 self._worker.submit(partial(raise_error, failure))  # which tells the peers
+            if not isinstance(error, Exception):  # an interrupt, or an exit
+                raise
             raise failure from error
         if self._stepper.begun:  # a scaler that has found an infinity skips the step
             current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
