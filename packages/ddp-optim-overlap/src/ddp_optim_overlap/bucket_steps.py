@@ -26,7 +26,6 @@ class BucketSteps:
         stepper: Steps.
         contents: Keeps what gradients were when they were used.
         watch: Told of stepped weights, if anybody is.
-        unused_possible: Whether the ranks tell each other which parameters got a gradient.
     """
 
     def __init__(
@@ -34,18 +33,15 @@ class BucketSteps:
         stepper: Stepper,
         contents: GradientContents,
         watch: WeightWatch | None,
-        *,
-        unused_possible: bool,
     ) -> None:
         self._stepper, self._contents, self._watch = stepper, contents, watch
-        self._unused_possible = unused_possible
 
     def job(
         self,
         current: BackwardPass,
         index: int,
         gradients: BucketGradients,
-        used: list[bool],
+        used: list[bool] | None,
         reduced: torch.futures.Future[Any],
         group: dist.ProcessGroup,
     ) -> torch.Tensor:
@@ -55,12 +51,12 @@ class BucketSteps:
             current: The backward pass.
             index: Of the bucket.
             gradients: The bucket.
-            used: Which of its parameters got a gradient on this rank.
+            used: Which of its parameters got a gradient on this rank; ``None`` if all have, everywhere.
             reduced: What the communication hook has returned.
             group: The worker's.
         """
         try:
-            if self._unused_possible:
+            if used is not None:
                 used = used_anywhere(used, group, gradients.buffer.device)
             gradients.write(current.await_bucket(reduced))
         except Exception as error:
@@ -68,9 +64,7 @@ class BucketSteps:
         if current.steps:
             with current.stepping:
                 if not current.cancelled:
-                    self._step(
-                        current, index, gradients, used if self._unused_possible else [True] * len(used)
-                    )
+                    self._step(current, index, gradients, used or [True] * len(gradients.parameters))
         return gradients.buffer
 
     def _step(self, current: BackwardPass, index: int, gradients: BucketGradients, used: list[bool]) -> None:
@@ -85,7 +79,7 @@ class BucketSteps:
             with as_outside_of_backward(device), lent(parameters, averaged) as own:
                 self._stepper.step(parameters)
                 self._contents.keep(parameters, averaged, own, gradients.buffer)
-        except Exception as error:
+        except BaseException as error:  # sys.exit() too: it would end a thread, and nobody would know
             current.partial = (index,)
             kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
             raise kind(f"the step of bucket {index} failed: {text_of(error)}", current.report()) from error

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ddp_optim_overlap.equality import attributes_of, position_of
 from ddp_optim_overlap.trial import own_attributes, shared_state
 from dist_utils.torch_compat import FUSED_CHECK, tensor_version
 
@@ -65,8 +66,9 @@ def content_of(value: Any, tensors: list[torch.Tensor], depth: int = _DEPTH) -> 
         return id(value), _contents(value, tensors, depth)
     if isinstance(value, (set, frozenset)):
         return id(value), frozenset(map(id, value))
-    attributes = getattr(value, "__dict__", None)
-    if isinstance(attributes, dict) and not _is_code(value):
+    if (position := position_of(value)) is not None:
+        return id(value), position
+    if not _is_code(value) and (attributes := attributes_of(value)):
         return id(value), _contents(attributes.values(), tensors, depth)
     return id(value), value.tobytes() if hasattr(value, "tobytes") else None  # NumPy's
 

@@ -19,6 +19,7 @@ from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.part_checks import refuse_kept_gradients
 from ddp_optim_overlap.partial_steps import is_torchs_own, parameters_of
+from ddp_optim_overlap.shared_memory import require_separate_memory
 from ddp_optim_overlap.stepper import Stepper
 from ddp_optim_overlap.tried import Tried
 from dist_utils.comm_hooks import CommHook
@@ -46,7 +47,7 @@ class OptimizerHookState:
     Raises:
         ValueError: ``functional_optim`` is neither.
         UnsupportedOptimizerError: The optimizer does not step per parameter.
-        ConfigError: It has a step pre-hook, which would run too late.
+        ConfigError: It has a step pre-hook, which would run too late, or parameters that share memory.
 
     Counterpart of ``_OptimizerHookState`` in
     ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks``.
@@ -64,6 +65,7 @@ class OptimizerHookState:
         self.params_to_optimize = None if params is None else set(params)
         if isinstance(functional_optim, torch.optim.Optimizer):
             require_plain_step(functional_optim)
+            require_separate_memory([functional_optim])
             own = parameters_of(functional_optim)
             # Which parameters of another optimizer have sparse gradients is not known without the model.
             sparse = own if type(functional_optim) is torch.optim.SparseAdam else ()

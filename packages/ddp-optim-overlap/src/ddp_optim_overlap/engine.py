@@ -51,8 +51,8 @@ class Engine:
         stepper: What to do with averaged gradients.
         comm_hook: Averages; any hook.
         comm_state: Its first argument.
-        unused_possible: Whether parameters may be left out of a backward pass. Then the ranks tell each
-            other which ones got a gradient.
+        unused_possible: Returns whether parameters may be left out of a backward pass. Then the ranks tell
+            each other which ones got a gradient. Asked when a pass begins.
         check: Watch for stepped weights that the same backward pass reads.
     """
 
@@ -64,7 +64,7 @@ class Engine:
         comm_hook: Callable[[Any, GradBucket], torch.futures.Future[Any]],
         comm_state: object,
         *,
-        unused_possible: bool = False,
+        unused_possible: Callable[[], bool] = lambda: False,
         check: bool = False,
     ) -> None:
         self.gradients = GradientWatch(parameters)
@@ -75,9 +75,10 @@ class Engine:
         self._stepper = stepper
         self._comm_hook = comm_hook
         self._comm_state = comm_state
-        self._unused_possible = unused_possible
+        self._ask_unused_possible = unused_possible
+        self._unused_possible = False
         self._watch = WeightWatch() if check else None
-        self._by_bucket = BucketSteps(stepper, self.contents, self._watch, unused_possible=unused_possible)
+        self._by_bucket = BucketSteps(stepper, self.contents, self._watch)
         self._whole = WholeStep(stepper, self.contents) if stepper.whole else None
         worker = OrderedWorker(process_group, name="ddp-optim-overlap", terms=self._terms)
         self._worker: OrderedWorker | None = worker
@@ -129,7 +130,8 @@ class Engine:
             self.gradients.new.clear()
         reduced = self._communicate(bucket, current)
         if self._whole is None:
-            job = partial(self._by_bucket.job, current, bucket.index(), gradients, used, reduced)
+            asked = used if self._unused_possible else None
+            job = partial(self._by_bucket.job, current, bucket.index(), gradients, asked, reduced)
             done = self._last_job = self._worker.submit(job, device=gradients.buffer.device)
         else:
             # A callback may be dropped last by Gloo's thread, which must not end its own process group.
@@ -216,6 +218,7 @@ class Engine:
         if self._worker is None:
             return
         self.raise_error()
+        self._unused_possible = self._ask_unused_possible()
         try:
             self._worker.agree()
         except (AgreementError, dist.DistError) as error:
@@ -278,7 +281,10 @@ class Engine:
             # On an accelerator the peers do not wait, and a job would make this rank alone make a group.
             if self._worker is not None and device.type == "cpu":
                 self._worker.submit(partial(raise_error, failure))  # which tells the peers
-            raise failure from error.__cause__
+            cause = error.__cause__
+            if cause is not None and not isinstance(cause, Exception):  # an interrupt, or an exit
+                raise cause from None
+            raise failure from cause
         whole.keep_contents()
 
     def _meet_peers(self, current: BackwardPass, device: torch.device) -> None:
@@ -287,11 +293,14 @@ class Engine:
 
     def _communicate(self, bucket: GradBucket, current: BackwardPass) -> torch.futures.Future[Any]:
         try:
-            return self._comm_hook(self._comm_state, bucket)
+            reduced = self._comm_hook(self._comm_state, bucket)
+            if not callable(getattr(reduced, "then", None)):
+                raise TypeError(f"it must return a future, got {type(reduced).__name__}")  # noqa: TRY301
         except Exception as error:
             current.cancel()
             text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
             raise self._first_of(CommunicationError(text, current.report())) from error
+        return reduced
 
     def _first_of(self, error: OverlapError) -> OverlapError:
         return self._failure.keep(error, self._progress())

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import operator
 from collections import deque
 from collections.abc import Mapping
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
 
-__all__ = ["equal"]
+__all__ = ["attributes_of", "equal", "position_of"]
 
 
 def equal(one: Any, other: Any, above: frozenset[int] = frozenset()) -> bool:
@@ -30,11 +33,31 @@ def equal(one: Any, other: Any, above: frozenset[int] = frozenset()) -> bool:
     if isinstance(one, float) and math.isnan(one):
         return math.isnan(other)
     if "__eq__" not in {name for kind in type(one).__mro__[:-1] for name in vars(kind)}:
-        return equal(getattr(one, "__dict__", None), getattr(other, "__dict__", None), above)
+        same_place = position_of(one) == position_of(other)
+        return same_place and equal(attributes_of(one), attributes_of(other), above)
     try:
         return _one_answer(one, other)
     except Exception:  # noqa: BLE001 - as of a data class of tensors, whose == has no single answer
         return hasattr(one, "__dict__") and equal(vars(one), vars(other), above)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return what an object has in its attributes, those in slots too."""
+    found = dict(getattr(value, "__dict__", None) or {})
+    for kind in type(value).__mro__:
+        for name, place in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if isinstance(place, MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # nothing is in it
+                    found[name] = place.__get__(value)
+    return found
+
+
+def position_of(value: Any) -> tuple[str, int] | None:
+    """Return how far an iterator of Python's own has come, if it tells."""
+    if not hasattr(type(value), "__next__") or type(value).__module__ not in ("builtins", "itertools"):
+        return None
+    told = repr(value) if "__repr__" in vars(type(value)) else ""
+    return told, operator.length_hint(value)
 
 
 def _one_answer(one: Any, other: Any) -> bool:

@@ -8,8 +8,9 @@ import torch
 
 __all__ = ["GradientContents"]
 
-_BLOCK = 1024
-"""Words of eight bytes that are summed into one."""
+_ROWS, _COLUMNS = 127, 65
+"""Of blocks of words of eight bytes, whose columns are summed. Both are odd: rows of a gradient that change
+places come into other columns, and as many sign bits as a power of two do not vanish in a sum."""
 
 
 class GradientContents:
@@ -99,9 +100,9 @@ def _address(tensor: torch.Tensor | None) -> int | None:
 def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums over blocks of a tensor's bits, and what is left over."""
     memory = _bytes(tensor)
-    left = len(memory) % (8 * _BLOCK)
+    left = len(memory) % (8 * _ROWS * _COLUMNS)
     blocks, rest = memory[: len(memory) - left], memory[len(memory) - left :]
-    return blocks.view(torch.int64).view(-1, _BLOCK).sum(1), rest.clone()
+    return blocks.view(torch.int64).view(-1, _ROWS, _COLUMNS).sum(1), rest.clone()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -147,13 +147,14 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
         del hook_state
         if model is not None:
             require_ddp_options(model)
+        possible = model is not None and (model.find_unused_parameters or model.static_graph)
         return Engine(
             group,
             [] if model is None else [one for one in model.parameters() if one.requires_grad],
             _OwnOptimizers(),
             average_like_ddp,
             group,
-            unused_possible=model is not None and (model.find_unused_parameters or model.static_graph),
+            unused_possible=lambda: possible,
         )
 
     lazy = EngineAtFirstBucket(make)

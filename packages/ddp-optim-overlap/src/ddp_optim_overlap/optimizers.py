@@ -15,11 +15,11 @@ from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_unused_loss
 from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own
-from ddp_optim_overlap.replaced_step import ReplacedStep
+from ddp_optim_overlap.replaced_step import ReplacedStep, has_pre_hooks
 from ddp_optim_overlap.step_inputs import Options, StepInputs, options_of
 from ddp_optim_overlap.stepper import Stepper
 from ddp_optim_overlap.tried import Tried
-from dist_utils.torch_compat import mark_stepped, step_pre_hooks, tensor_version
+from dist_utils.torch_compat import mark_stepped, step_post_hooks, tensor_version
 
 __all__ = ["OverlappedOptimizers"]
 
@@ -92,7 +92,8 @@ class OverlappedOptimizers(Stepper):
     def replace_steps(self) -> None:
         """Begin to take part in ``optimizer.step()``; before an engine is made, for the sake of closures."""
         self._replaced = [
-            ReplacedStep(optimizer, self._before_closure, self._is_done) for optimizer in self._optimizers
+            ReplacedStep(optimizer, self._before_closure, self._is_done, self._is_pending)
+            for optimizer in self._optimizers
         ]
 
     def remove(self) -> None:
@@ -131,6 +132,7 @@ class OverlappedOptimizers(Stepper):
 
     def begin(self, engine: Engine) -> None:
         """A backward pass hands over its first bucket."""
+        self._refuse_superseded(engine)
         self._refuse_left_out_step()
         self._renew_trials()
         self._options = {optimizer: options_of(optimizer) for optimizer in self._optimizers}
@@ -139,6 +141,16 @@ class OverlappedOptimizers(Stepper):
         if self._clip is not None:
             self._clip.begin()
         self.refuse_pre_hooks()
+
+    def _refuse_superseded(self, engine: Engine) -> None:
+        """Raise if ``step()`` asks another overlap by now, which knows nothing of this pass."""
+        if self._engine() is not engine or any(replaced.superseded for replaced in self._replaced):
+            names = ", ".join(type(optimizer).__name__ for optimizer in self._optimizers)
+            raise ConfigError(
+                f"{names} is overlapped by something else since: its step() would step again what this "
+                "backward pass steps. An optimizer takes part in one overlap: remove() this one first, or "
+                "give each model an optimizer of its own"
+            )
 
     def _refuse_left_out_step(self) -> None:
         """Raise if the loop calls ``step()``, and has not for the last pass: without it nothing is undone."""
@@ -149,6 +161,12 @@ class OverlappedOptimizers(Stepper):
                 "before: without step() in the loop a pass steps all the same. Call handle.pause() around a "
                 "backward pass that is to step nothing, or not everything"
             )
+        for optimizer in () if self.whole else self._stepped:
+            if step_post_hooks(optimizer):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has a step post-hook, which runs in step(), and step() was "
+                    "not called for the last backward pass: call it after each one, or take the hook away"
+                )
         self._step_was_left_out |= bool(self._stepped)
 
     def _renew_trials(self) -> None:
@@ -178,7 +196,7 @@ class OverlappedOptimizers(Stepper):
             ConfigError: An optimizer that is stepped by buckets has one.
         """
         for optimizer in () if self.whole else self._optimizers:
-            if step_pre_hooks(optimizer):
+            if has_pre_hooks(optimizer):
                 raise ConfigError(
                     f"{type(optimizer).__name__} has a step pre-hook, which may change gradients and would "
                     "run after they were used: use OverlapMode.AFTER_REDUCE"
@@ -249,6 +267,13 @@ class OverlappedOptimizers(Stepper):
 
     def _has_stepped(self, engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
         return engine.gradients.step_stands and optimizer in self._stepped
+
+    def _is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the last pass has stepped an optimizer whose ``step()`` was not called since."""
+        engine = self._engine()
+        if engine is None or not self._replaced or self._stepping_now:
+            return False
+        return self._has_stepped(engine, optimizer)
 
     def _is_done(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> bool:
         """Whether this call of ``optimizer.step()`` finds nothing left to do; raises what is wrong.

@@ -3,8 +3,10 @@
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +27,7 @@ from ddp_optim_overlap.refusals import (
     require_own_parameters,
 )
 from ddp_optim_overlap.report import StepReport
+from ddp_optim_overlap.shared_memory import require_separate_memory
 from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket, comm_hooks, inside_backward, register_comm_hook
 
@@ -229,6 +232,8 @@ def overlap_optimizer(
     require_own_parameters(ddp, optimizers)
     if comm_hook is not None:
         require_group(ddp, comm_hook, comm_state)
+    if not whole:
+        require_separate_memory(optimizers)
     tried = require_optimizers(optimizers, ddp.module, whole=whole, clip=clip)
 
     calls = OverlappedOptimizers(
@@ -246,7 +251,7 @@ def overlap_optimizer(
         calls,
         comm_hook or average_like_ddp,
         ddp.process_group if comm_hook is None else comm_state,
-        unused_possible=unused == "skip" and not whole and (ddp.find_unused_parameters or ddp.static_graph),
+        unused_possible=partial(_may_leave_out, weakref.ref(ddp), told=unused == "skip" and not whole),
         check=check,
     )
     if slot is None:
@@ -257,6 +262,12 @@ def overlap_optimizer(
         slot.engine = engine
     calls.attach(engine)
     return OverlapHandle(engine, optimizers, mode, calls)
+
+
+def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]", *, told: bool) -> bool:
+    """Whether the ranks have to tell which parameters got a gradient. A graph may be made static later."""
+    model = ddp()
+    return told and model is not None and (model.find_unused_parameters or model.static_graph)
 
 
 def _register(ddp: DistributedDataParallel, engine: Engine) -> None:

@@ -98,7 +98,8 @@ class PartialSteps:
             state = optimizer.state
             new = list(state)[known:]
             if new:
-                place = {parameter: number for number, parameter in enumerate(parameters_of(optimizer))}
+                parameters = dict.fromkeys(parameters_of(optimizer))  # one may be there twice
+                place = {parameter: number for number, parameter in enumerate(parameters)}
                 for parameter in sorted(new, key=lambda key: place.get(key, len(place))):
                     state[parameter] = state.pop(parameter)
 

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["ReplacedStep"]
+from ddp_optim_overlap.errors import ConfigError
+from dist_utils.torch_compat import step_pre_hooks
+
+__all__ = ["ReplacedStep", "has_pre_hooks"]
 
 
 class ReplacedStep:
@@ -21,30 +24,41 @@ class ReplacedStep:
     A closure is run before it asks, once, since its backward pass may step. Keeps neither the engine nor its
     thread alive with an optimizer whose model is gone.
 
+    A step pre-hook guards the ``step`` of the class, which whoever has taken ``optimizer.step`` before calls.
+
     Args:
         optimizer: Its ``step`` is replaced on the instance.
         before_closure: Gets the optimizer; returns what to be in while the closure runs, or ``None`` if the
             ordinary step is to run it.
         is_done: Gets the optimizer and the arguments that say something, by name; returns whether nothing is
             left to do.
+        is_pending: Gets the optimizer; returns whether the next call of ``step`` is to do nothing.
+
+    Attributes:
+        superseded: Whether another one has taken the place of this one since.
     """
+
+    superseded = False
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         before_closure: Callable[[torch.optim.Optimizer], AbstractContextManager[object] | None],
         is_done: Callable[[torch.optim.Optimizer, dict[str, Any]], bool],
+        is_pending: Callable[[torch.optim.Optimizer], bool],
     ) -> None:
         earlier: ReplacedStep | None = getattr(optimizer.__dict__.get("step"), "replaced", None)
         if earlier is not None:
             earlier.restore()  # of an overlap that has ended
+            earlier.superseded = True
         self._optimizer = weakref.ref(optimizer)
         self._before = before = optimizer.__dict__.get("step")  # a scheduler's
         enter, ask = weakref.WeakMethod(before_closure), weakref.WeakMethod(is_done)
         signature = inspect.signature(type(optimizer).step)
 
-        @functools.wraps(before or type(optimizer).step)
-        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        # It asks what no compiler can trace, and the step of a pass is not compiled either.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def call_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             call = signature.bind(self, *args, **kwargs)
             loss = None
             closure = call.arguments.get("closure")
@@ -59,16 +73,44 @@ class ReplacedStep:
             args = call.args[1:]
             return before(*args, **call.kwargs) if before else type(self).step(self, *args, **call.kwargs)
 
+        @functools.wraps(before or type(optimizer).step)
+        def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return call_step(self, *args, **kwargs)
+
         step.replaced = self  # type: ignore[attr-defined]
         self._step = optimizer.__dict__["step"] = MethodType(step, optimizer)
+        self._guard = optimizer.register_step_pre_hook(_guard(weakref.WeakMethod(is_pending)))
 
     def restore(self) -> None:
         """Put back what was there, unless a scheduler has been put on top."""
+        self._guard.remove()
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.__dict__.get("step") is self._step:
             del optimizer.__dict__["step"]
             if self._before is not None:
                 optimizer.__dict__["step"] = self._before
+
+
+def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer, or all of them, have step pre-hooks that are not a guard of this module."""
+    return any(not hasattr(hook, "guards") for hook in step_pre_hooks(optimizer).values())
+
+
+def _guard(is_pending: weakref.WeakMethod[Any]) -> Callable[..., None]:
+    """Return a step pre-hook that raises where the step of a backward pass would be repeated."""
+
+    def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del args, kwargs
+        pending = is_pending()
+        if pending is not None and pending(optimizer):
+            raise ConfigError(
+                f"the last backward pass has stepped {type(optimizer).__name__}, and its class's step() was "
+                "called, which would step again: call optimizer.step(), and look it up after "
+                "overlap_optimizer, which replaces it"
+            )
+
+    guard.guards = True  # type: ignore[attr-defined]
+    return guard
 
 
 def _given(call: inspect.BoundArguments) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class WholeStep:
         try:
             with as_outside_of_backward(device):
                 self._stepper.step(())
-        except Exception as error:
+        except BaseException as error:
             begun = self._stepper.begun
             current.partial = tuple(range(current.buckets if begun else 0))
             current.optimizers = tuple(range(begun - 1))

@@ -38,6 +38,7 @@ from dist_utils.torch_compat.operators import OperatorWatch, linear_operator
 from dist_utils.torch_compat.optimizers import (
     FUSED_CHECK,
     mark_stepped,
+    step_post_hooks,
     step_pre_hooks,
     step_without_hooks,
     without_step_hooks,
@@ -87,6 +88,7 @@ __all__ = [
     "reduce_scatter_single",
     "register_comm_hook",
     "saved_tensor_hooks",
+    "step_post_hooks",
     "step_pre_hooks",
     "step_without_hooks",
     "tensor_version",

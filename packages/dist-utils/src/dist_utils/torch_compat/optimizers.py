@@ -11,7 +11,14 @@ import torch
 # The step hooks of all optimizers have no public names up to torch 2.15.
 from torch.optim import optimizer as _optimizer
 
-__all__ = ["FUSED_CHECK", "mark_stepped", "step_pre_hooks", "step_without_hooks", "without_step_hooks"]
+__all__ = [
+    "FUSED_CHECK",
+    "mark_stepped",
+    "step_post_hooks",
+    "step_pre_hooks",
+    "step_without_hooks",
+    "without_step_hooks",
+]
 
 
 FUSED_CHECK = "_need_device_dtype_check_for_fused"
@@ -29,6 +36,12 @@ def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[..
     """Return the step pre-hooks of an optimizer and of all optimizers. No public name up to torch 2.15."""
     own: Mapping[int, Callable[..., Any]] = getattr(optimizer, _STEP_PRE_HOOKS)
     return {**_optimizer._global_optimizer_pre_hooks, **own}  # noqa: SLF001
+
+
+def step_post_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[..., Any]]:
+    """Return the step post-hooks of an optimizer and of all optimizers. No public name up to torch 2.15."""
+    own: Mapping[int, Callable[..., Any]] = getattr(optimizer, _STEP_POST_HOOKS)
+    return {**_optimizer._global_optimizer_post_hooks, **own}  # noqa: SLF001
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
