@@ -67,4 +67,4 @@ def _a_peer_is_gone(rank, start):
 
 @pytest.mark.parametrize("start", [start_messages, _start_through_host])
 def test_a_peer_that_is_gone_raises(start):
-    assert run_ranks(_a_peer_is_gone, 2, start, group_timeout=5, timeout=30) == ["told", "gone"]
+    assert run_ranks(_a_peer_is_gone, 2, start, group_timeout=20) == ["told", "gone"]

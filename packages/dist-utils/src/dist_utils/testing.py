@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import math
 import multiprocessing
 import os
 import pickle
@@ -87,7 +88,8 @@ def run_ranks(
         *args: Passed on to ``fn``; must pickle.
         backend: Of the default process group, which is there when ``fn`` is called. With ``"nccl"``
             rank r uses GPU r. ``None``: no process group.
-        timeout: Seconds until every process is killed.
+        timeout: Seconds until every process is killed; more where other work keeps the machine busy
+            (:func:`patience`), for a rank that waits for a core does not hang.
         group_timeout: Seconds that a collective may take; ``timeout`` if not given.
         may_die: Ranks that may end without a result, for tests of a dying peer: their result is ``None``.
 
@@ -221,8 +223,8 @@ class _Ranks:
             torch.save(result, self._path("result", rank))
             # A DDP model is a cycle, and keeps its group.
             gc.collect()
-            if dist.is_initialized() and torch_compat.GROUPS_END_WITHOUT_GIL:
-                dist.destroy_process_group()
+            if torch_compat.GROUPS_END_WITHOUT_GIL:
+                _end_all_groups()
             # As the interpreter does at its end: a leaked thread is a hang here as it would be there.
             threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001
         except BaseException as error:  # noqa: BLE001 - raised again by the parent; pytest's are no Exception
@@ -277,7 +279,8 @@ class _Ranks:
             return "(no stack: this system has no signals)"
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-        path, deadline, text = self._path("stack", rank), time.monotonic() + _STACK_SECONDS, ""
+        path, text = self._path("stack", rank), ""
+        deadline = time.monotonic() + patience(_STACK_SECONDS)
         while time.monotonic() < deadline:
             before, text = text, path.read_text() if path.exists() else ""
             if text and text == before:
@@ -287,6 +290,14 @@ class _Ranks:
 
     def _path(self, kind: str, rank: int) -> Path:
         return self.folder / f"{kind}-{rank}"
+
+
+def _end_all_groups() -> None:
+    if dist.is_initialized():
+        try:
+            dist.destroy_process_group()
+        except KeyError:  # another thread has ended its own group while torch went through the list of all
+            dist.destroy_process_group()
 
 
 def _flush_and_exit(code: int) -> None:
@@ -309,17 +320,20 @@ def _picklable(error: BaseException) -> BaseException:
 
 def _wait(processes: Sequence[BaseProcess], ranks: _Ranks, timeout: float, may_die: Collection[int]) -> None:
     """Return when every process has ended well; raise as soon as one has not, or at the timeout."""
-    deadline = time.monotonic() + timeout
+    began, seconds = time.monotonic(), timeout
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
-        ended = wait_for_any(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        ended = wait_for_any(list(running), timeout=max(0.0, began + seconds - time.monotonic()))
+        if not ended and seconds == timeout and (seconds := patience(timeout)) > timeout:
+            continue
         if not ended:
             hung = list(running.values())
             stacks = [
                 f"rank {rank} hung here:\n{ranks.stack(rank, processes[rank].pid or 0)}" for rank in hung
             ]
             raise RanksHung(
-                f"ranks {hung} of {len(processes)} did not finish within {timeout:g} s\n" + "\n".join(stacks)
+                f"ranks {hung} of {len(processes)} did not finish within {seconds:.3g} s\n"
+                + "\n".join(stacks)
             )
         for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
             if rank not in may_die and not _ended_well(processes[rank], ranks, rank):
@@ -417,7 +431,7 @@ def patience(seconds: float) -> float:
         seconds: The time without other work.
 
     Returns:
-        ``seconds`` on an idle machine; at most 30 times as many.
+        ``seconds`` on an idle machine; at most 30 times as many. To a tenth of a second, upwards.
 
     Cost:
         A twentieth of a second.
@@ -430,7 +444,8 @@ def patience(seconds: float) -> float:
         pass
     computed = time.thread_time() - computed
     load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
-    return seconds * min(max(load, passed / max(computed, 1e-3), 1.0), 30.0)
+    factor = min(max(load, passed / max(computed, 1e-3), 1.0), 30.0)
+    return math.ceil(10 * seconds * factor) / 10
 
 
 def tcp_bytes_sent() -> int:
