@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compress_hooks import CompressState, fp16_compress_hook
 from dist_utils.testing import run_ranks
 
-NAMES = [name for name in HOOKS if name not in FOREIGN]
+NAMES = [*(name for name in HOOKS if name not in FOREIGN), "saturate wire", "saturate fp32"]
 
 
 def _saturating(accumulate):
@@ -27,7 +27,7 @@ def _net():
     return torch.nn.Sequential(torch.nn.Linear(30, 31), torch.nn.ReLU(), torch.nn.Linear(31, 1))
 
 
-def _compiled(rank, backend):
+def _compiled(rank, backend, names):
     """Gradients of a compiled step with each hook, and of plain DDP."""
     reference = DistributedDataParallel(_net())
     _loss(reference, rank).backward()
@@ -35,7 +35,7 @@ def _compiled(rank, backend):
     seen = {}
     torch._dynamo.config.optimize_ddp = "python_reducer"
     torch._dynamo.config.compiled_autograd = True
-    for name in [*NAMES, "saturate wire", "saturate fp32"]:
+    for name in names:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         model = DistributedDataParallel(_net())
@@ -57,9 +57,18 @@ def _compiled(rank, backend):
     return seen
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_backward(backend):
-    first, second = run_ranks(_compiled, 2, backend, timeout=400)
+@pytest.mark.parametrize(
+    ("backend", "names"),
+    [
+        ("aot_eager", NAMES),
+        ("inductor", ["bf16_compress_hook/fp32", "saturate wire"]),
+        pytest.param("inductor", NAMES, marks=pytest.mark.exhaustive),
+    ],
+    ids=["aot_eager", "inductor", "inductor, every hook"],
+)
+def test_compiled_backward(backend, names):
+    first, second = run_ranks(_compiled, 2, backend, names, timeout=600)
+    assert list(first) == names
     for name in first:
         (error, breaks, captured, gradient), (_, _, _, other) = first[name], second[name]
         wire = HOOKS[name][1] if name in HOOKS else torch.float16

@@ -10,9 +10,9 @@ import torch
 from hook_buckets import HOOKS, state_of
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_utils.testing import run_ranks
+from dist_utils.testing import patience, run_ranks
 
-GROUP_TIMEOUT = 15.0
+GROUP_TIMEOUT = 40.0
 
 
 class DieInBackward(torch.autograd.Function):
@@ -79,7 +79,7 @@ def test_survivors_raise_within_the_timeout_and_keep_their_parameters(name):
     assert died is None
     for unchanged, seconds in (first, last):
         assert unchanged
-        assert seconds < GROUP_TIMEOUT + 5
+        assert seconds < GROUP_TIMEOUT
 
 
 def _peer_stops(rank, name, pids):
@@ -95,9 +95,8 @@ def _peer_stops(rank, name, pids):
 
 @pytest.mark.parametrize("name", ["bf16_compress_hook", "bf16_compress_hook/fp32"])
 def test_a_peer_that_stops_raises_at_the_timeout_and_changes_no_parameter(name, tmp_path):
-    ranks = run_ranks(
-        _peer_stops, 3, name, str(tmp_path / "pid"), may_die={1}, group_timeout=5.0, timeout=60.0
-    )
+    limit = patience(3.0)
+    ranks = run_ranks(_peer_stops, 3, name, str(tmp_path / "pid"), may_die={1}, group_timeout=limit)
     for unchanged, seconds in (ranks[0], ranks[2]):
         assert unchanged
-        assert seconds < 15
+        assert seconds < 5 * limit

@@ -4,11 +4,13 @@ import pytest
 import torch
 from hook_buckets import HOOKS, error_bound, make_bucket, run_hook
 
+from ddp_compress_hooks import ring
 from dist_utils.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Several pieces of a 16-bit wire and no multiple of the world size; and fewer elements than ranks.
-SIZES = [5_000_003, 2]
+SIZES = {"large": [5_000_003, 2], "small": [100_003, 2]}
+SMALL_PIECE_BYTES = 1 << 15
 
 
 def _inputs(world_size, dtype, size):
@@ -16,11 +18,13 @@ def _inputs(world_size, dtype, size):
     return [torch.randn(size, generator=generator).to(dtype) for _ in range(world_size)]
 
 
-def _run_all(rank, world_size):
+def _run_all(rank, world_size, sizes):
+    if sizes == "small":
+        ring._PIECE_BYTES_PER_RANK = SMALL_PIECE_BYTES
     bucket = make_bucket()
     seen = {}
     for dtype in DTYPES:
-        for size in SIZES:
+        for size in SIZES[sizes]:
             inputs = _inputs(world_size, dtype, size)
             exact = sum(tensor.double() for tensor in inputs) / world_size
             for name in HOOKS:
@@ -32,16 +36,25 @@ def _run_all(rank, world_size):
     return seen
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((world_size, sizes), id=f"{world_size}-{sizes}", marks=marks)
+        for sizes, marks in (("small", ()), ("large", pytest.mark.exhaustive))
+        for world_size in (2, 3)
+    ],
+)
 def ranks(request):
-    return run_ranks(_run_all, request.param, request.param, timeout=240)
+    world_size, sizes = request.param
+    return run_ranks(_run_all, world_size, world_size, sizes, timeout=600), SIZES[sizes]
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_mean_within_the_derived_bound_and_bitwise_equal(ranks, name):
+    results_of_ranks, sizes = ranks
     for dtype in DTYPES:
-        for size in SIZES:
-            (_, bits, sample), *others = results = [rank[name, dtype, size] for rank in ranks]
+        for size in sizes:
+            (_, bits, sample), *others = results = [rank[name, dtype, size] for rank in results_of_ranks]
             assert all(excess <= 1 for excess, _, _ in results), (dtype, size)
             for _, other_bits, other_sample in others:
                 assert bits == other_bits

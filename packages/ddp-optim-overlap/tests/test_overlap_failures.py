@@ -21,10 +21,10 @@ from ddp_optim_overlap import (
     StepError,
     overlap_optimizer,
 )
-from dist_utils.testing import run_ranks
+from dist_utils.testing import patience, run_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
-GROUP_TIMEOUT = 15.0
+GROUP_TIMEOUT = 40.0
 
 
 def _end_process(how):
@@ -124,7 +124,7 @@ def test_survivors_raise_within_the_timeout(mode):
         assert report.number == 3
         assert told
         assert moved == 0 or mode is OverlapMode.BUCKET
-        assert seconds < GROUP_TIMEOUT + 5
+        assert seconds < GROUP_TIMEOUT
 
 
 def _peer_stops(rank, mode, pids):
@@ -141,12 +141,13 @@ def _peer_stops(rank, mode, pids):
 @pytest.mark.parametrize("mode", OverlapMode)
 def test_a_peer_that_stops_raises_at_the_timeout(mode, tmp_path):
     pids = str(tmp_path / "pid")
-    first, _, last = run_ranks(_peer_stops, 3, mode, pids, may_die={1}, group_timeout=3.0, timeout=90)
+    limit = patience(3.0)
+    first, _, last = run_ranks(_peer_stops, 3, mode, pids, may_die={1}, group_timeout=limit, timeout=90)
     for moved, told, report, seconds in (first, last):
         assert report.number == 3
         assert told
         assert (moved, report.stepped) == (0, ()) or mode is OverlapMode.BUCKET
-        assert seconds < 20
+        assert seconds < 7 * limit
 
 
 def _hook_raises_everywhere(mode):
@@ -430,7 +431,7 @@ def _hook_raises_on_one(rank):
 
 def test_a_hook_that_raises_on_one_rank_raises_on_every_rank():
     """The others wait for its part of the average until it ends or the group's timeout is over."""
-    assert run_ranks(_hook_raises_on_one, 2, group_timeout=5.0, timeout=60) == [True, True]
+    assert run_ranks(_hook_raises_on_one, 2, group_timeout=patience(3.0)) == [True, True]
 
 
 def _average_fails_on_one(rank):

@@ -19,6 +19,7 @@ LAYOUTS = [
     Layout("bf16", 32),
     Layout("fp16", 128),
 ]
+QUICK_LAYOUTS = [Layout("int8", 128), Layout("int4", 32)]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,17 @@ def gpu(tmp_path_factory):
     return EmulatedGpu(tmp_path_factory.mktemp("emulated_gpu"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.format}-{layout.block_size}")
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(
+            layout,
+            id=f"{layout.format}-{layout.block_size}",
+            marks=() if layout in QUICK_LAYOUTS else pytest.mark.exhaustive,
+        )
+        for layout in LAYOUTS
+    ],
+)
 def test_the_kernels_text_gives_the_bits_of_torchs_operators(gpu, layout):
     block = layout.block_size
     dtypes = kernels.VALUE_DTYPES
@@ -170,7 +181,14 @@ def _affine_inputs(dtype, length):
         yield "smallest", torch.randint(-3, 4, (length,)).float() * 2.0**-149
 
 
-@pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive),
+        pytest.param(torch.float16, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_affine_kernels_give_the_bits_of_torchs_operators(gpu, dtype):
     for channel, length in CHANNELS.items():
         layout = AffineLayout(length, channel, torch.float32)

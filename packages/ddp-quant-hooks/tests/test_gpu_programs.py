@@ -62,7 +62,13 @@ def _compiler():
 
 
 @pytest.mark.usefixtures("_compiler")
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        pytest.param(architecture, marks=() if architecture == "sm_90" else pytest.mark.exhaustive)
+        for architecture in ARCHITECTURES
+    ],
+)
 def test_every_kernel_compiles_and_keeps_everything_in_registers(architecture):
     def report(program):
         logs = io.StringIO()

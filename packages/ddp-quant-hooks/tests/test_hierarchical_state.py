@@ -99,7 +99,7 @@ def _no_grid(rank):
 
 
 def test_groups_that_are_no_grid_are_refused_on_every_rank():
-    run_ranks(_no_grid, 4, timeout=60, group_timeout=15)
+    run_ranks(_no_grid, 4)
 
 
 def _trains(rank):
@@ -153,6 +153,6 @@ def _trains(rank):
 
 
 def test_a_step_that_fails_anywhere_is_made_nowhere():
-    seconds = run_ranks(_trains, 4, timeout=60, group_timeout=15)
+    seconds = run_ranks(_trains, 4, group_timeout=50)
     if torch_compat.GROUPS_END_WITHOUT_GIL:
-        assert max(seconds) < 10, "long before the timeout"
+        assert max(seconds) < 40, "long before the timeout"

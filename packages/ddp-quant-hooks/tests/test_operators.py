@@ -63,7 +63,7 @@ def _there_and_back(values, residual):
 
 
 @pytest.mark.filterwarnings("ignore")  # inductor's own, different in every version
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 def test_torch_compile_keeps_them_in_one_graph_with_the_same_bits(backend):
     torch.compiler.reset()
     values, residual = torch.randn(1000), torch.randn(1000)

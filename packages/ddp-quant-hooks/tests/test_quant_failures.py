@@ -14,7 +14,7 @@ from ddp_quant_hooks import exchanges, quantization_perchannel_hook, quantized_a
 from dist_utils import torch_compat
 from dist_utils.testing import grad_bucket, run_ranks
 
-GROUP_TIMEOUT = 12.0
+GROUP_TIMEOUT = 40.0
 
 
 class DieInBackward(torch.autograd.Function):
@@ -84,7 +84,7 @@ def test_survivors_raise_within_the_timeout_and_keep_their_parameters(hook):
     assert died is None
     for unchanged, seconds in (first, last):
         assert unchanged
-        assert seconds < GROUP_TIMEOUT + 5
+        assert seconds < GROUP_TIMEOUT
 
 
 def _kernel_fails(rank):

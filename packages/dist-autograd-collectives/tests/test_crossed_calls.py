@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import dist_autograd_collectives as dac
-from dist_utils.testing import run_ranks
+from dist_utils.testing import patience, run_ranks
 
 
 def _outcome(fn, *args, **kwargs):
@@ -85,10 +85,10 @@ def test_a_rank_may_copy_alone_where_no_gradient_comes_back():
     assert run_ranks(_copies_of_one_rank, 2, timeout=30, group_timeout=10) == [[2.0] * 3] * 2
 
 
-def _crossed(rank):
+def _crossed(rank, limit):
     seen = {}
     # One for each: a group that has failed is of no more use.
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=1)) for _ in CROSSED]
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=limit)) for _ in CROSSED]
     for call, group in zip(CROSSED, groups, strict=True):
         dist.barrier()
         seen[call.__name__] = _outcome(call, rank, group)
@@ -96,7 +96,7 @@ def _crossed(rank):
 
 
 def test_calls_that_are_not_the_same_never_take_each_other_s_values():
-    for seen in run_ranks(_crossed, 2, timeout=60):
+    for seen in run_ranks(_crossed, 2, patience(1.0)):
         for name, outcome in seen.items():
             assert outcome[0] == "CollectiveError", (name, outcome)
 
@@ -131,7 +131,7 @@ def _backward_after_one_that_failed(rank):
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_backward_that_failed_leaves_nothing_to_the_next_one(size):
     # Each rank's loss uses the sum twice, and x itself once.
-    assert run_ranks(_backward_after_one_that_failed, size, timeout=30) == [[2.0 * size + 1] * 3] * size
+    assert run_ranks(_backward_after_one_that_failed, size) == [[2.0 * size + 1] * 3] * size
 
 
 def _short_broadcast(rank):
@@ -141,7 +141,7 @@ def _short_broadcast(rank):
 
 
 def test_a_short_broadcast_is_an_error_also_where_another_receiver_passes_it_on():
-    source, *others = run_ranks(_short_broadcast, 4, timeout=30)
+    source, *others = run_ranks(_short_broadcast, 4)
     assert torch.equal(source, torch.zeros(30_000))
     for outcome in others:
         assert outcome[0] == "CollectiveError"

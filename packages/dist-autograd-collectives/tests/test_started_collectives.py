@@ -124,7 +124,7 @@ def _checkpointed(rank):
 
 
 def test_a_checkpoint_may_drop_what_it_started():
-    for found, right, after in run_ranks(_checkpointed, 2, timeout=30):
+    for found, right, after in run_ranks(_checkpointed, 2):
         assert found == [pytest.approx(right, rel=1e-12)] * 2
         assert after == [2]
 
@@ -179,7 +179,7 @@ def _gradients(function, started, reentrant, waits, rank):
 
 
 def test_what_was_started_before_a_checkpoint_has_its_gradient_in_it():
-    assert run_ranks(_prefetched, 2, timeout=60, group_timeout=10) == [[], []]
+    assert run_ranks(_prefetched, 2, group_timeout=30) == [[], []]
 
 
 def _modes(rank):
@@ -214,7 +214,7 @@ def _modes(rank):
 
 
 def test_a_result_has_a_gradient_wherever_it_is_waited_for_with_one():
-    for seen in run_ranks(_modes, 2, timeout=30, group_timeout=10):
+    for seen in run_ranks(_modes, 2, group_timeout=30):
         assert seen == {
             "without": False,
             "inference": True,
@@ -247,7 +247,7 @@ def test_starting_in_one_checkpoint_and_waiting_in_the_next():
     # Sums are 3, 5, 7; each one's gradient is the product of the others, for two ranks.
     assert run_ranks(_each_block_starts_the_next, 2, False) == [[[70, 70], [42, 42], [30, 30]]] * 2
     with pytest.raises(RuntimeError, match="was started without gradients"):
-        run_ranks(_each_block_starts_the_next, 2, True, timeout=30, group_timeout=5)
+        run_ranks(_each_block_starts_the_next, 2, True, group_timeout=30)
 
 
 def _transformed(rank):

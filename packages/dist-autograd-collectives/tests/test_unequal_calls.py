@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import dist_autograd_collectives as dac
-from dist_utils.testing import run_ranks
+from dist_utils.testing import patience, run_ranks
 
 X = torch.ones(4, 2)
 LIST = [torch.ones(2)] * 2
@@ -113,7 +113,7 @@ def _one_is_wrong(rank, wrong_rank):
 
 @pytest.mark.parametrize("wrong_rank", [0, 1])
 def test_check_tells_every_rank_of_what_is_wrong_on_one(wrong_rank):
-    assert run_ranks(_one_is_wrong, 2, wrong_rank, timeout=60, group_timeout=5) == [[], []]
+    assert run_ranks(_one_is_wrong, 2, wrong_rank, group_timeout=30) == [[], []]
 
 
 def _three_with_one_wrong(rank):
@@ -129,7 +129,7 @@ def _three_with_one_wrong(rank):
 
 
 def test_the_user_s_own_error_is_on_the_rank_that_is_wrong():
-    found = run_ranks(_three_with_one_wrong, 3, timeout=30, group_timeout=5)
+    found = run_ranks(_three_with_one_wrong, 3, group_timeout=30)
     for name, wrong, own in (
         ("none", 0, ("ValueError", "the source needs a list of 3 tensors")),
         ("environment", 2, ("TypeError", "tensor must be a tensor, got None")),
@@ -156,7 +156,7 @@ def _own_part(rank):
 
 
 def test_a_part_that_a_rank_keeps_has_one_length():
-    for outcomes in run_ranks(_own_part, 2, timeout=20, group_timeout=5):
+    for outcomes in run_ranks(_own_part, 2, group_timeout=30):
         assert [kind for kind, _ in outcomes] == ["ValueError"] * 3
 
 
@@ -175,10 +175,10 @@ LENGTHS = {
 }
 
 
-def _lengths_differ(rank):
+def _lengths_differ(rank, limit):
     seen = {}
     # One for each: a group that has failed is of no more use.
-    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=1)) for _ in LENGTHS]
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=limit)) for _ in LENGTHS]
     for (name, call), group in zip(LENGTHS.items(), groups, strict=True):
         dist.barrier()
         seen[name] = _outcome(call, torch.full((2 if rank else 4,), 1.0 + rank), group=group)
@@ -189,7 +189,7 @@ def _lengths_differ(rank):
 
 
 def test_messages_of_another_length_fill_no_buffer():
-    (first, short), (second, _) = run_ranks(_lengths_differ, 2, timeout=90)
+    (first, short), (second, _) = run_ranks(_lengths_differ, 2, patience(0.5), timeout=90)
     for name in LENGTHS:
         kinds = {outcome and outcome[0] for outcome in (first[name], second[name])}
         # The sender of what nobody reads needs not know, but who waits for it does.
@@ -223,7 +223,7 @@ def _batched(rank):
 
 
 def test_batches_of_gradients():
-    assert run_ranks(_batched, 2, timeout=30, group_timeout=5) == [[], []]
+    assert run_ranks(_batched, 2, group_timeout=30) == [[], []]
 
 
 def _destroyed(rank):
@@ -237,7 +237,7 @@ def _destroyed(rank):
 
 
 def test_backward_after_the_group_is_gone_and_lists_that_are_connected():
-    for rank, (found, connected, refused) in enumerate(run_ranks(_destroyed, 2, timeout=20)):
+    for rank, (found, connected, refused) in enumerate(run_ranks(_destroyed, 2)):
         assert found[0] == "CollectiveError"
         assert f"all_reduce(SUM) cannot communicate on rank {rank} of 2 in its group, which was" in found[1]
         assert connected == 0

@@ -89,7 +89,7 @@ class NotShown(Exception):  # noqa: N818
 @pytest.mark.parametrize(("error", "text"), [(Unpickled, "Unpickled: why"), (NotShown, "NotShown, which")])
 def test_an_error_that_comes_back_as_something_else_keeps_its_name(error, text):
     with pytest.raises(RuntimeError, match=text):
-        run_ranks(_fail_with, 1, error, timeout=20, backend=None)
+        run_ranks(_fail_with, 1, error, backend=None)
 
 
 def _fail_with(rank, error):
@@ -167,9 +167,9 @@ def _hang(rank):
 
 def test_a_hang_ends_at_the_timeout_and_names_the_rank_and_the_line():
     with pytest.raises(RanksHung) as caught:
-        run_ranks(_hang, 2, backend=None, timeout=15.0)
+        run_ranks(_hang, 2, backend=None, timeout=5.0)
     message = str(caught.value)
-    assert "ranks [1] of 2 did not finish within 15 s" in message
+    assert re.search(r"ranks \[1\] of 2 did not finish within [\d.]+ s", message), message
     line = _hang.__code__.co_firstlineno + 2
     assert re.search(rf"test_run_ranks.py\", line {line} in _hang", message), message
 

@@ -96,7 +96,7 @@ def _threads(rank):
 
 
 def test_threads_come_to_two_groups_in_any_order():
-    first, second = run_ranks(_threads, 2, timeout=40)
+    first, second = run_ranks(_threads, 2)
     assert first == second
     assert first[0] != first[1]
 

@@ -86,14 +86,14 @@ def _one_is_wrong(rank, wrong_rank):
 
 @pytest.mark.parametrize("wrong_rank", [0, 1])
 def test_a_problem_of_one_rank_is_told_to_all(wrong_rank):
-    found = run_ranks(_one_is_wrong, 2, wrong_rank, timeout=60, group_timeout=15)
+    found = run_ranks(_one_is_wrong, 2, wrong_rank, group_timeout=40)
     for name in CASES:
         own, text, _ = found[wrong_rank][name]
         told, message, seconds = found[1 - wrong_rank][name]
         assert own in ("TypeError", "AttributeError", "LookupError", "KeyError"), name
         assert told in (AgreementError.__name__, TensorMismatchError.__name__), name
         assert f"rank {wrong_rank} cannot go on: {own}: {text}" in message
-        assert seconds < 10
+        assert seconds < 30
 
 
 def _error_without_text(rank):
@@ -130,20 +130,20 @@ def _failing_terms(rank):
 
 
 def test_terms_that_fail_on_one_rank_are_an_error_on_every_rank():
-    for again, _, seconds in run_ranks(_failing_terms, 2, timeout=60, group_timeout=15):
+    for again, _, seconds in run_ranks(_failing_terms, 2, group_timeout=40):
         assert again == 2
-        assert seconds < 10
+        assert seconds < 30
 
 
 def _sets(rank):
     names = [f"n{number}" for number in range(20)]
     terms = {"names": set(names if rank else reversed(names)), "none": frozenset()}
-    same = require_same_terms(None, "sets", terms, timeout=timedelta(seconds=10))
+    same = require_same_terms(None, "sets", terms, timeout=timedelta(seconds=30))
     with pytest.raises(AgreementError, match="names is set of 'n0', 'n1'"):
         require_same_terms(None, "sets", {"names": set(names[rank:])})
     return same
 
 
 def test_sets_are_the_same_in_any_order():
-    first, second = run_ranks(_sets, 2, timeout=30)
+    first, second = run_ranks(_sets, 2)
     assert first == second

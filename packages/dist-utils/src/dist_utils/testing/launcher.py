@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # documente
 
 from dist_utils.testing.rank import Outputs, Ranks
 from dist_utils.testing.starting import start_method
+from dist_utils.testing.waiting import patience
 
 __all__ = ["RankDied", "RankTraceback", "RanksHung", "run_ranks"]
 
@@ -61,7 +62,8 @@ def run_ranks(
         *args: Passed on to ``fn``; must pickle.
         backend: Of the default process group, which is there when ``fn`` is called. With ``"nccl"``
             rank r uses GPU r. ``None``: no process group.
-        timeout: Seconds until every process is killed.
+        timeout: Seconds until every process is killed; more where other work keeps the machine busy
+            (:func:`patience`), for a rank that waits for a core does not hang.
         group_timeout: Seconds that a collective may take; ``timeout`` if not given.
         may_die: Ranks that may end without a result, for tests of a dying peer: their result is ``None``.
 
@@ -118,17 +120,20 @@ def run_ranks(
 
 def _wait(processes: Sequence[BaseProcess], ranks: Ranks, timeout: float, may_die: Collection[int]) -> None:
     """Return when every process has ended well; raise as soon as one has not, or at the timeout."""
-    deadline = time.monotonic() + timeout
+    began, seconds = time.monotonic(), timeout
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
-        ended = wait_for_any(list(running), timeout=max(0.0, deadline - time.monotonic()))
+        ended = wait_for_any(list(running), timeout=max(0.0, began + seconds - time.monotonic()))
+        if not ended and seconds == timeout and (seconds := patience(timeout)) > timeout:
+            continue
         if not ended:
             hung = list(running.values())
             stacks = [
                 f"rank {rank} hung here:\n{ranks.stack(rank, processes[rank].pid or 0)}" for rank in hung
             ]
             raise RanksHung(
-                f"ranks {hung} of {len(processes)} did not finish within {timeout:g} s\n" + "\n".join(stacks)
+                f"ranks {hung} of {len(processes)} did not finish within {seconds:.3g} s\n"
+                + "\n".join(stacks)
             )
         for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
             if rank not in may_die and not _ended_well(processes[rank], ranks, rank):

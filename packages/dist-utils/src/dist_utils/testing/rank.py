@@ -26,6 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # documente
 
 from dist_utils import torch_compat
 from dist_utils.testing.starting import start_method
+from dist_utils.testing.waiting import patience
 
 __all__ = ["Failure", "Outputs", "Ranks"]
 
@@ -103,8 +104,8 @@ class Ranks:
             torch.save(result, self._path("result", rank))
             # A DDP model is a cycle, and keeps its group.
             gc.collect()
-            if dist.is_initialized() and torch_compat.GROUPS_END_WITHOUT_GIL:
-                dist.destroy_process_group()
+            if torch_compat.GROUPS_END_WITHOUT_GIL:
+                _end_all_groups()
             # As the interpreter does at its end: a leaked thread is a hang here as it would be there.
             threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001
         except BaseException as error:  # noqa: BLE001 - raised again by the parent; pytest's are no Exception
@@ -162,7 +163,8 @@ class Ranks:
             return "(no stack: this system has no signals)"
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
-        path, deadline, text = self._path("stack", rank), time.monotonic() + _STACK_SECONDS, ""
+        path, text = self._path("stack", rank), ""
+        deadline = time.monotonic() + patience(_STACK_SECONDS)
         while time.monotonic() < deadline:
             before, text = text, path.read_text() if path.exists() else ""
             if text and text == before:
@@ -172,6 +174,14 @@ class Ranks:
 
     def _path(self, kind: str, rank: int) -> Path:
         return self.folder / f"{kind}-{rank}"
+
+
+def _end_all_groups() -> None:
+    if dist.is_initialized():
+        try:
+            dist.destroy_process_group()
+        except KeyError:  # another thread has ended its own group while torch went through the list of all
+            dist.destroy_process_group()
 
 
 def _flush_and_exit(code: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 
@@ -23,7 +24,7 @@ def patience(seconds: float) -> float:
         seconds: The time without other work.
 
     Returns:
-        ``seconds`` on an idle machine; at most 30 times as many.
+        ``seconds`` on an idle machine; at most 30 times as many. To a tenth of a second, upwards.
 
     Cost:
         A twentieth of a second.
@@ -36,4 +37,5 @@ def patience(seconds: float) -> float:
         pass
     computed = time.thread_time() - computed
     load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
-    return seconds * min(max(load, passed / max(computed, 1e-3), 1.0), 30.0)
+    factor = min(max(load, passed / max(computed, 1e-3), 1.0), 30.0)
+    return math.ceil(10 * seconds * factor) / 10
