@@ -82,7 +82,7 @@ class BackwardPass:
                     self._surrounding_ended_well = not surrounded
 
     def unused_part(self, parameters: Sequence[torch.Tensor]) -> list[UnusedPart]:
-        """Return the parameters of a bucket that this rank has no gradient of.
+        """Return the parameters of a bucket that this rank has no gradient of. Asked of every bucket.
 
         If no rank has one, DDP throws away what comes of them (``find_unused_parameters``), and that is not
         known before the end: they have no gradient then either.

@@ -307,7 +307,10 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         """Note a bucket that is averaged without compression."""
         values = bucket.buffer()
         self.count_plain(values, self.process_group.size())
-        if self.error_feedback != "none" and not values.is_sparse:
+        if self.error_feedback == "none":
+            return
+        running.unused_part(bucket.parameters())  # this rank's only gradients may be here
+        if not values.is_sparse:
             self.feedback.residuals.plain_bucket(bucket.parameters(), self._position(running, bucket))
 
     @staticmethod
