@@ -96,7 +96,6 @@ def test_hooks_that_were_used_one_after_another_are_not_taken_for_each_other():
     assert "ranks [0] came within 4 s, ranks [1] did not" in asked
 
 
-
 def _late(rank):
     """A rank that comes when the others have given up: the rest of their pass is not what it waits for."""
     ddp = _wrap(_hook_of("hook"), bucket_cap_mb=0.03, find_unused_parameters=True)

@@ -81,8 +81,8 @@ def require_same_bucket(
     They are asked (see :func:`dist_utils.require_same_terms`) for every bucket that comes for the first time:
     in a model's first backward pass, and after ``DistributedDataParallel`` has rebuilt its buckets; and for
     one that comes again, as with a new model around the same net, when it was another bucket, hook or option
-    in between. When they do not agree the rest of the pass is refused without asking: a rank that comes late would be taken for
-    one that is further on.
+    in between. When they do not agree the rest of the pass is refused without asking: a rank that comes late
+    would be taken for one that is further on.
 
     Args:
         process_group: As in :func:`dist_utils.resolve_group`.
