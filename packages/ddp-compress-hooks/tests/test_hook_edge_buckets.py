@@ -80,6 +80,50 @@ def test_shape_is_kept(edges, name):
     assert [rank[name, "2-D"] for rank in edges] == [[[0.5] * 3] * 2] * 2
 
 
+class SharedGradient(torch.nn.Module):
+    """Autograd gives the sparse gradients of both embeddings the memory of the gradient of their sum."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(8, 8, dtype=torch.float64)
+        self.left, self.right = (
+            torch.nn.Embedding(10, 8, sparse=True, dtype=torch.float64) for _ in range(2)
+        )
+
+    def forward(self, tokens):
+        ones = torch.ones(len(tokens), 8, dtype=torch.float64)
+        return torch.tanh(self.layer(ones)) + self.left(tokens) + self.right(tokens)
+
+
+def _shared(rank):
+    names = [name for name in HOOKS if name not in FOREIGN and "16" not in name]
+    tokens = torch.arange(3) + 2 * rank
+    reference = SharedGradient()
+    reference(tokens).square().sum().backward()
+    means = []
+    for parameter in reference.parameters():
+        means.append(parameter.grad.to_dense() / 2)
+        dist.all_reduce(means[-1])
+    errors = {}
+    for name in names:
+        net = SharedGradient()
+        model = DistributedDataParallel(net)
+        model.register_comm_hook(state_of(name), HOOKS[name][0])
+        for _ in range(2):  # DDP's first buckets, and those that it makes after the first pass
+            model.zero_grad()
+            model(tokens).square().sum().backward()
+        for (key, parameter), mean in zip(net.named_parameters(), means, strict=True):
+            errors[name, key] = (parameter.grad.to_dense() - mean).abs().max().item()
+    return errors
+
+
+def test_a_sparse_gradient_is_not_averaged_in_memory_that_others_read():
+    for errors in run_ranks(_shared, 2):
+        assert errors
+        assert max(errors.values()) < 1e-6, errors
+
+
 def _embedding(rank):
     """A sparse gradient through the whole of DDP, beside a dense one."""
     seen = {}

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from hook_buckets import FOREIGN, HOOKS, make_bucket, run_hook, state_of
+from hook_buckets import FOREIGN, HOOKS, foreign_hook, make_bucket, run_hook, state_of
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compress_hooks import CompressState, bf16_compress_hook, fp16_compress_hook
+from ddp_compress_hooks import CompressState, bf16_compress_hook, bf16_compress_wrapper, fp16_compress_hook
 from dist_utils.testing import run_ranks
 
 NAMES = [name for name in HOOKS if name not in FOREIGN]
@@ -107,6 +107,11 @@ def _larger_than_the_wire(rank):
     state = CompressState(accumulate="fp32")
     bucket.set_buffer(torch.tensor([66_000.0, -66_000.0, 65_504.0]))
     assert fp16_compress_hook(state, bucket).wait().tolist() == [torch.inf, -torch.inf, 65_504.0]
+    # bf16 does not have fp16's largest number, and what a wrapped hook returns is rounded to one above it.
+    bucket.set_buffer(torch.tensor([65_504.0, torch.inf], dtype=torch.float16))
+    held, infinite = bf16_compress_wrapper(foreign_hook)(None, bucket).wait().tolist()
+    assert 65_000 < held <= 65_504
+    assert infinite == torch.inf
     return compared
 
 

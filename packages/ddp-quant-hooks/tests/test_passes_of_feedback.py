@@ -355,6 +355,41 @@ def test_feedback_keeps_what_ddp_throws_away_of_unused_parameters(world_size):
         assert max(found.values()) < 0.2, found
 
 
+class OneEach(torch.nn.Module):
+    """Parameters that a step uses or not; fp64 ones are averaged without compression."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.zeros(70, 30) for _ in range(2))
+        self.plain = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, factors):
+        parameters = *self.weights, self.plain
+        return sum((parameters[place] * factor).sum() for place, factor in factors.items())
+
+
+def _only_in_a_plain_bucket(rank):
+    net, state = OneEach(), make_state("int4", error_feedback="both")
+    ddp = _wrap(net, state, find_unused_parameters=True)
+
+    def step(*places):
+        ddp({place: _data(place, 30)[:1] if place < 2 else 1.0 for place in places}).backward()
+        ddp.zero_grad()
+
+    step(0, 1, 2)
+    before = _own(state)
+    assert before["weights.1"].abs().max() > 0
+    step(0 if rank == 0 else 2)
+    after = _own(state)
+    assert torch.equal(before["weights.1"], after["weights.1"]), "no rank used it"
+    assert not torch.equal(before["weights.0"], after["weights.0"])
+    state.close()
+
+
+def test_a_rank_with_gradients_in_plain_buckets_only_keeps_unused_residuals():
+    run_ranks(_only_in_a_plain_bucket, 2)
+
+
 class FirstRaises(Layers):
     """Raises behind all parameters, where every bucket has come and the passes inside are over."""
 

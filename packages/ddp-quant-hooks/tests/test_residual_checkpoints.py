@@ -136,6 +136,11 @@ def _checks(rank):
         "residual 'norm.bias' is no tensor of floating-point numbers, but torch.int64",
         with_own(torch.zeros(37, dtype=torch.int64)),
     )
+    refused("'norm.bias' must be flat", with_own(torch.zeros(37, 1)))
+    refused("'norm.bias' must be flat", with_own(torch.zeros(37).to_sparse()))
+    refused("'norm.bias' must be flat", with_own(torch.zeros(37, device="meta")))
+    for value in (torch.nan, torch.inf):
+        refused("'norm.bias' has values that are not finite", with_own(torch.full((37,), value)))
     refused("'shard' of bucket 0 have 3 values, here it takes 0", with_row(shard=torch.zeros(3)))
     refused("chunks of 77 values", with_row(chunk_values=77))
     refused(

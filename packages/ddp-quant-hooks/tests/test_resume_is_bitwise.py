@@ -86,6 +86,20 @@ class Mixed(Net):
         return x.float()
 
 
+class Complex(Net):
+    """DDP's buckets of complex parameters are real, and twice as long."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers[1].to(torch.complex64)
+
+    def forward(self, x, *, use):
+        x = self.norm(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)).real)
+        return x
+
+
 class Reentrant(Net):
     """Buckets come in backward passes that run inside of the pass."""
 
@@ -104,6 +118,7 @@ def _nets(rank):
         for net, options in (
             (Mixed, {"static_graph": True}),
             (Mixed, {"find_unused_parameters": True}),
+            (Complex, {"find_unused_parameters": True}),
             (Reentrant, {}),
             (Reentrant, {"static_graph": True}),
         )
@@ -118,7 +133,7 @@ def _nets(rank):
 
 
 def test_types_checkpoints_and_unused_parameters_change_no_bit():
-    assert run_ranks(_nets, 3, timeout=150) == [[None] * 7] * 3
+    assert run_ranks(_nets, 3, timeout=150) == [[None] * 8] * 3
 
 
 def _joins(rank):

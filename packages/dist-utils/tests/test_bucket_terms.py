@@ -77,6 +77,27 @@ def test_what_differs_between_ranks_is_named_on_every_rank(world_size):
         assert "values in the bucket is " in bucket
 
 
+def _swapped(rank):
+    """Around one net all ranks have used one hook and then another; now they use both at once."""
+    net = _model(1)
+
+    def step(title):
+        ddp = DistributedDataParallel(net)
+        ddp.register_comm_hook(None, _hook_of(title))
+        _step(ddp)
+
+    step("a")
+    step("b")
+    with pytest.raises(RuntimeError) as caught:
+        step("ab"[rank])
+    return str(caught.value)
+
+
+def test_hooks_that_were_used_one_after_another_are_not_taken_for_each_other():
+    asked, _ = run_ranks(_swapped, 2, group_timeout=4)
+    assert "ranks [0] came within 4 s, ranks [1] did not" in asked
+
+
 def _late(rank, limit):
     """A rank that comes when the others have given up: the rest of their pass is not what it waits for."""
     ddp = _wrap(_hook_of("hook"), bucket_cap_mb=0.03, find_unused_parameters=True)
@@ -115,6 +136,8 @@ def _known(rank):
     """What is known is not asked again: one rank alone returns."""
     parameter = torch.nn.Parameter(torch.ones(3))
     require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
+    second = torch.nn.Parameter(torch.ones(3))
+    require_same_bucket(None, "hook", {"bits": 8}, _Bucket(second, index=1))
     if rank == 0:
         require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
     dist.barrier()
@@ -125,6 +148,15 @@ def _known(rank):
     with pytest.raises(RuntimeError, match="values in the bucket is 3 on rank 0, 4 on rank 1"):
         require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter, index=1))
     require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
+    if rank == 0:  # so may other buckets of it that are known; the failure is forgotten
+        require_same_bucket(None, "hook", {"bits": 8}, _Bucket(second, index=1))
+    # Two hooks in turns are asked for a few times only.
+    for _ in range(3):
+        require_same_bucket(None, "one", {}, _Bucket(parameter))
+        require_same_bucket(None, "two", {}, _Bucket(parameter))
+    if rank == 0:
+        require_same_bucket(None, "one", {}, _Bucket(parameter))
+    dist.barrier()
 
 
 def test_a_bucket_is_asked_for_once():

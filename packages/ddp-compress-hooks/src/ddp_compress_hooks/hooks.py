@@ -151,7 +151,7 @@ def _average(
         except RuntimeError as error:
             return failed_future(error, buffer)
         if buffer.is_sparse:
-            return ring.average_uncompressed(group, buffer)
+            return ring.average_sparse(group, buffer)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
         wire_dtype = wire_dtype or values.dtype
         if not on_worker:

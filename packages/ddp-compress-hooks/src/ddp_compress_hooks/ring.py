@@ -12,7 +12,7 @@ from ddp_compress_hooks.state import CompressState
 from dist_utils.finite_means import hold_shares, largest_share
 from dist_utils.process_groups import future_of_work
 
-__all__ = ["average", "average_uncompressed"]
+__all__ = ["average", "average_sparse"]
 
 _PIECE_BYTES_PER_RANK = 2 << 20
 """Wire bytes of a piece, times the number of ranks. While one piece is on the wire the next is cast, but
@@ -53,16 +53,17 @@ def average(
     return arrivals[0] if len(arrivals) == 1 else _when_all_have(arrivals)
 
 
-def average_uncompressed(
-    group: dist.ProcessGroup, buffer: torch.Tensor
-) -> torch.futures.Future[torch.Tensor]:
-    """Average ``buffer`` as it is; also for a sparse one, where the result may be a new tensor."""
-    buffer.div_(group.size())
-    if buffer.is_sparse:
-        buffer = buffer.coalesce()  # as the backend would: a share is the sum of what one place has
-    values = buffer.values() if buffer.is_sparse else buffer
+def average_sparse(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Average a sparse ``buffer`` as it is; the future's value is a new tensor.
+
+    The values of an embedding's gradient may be the very memory of the gradient that flows on to other
+    layers, so that nothing is written there.
+    """
+    # Coalesced as the backend would: a share is the sum of what one place has.
+    shares = (buffer / group.size()).coalesce()
+    values = shares.values()
     hold_shares(torch.view_as_real(values) if values.is_complex() else values, group.size())
-    work: Any = dist.all_reduce(buffer, group=group, async_op=True)
+    work: Any = dist.all_reduce(shares, group=group, async_op=True)
     arrival = future_of_work(work, group, buffer.device)
     reduced: torch.futures.Future[torch.Tensor] = arrival.then(lambda done: done.value()[0])
     return reduced

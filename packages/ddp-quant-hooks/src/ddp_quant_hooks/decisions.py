@@ -63,8 +63,10 @@ class Decisions:
         plain = _travels_plain(buffer, options.min_bytes)
         exact = gradients_of_small_parameters(bucket) if options.exact_1d and not plain else []
         if plain or (exact and len(exact) == len(bucket.parameters())):
-            if options.error_feedback != "none" and not buffer.is_sparse:
-                self._residuals.plain_bucket(bucket.parameters(), _position(running, bucket))
+            if options.error_feedback != "none":
+                running.unused_part(bucket.parameters())  # this rank's only gradients may be here
+                if not buffer.is_sparse:
+                    self._residuals.plain_bucket(bucket.parameters(), _position(running, bucket))
             return Decision(quantized=False, values=buffer)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
         kept = BucketResiduals()

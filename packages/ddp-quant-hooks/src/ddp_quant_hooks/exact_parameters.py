@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ddp_quant_hooks.passes import gradient_parts
 from ddp_quant_hooks.resume import Bucket
 from dist_utils.finite_means import hold_shares, round_mean
 
@@ -12,7 +13,7 @@ __all__ = ["gradients_of_small_parameters", "put_back", "set_apart"]
 
 def gradients_of_small_parameters(bucket: Bucket) -> list[torch.Tensor]:
     """Return the gradients of parameters of at most one dimension, as parts of a dense bucket's buffer."""
-    both = zip(bucket.parameters(), bucket.gradients(), strict=True)
+    both = zip(bucket.parameters(), gradient_parts(bucket), strict=True)
     return [gradient for parameter, gradient in both if parameter.dim() <= 1]
 
 

@@ -14,9 +14,9 @@ from dist_utils import torch_compat
 
 if TYPE_CHECKING:
     from ddp_quant_hooks.residuals import BucketResiduals
-    from ddp_quant_hooks.resume import HeldPass
+    from ddp_quant_hooks.resume import Bucket, HeldPass
 
-__all__ = ["BackwardPass", "UnusedPart", "value_count"]
+__all__ = ["BackwardPass", "UnusedPart", "gradient_parts", "value_count"]
 
 UnusedPart: TypeAlias = tuple[torch.Tensor, Span]
 """A parameter without a gradient, and where it is in its bucket."""
@@ -25,6 +25,16 @@ UnusedPart: TypeAlias = tuple[torch.Tensor, Span]
 def value_count(parameter: torch.Tensor) -> int:
     """Return how many real values a parameter's gradient has."""
     return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def gradient_parts(bucket: Bucket) -> list[torch.Tensor]:
+    """Return each parameter's part of a dense bucket's buffer, flat and real.
+
+    Buckets of complex parameters are real and twice as long; ``bucket.gradients()`` does not know that.
+    """
+    buffer = bucket.buffer()
+    values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
+    return list(torch.split(values, [value_count(parameter) for parameter in bucket.parameters()]))
 
 
 class BackwardPass:
@@ -82,7 +92,7 @@ class BackwardPass:
                     self._surrounding_ended_well = not surrounded
 
     def unused_part(self, parameters: Sequence[torch.Tensor]) -> list[UnusedPart]:
-        """Return the parameters of a bucket that this rank has no gradient of.
+        """Return the parameters of a bucket that this rank has no gradient of. Asked of every bucket.
 
         If no rank has one, DDP throws away what comes of them (``find_unused_parameters``), and that is not
         known before the end: they have no gradient then either.

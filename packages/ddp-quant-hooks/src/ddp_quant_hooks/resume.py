@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from ddp_quant_hooks.passes import gradient_parts
 from dist_utils import torch_compat
 
 __all__ = ["Bucket", "HeldPass", "Resumption"]
@@ -31,9 +32,6 @@ class Bucket(Protocol):
 
     def buffer(self) -> torch.Tensor:
         """Return the gradients, one behind another."""
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return the parts of the buffer, in the parameters' shapes."""
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters."""
@@ -145,7 +143,7 @@ class HeldPass:
         came = {
             id(parameter): gradient
             for bucket, _ in self._taken
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            for parameter, gradient in zip(bucket.parameters(), gradient_parts(bucket), strict=True)
         }
         saved: list[_SavedBucket] = []
         for position, parameters in enumerate(self._layout):
@@ -193,10 +191,6 @@ class _SavedBucket:
     def buffer(self) -> torch.Tensor:
         return self._buffer
 
-    def gradients(self) -> list[torch.Tensor]:
-        parts = torch.split(self._buffer, [gradient.numel() for gradient in self._elsewhere])
-        return [part.view_as(gradient) for part, gradient in zip(parts, self._elsewhere, strict=True)]
-
     def parameters(self) -> list[torch.Tensor]:
         return self._parameters
 
@@ -209,11 +203,11 @@ class _SavedBucket:
 
     def gather(self) -> None:
         """Copy the gradients from where they are."""
-        self._buffer = torch.cat([gradient.reshape(-1) for gradient in self._elsewhere])
+        self._buffer = torch.cat(list(self._elsewhere))
 
     def scatter(self) -> None:
         """Copy the averages to where the gradients are, and free the memory."""
-        for gradient, average in zip(self._elsewhere, self.gradients(), strict=True):
+        for gradient, average in zip(self._elsewhere, gradient_parts(self), strict=True):
             gradient.copy_(average)
         self._buffer = torch.empty(0)
 

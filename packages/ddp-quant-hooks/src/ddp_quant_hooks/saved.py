@@ -163,6 +163,13 @@ def _tensor(name: str, lost: object) -> torch.Tensor:
     if not isinstance(lost, torch.Tensor) or not lost.is_floating_point():
         kind = lost.dtype if isinstance(lost, torch.Tensor) else type(lost).__name__
         raise ValueError(f"the residual {name!r} is no tensor of floating-point numbers, but {kind}")
+    if lost.layout is not torch.strided or lost.is_meta or lost.dim() != 1:
+        raise ValueError(
+            f"the residual {name!r} must be flat and hold its values, got shape {tuple(lost.shape)}, "
+            f"{lost.layout} on {lost.device}"
+        )
+    if not lost.to(torch.float32).isfinite().all():  # it would make every later gradient NaN
+        raise ValueError(f"the residual {name!r} has values that are not finite in fp32")
     return lost
 
 

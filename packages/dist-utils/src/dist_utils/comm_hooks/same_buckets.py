@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,8 +45,31 @@ class _Failure(NamedTuple):
         return index > self.place and (task == self.task or torch_compat.inside_nested_backward())
 
 
+_ASKED_IN_TURNS = 3
+
+
+@dataclass
+class _Agreed:
+    """What all ranks have agreed on for the buckets that begin with one parameter.
+
+    Only what was agreed on last need not be asked again: ranks that have used one hook and then another
+    around the same net may go on with different ones. Where hooks come in turns, as with two models that
+    share layers or hooks inside of hooks, each is asked a few times only.
+    """
+
+    last: str = ""
+    times: Counter[str] = field(default_factory=Counter)
+
+    def includes(self, key: str) -> bool:
+        return key == self.last or self.times[key] >= _ASKED_IN_TURNS
+
+    def add(self, key: str) -> None:
+        self.last = key
+        self.times[key] += 1
+
+
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
-"""By the first parameter of a bucket: what need not be asked again."""
+"""By the first parameter of a bucket."""
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, _Failure] = weakref.WeakKeyDictionary()
 
 
@@ -54,9 +79,10 @@ def require_same_bucket(
     """Return if all ranks hand the same bucket to the same hook with the same options, or raise on all.
 
     They are asked (see :func:`dist_utils.require_same_terms`) for every bucket that comes for the first time:
-    in a model's first backward pass, and after ``DistributedDataParallel`` has rebuilt its buckets. When they
-    do not agree the rest of the pass is refused without asking: a rank that comes late would be taken for
-    one that is further on.
+    in a model's first backward pass, and after ``DistributedDataParallel`` has rebuilt its buckets; and for
+    one that comes again, as with a new model around the same net, when it was another bucket, hook or option
+    in between. When they do not agree the rest of the pass is refused without asking: a rank that comes late
+    would be taken for one that is further on.
 
     Args:
         process_group: As in :func:`dist_utils.resolve_group`.
@@ -76,8 +102,10 @@ def require_same_bucket(
         return
     buffer, index = bucket.buffer(), bucket.index()
     failure = _failures.get(group)
-    if failure is not None and failure.concerns(index):
-        raise AgreementError(failure.text)
+    if failure is not None:
+        if failure.concerns(index):
+            raise AgreementError(failure.text)
+        _failures.pop(group, None)  # another pass has begun
     terms = {
         **options,
         "bucket": buffer.dtype,
@@ -86,15 +114,14 @@ def require_same_bucket(
         "index of the bucket": index,
     }
     key = f"{title} {sorted(terms.items())!r}"
-    known: set[str] = _agreed.setdefault(group, WeakIdKeyDictionary()).setdefault(  # type: ignore[no-untyped-call]
-        bucket.parameters()[0], set()
+    agreed: _Agreed = _agreed.setdefault(group, WeakIdKeyDictionary()).setdefault(  # type: ignore[no-untyped-call]
+        bucket.parameters()[0], _Agreed()
     )
-    if key in known:
+    if agreed.includes(key):
         return
     try:
         require_same_terms(group, title, terms)
     except RuntimeError as error:
         _failures[group] = _Failure(str(error), torch_compat.graph_task_id(), index)
         raise
-    _failures.pop(group, None)
-    known.add(key)
+    agreed.add(key)
