@@ -1,10 +1,13 @@
 """One name for a group, and ranks inside and outside it."""
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import global_rank, group_rank, resolve_group
+from dist_utils.process_groups import group_of_model
 from dist_utils.testing import run_ranks
 
 
@@ -71,3 +74,20 @@ def test_other_things_are_refused(seen):
 def test_without_a_default_group_the_error_says_what_to_call():
     with pytest.raises(RuntimeError, match="init_process_group"):
         resolve_group(None)
+
+
+def _model_of_a_destroyed_group(rank):
+    ddp = DistributedDataParallel(torch.nn.Linear(1, 1))
+    before = group_of_model(ddp)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    again = DistributedDataParallel(torch.nn.Linear(1, 1))
+    return [
+        _message(ValueError, group_of_model, again, before),
+        _message(ValueError, group_of_model, ddp, before),
+    ]
+
+
+def test_a_group_that_was_destroyed_is_named():
+    for message in run_ranks(_model_of_a_destroyed_group, 1)[0]:
+        assert "was destroyed: make a new hook state" in message

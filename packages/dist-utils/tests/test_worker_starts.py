@@ -125,3 +125,26 @@ def _waits(rank):
 
 def test_waiting_for_the_jobs_so_far():
     assert run_ranks(_waits, 2) == [[2, "ZeroDivisionError"]] * 2
+
+
+def _two_threads_cross(rank):
+    """Each thread has a group of its own; the ranks' threads begin in another order."""
+    groups, totals = [dist.new_group([0, 1]) for _ in range(2)], {}
+
+    def work(index):
+        if index == rank:
+            time.sleep(1)
+        with OrderedWorker(groups[index]) as worker:
+            totals[index] = worker.submit(_sum).wait()
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return totals
+
+
+@pytest.mark.skipif(not hasattr(dist.Store, "clone"), reason="threads share one connection to the store")
+def test_threads_on_groups_of_their_own_do_not_wait_for_each_other():
+    assert run_ranks(_two_threads_cross, 2, group_timeout=patience(10.0)) == [{0: 2.0, 1: 2.0}] * 2

@@ -20,20 +20,22 @@ def average_like_ddp(
     """Scale a bucket by 1 / W and sum it over the ranks, as one all-reduce.
 
     DDP itself multiplies dense gradients by the reciprocal and divides sparse ones. Only with the same
-    operations are the results bitwise equal where W is no power of two.
+    operations are the results bitwise equal where W is no power of two. But DDP divides sparse gradients in
+    place, which also divides the gradients of other layers where autograd has lent their memory.
 
     Args:
         process_group: As in :func:`dist_utils.resolve_group`.
         bucket: From DDP, dense or sparse.
 
     Returns:
-        A future of a list with ``bucket.buffer()`` in it, as the process group makes it: a callback that
-        took it out would need the interpreter on one of Gloo's threads.
+        A future of a list with one tensor, as the process group makes it: a callback that took it out would
+        need the interpreter on one of Gloo's threads. It is ``bucket.buffer()`` itself if that is dense.
     """
     group = resolve_group(process_group)
     buffer = bucket.buffer()
     if buffer.is_sparse:
-        buffer.div_(group.size())
+        # In memory of its own: that of an embedding's gradient may be the gradient that flows on to others.
+        buffer = buffer / group.size()
     else:
         buffer.mul_(1.0 / group.size())
     work: Any = dist.all_reduce(buffer, group=group, async_op=True)

@@ -120,13 +120,18 @@ def group_of_model(ddp: DistributedDataParallel, group: dist.ProcessGroup | None
 
     Raises:
         TypeError: ``ddp`` is no ``DistributedDataParallel`` module.
-        ValueError: ``group`` has other ranks than the model's.
+        ValueError: ``group`` has other ranks than the model's, or one of the two was destroyed.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(f"a model must be a DistributedDataParallel module, got {type(ddp).__name__}")
     if group is None:
         return ddp.process_group
-    ranks, models = dist.get_process_group_ranks(group), dist.get_process_group_ranks(ddp.process_group)
+    try:
+        ranks, models = dist.get_process_group_ranks(group), dist.get_process_group_ranks(ddp.process_group)
+    except KeyError as error:
+        raise ValueError(
+            "the process group of the hook or the model was destroyed: make a new hook state, or a new model"
+        ) from error
     if ranks != models:
         raise ValueError(f"the hook averages over ranks {ranks}, but the model over ranks {models}")
     return group

@@ -75,7 +75,10 @@ def new_named_group(
     if len(kinds) == 1:  # as one name, or the group has no default backend, and warns of it at its end
         (backend,) = kinds
     helper: Any = _c10d._new_process_group_helper  # noqa: SLF001
-    store = default_store()
+    # A connection of its own, where torch has that (not in 2.6): a thread that waits for its peers keeps the
+    # others' requests waiting.
+    store: Any = default_store()
+    store = store.clone() if hasattr(store, "clone") else store
     limit = timeout or default_group_timeout()
     group, _ = helper(
         len(ranks), rank, ranks, dist.Backend(backend), store, name, timeout=limit, group_desc=name
