@@ -132,8 +132,7 @@ def _wait(processes: Sequence[BaseProcess], ranks: Ranks, timeout: float, may_di
                 f"rank {rank} hung here:\n{ranks.stack(rank, processes[rank].pid or 0)}" for rank in hung
             ]
             raise RanksHung(
-                f"ranks {hung} of {len(processes)} did not finish within {seconds:.3g} s\n"
-                + "\n".join(stacks)
+                f"ranks {hung} of {len(processes)} did not finish within {seconds:g} s\n" + "\n".join(stacks)
             )
         for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
             if rank not in may_die and not _ended_well(processes[rank], ranks, rank):
