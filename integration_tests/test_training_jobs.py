@@ -12,17 +12,11 @@ from ddp_quant_hooks import (
     quantized_allreduce_hook,
 )
 from dist_utils import OrderedWorker
+from dist_utils.testing import same_on_all_ranks
 
 
 def _device(rank):
     return torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
-
-
-def _equal_on_all_ranks(tensors):
-    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
-    first = mine.clone()
-    dist.broadcast(first, src=0)
-    return torch.equal(first, mine)
 
 
 def _regression(device, state, hook, steps=60):
@@ -42,7 +36,7 @@ def _regression(device, state, hook, steps=60):
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return sum(losses[:5]) / 5, sum(losses[-5:]) / 5, _equal_on_all_ranks(model.parameters())
+    return sum(losses[:5]) / 5, sum(losses[-5:]) / 5, same_on_all_ranks(list(model.parameters()))
 
 
 def _states():
@@ -93,7 +87,7 @@ def _two_models(rank):
             optimizer.step()
             optimizer.zero_grad()
     counts[-1].wait()
-    return [_equal_on_all_ranks(model.parameters()) for model in models], total.item()
+    return [same_on_all_ranks(list(model.parameters())) for model in models], total.item()
 
 
 def test_two_models_and_a_worker_share_the_ranks(launch):

@@ -10,26 +10,17 @@ import torch
 from hook_buckets import HOOKS, state_of
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_utils.testing import patience, run_ranks
+from dist_utils.testing import call_in_backward, patience, run_ranks
 
 GROUP_TIMEOUT = 40.0
 
 
-class DieInBackward(torch.autograd.Function):
-    """The identity; its backward ends the process, after later layers' buckets are on their way."""
-
-    @staticmethod
-    def forward(ctx, x, dies):
-        ctx.dies = dies
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.dies == "stops":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        elif ctx.dies:
-            os._exit(3)
-        return grad, None
+def _stop_or_die(how):
+    """End the process, or halt it, after later layers' buckets are on their way."""
+    if how == "stops":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif how:
+        os._exit(3)
 
 
 def _peer_dies(rank, name, how):
@@ -45,7 +36,7 @@ def _peer_dies(rank, name, how):
             for index, layer in enumerate(self.layers):
                 x = layer(x)
                 if index == 1:
-                    x = DieInBackward.apply(x, self.dies)
+                    x = call_in_backward(x, lambda: _stop_or_die(self.dies))
             return x
 
     net = Net()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import overlap_optimizer
+from dist_utils.testing import same_bits as same
 
 OPTIMIZERS = {
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
@@ -28,20 +29,6 @@ OPTIMIZERS = {
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}),
 }
 FUSED = ("SGD", "SGD momentum", "SGD nesterov", "Adam", "AdamW", "Adagrad")
-
-
-class CallInBackward(torch.autograd.Function):
-    """The identity; its backward calls something first."""
-
-    @staticmethod
-    def forward(ctx, x, call):
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.call()
-        return gradient, None
 
 
 class Net(torch.nn.Module):
@@ -192,19 +179,6 @@ def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_scheduler
     for one, state in zip((*optimizers, *schedulers), saved, strict=True):
         one.load_state_dict(state)
     return optimizers, schedulers, handle
-
-
-def same(one, other):
-    """Compare everything to the bit: tensors, and containers of them."""
-    if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
-    if isinstance(one, dict):
-        return (
-            isinstance(other, dict) and list(one) == list(other) and all(same(one[k], other[k]) for k in one)
-        )
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return one == other or (one != one and other != other)  # noqa: PLR0124 - NaN
 
 
 def differences(make_optimizers, **arguments):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import CallInBackward, Net, batches, changed, same, snapshot
+from overlap_runs import Net, batches, changed, same, snapshot
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
@@ -21,7 +21,7 @@ from ddp_optim_overlap import (
     StepError,
     overlap_optimizer,
 )
-from dist_utils.testing import patience, run_ranks
+from dist_utils.testing import call_in_backward, patience, run_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
 GROUP_TIMEOUT = 40.0
@@ -48,7 +48,7 @@ class CallingNet(Net):
         for index, layer in enumerate(self.layers):
             x = torch.tanh(layer(x))
             if index == 1 and self.call is not None:
-                x = CallInBackward.apply(x, self.call)
+                x = call_in_backward(x, self.call)
         return x
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from overlap_runs import (
-    CallInBackward,
     backward,
     batches,
     both,
@@ -20,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_optim_overlap import ConfigError, OverlapMode, UnsupportedOptimizerError, overlap_optimizer
-from dist_utils.testing import run_ranks
+from dist_utils.testing import call_in_backward, run_ranks
 
 
 class Steps(torch.optim.Optimizer):
@@ -372,7 +371,7 @@ class CallsInside(torch.nn.Sequential):
     call = None
 
     def forward(self, x):
-        return self[1](CallInBackward.apply(self[0](x), lambda: self.call and self.call()))
+        return self[1](call_in_backward(self[0](x), lambda: self.call and self.call()))
 
 
 def _inside_backward(seen):

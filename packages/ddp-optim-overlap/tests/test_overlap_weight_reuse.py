@@ -4,7 +4,7 @@ import time
 from functools import partial
 
 import torch
-from overlap_runs import CallInBackward, backward
+from overlap_runs import backward
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -12,7 +12,7 @@ from ddp_optim_overlap import (
     WeightReuseError,
     overlap_optimizer,
 )
-from dist_utils.testing import run_ranks
+from dist_utils.testing import call_in_backward, run_ranks
 
 
 def _wait_until(condition):
@@ -43,7 +43,7 @@ class Reuses(torch.nn.Module):
 
     def forward(self, x):
         x = checkpoint(self.block, self.first(x), use_reentrant=False)
-        return self.last(CallInBackward.apply(x, partial(_wait_until, self.goes_on)))
+        return self.last(call_in_backward(x, partial(_wait_until, self.goes_on)))
 
 
 def _weight_reuse(_):

@@ -61,8 +61,3 @@ def simulate(state, inputs):
     result = torch.empty_like(inputs[0])
     torch_ops.decode([(messages, result)], layout)
     return result
-
-
-def same_bits(left, right):
-    """Tell whether two tensors are bitwise equal, NaN included."""
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))

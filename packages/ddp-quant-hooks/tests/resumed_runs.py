@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from dist_utils.testing import same_bits
 
 
 class Net(torch.nn.Module):
@@ -93,18 +94,8 @@ def difference_after_resume(make_state, *, before=3, after=3, other=None, **opti
     saved, saved_again = run.state.state_dict(), again.state.state_dict()
     run.state.close()
     again.state.close()
-    same = saved.keys() == saved_again.keys() and _equal(saved, saved_again)
+    same = same_bits(saved, saved_again)
     return None if same else "residuals"
-
-
-def _equal(left, right):
-    if isinstance(left, torch.Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(_equal(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(_equal, left, right))
-    return left == right
 
 
 def state_maker(**options):

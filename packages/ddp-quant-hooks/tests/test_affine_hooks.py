@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import run_hook, same_bits
+from quant_buckets import run_hook
 
 from ddp_quant_hooks import quantization_perchannel_hook, quantization_pertensor_hook
-from dist_utils.testing import grad_bucket, run_ranks
+from dist_utils.testing import grad_bucket, run_ranks, same_on_all_ranks
 
 
 def reference(inputs, channel):
@@ -28,12 +28,6 @@ def _mean(inputs):
     return torch.stack([values.double() for values in inputs]).mean(0)
 
 
-def _all_equal(result):
-    first = result.clone()
-    dist.broadcast(first, 0)
-    return same_bits(first, result)
-
-
 HOOKS = {
     "pertensor": (quantization_pertensor_hook, None),
     "perchannel": (quantization_perchannel_hook, 512),
@@ -53,7 +47,7 @@ def _hooks(rank):
 
             def run(inputs, hook=hook):
                 result = run_hook(None, bucket, inputs[rank].clone(), hook)
-                assert _all_equal(result), case  # noqa: B023
+                assert same_on_all_ranks(result), case  # noqa: B023
                 return result
 
             # PyTorch's numbers, to the rounding of one sum and one division.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from emulated_gpu import EmulatedGpu, needs_compiler
-from test_kernel_bits import everything, inputs, same_bits
+from test_kernel_bits import everything, inputs
 
 from ddp_quant_hooks import affine, kernels
 from ddp_quant_hooks.affine import AffineLayout
@@ -11,6 +11,7 @@ from ddp_quant_hooks.chunks import Span, shards
 from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.wire_format import Layout
+from dist_utils.testing import same_bits
 
 pytestmark = needs_compiler
 LAYOUTS = [

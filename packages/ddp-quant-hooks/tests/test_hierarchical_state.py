@@ -6,14 +6,14 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import make_state, run_hook, same_bits, simulate
+from quant_buckets import make_state, run_hook, simulate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_quant_hooks.state
 from ddp_quant_hooks import HierarchicalAllreduceState, exchanges, quantized_allreduce_hook
 from dist_utils import torch_compat
-from dist_utils.testing import grad_bucket, run_ranks, tcp_bytes_sent
+from dist_utils.testing import grad_bucket, run_ranks, same_bits, same_on_all_ranks, tcp_bytes_sent
 
 
 def _inputs(length, dtype=torch.float32):
@@ -54,9 +54,7 @@ def _grid(rank, nodes, local):
     broken[-1][500] = torch.nan
     state = HierarchicalAllreduceState(mesh=mesh, min_bytes=0, error_feedback="both")
     result = run_hook(state, bucket, broken[rank].clone())
-    first = result.clone()
-    dist.broadcast(first, 0)
-    assert same_bits(first, result)
+    assert same_on_all_ranks(result)
     assert result[500].isnan()
     ddp_quant_hooks.routes._CHUNK_ELEMENTS = 100_000  # little padding, few headers
     before = tcp_bytes_sent()
@@ -116,9 +114,7 @@ def _trains(rank):
         model(x).square().sum().backward()
         mine = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         model.zero_grad()
-        first = mine.clone()
-        dist.broadcast(first, 0)
-        assert same_bits(first, mine)
+        assert same_on_all_ranks(mine)
 
     def kept():
         return [bucket["own"].clone() for bucket in state.state_dict(model)["buckets"]]

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import STATES, make_state, run_hook, same_bits, simulate
+from quant_buckets import STATES, make_state, run_hook, simulate
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook, fp16_compress_hook
@@ -15,7 +15,7 @@ from ddp_quant_hooks import (
     quantization_pertensor_hook,
     quantized_allreduce_hook,
 )
-from dist_utils.testing import grad_bucket, run_ranks
+from dist_utils.testing import grad_bucket, run_ranks, same_bits
 
 pytestmark = pytest.mark.gpu
 

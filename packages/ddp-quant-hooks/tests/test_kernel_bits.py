@@ -8,6 +8,7 @@ from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.cpu import CpuKernels, library_path
 from ddp_quant_hooks.wire_format import Layout
+from dist_utils.testing import same_bits
 
 SETS = CpuKernels().available if library_path().exists() else []
 needs_library = pytest.mark.skipif(not SETS, reason="there are no compiled kernels: no C++ compiler")
@@ -39,10 +40,6 @@ def inputs(dtype, length):
     if dtype == torch.float32:
         bits = torch.randint(-(2**31), 2**31, (length,), generator=generator, dtype=torch.int64)
         yield "any bits", bits.to(torch.int32).view(torch.float32)
-
-
-def same_bits(left, right):
-    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
 def everything(backend, layout, dtype, name, values):

@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_kernel_bits import LAYOUTS, everything, inputs, same_bits
+from test_kernel_bits import LAYOUTS, everything, inputs
 
 from ddp_quant_hooks import affine, kernels
 from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.choice import cuda_kernels_for
 from ddp_quant_hooks.wire_format import Layout
+from dist_utils.testing import same_bits
 
 pytestmark = pytest.mark.gpu
 INT8 = Layout("int8", 128)

@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddp_quant_hooks import exchanges, quantized_allreduce_hook
-from dist_utils.testing import run_ranks
+from dist_utils.testing import call_in_backward, run_ranks, same_bits
 
 
 def _wrap(net, state, **options):
@@ -28,10 +29,6 @@ def _data(number, size, rank=None):
 
 def _own(state):
     return {name: lost.clone() for name, lost in state.state_dict()["own"].items()}
-
-
-def _same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 class Branches(torch.nn.Module):
@@ -100,19 +97,9 @@ def test_feedback_does_not_rely_on_the_first_bucket(world_size):
         assert max(errors.values()) < 1, errors
 
 
-class Raise(torch.autograd.Function):
-    """The identity, whose backward raises if it is told to."""
-
-    @staticmethod
-    def forward(ctx, x, switch):
-        ctx.switch = switch
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.switch["raises"]:
-            raise ArithmeticError("the user's own error")
-        return grad, None
+def _raise_if_told(switch):
+    if switch["raises"]:
+        raise ArithmeticError("the user's own error")
 
 
 class Layers(torch.nn.Module):
@@ -127,7 +114,7 @@ class Layers(torch.nn.Module):
             x = x.to(layer.weight.dtype)
             x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
             if index == 1:
-                x = Raise.apply(x, self.switch)
+                x = call_in_backward(x, partial(_raise_if_told, self.switch))
         return x
 
 
@@ -163,7 +150,7 @@ def _raises(rank):
             inside = state.state_dict()
         time.sleep(0.3)
         for after in (inside, state.state_dict()):
-            assert _same(before["own"], after["own"])
+            assert same_bits(before["own"], after["own"])
             assert after["steps"] == 4
             assert [row["parameters"] for row in after["buckets"]] == [
                 row["parameters"] for row in before["buckets"]
@@ -216,7 +203,7 @@ def _raises_in_new_buckets(rank):
     net.switch["raises"] = False
     for _ in range(2):
         after = state.state_dict()
-        assert _same(before["own"], after["own"])
+        assert same_bits(before["own"], after["own"])
         (old,), (new,) = before["buckets"], after["buckets"]
         assert old["parameters"] == new["parameters"]
         assert old["shard"].numel() > 0
@@ -244,7 +231,7 @@ def _raises_where_buckets_are_left_out(rank):
         switch: dict = {"raises": False}  # noqa: RUF012
 
         def forward(self, x, heads):
-            x = Raise.apply(self.b(self.a(x)), self.switch)
+            x = call_in_backward(self.b(self.a(x)), partial(_raise_if_told, self.switch))
             for head in heads:
                 x = getattr(self, head)(x)
             return x
@@ -300,14 +287,14 @@ def _nested(rank):
         poison["on"] = True
         step(5)
         poison["on"] = False
-        assert _same(before, _own(state)), "a value of the last bucket was not finite"
+        assert same_bits(before, _own(state)), "a value of the last bucket was not finite"
         step(6)
-        assert not _same(before, _own(state))
+        assert not same_bits(before, _own(state))
         counted.append((state.state_dict()["steps"], weights, _own(state)))
         state.close()
     (steps, _, own), (plain_steps, _, plain_own) = counted
     assert steps == plain_steps == 7
-    assert _same(own, plain_own)
+    assert same_bits(own, plain_own)
 
 
 def test_reentrant_checkpoints_make_one_step():
@@ -394,7 +381,7 @@ class FirstRaises(Layers):
     """Raises behind all parameters, where every bucket has come and the passes inside are over."""
 
     def forward(self, x):
-        return super().forward(Raise.apply(x, self.first))
+        return super().forward(call_in_backward(x, partial(_raise_if_told, self.first)))
 
     first: dict = {"raises": False}  # noqa: RUF012
 
@@ -418,7 +405,7 @@ def _raises_around(rank):
         with pytest.raises(ArithmeticError, match="the user's own error"):
             step(3)
         net.first["raises"] = False
-        assert _same(before, _own(state)), reentrant
+        assert same_bits(before, _own(state)), reentrant
         if not reentrant:  # DDP cannot go on
             del ddp, step
             gc.collect()
@@ -427,7 +414,7 @@ def _raises_around(rank):
         for number in range(4, 6):
             ddp(_data(number, 90).requires_grad_()).square().mean().backward()
             ddp.zero_grad()
-        assert not _same(before, _own(state))
+        assert not same_bits(before, _own(state))
         steps.append(state.state_dict()["steps"])
         state.close()
     assert steps == [5, 5]
@@ -494,7 +481,7 @@ def _discards(rank):
         state.close()
     (left, left_own, steps), (right, right_own, other_steps) = results
     assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
-    assert _same(left_own, right_own)
+    assert same_bits(left_own, right_own)
     assert steps == other_steps == 5
 
 
@@ -520,11 +507,11 @@ def _several_losses(rank):
     loss.backward(retain_graph=True)
     between = state.state_dict()
     assert between["steps"] == passes + 1
-    assert not _same(before, between["own"])
+    assert not same_bits(before, between["own"])
     loss.backward()  # DDP averages once for each forward: nothing is sent, nothing lost
     after = state.state_dict()
     assert after["steps"] == passes + 1
-    assert _same(between["own"], after["own"])
+    assert same_bits(between["own"], after["own"])
     with ddp.no_sync():
         ddp(_data(8, 90)).square().mean().backward()
     assert state.state_dict()["steps"] == passes + 1
@@ -566,7 +553,7 @@ def _no_copies(rank):
         before = _own(state)
         wraps[1 - number % 2](_data(number, 90)).square().mean().backward()
         state.discard_step()
-        assert _same(before, _own(state))
+        assert same_bits(before, _own(state))
         step(wraps[1 - number % 2], number)
         held = {id(part.residual): part.residual.last.numel() for part in residuals.own_of.values()}
         sizes.add(sum(held.values()))

@@ -15,7 +15,7 @@ from ddp_quant_hooks import (
     quantization_pertensor_hook,
     quantized_allreduce_hook,
 )
-from dist_utils.testing import run_ranks
+from dist_utils.testing import run_ranks, same_on_all_ranks
 
 HOOKS = {
     "int8": lambda group: (make_state("int8", group), quantized_allreduce_hook),
@@ -136,13 +136,6 @@ def test_subgroups_and_meshes():
         assert rank["groups are alike"] == 0
 
 
-def _equal_everywhere(parameters):
-    mine = torch.cat([parameter.detach().flatten() for parameter in parameters])
-    first = mine.clone()
-    dist.broadcast(first, 0)
-    return torch.equal(mine, first)
-
-
 def _two_models(rank):
     """Two models that step in turns, each with a state of its own, for 50 steps."""
     torch.manual_seed(1)
@@ -164,7 +157,7 @@ def _two_models(rank):
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-    return [_equal_everywhere(model.parameters()) for model in models], losses[-1] / losses[0]
+    return [same_on_all_ranks(list(model.parameters())) for model in models], losses[-1] / losses[0]
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import STATES, make_state, run_hook, same_bits, simulate
+from quant_buckets import STATES, make_state, run_hook, simulate
 
 import ddp_quant_hooks.state
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.kernels import VALUE_DTYPES
-from dist_utils.testing import grad_bucket, run_ranks
+from dist_utils.testing import grad_bucket, run_ranks, same_bits
 
 LENGTHS = (1, 127, 128, 129, 1009, 128 * 40 + 1)
 LARGEST = torch.finfo(torch.float32).max

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import HierarchicalAllreduceState, QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils import TensorMismatchError
-from dist_utils.testing import run_ranks
+from dist_utils.testing import run_ranks, same_bits
 
 BOTH = state_maker(error_feedback="both")
 
@@ -46,24 +46,20 @@ def _trained(make_state=BOTH, steps=3, **options):
     return run
 
 
-def _same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
-
-
 def _names(rank):
     run = _trained()
     saved = run.state.state_dict(run.ddp)
     assert saved["own"].keys() == dict(Net().named_parameters()).keys()
     compiled = torch.compile(run.ddp.module)  # nothing is compiled before it is called
     for model in (run.ddp.module, torch.compile(run.ddp), compiled, None):
-        assert _same(saved["own"], run.state.state_dict(model)["own"])
+        assert same_bits(saved["own"], run.state.state_dict(model)["own"])
     part = Net()
     part.layers[1] = torch.compile(part.layers[1])
     for model in (DistributedDataParallel(Net()), Net(), DistributedDataParallel(torch.compile(Net())), part):
         state = BOTH()
         state.load_state_dict(saved, model)
         again = state.state_dict(model)
-        assert _same(saved["own"], again["own"])
+        assert same_bits(saved["own"], again["own"])
         assert [row["parameters"] for row in again["buckets"]] == [
             row["parameters"] for row in saved["buckets"]
         ]
@@ -154,7 +150,7 @@ def _checks(rank):
         "of state 'QuantizedAllreduceState', but", make_state=lambda: HierarchicalAllreduceState(mesh=mesh)
     )
     after = run.state.state_dict()
-    assert _same(before["own"], after["own"]), "nothing was changed"
+    assert same_bits(before["own"], after["own"]), "nothing was changed"
     run.step(3)
 
     complex_net = torch.nn.Linear(40, 30, dtype=torch.complex64)
@@ -167,7 +163,7 @@ def _checks(rank):
     assert saved["own"]["weight"].numel() == 2 * 1200, "a complex number has two"
     assert saved["own"]["weight"].abs().max() > 0
     state.load_state_dict(saved)
-    assert _same(saved["own"], state.state_dict()["own"])
+    assert same_bits(saved["own"], state.state_dict()["own"])
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing():
@@ -186,7 +182,7 @@ def _other_buckets(rank):
         again.step(3)
         assert torch.equal(run.weights(), again.weights()), "the first step is averaged in the saved buckets"
         after = again.state.state_dict()
-        assert _same(run.state.state_dict()["own"], after["own"])
+        assert same_bits(run.state.state_dict()["own"], after["own"])
         lines.lines.clear()
         again.step(4)
         assert lines.about("dropped the residuals of the shards") == len(checkpoint["residuals"]["buckets"])
@@ -202,7 +198,7 @@ def _other_buckets(rank):
     run.optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
     run.state.load_state_dict(checkpoint["residuals"])
     run.step(3)
-    assert _same(first, run.state.state_dict()["own"])
+    assert same_bits(first, run.state.state_dict()["own"])
 
 
 def test_own_residuals_follow_parameters_into_other_buckets():
@@ -253,7 +249,7 @@ def _not_in_saved_buckets(rank):
         run.step(number)
         again.step(number)
         results.append(torch.equal(run.weights(), again.weights()))
-    assert _same(run.state.state_dict()["own"], again.state.state_dict()["own"])
+    assert same_bits(run.state.state_dict()["own"], again.state.state_dict()["own"])
     return found, results
 
 
@@ -314,7 +310,7 @@ def _gathers(rank):
         other = DistributedDataParallel(Net())
         again.scatter_state_dict(gathered, other, src=dst)
         loaded = again.state_dict(other)
-        assert _same(mine["own"], loaded["own"])
+        assert same_bits(mine["own"], loaded["own"])
         assert loaded["buckets"][0]["parameters"] == mine["buckets"][0]["parameters"]
 
     whole = run.state.gather_state_dict(run.ddp)
@@ -325,7 +321,7 @@ def _gathers(rank):
         with pytest.raises((kind, TensorMismatchError), match=match) as caught:
             call()
         assert isinstance(caught.value, kind) == (rank in on), caught.value
-        assert _same(before["own"], run.state.state_dict()["own"])
+        assert same_bits(before["own"], run.state.state_dict()["own"])
 
     everyone = range(world_size)
     scatter = run.state.scatter_state_dict
