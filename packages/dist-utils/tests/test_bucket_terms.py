@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_utils.comm_hooks import require_same_bucket
+from dist_utils.comm_hooks import require_same_bucket, same_buckets
 from dist_utils.testing import patience, run_ranks
 from dist_utils.torch_compat import default_store
 
@@ -132,6 +132,11 @@ class _Bucket:
         return [self._parameter]
 
 
+def _hook_inside_of_a_hook(state, bucket):
+    require_same_bucket(None, "outer", {}, bucket)
+    return _hook_of("inner")(state, bucket)
+
+
 def _known(rank):
     """What is known is not asked again: one rank alone returns."""
     parameter = torch.nn.Parameter(torch.ones(3))
@@ -150,13 +155,21 @@ def _known(rank):
     require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
     if rank == 0:  # so may other buckets of it that are known; the failure is forgotten
         require_same_bucket(None, "hook", {"bits": 8}, _Bucket(second, index=1))
-    # Two hooks in turns are asked for a few times only.
-    for _ in range(3):
-        require_same_bucket(None, "one", {}, _Bucket(parameter))
-        require_same_bucket(None, "two", {}, _Bucket(parameter))
+    # Two hooks in turns, outside of backward passes, are asked once each.
+    require_same_bucket(None, "one", {}, _Bucket(parameter))
+    require_same_bucket(None, "two", {}, _Bucket(parameter))
     if rank == 0:
         require_same_bucket(None, "one", {}, _Bucket(parameter))
     dist.barrier()
+    # So are the questions of hooks inside of hooks, in backward passes.
+    asked = []
+    same_buckets.require_same_terms = lambda group, title, terms: asked.append(title)
+    ddp = _wrap(_hook_inside_of_a_hook)
+    for _ in range(4):
+        _step(ddp)
+    first_and_rebuilt = asked.count("outer")
+    assert first_and_rebuilt <= 2 * 5
+    assert asked == ["outer", "inner"] * first_and_rebuilt
 
 
 def test_a_bucket_is_asked_for_once():

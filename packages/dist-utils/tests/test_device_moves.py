@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from dist_utils import device_moves, recursive_to, to_kwargs
+from dist_utils import recursive_to, to_kwargs
+from dist_utils.containers import device_moves
 
 
 @dataclasses.dataclass

@@ -30,11 +30,13 @@ def value_count(parameter: torch.Tensor) -> int:
 def gradient_parts(bucket: Bucket) -> list[torch.Tensor]:
     """Return each parameter's part of a dense bucket's buffer, flat and real.
 
-    Buckets of complex parameters are real and twice as long; ``bucket.gradients()`` does not know that.
+    DDP's buckets of complex parameters are real and twice as long; ``bucket.gradients()`` does not know that.
     """
     buffer = bucket.buffer()
-    values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
-    return list(torch.split(values, [value_count(parameter) for parameter in bucket.parameters()]))
+    if buffer.is_complex():
+        parts = torch.split(buffer.view(-1), [parameter.numel() for parameter in bucket.parameters()])
+        return [torch.view_as_real(part).view(-1) for part in parts]
+    return list(torch.split(buffer.view(-1), [value_count(parameter) for parameter in bucket.parameters()]))
 
 
 class BackwardPass:

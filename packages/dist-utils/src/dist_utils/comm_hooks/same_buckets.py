@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -45,27 +44,39 @@ class _Failure(NamedTuple):
         return index > self.place and (task == self.task or torch_compat.inside_nested_backward())
 
 
-_ASKED_IN_TURNS = 3
+Key: TypeAlias = tuple[object, ...]
+"""What is asked about a bucket."""
 
 
 @dataclass
 class _Agreed:
     """What all ranks have agreed on for the buckets that begin with one parameter.
 
-    Only what was agreed on last need not be asked again: ranks that have used one hook and then another
-    around the same net may go on with different ones. Where hooks come in turns, as with two models that
-    share layers or hooks inside of hooks, each is asked a few times only.
+    Several questions may come about one bucket: from hooks inside of hooks, for one. Those of the last
+    backward pass, in their order, need not be asked again. Any other is, also one that was asked long ago:
+    ranks that have used one hook after another around the same net may go on with different ones.
     """
 
-    last: str = ""
-    times: Counter[str] = field(default_factory=Counter)
+    keys: list[Key] = field(default_factory=list)
+    task: int = -1
+    place: int = 0
 
-    def includes(self, key: str) -> bool:
-        return key == self.last or self.times[key] >= _ASKED_IN_TURNS
+    def includes(self, key: Key, task: int) -> bool:
+        """Tell whether ``key`` need not be asked in this backward pass, autograd's ``task``."""
+        if task == -1:  # in join(), or by hand: nothing tells where a pass begins
+            return key in self.keys
+        if task != self.task:
+            self.task, self.place = task, 0
+        known = self.place < len(self.keys) and self.keys[self.place] == key
+        self.place += known
+        return known
 
-    def add(self, key: str) -> None:
-        self.last = key
-        self.times[key] += 1
+    def add(self, key: Key, task: int) -> None:
+        """Note that all ranks agree on ``key``, which was not included."""
+        if task != -1:
+            del self.keys[self.place :]
+            self.place += 1
+        self.keys.append(key)
 
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
@@ -81,8 +92,9 @@ def require_same_bucket(
     They are asked (see :func:`dist_utils.require_same_terms`) for every bucket that comes for the first time:
     in a model's first backward pass, and after ``DistributedDataParallel`` has rebuilt its buckets; and for
     one that comes again, as with a new model around the same net, when it was another bucket, hook or option
-    in between. When they do not agree the rest of the pass is refused without asking: a rank that comes late
-    would be taken for one that is further on.
+    in between. (Models that share layers and step in turns are asked every time.) When they do not agree
+    the rest of the pass is refused without asking: a rank that comes late would be taken for one that is
+    further on.
 
     Args:
         process_group: As in :func:`dist_utils.resolve_group`.
@@ -113,15 +125,15 @@ def require_same_bucket(
         "sparse": buffer.is_sparse,
         "index of the bucket": index,
     }
-    key = f"{title} {sorted(terms.items())!r}"
+    key, task = (title, *terms.items()), torch_compat.graph_task_id()
     agreed: _Agreed = _agreed.setdefault(group, WeakIdKeyDictionary()).setdefault(  # type: ignore[no-untyped-call]
         bucket.parameters()[0], _Agreed()
     )
-    if agreed.includes(key):
+    if agreed.includes(key, task):
         return
     try:
         require_same_terms(group, title, terms)
     except RuntimeError as error:
-        _failures[group] = _Failure(str(error), torch_compat.graph_task_id(), index)
+        _failures[group] = _Failure(str(error), task, index)
         raise
-    agreed.add(key)
+    agreed.add(key, task)
