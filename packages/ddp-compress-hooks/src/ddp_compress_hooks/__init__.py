@@ -15,4 +15,4 @@ __all__ = [
     "fp16_compress_wrapper",
 ]
 
-__version__ = "0.3.0"
+__version__ = "0.2.1"
