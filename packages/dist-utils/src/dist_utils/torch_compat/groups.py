@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, cast
 
@@ -51,6 +54,26 @@ def default_store() -> Store:
     return _c10d._get_default_store()  # noqa: SLF001
 
 
+_connections: weakref.WeakKeyDictionary[Store, list[Store]] = weakref.WeakKeyDictionary()
+"""To the same server as a store, and not in use: a new one takes 0.2 s."""
+
+
+@contextlib.contextmanager
+def _own_connection(store: Store) -> Iterator[Store]:
+    """Lend a connection to a store's server to one thread.
+
+    While a thread waits in a store for its peers, requests of other threads wait, too; and the peers may wait
+    for those. torch 2.6 has one connection only.
+    """
+    if not hasattr(store, "clone"):
+        yield store
+        return
+    spare = _connections.setdefault(store, [])
+    own: Any = spare.pop() if spare else store.clone()
+    yield own
+    spare.append(own)  # not if something was raised: an answer may still be on its way
+
+
 def new_named_group(
     name: str, ranks: list[int], *, backend: str, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
@@ -75,13 +98,10 @@ def new_named_group(
     if len(kinds) == 1:  # as one name, or the group has no default backend, and warns of it at its end
         (backend,) = kinds
     helper: Any = _c10d._new_process_group_helper  # noqa: SLF001
-    # A connection of its own, where torch has that (not in 2.6): a thread that waits for its peers keeps the
-    # others' requests waiting.
-    store: Any = default_store()
-    store = store.clone() if hasattr(store, "clone") else store
     limit = timeout or default_group_timeout()
-    group, _ = helper(
-        len(ranks), rank, ranks, dist.Backend(backend), store, name, timeout=limit, group_desc=name
-    )
+    with _own_connection(default_store()) as store:
+        group, _ = helper(
+            len(ranks), rank, ranks, dist.Backend(backend), store, name, timeout=limit, group_desc=name
+        )
     _c10d._world.pg_group_ranks[group] = {other: index for index, other in enumerate(ranks)}  # noqa: SLF001
     return cast("dist.ProcessGroup", group)
