@@ -174,3 +174,19 @@ def _known(rank):
 
 def test_a_bucket_is_asked_for_once():
     run_ranks(_known, 2)
+
+
+def _joined(rank):
+    """A rank without data answers as the others do, while buckets are rebuilt; then all go on."""
+    net = _model(3)
+    for steps in (1 + 2 * rank, 2):
+        ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
+        ddp.register_comm_hook(None, _hook_of("hook"))
+        with ddp.join():
+            for _ in range(steps):
+                _step(ddp)
+    return torch.stack([parameter.grad.sum() for parameter in net.parameters()]).isfinite().all().item()
+
+
+def test_a_joined_rank_is_asked_what_the_others_are():
+    assert run_ranks(_joined, 2, group_timeout=patience(5.0)) == [True, True]

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,11 +43,6 @@ class _Failure(NamedTuple):
         return index > self.place and (task == self.task or torch_compat.inside_nested_backward())
 
 
-Key: TypeAlias = tuple[object, ...]
-"""What is asked about a bucket."""
-
-
-@dataclass
 class _Agreed:
     """What all ranks have agreed on for the buckets that begin with one parameter.
 
@@ -57,30 +51,54 @@ class _Agreed:
     ranks that have used one hook after another around the same net may go on with different ones.
     """
 
-    keys: list[Key] = field(default_factory=list)
-    task: int = -1
-    place: int = 0
+    def __init__(self) -> None:
+        self._keys: list[str] = []
+        self._pass = 0
+        self._place = 0
 
-    def includes(self, key: Key, task: int) -> bool:
-        """Tell whether ``key`` need not be asked in this backward pass, autograd's ``task``."""
-        if task == -1:  # in join(), or by hand: nothing tells where a pass begins
-            return key in self.keys
-        if task != self.task:
-            self.task, self.place = task, 0
-        known = self.place < len(self.keys) and self.keys[self.place] == key
-        self.place += known
-        return known
+    def includes(self, key: str, passes: _Passes) -> bool:
+        """Tell whether ``key`` need not be asked now."""
+        repeated = self._place == len(self._keys) and key in self._keys[-1:]
+        number = passes.number(self, begins=self._place == len(self._keys) and key in self._keys[:1])
+        if number != self._pass:
+            self._pass, self._place = number, 0
+        if self._place < len(self._keys) and self._keys[self._place] == key:
+            self._place += 1
+            return True
+        # Outside of backward passes one hook may be called again and again.
+        return repeated and number < 0
 
-    def add(self, key: Key, task: int) -> None:
+    def add(self, key: str) -> None:
         """Note that all ranks agree on ``key``, which was not included."""
+        self._keys[self._place :] = [key]
+        self._place += 1
+
+
+class _Passes:
+    """Tells the backward passes of a group apart."""
+
+    def __init__(self) -> None:
+        self._outside = -1
+        self._last: _Agreed | None = None
+
+    def number(self, asked: _Agreed, *, begins: bool) -> int:
+        """Return the number of the pass that a question belongs to.
+
+        That is autograd's. Outside of autograd, in ``join()`` and where hooks are called by hand, a pass is
+        told by its buckets: another one than in the last question, or the first question about it again.
+        """
+        before, self._last = self._last, asked
+        task = torch_compat.graph_task_id()
         if task != -1:
-            del self.keys[self.place :]
-            self.place += 1
-        self.keys.append(key)
+            return task + 1
+        if before is not asked or begins:
+            self._outside -= 1
+        return self._outside
 
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
 """By the first parameter of a bucket."""
+_passes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Passes] = weakref.WeakKeyDictionary()
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, _Failure] = weakref.WeakKeyDictionary()
 
 
@@ -125,15 +143,15 @@ def require_same_bucket(
         "sparse": buffer.is_sparse,
         "index of the bucket": index,
     }
-    key, task = (title, *terms.items()), torch_compat.graph_task_id()
+    key, task = f"{title} {terms!r}", torch_compat.graph_task_id()
     agreed: _Agreed = _agreed.setdefault(group, WeakIdKeyDictionary()).setdefault(  # type: ignore[no-untyped-call]
         bucket.parameters()[0], _Agreed()
     )
-    if agreed.includes(key, task):
+    if agreed.includes(key, _passes.setdefault(group, _Passes())):
         return
     try:
         require_same_terms(group, title, terms)
     except RuntimeError as error:
         _failures[group] = _Failure(str(error), task, index)
         raise
-    agreed.add(key, task)
+    agreed.add(key)
