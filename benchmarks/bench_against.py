@@ -119,7 +119,7 @@ def overlap_cases() -> dict[str, Case]:
 def local_cases() -> dict[str, Case]:
     """What one rank does alone, and module states."""
     from ddp_quant_hooks import kernels  # noqa: PLC0415
-    from ddp_quant_hooks.wire_format import Layout  # noqa: PLC0415
+    from ddp_quant_hooks.kernels import Layout  # noqa: PLC0415
     from dist_utils import apply_to_tensors, sync_module_states  # noqa: PLC0415
 
     layout, values = Layout("int8", 128), torch.randn(ELEMENTS)

@@ -1,4 +1,7 @@
-"""Older names of what ``dist_utils.process_groups`` has, for dist-autograd-collectives 0.1; go in 1.0."""
+"""Older names of what ``dist_utils.process_groups`` has; they go in 1.0.
+
+Without a warning: only dist-autograd-collectives 0.1 imports them, whose users can change nothing about it.
+"""
 
 from dist_utils.process_groups import TensorClaim as Claim
 from dist_utils.process_groups import TensorMismatchError, verify_param_shape_across_processes

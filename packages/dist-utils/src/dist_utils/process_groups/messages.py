@@ -46,8 +46,9 @@ def start_messages(
 
     Returns:
         What to wait for. Empty tensors are no messages: both sides must agree on which are, and on how long
-        the others are. On Gloo a message never meets a tensor of another length: both sides wait until the
-        group's timeout. Both must use this function; ``dist.recv`` does not get what it sends.
+        the others are. On Gloo a message does not meet a tensor of another length (but by chance, once in
+        2^30): both sides wait until the group's timeout. Both must use this function; ``dist.recv`` does not
+        get what it sends.
 
     Raises:
         RuntimeError: A peer is gone; from here or from the works' ``wait``.
