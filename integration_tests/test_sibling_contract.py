@@ -114,6 +114,10 @@ def test_a_package_imports_only_what_its_siblings_promise(package):
         ("from dist_utils.torch_compat import _queue_callback", "_queue_callback is not promised"),
         ("from dist_utils import torch_compat\ntorch_compat._queue_callback()", "line 2: "),
         ("import dist_utils as d\nd.no_such_name", "no_such_name is not promised"),
+        ("import dist_utils\ndist_utils.module_state.storage._x", "storage is not public"),
+        ("import dist_utils\ndist_utils.torch_compat._queue_callback", "_queue_callback is not promised"),
+        ("import dist_utils\ndist_utils.process_groups.terms.told", "terms is not public"),
+        ('importlib.import_module("dist_utils.module_state")', "module_state is not public"),
         (
             "def f():\n    from ddp_compress_hooks.hooks import allreduce_hook",
             "line 2: ddp_compress_hooks.hooks",
