@@ -29,8 +29,8 @@ def draw_bars(panels: Mapping[str, Mapping[str, Bar]], unit: str, path: Path) ->
     for axis, (title, bars) in zip(axes.flat, panels.items(), strict=False):
         for place, (label, (median, (low, high))) in enumerate(bars.items()):
             spread = [[max(0, median - low)], [max(0, high - median)]]
-            colour = "tab:blue" if label.startswith(("dist_utils", "ours")) else "tab:gray"
-            axis.barh(place, median, xerr=spread, color=colour)
+            color = "tab:blue" if label.startswith(("dist_utils", "ours")) else "tab:gray"
+            axis.barh(place, median, xerr=spread, color=color)
         axis.set_yticks(range(len(bars)), bars)
         axis.invert_yaxis()
         axis.set(title=title, xlabel=unit)

@@ -139,7 +139,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         1, len(panels), figsize=(4 * len(panels), 4.5), layout="constrained", squeeze=False
     )
     for axis, (title, times) in zip(axes[0], panels, strict=True):
-        for offset, side, colour in ((-0.2, "pytorch", "tab:gray"), (0.2, "ours", "tab:blue")):
+        for offset, side, color in ((-0.2, "pytorch", "tab:gray"), (0.2, "ours", "tab:blue")):
             for place, name in enumerate(PAIRS):
                 if (entry := times.get(f"{side}/{name}")) is not None:
                     low, high = entry["quartiles_ms"]
@@ -149,7 +149,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                         middle,
                         0.4,
                         xerr=[[max(0, middle - low)], [max(0, high - middle)]],
-                        color=colour,
+                        color=color,
                         label=side if place == 0 else None,
                     )
         axis.set(title=title, xlabel="ms for a 25 MiB bucket")

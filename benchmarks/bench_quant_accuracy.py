@@ -15,7 +15,7 @@ with the residuals carried along. Without feedback, that mean has the error of a
 same rounding repeats; so the figures stand side by side. Gradients that do not change are feedback's best
 case; and a single step with feedback is worse than one without, as the rows "20th step alone" show, because
 it also repays what earlier steps lost. At W = 2 the hook has a single exchange, and no averaged shard to
-quantise again: gather= and feedback "shard" change nothing there.
+quantize again: gather= and feedback "shard" change nothing there.
 
 Writes results/quant_accuracy.json and .png beside this file.
 """
@@ -58,7 +58,7 @@ class Scheme:
     Args:
         mean: From the gradients of all ranks, one a row, to what each rank ends up with.
         bytes_sent: From W to the bytes sent per value and rank, as a share of an fp32 ring's 8(W-1)/W.
-        group: Whose it is, for the colours.
+        group: Whose it is, for the colors.
     """
 
     mean: Callable[[torch.Tensor], torch.Tensor]
@@ -424,7 +424,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot as plt  # noqa: PLC0415
     from matplotlib.lines import Line2D  # noqa: PLC0415
 
-    colours = {"ours": "tab:blue", "pytorch": "tab:gray", "others": "tab:orange"}
+    colors = {"ours": "tab:blue", "pytorch": "tab:gray", "others": "tab:orange"}
     sizes, schemes = results["world_sizes"], results["schemes"]
     groups = {name: scheme.group for name, scheme in all_schemes(results["values_per_rank"]).items()}
     markers = dict(zip(sizes, "osD^vPX*", strict=False))
@@ -438,7 +438,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
                     source[ranks]["median"] if kind else source[ranks],
                     place + 0.6 * ((step + 0.5) / len(sizes) - 0.5),
                     markers.get(ranks, "o"),
-                    color=colours[groups[name]],
+                    color=colors[groups[name]],
                     markersize=5,
                 )
             axis.axhline(place + 0.5, color="0.9", linewidth=0.8, zorder=0)

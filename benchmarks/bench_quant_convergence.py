@@ -68,7 +68,7 @@ def _no_state() -> None:
     return None
 
 
-def _quantised(**options: Any) -> Callable[[], QuantizedAllreduceState]:
+def _quantized(**options: Any) -> Callable[[], QuantizedAllreduceState]:
     # The models are so small that some of their buckets would travel plain.
     return lambda: QuantizedAllreduceState(min_bytes=0, **options)
 
@@ -77,11 +77,11 @@ def _quantised(**options: Any) -> Callable[[], QuantizedAllreduceState]:
 CONFIGURATIONS: dict[str, tuple[Callable[[], Any], CommHook]] = {
     REFERENCE: (_no_state, allreduce_hook),
     "bf16": (_no_state, bf16_compress_hook),
-    "int8": (_quantised(), quantized_allreduce_hook),
-    'int8, feedback "shard"': (_quantised(error_feedback="shard"), quantized_allreduce_hook),
-    'int8, gather="bf16"': (_quantised(gather="bf16"), quantized_allreduce_hook),
-    'int4, feedback "both"': (_quantised(bits=4), quantized_allreduce_hook),
-    'int4, feedback "none"': (_quantised(bits=4, error_feedback="none"), quantized_allreduce_hook),
+    "int8": (_quantized(), quantized_allreduce_hook),
+    'int8, feedback "shard"': (_quantized(error_feedback="shard"), quantized_allreduce_hook),
+    'int8, gather="bf16"': (_quantized(gather="bf16"), quantized_allreduce_hook),
+    'int4, feedback "both"': (_quantized(bits=4), quantized_allreduce_hook),
+    'int4, feedback "none"': (_quantized(bits=4, error_feedback="none"), quantized_allreduce_hook),
     "per channel": (_no_state, quantization_perchannel_hook),
 }
 
@@ -463,11 +463,11 @@ def draw(results: dict[str, Any], path: Path) -> None:
     for (left, right), (name, task) in zip(axes, tasks.items(), strict=True):
         steps = task["curve_steps"]
         for place, (configuration, entry) in enumerate(task["configurations"].items()):
-            colour = "black" if configuration == REFERENCE else f"C{place - 1}"
-            left.plot(steps, entry["curve"], color=colour, label=configuration, linewidth=1)
+            color = "black" if configuration == REFERENCE else f"C{place - 1}"
+            left.plot(steps, entry["curve"], color=color, label=configuration, linewidth=1)
             if configuration != REFERENCE:
                 distance = entry["curve_distance_to_fp32"]
-                right.plot(steps, distance, color=colour, label=configuration, linewidth=1)
+                right.plot(steps, distance, color=color, label=configuration, linewidth=1)
         if (deviation := task["fp32_curve_standard_deviation_over_seeds"]) is not None:
             label = "fp32: standard deviation over seeds"
             right.plot(steps, deviation, color="black", linestyle="--", label=label, linewidth=1)

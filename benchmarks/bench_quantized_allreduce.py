@@ -1,4 +1,4 @@
-"""The quantised hooks against fp32 and 16-bit averaging: time on loopback and slow links, bytes, memory.
+"""The quantized hooks against fp32 and 16-bit averaging: time on loopback and slow links, bytes, memory.
 
     python benchmarks/bench_quantized_allreduce.py              # everything, some minutes; hosts need root
     python benchmarks/bench_quantized_allreduce.py time --world-sizes 2 --repeats 5

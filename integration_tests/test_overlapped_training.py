@@ -1,4 +1,4 @@
-"""The documentation's composed job, as its reader would run it; and the overlap with the quantised hooks."""
+"""The documentation's composed job, as its reader would run it; and the overlap with the quantized hooks."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 SCRIPT = Path(__file__).parents[1] / "docs" / "examples" / "overlapped_training.py"
 
 
-def test_quantised_hook_overlapped_adamw_cosine_schedule_and_restart(launch):
+def test_quantized_hook_overlapped_adamw_cosine_schedule_and_restart(launch):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
         [*command, f"--nproc-per-node={launch.world_size}", str(SCRIPT)],
@@ -39,7 +39,7 @@ def test_quantised_hook_overlapped_adamw_cosine_schedule_and_restart(launch):
     assert "the same bits" in done.stdout
 
 
-def _quantised(rank):
+def _quantized(rank):
     """Train with and without the overlap, on the same hook."""
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     found = []
@@ -63,5 +63,5 @@ def _quantised(rank):
     return [torch.equal(found[0], other) for other in found[1:]]
 
 
-def test_the_bits_of_the_ordinary_loop_with_a_quantised_hook(launch):
-    assert launch(_quantised, timeout=120) == [[True, True]] * launch.world_size
+def test_the_bits_of_the_ordinary_loop_with_a_quantized_hook(launch):
+    assert launch(_quantized, timeout=120) == [[True, True]] * launch.world_size

@@ -30,7 +30,7 @@ LEAVES_OUT_BUCKETS = {
 
 
 def make_state(name, group=None, **options):
-    """Return a state that quantises buckets of any size."""
+    """Return a state that quantizes buckets of any size."""
     return QuantizedAllreduceState(group, **{"min_bytes": 0, **STATES[name], **options})
 
 

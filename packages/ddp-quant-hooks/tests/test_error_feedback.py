@@ -78,7 +78,7 @@ def test_a_step_that_is_not_finite_touches_no_residual():
 
 
 def _mixed(rank):
-    """A bucket that is averaged without compression has the NaN: the quantised ones' residuals stay."""
+    """A bucket that is averaged without compression has the NaN: the quantized ones' residuals stay."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, 10))
     model = DistributedDataParallel(net, bucket_cap_mb=0.002)

@@ -190,7 +190,7 @@ def test_a_gpu_that_does_not_work_is_named_once_with_the_remedy(monkeypatch, cap
     assert reason.startswith("cuda-core does not work here: no kernel image")
     (message,) = caplog.messages
     assert message.startswith(
-        "gradients on cuda:0 are quantised by torch's operators, which is slow: cuda-core"
+        "gradients on cuda:0 are quantized by torch's operators, which is slow: cuda-core"
     )
     assert message.endswith("pip install 'ddp-quant-hooks[cuda]' has what this torch (CUDA 13.0) needs")
 

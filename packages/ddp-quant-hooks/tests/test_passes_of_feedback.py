@@ -435,7 +435,7 @@ def _static_graph_of_several_types(rank):
         ddp.zero_grad()
         assert state.state_dict()["steps"] == number + 1
     first = _own(state)
-    assert {name.split(".")[1] for name in first} == {"0", "2", "3"}, "fp64 is not quantised"
+    assert {name.split(".")[1] for name in first} == {"0", "2", "3"}, "fp64 is not quantized"
     assert all(lost.abs().max() > 0 for name, lost in first.items() if name.endswith("weight"))
 
 

@@ -143,7 +143,7 @@ def test_ranks_that_have_counted_differently_sample_the_same_buckets():
 
 
 def _failure_beside_the_exchange(rank):
-    """What is averaged beside the quantised part fails: the step is not made, and no residual changes."""
+    """What is averaged beside the quantized part fails: the step is not made, and no residual changes."""
     gradients = [torch.randn(20, 30, generator=torch.Generator().manual_seed(rank)), torch.ones(20)]
     bucket = grad_bucket(gradients)
     state = make_state("feedback both", exact_1d=True)

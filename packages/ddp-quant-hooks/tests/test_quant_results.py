@@ -157,7 +157,7 @@ def _exact_parameters(rank):
     for start, end, shape in zip([0, *ends], ends, shapes, strict=False):
         part, expected = result[start:end], exact[start:end]
         if len(shape) > 1:
-            assert (part - expected).norm() < 2e-2 * expected.norm(), "disturbed by its neighbour"
+            assert (part - expected).norm() < 2e-2 * expected.norm(), "disturbed by its neighbor"
         else:
             torch.testing.assert_close(part, expected, rtol=1e-6, atol=0)
     assert 0 < state.statistics.relative_error < 2e-2

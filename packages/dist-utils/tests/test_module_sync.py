@@ -131,7 +131,7 @@ def _made_in_inference_mode(rank):
     return differing
 
 
-def test_modules_made_in_inference_mode_are_synchronised_too():
+def test_modules_made_in_inference_mode_are_synchronized_too():
     assert run_ranks(_made_in_inference_mode, 2) == [[[], [], []]] * 2
 
 
@@ -269,7 +269,7 @@ def test_bad_arguments_are_refused_before_communication(choices):
     for seen in choices:
         assert "src 3 is out of range for a group of 3 ranks" in seen["src"]
         assert "must be positive, got 0" in seen["bucket"]
-        assert "weight is not initialised yet" in seen["lazy"]
+        assert "weight is not initialized yet" in seen["lazy"]
         assert "weight is on the meta device" in seen["meta"]
         assert "rows is expanded" in seen["expanded"]
         assert "has layout torch._mkldnn" in seen["mkldnn"]
@@ -411,7 +411,7 @@ def test_lists_are_compared_too(one_sided):
     assert all("first at tensor 0: rank 0 has module_states[0] of shape (3,)" in s["list"] for s in one_sided)
 
 
-def test_tensors_that_overlap_alike_are_synchronised(one_sided):
+def test_tensors_that_overlap_alike_are_synchronized(one_sided):
     assert all(seen["overlap alike"] == [0, 1, 2, 3, 4, 5] for seen in one_sided)
 
 

@@ -2,7 +2,7 @@
 
 Under ``torch.compile`` with DDP's python reducer a hook gets no bucket but a pair of one parameter's
 gradient and the parameter, and must change the gradient in place. Functional collectives keep the graph
-whole, and inductor fuses neighbours to buckets of its own.
+whole, and inductor fuses neighbors to buckets of its own.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def average(
 ) -> None:
     """Average flat ``values`` in place. Every rank ends with the same bits.
 
-    A job for an OrderedWorker. One piece's hops run beside the casts and sums of its neighbours.
+    A job for an OrderedWorker. One piece's hops run beside the casts and sums of its neighbors.
     """
     clamp_share = state.clamp(largest_share_for_fp32_sum(wire_dtype, group.size()))
     clamp_sum = state.clamp(torch.finfo(wire_dtype).max)

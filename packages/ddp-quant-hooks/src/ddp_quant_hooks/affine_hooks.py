@@ -1,4 +1,4 @@
-"""Counterparts of PyTorch's quantization hooks: each rank's values, quantised once, to every other rank."""
+"""Counterparts of PyTorch's quantization hooks: each rank's values, quantized once, to every other rank."""
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.

@@ -22,7 +22,7 @@ from ddp_quant_hooks.wire_format import Layout
 from dist_utils.finite_means import hold_shares, round_mean
 from dist_utils.process_groups import Arrival
 
-__all__ = ["Exchange", "Wire", "average_inside", "average_quantised", "take_turns"]
+__all__ = ["Exchange", "Wire", "average_inside", "average_quantized", "take_turns"]
 
 Exchange = Iterator[None]
 
@@ -83,7 +83,7 @@ def take_turns(
                 running.append((exchange, scratch, turn + _LAG))
 
 
-def average_quantised(
+def average_quantized(
     scratch: Scratch, *, values: torch.Tensor, wire: Wire, index: int, own_start: int, shard_start: int
 ) -> Exchange:
     """Average a flat chunk in place.

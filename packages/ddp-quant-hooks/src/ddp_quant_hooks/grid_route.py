@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.chunks import Span, shards
-from ddp_quant_hooks.exchanges import Exchange, Wire, average_inside, average_quantised
+from ddp_quant_hooks.exchanges import Exchange, Wire, average_inside, average_quantized
 from ddp_quant_hooks.link import Link
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.residuals import BucketResiduals
@@ -83,7 +83,7 @@ class GridRoute(Route):
                 between=_nothing
                 if across.size == 1
                 else partial(
-                    average_quantised,
+                    average_quantized,
                     wire=wire,
                     index=index,
                     own_start=own_start,

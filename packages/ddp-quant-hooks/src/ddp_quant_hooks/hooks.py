@@ -28,12 +28,12 @@ def quantized_allreduce_hook(
 
     Values are cut into blocks. A block travels as small integers and one fp32 scale, its largest
     magnitude. The mean is computed in fp32; with three ranks and more by one rank for each shard, which
-    sends it on quantised again. Chunks of the bucket follow each other on the wire while others are
+    sends it on quantized again. Chunks of the bucket follow each other on the wire while others are
     computed.
 
     Args:
         state: Options, residuals and statistics; its own for each model.
-        bucket: From DDP. fp32, bf16, fp16 and complex64 are quantised; sparse, fp64 and complex128
+        bucket: From DDP. fp32, bf16, fp16 and complex64 are quantized; sparse, fp64 and complex128
             buckets, and those below ``state.min_bytes``, are averaged without compression.
 
     Returns:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.chunks import Span, cut, shards
-from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantised, take_turns
+from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantized, take_turns
 from ddp_quant_hooks.link import Link
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.residuals import BucketResiduals
@@ -89,7 +89,7 @@ class Route:
         shard_start, link = 0, wire.link
         for index, chunk in enumerate(self._chunks(group, values.numel(), values.device)):
             yield partial(
-                average_quantised,
+                average_quantized,
                 values=values[chunk.start : chunk.stop],
                 wire=wire,
                 index=index,

@@ -31,7 +31,7 @@ class Scratch:
         self._taken = 0
 
     def take(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Return room for ``count`` elements, uninitialised."""
+        """Return room for ``count`` elements, uninitialized."""
         size = count * dtype.itemsize
         start, self._taken = self._taken, self._taken + math.ceil(size / _ALIGNMENT) * _ALIGNMENT
         if self._taken <= self._memory.numel():

@@ -46,8 +46,8 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         min_bytes: Smaller buckets are averaged without compression, by
             :func:`ddp_compress_hooks.allreduce_hook`.
         exact_1d: Average parameters of one dimension or none (biases, norms) without compression. They
-            are few, and often much larger or smaller than their neighbours in the bucket.
-        sample_every: Measure the error of every so many-th quantised bucket: one exact all-reduce and a
+            are few, and often much larger or smaller than their neighbors in the bucket.
+        sample_every: Measure the error of every so many-th quantized bucket: one exact all-reduce and a
             copy of the bucket in fp32. 0: never.
 
     Raises:

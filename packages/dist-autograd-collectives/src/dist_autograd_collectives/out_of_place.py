@@ -330,7 +330,7 @@ def permute(
 
     Example:
         >>> ring = [(rank, (rank + 1) % size) for rank in range(size)]  # doctest: +SKIP
-        >>> left_neighbours = permute(keys, ring)  # doctest: +SKIP
+        >>> left_neighbors = permute(keys, ring)  # doctest: +SKIP
     """
     is_replicated(grad)
     who = members(group)

@@ -27,7 +27,7 @@ def largest_share(dtype: torch.dtype, world_size: int) -> float:
         21824.0
     """
     limits = torch.finfo(dtype)
-    steps = 2 / limits.eps - 1  # so many times the largest step between neighbours is the largest number
+    steps = 2 / limits.eps - 1  # so many times the largest step between neighbors is the largest number
     # Of multiples of that step every partial sum is exact.
     multiple = limits.max / steps * (steps // world_size)
     # A partial sum of k < 2^j copies of max / 2^j rounds to at most k 2^-j of the range, less one step.

@@ -1,4 +1,4 @@
-// The kernels on a GPU: encode, reduce and decode messages of quantised blocks.
+// The kernels on a GPU: encode, reduce and decode messages of quantized blocks.
 //
 // Python compiles this text with NVRTC for one kernel, dtype, format, block size and number of messages at a time
 // (kernels/gpu_programs.py): all of them are constants here. A message lies as in cpu_kernels.cpp, and the arithmetic

@@ -1,4 +1,4 @@
-// The kernels on the CPU: encode, reduce and decode messages of quantised blocks.
+// The kernels on the CPU: encode, reduce and decode messages of quantized blocks.
 //
 // A message of n values in blocks of B is [payload of ceil(n / B) blocks][one fp32 scale per block]; the last
 // block is filled up with zeros. The loops are plain, and the compiler makes vectors of them, once for every
@@ -110,7 +110,7 @@ BLOCK_MATH void widen(const uint16_t* __restrict halves, int64_t count, float* _
     for (int64_t i = 0; i < count; ++i) values[i] = Half::widen(halves[i]);
 }
 
-// A mean that was finite stays so: quantised values and residuals can be a little larger than the largest.
+// A mean that was finite stays so: quantized values and residuals can be a little larger than the largest.
 template <class Half>
 BLOCK_MATH void narrow(const float* __restrict values, int64_t count, uint16_t* __restrict halves) {
     for (int64_t i = 0; i < count; ++i) halves[i] = Half::narrow(clamp_to(values[i], Half::kLargest));

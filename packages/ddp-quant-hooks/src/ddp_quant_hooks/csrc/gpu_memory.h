@@ -80,7 +80,7 @@ template <class Half>
 struct Stored16 {
     using Stored = uint16_t;
     BLOCK_MATH float widen(uint16_t value) { return Half::widen(value); }
-    // A mean that was finite stays so: quantised values and residuals can be a little larger than the largest.
+    // A mean that was finite stays so: quantized values and residuals can be a little larger than the largest.
     BLOCK_MATH uint16_t narrow(float value) { return Half::narrow(clamp_to(value, Half::kLargest)); }
 };
 

@@ -1,4 +1,4 @@
-"""Quantise, average and restore values in blocks: one interface, several backends, the same bits.
+"""Quantize, average and restore values in blocks: one interface, several backends, the same bits.
 
 Every function is an operator of torch too (:mod:`ddp_quant_hooks.kernels.operators`), so ``torch.compile``
 keeps it in its graph.
@@ -39,7 +39,7 @@ def encode(
     residual: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
 ) -> None:
-    """Quantise values to a message.
+    """Quantize values to a message.
 
     Each block is divided by its largest magnitude and rounded to the nearest number of the format. A
     block with a NaN or an infinity gets the scale NaN.
@@ -69,7 +69,7 @@ def encode_shards(
     residual: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
 ) -> None:
-    """Quantise each shard of the values to a message of its own; on a GPU in one launch.
+    """Quantize each shard of the values to a message of its own; on a GPU in one launch.
 
     Args:
         values: As for :func:`encode`.
@@ -95,7 +95,7 @@ def reduce(
     residual: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
 ) -> None:
-    """Quantise the mean of several messages' values anew.
+    """Quantize the mean of several messages' values anew.
 
     The mean is in fp32, in the order of ``messages``. A block that is not finite in one of them is NaN.
 
@@ -150,7 +150,7 @@ def decode_shards(messages: Sequence[torch.Tensor], layout: Layout, values: torc
 
 
 def affine_encode(values: torch.Tensor, message: torch.Tensor, layout: AffineLayout) -> None:
-    """Quantise values to a message of PyTorch's 8-bit numbers.
+    """Quantize values to a message of PyTorch's 8-bit numbers.
 
     Args:
         values: Flat and contiguous; fp32, bf16, fp16 or fp64.

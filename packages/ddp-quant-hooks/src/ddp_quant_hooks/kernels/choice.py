@@ -71,7 +71,7 @@ def _cuda_kernels(index: int) -> CudaKernels | str:
             return CudaKernels(device)
         except Exception as error:  # noqa: BLE001 - whatever does not work here, torch's operators do
             missing = f"cuda-core does not work here: {error}; {_how_to_get_it()}"
-    _log.warning("gradients on %s are quantised by torch's operators, which is slow: %s", device, missing)
+    _log.warning("gradients on %s are quantized by torch's operators, which is slow: %s", device, missing)
     return missing
 
 

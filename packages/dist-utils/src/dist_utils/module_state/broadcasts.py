@@ -29,10 +29,10 @@ _SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 def why_not_sendable(tensor: torch.Tensor) -> str | None:
     """Return why :func:`broadcast_tensors` cannot send or receive a tensor, or ``None`` if it can."""
     if torch.nn.parameter.is_lazy(tensor):
-        return "is not initialised yet: run a forward pass first"
+        return "is not initialized yet: run a forward pass first"
     if tensor.is_nested or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         kind = "nested tensor" if tensor.is_nested else type(tensor).__name__
-        return f"is a {kind}, whose memory its class handles: synchronise the tensors inside"
+        return f"is a {kind}, whose memory its class handles: synchronize the tensors inside"
     if tensor.is_meta:
         return "is on the meta device and has no values"
     if tensor.is_quantized or not _can_copy(tensor.dtype):

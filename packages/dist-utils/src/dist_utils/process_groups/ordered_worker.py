@@ -40,7 +40,7 @@ class OrderedWorker:
       group keeps the jobs' collectives apart from those that DDP issues meanwhile on its own group.
     * On an accelerator whose backend enqueues its collectives, such as NCCL: nothing runs beside the
       caller. The job is enqueued at once on one side stream, on the group itself, without any host
-      synchronisation.
+      synchronization.
     * On an accelerator with Gloo, whose collectives block: on the thread as on CPU, with a side stream.
 
     Every rank of the group must submit the same jobs in the same order. The first error of a job is
@@ -107,7 +107,7 @@ class OrderedWorker:
 
         Args:
             job: Called with the process group it must use for every collective. On CPU, and with
-                Gloo, it runs on the worker's thread; otherwise here and now, and must not synchronise
+                Gloo, it runs on the worker's thread; otherwise here and now, and must not synchronize
                 with the host. On an accelerator the side stream is the current stream, which follows
                 what the caller's stream has to do until now. Tensors it uses must live until its
                 future is complete. Torch's operators use as many threads as on the caller's thread,
