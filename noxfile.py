@@ -32,7 +32,8 @@ TESTS = [f"packages/{package}/tests" for package in PACKAGES]
 
 # Tests wait: for ranks that start, for peers, for timeouts. More of them than cores keep the cores busy.
 XDIST = "pytest-xdist==3.8.0"
-SIDE_BY_SIDE = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile"]
+# Files with many tests would come first, and those with a few long ones last, when workers have nothing else.
+SIDE_BY_SIDE = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 DEMO_NEEDS = ["matplotlib", "scikit-learn", "tqdm"]
 RELEASE_TOOLS = ["packaging>=24", "towncrier>=25", "uv", "tomli; python_version < '3.11'"]
