@@ -348,3 +348,26 @@ def _gathers(rank):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_one_rank_gathers_the_residuals_of_all(world_size):
     run_ranks(_gathers, world_size)
+
+
+def _channels_last(rank):
+    """Residuals follow the elements of a weight, not their places in memory."""
+    saved, weights = {}, {}
+    for name, order in (("rows", torch.contiguous_format), ("channels", torch.channels_last)):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(torch.nn.Conv2d(4, 6, 3, bias=False).to(memory_format=order))
+        state = QuantizedAllreduceState(bits=4, min_bytes=0).bind(ddp)
+        ddp.register_comm_hook(state, quantized_allreduce_hook)
+        if saved:
+            state.load_state_dict(saved["rows"])
+        else:
+            ddp(torch.randn(2, 4, 5, 5) + rank).square().mean().backward()
+        saved[name] = state.state_dict()
+        lost = saved[name]["own"]["weight"]
+        weights[name] = lost.as_strided((6, 4, 3, 3), ddp.module.weight.stride())
+        assert lost.abs().max() > 0
+    return torch.equal(weights["rows"], weights["channels"])
+
+
+def test_a_weight_may_be_channels_last_where_residuals_are_loaded():
+    assert run_ranks(_channels_last, 2) == [True, True]

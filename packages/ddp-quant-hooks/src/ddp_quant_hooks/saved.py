@@ -85,7 +85,10 @@ def write(
                 "shard": None if shard is None else _on_cpu(shard),
             }
         )
-    return {"steps": feedback.steps, "own": own, "buckets": buckets}
+    strides = {
+        names[number]: _memory_order(parameter) for number, parameter in parameters.items() if number in names
+    }
+    return {"steps": feedback.steps, "own": own, "buckets": buckets, "strides": strides}
 
 
 def require_equal(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -119,12 +122,13 @@ def read(
             (list(row["parameters"]), int(row["chunk_values"]), row["own"], row["shard"]) for row in buckets
         ]
         pairs = list(own.items())
+        strides = {name: tuple(stride) for name, stride in saved.get("strides", {}).items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"these are no residuals that state_dict() returned: {error!r}") from error
-    read_own = [
-        (_parameter(name, lost.numel() if isinstance(lost, torch.Tensor) else -1, names), _tensor(name, lost))
-        for name, lost in pairs
-    ]
+    read_own = []
+    for name, lost in pairs:
+        parameter = _parameter(name, lost.numel() if isinstance(lost, torch.Tensor) else -1, names)
+        read_own.append((parameter, _reordered(_tensor(name, lost), strides.get(name), parameter)))
     read_buckets = []
     seen: set[str] = set()
     for position, (row, chunk_values, bound, shard) in enumerate(rows):
@@ -171,6 +175,22 @@ def _tensor(name: str, lost: object) -> torch.Tensor:
     if not lost.to(torch.float32).isfinite().all():  # it would make every later gradient NaN
         raise ValueError(f"the residual {name!r} has values that are not finite in fp32")
     return lost
+
+
+def _memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of the parameter's gradient in a bucket, where it has no gaps."""
+    return torch.empty_like(parameter, device="meta").stride()
+
+
+def _reordered(lost: torch.Tensor, saved: tuple[int, ...] | None, parameter: torch.Tensor) -> torch.Tensor:
+    """Return what was lost in the order of the parameter's memory here, which may be channels_last."""
+    here, shape, count = _memory_order(parameter), parameter.shape, parameter.numel()
+    if saved is None or saved == here or len(saved) != len(here) or count == 0:
+        return lost
+    places = torch.arange(count).as_strided(shape, saved)
+    order = torch.empty(count, dtype=torch.long)
+    order.as_strided(shape, here).copy_(places)
+    return lost.view(count, -1)[order].view(-1)
 
 
 def _on_cpu(values: torch.Tensor) -> torch.Tensor:
