@@ -38,7 +38,7 @@ def start(root: Path) -> Path:
     (root / "README.md").write_text(
         "| [lower](packages/lower) | 0.1.0 |\n| [upper](packages/upper) | 0.1.0 |\n"
     )
-    write_package(root, "lower", "0.1.0", entries="## 0.1.0 (not released)\n")
+    write_package(root, "lower", "0.1.0", entries="## 0.1.0\n")
     write_package(root, "upper", "0.1.0", "lower>=0.1,<1", entries="## 0.1.0\n")
     commit(root, "begin")
     return root
