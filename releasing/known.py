@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from releasing.pairs import Needs
 from releasing.released import Release, releases
 from releasing.wheels import pyproject_at, released_wheel, tree_wheel, version_in_tree
 from releasing.workspace import packages, sibling_ranges
+
+CHECKOUT = "checkout"
 
 
 @dataclass
@@ -29,10 +33,22 @@ class Known:
     tree: dict[str, Version] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
 
+    def sources(self, versions: Mapping[str, Version]) -> dict[str, str]:
+        """Return of what each of ``versions`` is made: a commit, or ``checkout``."""
+        return {name: self.commits.get((name, version), CHECKOUT)[:12] for name, version in versions.items()}
+
 
 def collect(root: Path, wheels: Path) -> Known:
-    """Build the wheels of all released versions and of the checkout, and read their metadata."""
+    """Build the wheels of all released versions and of the checkout, and read their metadata.
+
+    Args:
+        root: The repository.
+        wheels: The folder that has exactly these wheels afterwards. Those of released versions are kept in
+            ``by-commit`` in it.
+    """
     known = Known()
+    for stale in wheels.glob("*.whl"):
+        stale.unlink()
     names = [package.name for package in packages(root)]
     for package in packages(root):
         released = releases(root, package)
@@ -51,7 +67,7 @@ def collect(root: Path, wheels: Path) -> Known:
 def _add_release(root: Path, release: Release, wheels: Path, names: list[str], known: Known) -> None:
     name = release.package.name
     try:
-        released_wheel(root, release, wheels)
+        shutil.copy2(released_wheel(root, release, wheels / "by-commit"), wheels)
     except RuntimeError as error:
         known.missing[f"{name} {release.version}"] = str(error).strip().splitlines()[-1]
         return

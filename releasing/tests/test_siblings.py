@@ -7,7 +7,7 @@ from packaging.version import Version
 from small_repository import commit, write_package
 
 from releasing import siblings, trials
-from releasing.commands import run
+from releasing.commands import git, run
 from releasing.known import Known, collect
 from releasing.pairs import Pair
 from releasing.trials import Environment
@@ -44,11 +44,21 @@ def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_sa
     assert not refused.ok
     assert "depends on lower>=0.2" in refused.text
 
+    # A tag on another commit than the one that was found: its wheel, and not the one that was built before.
+    source.write_text(source.read_text() + "TAGGED = True\n")
+    commit(repository, "released here")
+    git(repository, "tag", "lower-v0.2.0")
+    assert collect(repository, wheels).tree["lower"] == NEW
+    assert {path.name.split("-")[1] for path in wheels.glob("lower-*.whl")} == {"0.1.0", "0.2.0"}
+    assert environment.install({"lower": NEW}).ok
+    assert run([str(environment.python), "-c", "import lower; print(lower.TAGGED)"], tmp_path) == "True\n"
+
 
 def known_versions():
     needs = {"lower": SpecifierSet(">=0.1,<1")}
     return Known(
         catalog={"lower": {OLD: {}, NEW: {}, TREE: {}}, "upper": {OLD: needs, NEW: needs}},
+        commits={("lower", OLD): "a" * 40, ("lower", NEW): "b" * 40, ("upper", OLD): "c" * 40},
         tree={"lower": TREE, "upper": NEW},
     )
 
@@ -85,6 +95,12 @@ def test_a_recorded_pair_of_the_past_is_not_run_again():
     )  # those of upper 0.2.0, which is the checkout's, and of lower 0.2.0+tree
     siblings.run_pairs(third, known_versions(), full=False)
     assert set(third.ran) == set(second.ran)
+
+    moved, fourth = known_versions(), Working()
+    moved.commits["lower", OLD] = "d" * 40
+    again = siblings.run_pairs(fourth, moved, full=True, recorded_rows=rows)
+    assert set(fourth.ran) - set(second.ran) == {("0.1.0", "0.1.0")}
+    assert again[0]["commits"] == {"upper": "c" * 12, "lower": "d" * 12}
 
 
 def test_only_broken_pairs_with_the_checkout_fail_the_run():
