@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from releasing.commands import run
 from releasing.pairs import Catalog, solve
-from releasing.trials import Environment
+from releasing.trials import Environment, own_environment
 from releasing.wheels import tree_wheel
 from releasing.workspace import ROOT, Package, metadata, packages, sibling_ranges, tree_version
 
@@ -107,9 +107,12 @@ def test_sdist(sdist: Path, python: Path, scratch: Path, files: Sequence[str]) -
     folder = unpack(sdist, scratch / "unpacked")
     needs = ["uv", "pip", "install", "--quiet", "--python", str(python)]
     run([*needs, *_test_needs(folder)], folder)
-    env = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTEST_ADDOPTS"}}
     chosen = [f"tests/{file}" for file in files] or ["tests"]
-    print(run([str(python), "-m", "pytest", "-q", *chosen], folder, env=env).strip().splitlines()[-1])
+    print(
+        run([str(python), "-m", "pytest", "-q", *chosen], folder, env=own_environment())
+        .strip()
+        .splitlines()[-1]
+    )
 
 
 def _test_needs(folder: Path) -> list[str]:

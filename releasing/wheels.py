@@ -91,8 +91,9 @@ def find(folder: Path, release: Release) -> Path | None:
 
 def _differs(root: Path, package: Package, commit: str) -> bool:
     """Return whether what a wheel of the checkout would have in it is not what it was at ``commit``."""
-    parts = [f"{package.folder}/src", f"{package.folder}/pyproject.toml"]
-    return bool(git(root, "diff", "--name-only", commit, "--", *parts).strip())
+    # Nearly all goes into it, or builds it: the README is its description, build scripts its machine code.
+    left_out = [f":(exclude){package.folder}/{part}" for part in ("tests", "changelog.d", "CHANGELOG.md")]
+    return bool(git(root, "diff", "--name-only", commit, "--", package.folder, *left_out).strip())
 
 
 def pyproject_at(root: Path, release: Release) -> str:
