@@ -106,13 +106,16 @@ def notes(root: Path, package: Package) -> list[Path]:
 
 
 def wrong_ranges(root: Path, planned: Plan) -> list[str]:
-    """Return the ranges, of dependants and of the package itself, that do not admit the tree's versions."""
+    """Return the ranges, of dependants and of the package itself, that do not admit the tree's versions.
+
+    A range in the extra ``test`` counts: with a wrong one, neither tests nor a development install work.
+    """
     versions = {package.name: tree_version(package, root) for package in packages(root)}
     versions[planned.package.name] = planned.new
     wrong = []
     for package in packages(root):
         text = (root / package.folder / "pyproject.toml").read_text()
-        for sibling, needed in sibling_ranges(text, list(versions)).items():
+        for sibling, needed in sibling_ranges(text, list(versions), with_tests=True).items():
             concerned = planned.package.name in {package.name, sibling}
             if concerned and not admits(needed, versions[sibling]):
                 wrong.append(f"{package.name} needs {sibling}{needed}, which excludes {versions[sibling]}")

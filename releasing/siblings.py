@@ -48,12 +48,12 @@ def test_sets(known: Known) -> list[tuple[str, Version, dict[str, Version]]]:
     found: list[tuple[str, Version, dict[str, Version]]] = []
 
     def add(name: str, pins: Mapping[str, Version]) -> None:
-        chosen = solve(known.catalog, pins, [name])
+        chosen = solve(known.catalog_for_tests(name, pins[name]), pins, [name])
         if chosen is not None and (row := (name, pins[name], chosen)) not in found:
             found.append(row)
 
     for name, tree in known.tree.items():
-        for sibling, needed in known.catalog[name][tree].items():
+        for sibling, needed in known.catalog_for_tests(name, tree)[name][tree].items():
             in_range = [other for other in known.catalog[sibling] if admits(needed, other)]
             for other in sorted({min(in_range), max(in_range)}) if in_range else []:
                 add(name, {name: tree, sibling: other})

@@ -13,7 +13,9 @@ def commit(root: Path, message: str) -> str:
     return git(root, "rev-parse", "HEAD").strip()
 
 
-def write_package(root: Path, name: str, version: str, *needs: str, entries: str = "") -> None:
+def write_package(
+    root: Path, name: str, version: str, *needs: str, entries: str = "", tests: tuple[str, ...] = ()
+) -> None:
     folder = root / "packages" / name
     source = folder / "src" / name
     source.mkdir(parents=True, exist_ok=True)
@@ -25,6 +27,7 @@ def write_package(root: Path, name: str, version: str, *needs: str, entries: str
     (folder / "pyproject.toml").write_text(
         f'[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
         f'[project]\nname = "{name}"\ndynamic = ["version"]\ndependencies = {list(needs)!r}\n'
+        f"[project.optional-dependencies]\ntest = {list(tests)!r}\n"
         f'[tool.hatch.version]\npath = "src/{name}/__init__.py"\n'
     )
 

@@ -106,6 +106,13 @@ def test_a_dependant_that_excludes_the_new_version_is_named(repository):
     assert release.plan(repository, "lower", "patch").new == Version("0.1.1")
 
 
+def test_a_range_of_tests_that_excludes_the_new_version_is_named(repository):
+    write_package(repository, "upper", "0.1.0", entries="## 0.1.0\n", tests=("pytest", "lower<0.2"))
+    add_note(repository, "lower")
+    with pytest.raises(release.ReleaseError, match=r"upper needs lower<0\.2, which excludes 0\.2\.0"):
+        release.plan(repository, "lower", "minor")
+
+
 def test_the_command_prints_what_publishes(repository, capsys):
     add_note(repository, "lower")
     assert release.main(["lower", "minor", "--unchecked"], repository) == 0

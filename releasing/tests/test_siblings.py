@@ -22,7 +22,7 @@ def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_sa
     commit(repository, "lower 0.2.0")
     source = repository / "packages/lower/src/lower/__init__.py"
     source.write_text(source.read_text() + "CHANGED = True\n")
-    write_package(repository, "upper", "0.2.0", "lower>=0.2,<1", entries="## 0.1.0\n")
+    write_package(repository, "upper", "0.2.0", "lower>=0.2,<1", entries="## 0.1.0\n", tests=("lower<0.9",))
     wheels = tmp_path / "wheels"
     known = collect(repository, wheels)
     assert {name: set(versions) for name, versions in known.catalog.items()} == {
@@ -32,6 +32,7 @@ def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_sa
     assert known.tree == {"lower": TREE, "upper": NEW}
     assert len(list(wheels.glob("*.whl"))) == 5
     assert not known.missing
+    assert known.test_needs["upper", NEW] == {"lower": SpecifierSet(">=0.2,<1,<0.9")}
 
     venv = tmp_path / "venv"
     run(["uv", "venv", "--quiet", "--python", sys.executable, str(venv)], tmp_path)
@@ -69,6 +70,13 @@ def test_the_full_form_runs_oldest_and_newest_siblings_and_released_dependants()
         ("upper", NEW, {"upper": NEW, "lower": TREE}),
         ("upper", OLD, {"upper": OLD, "lower": TREE}),
     ]
+
+
+def test_what_only_tests_need_is_installed_for_them():
+    known = known_versions()
+    known.catalog["upper"] = {OLD: {}, NEW: {}}
+    known.test_needs = {("upper", NEW): {"lower": SpecifierSet("<0.2")}}
+    assert siblings.test_sets(known) == [("upper", NEW, {"upper": NEW, "lower": OLD})]
 
 
 def test_a_recorded_pair_of_the_past_is_not_run_again():
