@@ -188,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     begin = time.monotonic()
     known = collect(ROOT, options.wheels.absolute())
+    for version, reason in known.missing.items():
+        print(f"{version} could not be built, nothing is said about it: {reason}")
     environment = Environment(options.python.absolute(), options.wheels.absolute(), sorted(known.catalog))
     before = recorded.read("siblings") or {}
     past = before["pairs"] if before.get("torch") == options.torch and not options.anew else []

@@ -55,6 +55,17 @@ def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_sa
     assert run([str(environment.python), "-c", "import lower; print(lower.TAGGED)"], tmp_path) == "True\n"
 
 
+def test_a_release_that_cannot_be_built_any_more_is_named(repository, tmp_path):
+    write_package(repository, "lower", "0.2.0", entries="## 0.2.0\n")
+    pyproject = repository / "packages/lower/pyproject.toml"
+    pyproject.write_text(pyproject.read_text().replace('"hatchling.build"', '"hatchling.gone"'))
+    commit(repository, "lower 0.2.0")
+    write_package(repository, "lower", "0.2.1", entries="## 0.2.1\n")
+    known = collect(repository, tmp_path)
+    assert list(known.missing) == ["lower 0.2.0"]
+    assert NEW not in known.catalog["lower"]
+
+
 def known_versions():
     needs = {"lower": SpecifierSet(">=0.1,<1")}
     return Known(
