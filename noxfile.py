@@ -200,12 +200,20 @@ def release(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
 def wheels(session: nox.Session, package: str) -> None:
-    """Sdist and wheel of one package in dist/, as they are uploaded: checked, tried with three torches."""
+    """Sdist and wheel of one package in dist/, as uploaded: tried with three torches, the sdist tested."""
     session.install(*RELEASE_TOOLS, "twine", *(MANYLINUX_TOOLS if package in COMPILED else []), env=ENV)
     tries = [f"--torch={version}" for version in CHOSEN_TORCH or TRIED_TORCH]
     scratch = f"--scratch={session.create_tmp()}"
     session.run(
-        "python", "-m", "releasing.distributions", package, *tries, scratch, *session.posargs, env=ENV
+        "python",
+        "-m",
+        "releasing.distributions",
+        package,
+        *tries,
+        scratch,
+        "--test-sdist",
+        *session.posargs,
+        env=ENV,
     )
 
 

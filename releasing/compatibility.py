@@ -88,6 +88,16 @@ def excluded(siblings: Row) -> str:
     )
 
 
+def missing(siblings: Row) -> str:
+    """Return the table of released versions of which nothing here could be run."""
+    if not siblings["missing"]:
+        return "None: all could be built."
+    return table(
+        ["not built", "reason"],
+        [[version, _cell(reason)] for version, reason in siblings["missing"].items()],
+    )
+
+
 def tests(siblings: Row) -> str:
     """Return the table of tests that ran with other versions of siblings than those of their commit."""
     if not siblings["tests"]:
@@ -121,6 +131,7 @@ def render(folder: Path = recorded.FOLDER, frame: Path = FRAME) -> str:
     for name, part in (
         ("pairs", pairs),
         ("excluded", excluded),
+        ("missing", missing),
         ("tests", tests),
         ("side_by_side", side_by_side),
     ):

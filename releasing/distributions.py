@@ -2,7 +2,8 @@
 
 The wheel is built from the sdist, as an index's users would. One with machine code is tagged for the oldest
 manylinux that has the symbols it needs. Both are checked by twine; the wheel is installed beside each torch
-in a fresh environment, where the package's short program runs on two ranks.
+in a fresh environment, where the package's short program runs on two ranks; ``--test-sdist`` runs the sdist's
+tests there, too.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ import os
 import shutil
 import sys
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from releasing.commands import run
 from releasing.pairs import Catalog, solve
-from releasing.trials import Environment
+from releasing.trials import Environment, own_environment
 from releasing.wheels import tree_wheel
-from releasing.workspace import ROOT, Package, metadata, packages, sibling_ranges, tree_version
+from releasing.workspace import (
+    ROOT,
+    Package,
+    metadata,
+    needs_of_tests,
+    packages,
+    sibling_ranges,
+    tree_version,
+)
 
 
 def build_sdist(root: Path, package: Package, folder: Path) -> Path:
@@ -59,10 +70,47 @@ def unpack(sdist: Path, folder: Path) -> Path:
     return folder / sdist.name.removesuffix(".tar.gz")
 
 
-def try_wheel(root: Path, package: Package, wheel: Path, torch: str, scratch: Path) -> str:
-    """Run the short program with ``wheel`` and one torch, in an environment that has nothing else.
+def gather_wheels(root: Path, package: Package, wheel: Path, folder: Path) -> dict[str, Version]:
+    """Put ``wheel`` into ``folder``, beside the checkout's siblings that the package and its tests need.
 
-    The siblings' wheels come from the checkout.
+    Returns:
+        The version of each package that is there.
+
+    Raises:
+        RuntimeError: A range in the checkout excludes the checkout's version.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    names = [other.name for other in packages(root)]
+    catalog: Catalog = {
+        other.name: {
+            tree_version(other, root): sibling_ranges(
+                (root / other.folder / "pyproject.toml").read_text(), names, with_tests=other == package
+            )
+        }
+        for other in packages(root)
+    }
+    versions = solve(catalog, {}, [package.name])
+    if versions is None:
+        raise RuntimeError(f"the checkout's own ranges do not fit: {catalog}")
+    for name, version in versions.items():
+        if name != package.name:
+            tree_wheel(root, Package(name), version, folder)
+    shutil.copy2(wheel, folder)
+    return versions
+
+
+def new_environment(torch: str, wheels: Path, names: Sequence[str], scratch: Path) -> Environment:
+    """Make an environment under ``scratch`` that has one torch and nothing else."""
+    venv = scratch / f"torch-{torch}"
+    run(["uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(venv)], scratch)
+    python = venv / ("Scripts" if os.name == "nt" else "bin") / "python"
+    run(["uv", "pip", "install", "--quiet", "--python", str(python), f"torch=={torch}", "numpy"], scratch)
+    return Environment(python, wheels, names)
+
+
+def try_wheel(environment: Environment, package: Package, version: Version) -> str:
+    """Install the package's wheel with what it needs, and run its short program.
 
     Returns:
         What is installed.
@@ -70,52 +118,48 @@ def try_wheel(root: Path, package: Package, wheel: Path, torch: str, scratch: Pa
     Raises:
         RuntimeError: It cannot be installed, or the program failed.
     """
-    wheels = scratch / "wheels"
-    shutil.rmtree(wheels, ignore_errors=True)
-    catalog: Catalog = {
-        other.name: {
-            tree_version(other, root): sibling_ranges(
-                (root / other.folder / "pyproject.toml").read_text(), [each.name for each in packages(root)]
-            )
-        }
-        for other in packages(root)
-    }
-    version = tree_version(package, root)
-    chosen = solve(catalog, {package.name: version}, [package.name])
-    if chosen is None:
-        raise RuntimeError(f"the checkout's own ranges do not fit: {catalog}")
-    for name, sibling_version in chosen.items():
-        if name != package.name:
-            tree_wheel(root, Package(name), sibling_version, wheels)
-    shutil.copy2(wheel, wheels)
-    venv = scratch / f"torch-{torch}"
-    run(["uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(venv)], scratch)
-    python = venv / ("Scripts" if os.name == "nt" else "bin") / "python"
-    run(["uv", "pip", "install", "--quiet", "--python", str(python), f"torch=={torch}", "numpy"], scratch)
-    environment = Environment(python, wheels, sorted(catalog))
-    for outcome in (
-        environment.install({package.name: Version(version.public)}),
-        environment.program(package.name),
-    ):
+    for outcome in (environment.install({package.name: version}), environment.program(package.name)):
         if not outcome.ok:
-            raise RuntimeError(f"{wheel.name} with torch {torch}: {outcome.text}")
+            raise RuntimeError(outcome.text)
     return ", ".join(f"{name} {number}" for name, number in environment.installed().items())
 
 
-def test_sdist(sdist: Path, python: Path, scratch: Path, files: Sequence[str]) -> None:
-    """Run the tests of an unpacked sdist against the wheels that are installed for ``python``."""
+def run_sdist_tests(
+    sdist: Path,
+    environment: Environment,
+    versions: Mapping[str, Version],
+    scratch: Path,
+    files: Sequence[str],
+) -> str:
+    """Run the tests of an unpacked sdist against the wheels; return pytest's last line.
+
+    Args:
+        sdist: Whose tests.
+        environment: Where they run.
+        versions: Of the package and of the siblings that it and its tests need.
+        scratch: A folder to unpack in.
+        files: Only these test files; of none all tests that are not exhaustive.
+
+    Raises:
+        RuntimeError: Something cannot be installed, or a test failed.
+    """
     folder = unpack(sdist, scratch / "unpacked")
-    needs = ["uv", "pip", "install", "--quiet", "--python", str(python)]
-    run([*needs, *_test_needs(folder)], folder)
-    env = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTEST_ADDOPTS"}}
-    chosen = [f"tests/{file}" for file in files] or ["tests"]
-    print(run([str(python), "-m", "pytest", "-q", *chosen], folder, env=env).strip().splitlines()[-1])
+    python = str(environment.python)
+    others = third_party_test_needs(folder / "pyproject.toml", environment.names)
+    run(["uv", "pip", "install", "--quiet", "--python", python, *others], folder)
+    # Siblings come from the wheels alone: an index may have others of the same name.
+    outcome = environment.install(versions)
+    if not outcome.ok:
+        raise RuntimeError(outcome.text)
+    chosen = [f"tests/{file}" for file in files] or ["tests", "-m", "not exhaustive"]
+    answer = run([python, "-m", "pytest", "-q", *chosen], folder, env=own_environment())
+    return answer.strip().splitlines()[-1]
 
 
-def _test_needs(folder: Path) -> list[str]:
-    names = {package.name for package in packages()}
-    needs = metadata((folder / "pyproject.toml").read_text())["optional-dependencies"]["test"]
-    return [need for need in needs if need not in names]
+def third_party_test_needs(pyproject: Path, names: Sequence[str]) -> list[str]:
+    """Return what the extra ``test`` needs but packages called ``names``."""
+    needs = needs_of_tests(metadata(pyproject.read_text()))
+    return [need for need in needs if canonicalize_name(Requirement(need).name) not in names]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -125,9 +169,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--torch", action="append", default=[], help="a version to try the wheel with")
     parser.add_argument("--scratch", type=Path, required=True, help="a folder for environments")
     parser.add_argument(
-        "--test-sdist", nargs="*", metavar="FILE", help="run its tests, or these files of them"
+        "--test-sdist",
+        nargs="*",
+        metavar="FILE",
+        help="run its tests with the last --torch, or these files of them",
     )
     options = parser.parse_args(arguments)
+    if options.test_sdist is not None and not options.torch:
+        parser.error("--test-sdist needs --torch: the tests run in the environment of the last one")
     package, scratch = Package(options.name), options.scratch.absolute()
     scratch.mkdir(parents=True, exist_ok=True)
     dist = ROOT / "dist"
@@ -136,14 +185,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sdist = build_sdist(ROOT, package, dist)
     wheel = Path(shutil.copy2(build_wheel(sdist, scratch), dist))
     print(run([sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)], ROOT).strip())
+    versions = gather_wheels(ROOT, package, wheel, scratch / "wheels")
+    names = [other.name for other in packages()]
     for torch in options.torch:
-        print(
-            f"{wheel.name} with torch {torch}: {try_wheel(ROOT, package, wheel, torch, scratch)}", flush=True
-        )
+        environment = new_environment(torch, scratch / "wheels", names, scratch)
+        tried = try_wheel(environment, package, versions[package.name])
+        print(f"{wheel.name} with torch {torch}: {tried}", flush=True)
     if options.test_sdist is not None:
-        test_sdist(
-            sdist, scratch / f"torch-{options.torch[-1]}" / "bin" / "python", scratch, options.test_sdist
-        )
+        print(f"{sdist.name}: {run_sdist_tests(sdist, environment, versions, scratch, options.test_sdist)}")
     return 0
 
 

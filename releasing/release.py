@@ -3,11 +3,15 @@
 The release is made in a worktree of its own, at HEAD: version, changelog, tests, sdist and wheel. A dry run
 shows it and throws it away; ``--yes`` moves the branch to its commit and keeps the files in ``dist/``. The
 checkout is never in between. Nothing is published: the commands for that are printed.
+
+A number in the tree that has no entry in the changelog yet is released as it is: it was chosen with the
+change that needs it. Otherwise the next minor or patch version is released.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
@@ -20,6 +24,7 @@ from packaging.version import Version
 
 from releasing.commands import CommandError, git, run
 from releasing.pairs import admits
+from releasing.released import has_entry
 from releasing.workspace import (
     ROOT,
     VERSION_LINE,
@@ -40,8 +45,8 @@ class Plan:
 
     Attributes:
         package: Which package.
-        old: The version that it has.
-        new: The version that it gets.
+        old: The version that the tree has.
+        new: The version that is released; the same where the tree's was not released yet.
     """
 
     package: Package
@@ -52,6 +57,12 @@ class Plan:
     def tag(self) -> str:
         """The tag of the release."""
         return f"{self.package.name}-v{self.new}"
+
+    def __str__(self) -> str:
+        """Say it in one line."""
+        if self.old == self.new:
+            return f"{self.package.name}: {self.new}, which the tree has and was not released yet"
+        return f"{self.package.name}: {self.old} -> {self.new}"
 
 
 Check = Callable[[Path, Package], None]
@@ -80,7 +91,8 @@ def plan(root: Path, name: str, part: str) -> Plan:
     if not notes(root, package):
         raise ReleaseError(f"{package.folder}/changelog.d has no note that says what is new")
     old = tree_version(package, root)
-    planned = Plan(package, old, bumped(old, part))
+    is_released = has_entry((root / package.changelog).read_text(), old)
+    planned = Plan(package, old, bumped(old, part) if is_released else old)
     if git(root, "tag", "--list", planned.tag).strip():
         raise ReleaseError(f"the tag {planned.tag} exists")
     if wrong := wrong_ranges(root, planned):
@@ -94,13 +106,16 @@ def notes(root: Path, package: Package) -> list[Path]:
 
 
 def wrong_ranges(root: Path, planned: Plan) -> list[str]:
-    """Return the ranges, of dependants and of the package itself, that do not admit the tree's versions."""
+    """Return the ranges, of dependants and of the package itself, that do not admit the tree's versions.
+
+    A range in the extra ``test`` counts: with a wrong one, neither tests nor a development install work.
+    """
     versions = {package.name: tree_version(package, root) for package in packages(root)}
     versions[planned.package.name] = planned.new
     wrong = []
     for package in packages(root):
         text = (root / package.folder / "pyproject.toml").read_text()
-        for sibling, needed in sibling_ranges(text, list(versions)).items():
+        for sibling, needed in sibling_ranges(text, list(versions), with_tests=True).items():
             concerned = planned.package.name in {package.name, sibling}
             if concerned and not admits(needed, versions[sibling]):
                 wrong.append(f"{package.name} needs {sibling}{needed}, which excludes {versions[sibling]}")
@@ -120,15 +135,9 @@ def write_release(root: Path, planned: Plan) -> str:
 
 
 def _write_into_readme(readme: Path, planned: Plan) -> None:
-    # The table of packages has a row for each, with its version in a cell of its own.
-    lines = readme.read_text().splitlines(keepends=True)
-    start = f"| [{planned.package.name}]("
-    readme.write_text(
-        "".join(
-            line.replace(f"| {planned.old} |", f"| {planned.new} |") if line.startswith(start) else line
-            for line in lines
-        )
-    )
+    # The table of packages has a row for each, with the version in a cell of its own.
+    row = re.compile(rf"^(\| \[{re.escape(planned.package.name)}]\(.*?\| )\d+\.\d+\.\d+(?= \|)", re.MULTILINE)
+    readme.write_text(row.sub(rf"\g<1>{planned.new}", readme.read_text(), count=1))
 
 
 def run_alone(root: Path, package: Package) -> None:
@@ -199,7 +208,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     checks = [] if options.unchecked else [run_alone, build_files]
     try:
         planned = plan(root, options.name, options.part)
-        print(f"{options.name}: {planned.old} -> {planned.new}", flush=True)
+        print(planned, flush=True)
         print(release(root, planned, checks, yes=options.yes))
     except (ReleaseError, CommandError) as error:
         print(f"No release: {error}", file=sys.stderr)

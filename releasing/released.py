@@ -2,7 +2,7 @@
 
 A version's commit is that of its tag ``NAME-vX.Y.Z``. Where there is no such tag, it is the first commit, in
 the whole history, that has both the version as its literal ``__version__`` and an entry for it in the
-changelog, or, of versions that never had an entry, the first one that has the literal.
+changelog. A number alone is no release: it may change before its entry is written.
 """
 
 from __future__ import annotations
@@ -52,6 +52,11 @@ def releases(root: Path, package: Package) -> list[Release]:
     return sorted(found.values(), key=lambda release: release.version)
 
 
+def has_entry(changelog: str, version: Version) -> bool:
+    """Return whether the text of a changelog says that ``version`` was released."""
+    return str(version) in ENTRY.findall(changelog)
+
+
 def files_at(root: Path, commits: list[str], path: str) -> list[str | None]:
     """Return the text of one file at each of ``commits``, None where it is not there."""
     answer = git(root, "cat-file", "--batch", text="".join(f"{commit}:{path}\n" for commit in commits))
@@ -88,16 +93,9 @@ def _set_by_commits(root: Path, package: Package) -> list[Release]:
     commits = git(root, "rev-list", "--topo-order", "--reverse", "HEAD").split()
     sources = files_at(root, commits, package.version_file)
     changelogs = files_at(root, commits, package.changelog)
-    literal: dict[Version, str] = {}
-    entered: dict[Version, str] = {}
+    first: dict[Version, str] = {}
     for commit, source, changelog in zip(commits, sources, changelogs, strict=True):
         version = literal_version(source or "")
-        if version is None:
-            continue
-        literal.setdefault(version, commit)
-        if str(version) in ENTRY.findall(changelog or ""):
-            entered.setdefault(version, commit)
-    return [
-        Release(package, version, entered.get(version, commit), tagged=False)
-        for version, commit in literal.items()
-    ]
+        if version is not None and has_entry(changelog or "", version):
+            first.setdefault(version, commit)
+    return [Release(package, version, commit, tagged=False) for version, commit in first.items()]

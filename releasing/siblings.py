@@ -18,7 +18,7 @@ from typing import Any
 from packaging.version import Version
 
 from releasing import recorded
-from releasing.known import Known, collect
+from releasing.known import CHECKOUT, Known, collect
 from releasing.pairs import Catalog, Pair, admits, all_pairs, beside, solve
 from releasing.released import is_shallow
 from releasing.trials import Environment
@@ -48,12 +48,12 @@ def test_sets(known: Known) -> list[tuple[str, Version, dict[str, Version]]]:
     found: list[tuple[str, Version, dict[str, Version]]] = []
 
     def add(name: str, pins: Mapping[str, Version]) -> None:
-        chosen = solve(known.catalog, pins, [name])
+        chosen = solve(known.catalog_for_tests(name, pins[name]), pins, [name])
         if chosen is not None and (row := (name, pins[name], chosen)) not in found:
             found.append(row)
 
     for name, tree in known.tree.items():
-        for sibling, needed in known.catalog[name][tree].items():
+        for sibling, needed in known.catalog_for_tests(name, tree)[name][tree].items():
             in_range = [other for other in known.catalog[sibling] if admits(needed, other)]
             for other in sorted({min(in_range), max(in_range)}) if in_range else []:
                 add(name, {name: tree, sibling: other})
@@ -80,6 +80,7 @@ def run_tests(
                 "package": name,
                 "version": str(version),
                 "siblings": others,
+                "commits": known.sources(chosen),
                 "result": OK if outcome.ok else BROKEN,
                 "summary": outcome.text,
             }
@@ -93,17 +94,23 @@ def run_pairs(
 ) -> list[dict[str, Any]]:
     """Run the programs of all pairs, or of those with the checkout; return a row for each of them.
 
-    What was recorded of a pair of the past is taken over: neither of its wheels can change any more.
+    What was recorded of a pair of the past is taken over where all wheels come from the same commits as then.
     """
-    past = {_names_and_versions(row): row for row in recorded_rows}
+    past = {_identity(row): row for row in recorded_rows}
     rows = []
     for pair in all_pairs(known.catalog):
         with_tree = any(known.tree[name] == version for name, version in pair.pins.items())
         if not full and not (with_tree and pair.admitted):
             continue
-        row = None if with_tree else past.get(_names_and_versions(_row(pair)))
-        rows.append(check_pair(environment, known.catalog, pair) if row is None else row)
-        _say(rows[-1])
+        installed = solve(known.catalog, pair.pins, [pair.dependant, pair.sibling]) or pair.pins
+        sources = known.sources(installed)
+        row = None
+        if not with_tree and CHECKOUT not in sources.values():
+            row = past.get(_identity({**_row(pair), "commits": sources}))
+        if row is None:
+            row = {**check_pair(environment, known.catalog, pair), "commits": sources}
+        rows.append(row)
+        _say(row)
     return rows
 
 
@@ -147,8 +154,9 @@ def _row(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _names_and_versions(row: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(row[key] for key in ("package", "version", "sibling", "sibling_version", "range"))
+def _identity(row: Mapping[str, Any]) -> tuple[str, ...]:
+    names = (row[key] for key in ("package", "version", "sibling", "sibling_version", "range"))
+    return (*names, *(f"{name} {commit}" for name, commit in sorted(row.get("commits", {}).items())))
 
 
 def _say(row: Mapping[str, Any]) -> None:
@@ -180,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     begin = time.monotonic()
     known = collect(ROOT, options.wheels.absolute())
+    for version, reason in known.missing.items():
+        print(f"{version} could not be built, nothing is said about it: {reason}")
     environment = Environment(options.python.absolute(), options.wheels.absolute(), sorted(known.catalog))
     before = recorded.read("siblings") or {}
     past = before["pairs"] if before.get("torch") == options.torch and not options.anew else []

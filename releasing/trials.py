@@ -36,6 +36,11 @@ class Outcome:
     text: str
 
 
+def own_environment() -> dict[str, str]:
+    """Return this process's variables but those that would bring the checkout into another environment."""
+    return {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTEST_ADDOPTS"}}
+
+
 @dataclass(frozen=True)
 class Environment:
     """A virtual environment with torch and what tests need, in which siblings are changed for others.
@@ -108,8 +113,7 @@ class Environment:
     def _run(
         self, arguments: list[str], folder: Path, limit: float
     ) -> subprocess.CompletedProcess[str] | None:
-        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-        command = [str(self.python), *arguments]
+        env, command = own_environment(), [str(self.python), *arguments]
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=err)  # noqa: S603
             try:

@@ -45,28 +45,31 @@ def version_in_tree(root: Path, package: Package, released: list[Release]) -> Ve
     return version
 
 
-def released_wheel(root: Path, release: Release, folder: Path) -> Path:
-    """Return the wheel of a released version in ``folder``: found there, on the index, or built now.
+def released_wheel(root: Path, release: Release, cache: Path) -> Path:
+    """Return the wheel of a released version: found in ``cache``, on the index, or built now.
 
+    The cache has a folder for each commit, so a version whose commit or tag is another one now is built anew.
     The index is asked only where ``RELEASED_FROM_INDEX`` is set, for the names on it must be ours, and only
     for tagged versions.
     """
-    if (wheel := find(folder, release.package, release.version)) is not None:
-        return wheel
+    built = cache / release.commit
     if release.tagged and os.environ.get("RELEASED_FROM_INDEX"):
-        command = ["pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+        downloaded = cache / f"{release.commit}-from-index"
+        if (wheel := find(downloaded, release)) is not None:
+            return wheel
+        command = ["pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(downloaded)]
         with suppress(CommandError):  # not there yet, or not for this platform
             run([*command, f"{release.package.name}=={release.version}"], root)
-        if (wheel := find(folder, release.package, release.version)) is not None:
+        if (wheel := find(downloaded, release)) is not None:
             return wheel
+    if (wheel := find(built, release)) is not None:
+        return wheel
     with tempfile.TemporaryDirectory() as sources:
-        return build(export(root, release.package, release.commit, Path(sources)), folder)
+        return build(export(root, release.package, release.commit, Path(sources)), built)
 
 
 def tree_wheel(root: Path, package: Package, version: Version, folder: Path) -> Path:
     """Build the wheel of the checkout's ``package`` as ``version`` in ``folder``, anew."""
-    if (stale := find(folder, package, version)) is not None:
-        stale.unlink()
     with tempfile.TemporaryDirectory() as sources:
         return build(export_tree(root, package, Path(sources), version), folder)
 
@@ -80,15 +83,17 @@ def build(sources: Path, folder: Path) -> Path:
         return Path(shutil.copy2(wheel, folder / wheel.name))
 
 
-def find(folder: Path, package: Package, version: Version) -> Path | None:
-    """Return the wheel of ``package`` in ``folder`` that has ``version``."""
-    return next(iter(sorted(folder.glob(f"{package.module}-{version}-*.whl"))), None)
+def find(folder: Path, release: Release) -> Path | None:
+    """Return the wheel of ``release`` that is in ``folder``."""
+    name = f"{release.package.module}-{release.version}-*.whl"
+    return next(iter(sorted(folder.glob(name))), None)
 
 
 def _differs(root: Path, package: Package, commit: str) -> bool:
     """Return whether what a wheel of the checkout would have in it is not what it was at ``commit``."""
-    parts = [f"{package.folder}/src", f"{package.folder}/pyproject.toml"]
-    return bool(git(root, "diff", "--name-only", commit, "--", *parts).strip())
+    # Nearly all goes into it, or builds it: the README is its description, build scripts its machine code.
+    left_out = [f":(exclude){package.folder}/{part}" for part in ("tests", "changelog.d", "CHANGELOG.md")]
+    return bool(git(root, "diff", "--name-only", commit, "--", package.folder, *left_out).strip())
 
 
 def pyproject_at(root: Path, release: Release) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,29 @@ def metadata(pyproject: str) -> dict[str, Any]:
     return project
 
 
-def sibling_ranges(pyproject: str, names: list[str]) -> dict[str, SpecifierSet]:
-    """Return which versions of which packages among ``names`` a ``pyproject.toml`` needs."""
-    needs = [Requirement(text) for text in metadata(pyproject)["dependencies"]]
-    return {name: need.specifier for need in needs if (name := canonicalize_name(need.name)) in names}
+def sibling_ranges(
+    pyproject: str, names: Sequence[str], *, with_tests: bool = False
+) -> dict[str, SpecifierSet]:
+    """Return which versions of which packages among ``names`` a ``pyproject.toml`` needs.
+
+    Args:
+        pyproject: Its text.
+        names: Of the repository's packages.
+        with_tests: Whether what its tests need, the extra ``test``, counts too.
+    """
+    project = metadata(pyproject)
+    texts = [*project["dependencies"], *(needs_of_tests(project) if with_tests else [])]
+    ranges: dict[str, SpecifierSet] = {}
+    for need in map(Requirement, texts):
+        if (name := canonicalize_name(need.name)) in names:
+            ranges[name] = ranges.get(name, SpecifierSet()) & need.specifier
+    return ranges
+
+
+def needs_of_tests(project: Mapping[str, Any]) -> list[str]:
+    """Return the requirements of the extra ``test`` of a ``project`` table."""
+    needs: list[str] = project.get("optional-dependencies", {}).get("test", [])
+    return needs
 
 
 def literal_version(text: str) -> Version | None:

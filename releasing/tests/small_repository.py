@@ -13,7 +13,9 @@ def commit(root: Path, message: str) -> str:
     return git(root, "rev-parse", "HEAD").strip()
 
 
-def write_package(root: Path, name: str, version: str, *needs: str, entries: str = "") -> None:
+def write_package(
+    root: Path, name: str, version: str, *needs: str, entries: str = "", tests: tuple[str, ...] = ()
+) -> None:
     folder = root / "packages" / name
     source = folder / "src" / name
     source.mkdir(parents=True, exist_ok=True)
@@ -25,6 +27,7 @@ def write_package(root: Path, name: str, version: str, *needs: str, entries: str
     (folder / "pyproject.toml").write_text(
         f'[build-system]\nrequires = ["hatchling"]\nbuild-backend = "hatchling.build"\n'
         f'[project]\nname = "{name}"\ndynamic = ["version"]\ndependencies = {list(needs)!r}\n'
+        f"[project.optional-dependencies]\ntest = {list(tests)!r}\n"
         f'[tool.hatch.version]\npath = "src/{name}/__init__.py"\n'
     )
 
@@ -38,7 +41,7 @@ def start(root: Path) -> Path:
     (root / "README.md").write_text(
         "| [lower](packages/lower) | 0.1.0 |\n| [upper](packages/upper) | 0.1.0 |\n"
     )
-    write_package(root, "lower", "0.1.0", entries="## 0.1.0 (not released)\n")
+    write_package(root, "lower", "0.1.0", entries="## 0.1.0\n")
     write_package(root, "upper", "0.1.0", "lower>=0.1,<1", entries="## 0.1.0\n")
     commit(root, "begin")
     return root

@@ -38,6 +38,7 @@ def test_a_broken_pair_and_a_failed_run_are_not_hidden(tmp_path):
             {**pair, "sibling_version": "0.2.0", "result": "broken", "reason": "ImportError: a | b"},
             {**pair, "sibling_version": "1.0.0", "result": "excluded by range"},
         ],
+        "missing": {"lower 0.0.1": "hatchling | is gone"},
         "tests": [],
         "side_by_side": [
             {
@@ -54,6 +55,7 @@ def test_a_broken_pair_and_a_failed_run_are_not_hidden(tmp_path):
     assert "| upper 0.1.0 | lower 0.2.0 | `<1` | **broken**: ImportError: a \\| b |" in page
     assert "| upper 0.1.0 | lower`<1` | 1.0.0 |" in page
     assert "| lower 1.0.* | upper 0.1.* | no |" in page
+    assert "| lower 0.0.1 | hatchling \\| is gone |" in page
 
 
 def test_the_command_compares_without_writing(monkeypatch, tmp_path):

@@ -56,6 +56,19 @@ def test_a_kept_release_is_one_commit_that_the_finder_finds(repository):
     assert (repository / "dist/upper-0.1.1.tar.gz").exists()
 
 
+def test_a_number_in_the_tree_without_an_entry_is_released_as_it_is(repository, capsys):
+    write_package(repository, "lower", "0.2.0", entries="## 0.1.0\n")
+    add_note(repository, "lower")
+    assert release.main(["lower", "patch", "--unchecked"], repository) == 0
+    assert "lower: 0.2.0, which the tree has" in capsys.readouterr().out
+    planned = release.plan(repository, "lower", "patch")
+    release.release(repository, planned, [], yes=True)
+    assert [str(found.version) for found in releases(repository, Package("lower"))] == ["0.1.0", "0.2.0"]
+    assert "| [lower](packages/lower) | 0.2.0 |" in (repository / "README.md").read_text()
+    add_note(repository, "lower")
+    assert release.plan(repository, "lower", "patch").new == Version("0.2.1")
+
+
 def test_a_failed_check_changes_nothing(repository):
     add_note(repository, "lower")
     before = state(repository)
@@ -86,11 +99,18 @@ def test_what_cannot_be_released_is_refused(repository):
 
 
 def test_a_dependant_that_excludes_the_new_version_is_named(repository):
-    write_package(repository, "upper", "0.1.0", "lower>=0.1,<0.2")
+    write_package(repository, "upper", "0.1.0", "lower>=0.1,<0.2", entries="## 0.1.0\n")
     add_note(repository, "lower")
     with pytest.raises(release.ReleaseError, match=r"upper needs lower<0\.2,>=0\.1, which excludes 0\.2\.0"):
         release.plan(repository, "lower", "minor")
     assert release.plan(repository, "lower", "patch").new == Version("0.1.1")
+
+
+def test_a_range_of_tests_that_excludes_the_new_version_is_named(repository):
+    write_package(repository, "upper", "0.1.0", entries="## 0.1.0\n", tests=("pytest", "lower<0.2"))
+    add_note(repository, "lower")
+    with pytest.raises(release.ReleaseError, match=r"upper needs lower<0\.2, which excludes 0\.2\.0"):
+        release.plan(repository, "lower", "minor")
 
 
 def test_the_command_prints_what_publishes(repository, capsys):

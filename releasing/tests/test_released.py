@@ -15,20 +15,25 @@ def found(root, package):
 
 def test_a_version_without_a_tag_is_where_number_and_changelog_entry_meet(repository):
     begin = git(repository, "rev-parse", "HEAD").strip()
-    write_package(repository, "lower", "0.1.0", entries="## 0.1.0 (2026-01-01)\n")
-    first = commit(repository, "lower 0.1.0")
-    write_package(repository, "lower", "0.2.0", entries="## 0.1.0 (2026-01-01)\n")
+    write_package(repository, "lower", "0.2.0", entries="## 0.2.0 (not released)\n\n## 0.1.0\n")
     commit(repository, "the number alone")
-    write_package(repository, "lower", "0.2.0", entries="## 0.2.0 (2026-02-01)\n\n## 0.1.0 (2026-01-01)\n")
+    write_package(repository, "lower", "0.2.0", entries="## 0.2.0 (2026-02-01)\n\n## 0.1.0\n")
     second = commit(repository, "its entry")
-    write_package(repository, "lower", "0.3.0")
-    third = commit(repository, "a version that never had an entry")
     assert found(repository, UPPER) == {"0.1.0": (begin, False)}
-    assert found(repository, LOWER) == {
-        "0.1.0": (first, False),
-        "0.2.0": (second, False),
-        "0.3.0": (third, False),
-    }
+    assert found(repository, LOWER) == {"0.1.0": (begin, False), "0.2.0": (second, False)}
+
+
+def test_a_number_that_is_changed_before_its_entry_is_no_release(repository):
+    write_package(repository, "lower", "0.3.0", entries="## 0.1.0\n")
+    commit(repository, "the next number")
+    assert list(found(repository, LOWER)) == ["0.1.0"]
+    write_package(repository, "lower", "0.2.1", entries="## 0.1.0\n")
+    commit(repository, "only a patch")
+    write_package(repository, "lower", "0.2.1", entries="## 0.2.1 (2026-02-01)\n\n## 0.1.0\n")
+    commit(repository, "its entry")
+    assert list(found(repository, LOWER)) == ["0.1.0", "0.2.1"]
+    git(repository, "tag", "lower-v0.3.0", "HEAD~2")
+    assert list(found(repository, LOWER)) == ["0.1.0", "0.2.1", "0.3.0"]
 
 
 def test_versions_of_merged_branches_are_found_though_the_merge_took_nothing_of_them(repository):

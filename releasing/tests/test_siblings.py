@@ -7,7 +7,7 @@ from packaging.version import Version
 from small_repository import commit, write_package
 
 from releasing import siblings, trials
-from releasing.commands import run
+from releasing.commands import git, run
 from releasing.known import Known, collect
 from releasing.pairs import Pair
 from releasing.trials import Environment
@@ -22,7 +22,7 @@ def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_sa
     commit(repository, "lower 0.2.0")
     source = repository / "packages/lower/src/lower/__init__.py"
     source.write_text(source.read_text() + "CHANGED = True\n")
-    write_package(repository, "upper", "0.2.0", "lower>=0.2,<1", entries="## 0.1.0\n")
+    write_package(repository, "upper", "0.2.0", "lower>=0.2,<1", entries="## 0.1.0\n", tests=("lower<0.9",))
     wheels = tmp_path / "wheels"
     known = collect(repository, wheels)
     assert {name: set(versions) for name, versions in known.catalog.items()} == {
@@ -32,6 +32,7 @@ def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_sa
     assert known.tree == {"lower": TREE, "upper": NEW}
     assert len(list(wheels.glob("*.whl"))) == 5
     assert not known.missing
+    assert known.test_needs["upper", NEW] == {"lower": SpecifierSet(">=0.2,<1,<0.9")}
 
     venv = tmp_path / "venv"
     run(["uv", "venv", "--quiet", "--python", sys.executable, str(venv)], tmp_path)
@@ -44,11 +45,32 @@ def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_sa
     assert not refused.ok
     assert "depends on lower>=0.2" in refused.text
 
+    # A tag on another commit than the one that was found: its wheel, and not the one that was built before.
+    source.write_text(source.read_text() + "TAGGED = True\n")
+    commit(repository, "released here")
+    git(repository, "tag", "lower-v0.2.0")
+    assert collect(repository, wheels).tree["lower"] == NEW
+    assert {path.name.split("-")[1] for path in wheels.glob("lower-*.whl")} == {"0.1.0", "0.2.0"}
+    assert environment.install({"lower": NEW}).ok
+    assert run([str(environment.python), "-c", "import lower; print(lower.TAGGED)"], tmp_path) == "True\n"
+
+
+def test_a_release_that_cannot_be_built_any_more_is_named(repository, tmp_path):
+    write_package(repository, "lower", "0.2.0", entries="## 0.2.0\n")
+    pyproject = repository / "packages/lower/pyproject.toml"
+    pyproject.write_text(pyproject.read_text().replace('"hatchling.build"', '"hatchling.gone"'))
+    commit(repository, "lower 0.2.0")
+    write_package(repository, "lower", "0.2.1", entries="## 0.2.1\n")
+    known = collect(repository, tmp_path)
+    assert list(known.missing) == ["lower 0.2.0"]
+    assert NEW not in known.catalog["lower"]
+
 
 def known_versions():
     needs = {"lower": SpecifierSet(">=0.1,<1")}
     return Known(
         catalog={"lower": {OLD: {}, NEW: {}, TREE: {}}, "upper": {OLD: needs, NEW: needs}},
+        commits={("lower", OLD): "a" * 40, ("lower", NEW): "b" * 40, ("upper", OLD): "c" * 40},
         tree={"lower": TREE, "upper": NEW},
     )
 
@@ -59,6 +81,13 @@ def test_the_full_form_runs_oldest_and_newest_siblings_and_released_dependants()
         ("upper", NEW, {"upper": NEW, "lower": TREE}),
         ("upper", OLD, {"upper": OLD, "lower": TREE}),
     ]
+
+
+def test_what_only_tests_need_is_installed_for_them():
+    known = known_versions()
+    known.catalog["upper"] = {OLD: {}, NEW: {}}
+    known.test_needs = {("upper", NEW): {"lower": SpecifierSet("<0.2")}}
+    assert siblings.test_sets(known) == [("upper", NEW, {"upper": NEW, "lower": OLD})]
 
 
 def test_a_recorded_pair_of_the_past_is_not_run_again():
@@ -85,6 +114,12 @@ def test_a_recorded_pair_of_the_past_is_not_run_again():
     )  # those of upper 0.2.0, which is the checkout's, and of lower 0.2.0+tree
     siblings.run_pairs(third, known_versions(), full=False)
     assert set(third.ran) == set(second.ran)
+
+    moved, fourth = known_versions(), Working()
+    moved.commits["lower", OLD] = "d" * 40
+    again = siblings.run_pairs(fourth, moved, full=True, recorded_rows=rows)
+    assert set(fourth.ran) - set(second.ran) == {("0.1.0", "0.1.0")}
+    assert again[0]["commits"] == {"upper": "c" * 12, "lower": "d" * 12}
 
 
 def test_only_broken_pairs_with_the_checkout_fail_the_run():

@@ -1,0 +1,56 @@
+"""What a wheel of the checkout is called, and what reaches the programs that try it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+from small_repository import commit, write_package
+
+from releasing.commands import git
+from releasing.released import releases
+from releasing.trials import Environment
+from releasing.wheels import version_in_tree
+from releasing.workspace import Package
+
+LOWER = Package("lower")
+
+
+@pytest.mark.parametrize(
+    ("file", "version"),
+    [
+        ("src/lower/more.py", "0.1.0+tree"),
+        ("README.md", "0.1.0+tree"),
+        ("LICENSE", "0.1.0+tree"),
+        ("build_kernels.py", "0.1.0+tree"),
+        ("tests/test_lower.py", "0.1.0"),
+        ("changelog.d/+a.fixed.md", "0.1.0"),
+    ],
+)
+def test_whatever_changes_the_wheel_makes_another_version(repository, file, version):
+    path = repository / "packages/lower" / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("new = 1\n")
+    commit(repository, "a change")
+    assert version_in_tree(repository, LOWER, releases(repository, LOWER)) == Version(version)
+
+
+def test_a_number_without_an_entry_is_the_checkouts_own(repository):
+    write_package(repository, "lower", "0.2.0", entries="## 0.1.0\n")
+    assert version_in_tree(repository, LOWER, releases(repository, LOWER)) == Version("0.2.0")
+
+
+def test_tests_of_a_wheel_run_without_the_variables_of_the_calling_session(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-p a_plugin_of_the_session")
+    test = tmp_path / "packages/lower/tests/test_variables.py"
+    test.parent.mkdir(parents=True)
+    test.write_text(
+        "import os\n\n\ndef test_variables():\n"
+        "    assert not {'PYTHONPATH', 'PYTEST_ADDOPTS'} & set(os.environ)\n"
+    )
+    (tmp_path / "pyproject.toml").write_text("")
+    git(tmp_path, "init", "--quiet")
+    git(tmp_path, "add", "--all")
+    outcome = Environment(Path(sys.executable), tmp_path, []).tests(tmp_path, LOWER, None)
+    assert (outcome.ok, outcome.text) == (True, "1 passed")
