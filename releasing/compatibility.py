@@ -15,7 +15,7 @@ from typing import Any
 from packaging.version import Version
 
 from releasing import recorded
-from releasing.siblings import BROKEN, EXCLUDED
+from releasing.siblings import EXCLUDED, OK
 from releasing.workspace import ROOT
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -65,7 +65,7 @@ def pairs(siblings: Row) -> str:
     rows = []
     for row in siblings["pairs"]:
         if row["result"] != EXCLUDED:
-            outcome = f"**broken**: {_cell(row['reason'])}" if row["result"] == BROKEN else "ok"
+            outcome = row["result"] if row["result"] == OK else f"**{row['result']}**: {_cell(row['reason'])}"
             rows.append(
                 [_named(row), f"{row['sibling']} {row['sibling_version']}", f"`{row['range']}`", outcome]
             )

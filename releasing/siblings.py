@@ -25,6 +25,8 @@ from releasing.trials import Environment
 from releasing.workspace import ROOT, Package
 
 OK, BROKEN, EXCLUDED = "ok", "broken", "excluded by range"
+NOT_TOGETHER = "not installable together"
+"""The pair's own range admits it, but not what both need besides: an installer takes another version."""
 
 
 def check_pair(environment: Environment, catalog: Catalog, pair: Pair) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def check_pair(environment: Environment, catalog: Catalog, pair: Pair) -> dict[s
         outcome = environment.install(pair.pins)
         if outcome.ok:
             raise RuntimeError(f"{pair} was installed though no versions fit: the metadata were misread")
-        return {**row, "result": BROKEN, "reason": f"cannot be installed: {outcome.text}"}
+        return {**row, "result": NOT_TOGETHER, "reason": outcome.text}
     outcome = environment.install(pair.pins)
     row["installed"] = environment.installed() if outcome.ok else {}
     outcome = environment.program(pair.dependant) if outcome.ok else outcome
@@ -134,12 +136,16 @@ def side_by_side(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def broken_now(rows: Sequence[Mapping[str, Any]], known: Known) -> list[str]:
-    """Return what must not be: pairs in range, with the checkout on one side, that are broken."""
+    """Return what must not be: pairs in range that are broken, with the checkout on one side.
+
+    And pairs of which both sides are the checkout, if no installer takes them.
+    """
     found = []
     for row in rows:
         siblings = row.get("siblings") or {row["sibling"]: row["sibling_version"]}
         versions = {row["package"]: row["version"], **siblings}
-        if row["result"] == BROKEN and any(str(known.tree[name]) == text for name, text in versions.items()):
+        ours = [str(known.tree[name]) == text for name, text in versions.items()]
+        if (row["result"] == BROKEN and any(ours)) or (row["result"] == NOT_TOGETHER and all(ours)):
             found.append(f"{versions}: {row.get('reason') or row.get('summary')}")
     return found
 

@@ -163,8 +163,8 @@ def test_a_pair_that_no_versions_fit_is_broken_with_the_resolvers_reason():
     pair = Pair("upper", OLD, "lower", NEW, SpecifierSet(">=0.2"), admitted=True)
     row = siblings.check_pair(Refusing(), catalog, pair)
     assert (row["result"], row["reason"]) == (
-        siblings.BROKEN,
-        "cannot be installed: Because middle needs lower<0.2",
+        siblings.NOT_TOGETHER,
+        "Because middle needs lower<0.2",
     )
     excluded = Pair("upper", OLD, "lower", NEW, SpecifierSet("<0.2"), admitted=False)
     assert siblings.check_pair(Refusing(), catalog, excluded)["result"] == siblings.EXCLUDED
