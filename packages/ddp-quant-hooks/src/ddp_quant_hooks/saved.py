@@ -85,9 +85,8 @@ def write(
                 "shard": None if shard is None else _on_cpu(shard),
             }
         )
-    strides = {
-        names[number]: _memory_order(parameter) for number, parameter in parameters.items() if number in names
-    }
+    numbers = [number for number in places.own_of if names.get(number) in own]
+    strides = {names[number]: _memory_order(parameters[number]) for number in numbers}
     return {"steps": feedback.steps, "own": own, "buckets": buckets, "strides": strides}
 
 

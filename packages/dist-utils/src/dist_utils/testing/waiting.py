@@ -24,7 +24,8 @@ def patience(seconds: float) -> float:
         seconds: The time without other work.
 
     Returns:
-        ``seconds`` on an idle machine; at most 30 times as many. To a tenth of a second, upwards.
+        ``seconds`` on an idle machine; at most 30 times as many. To half a second, upwards, which is the
+        same in milliseconds everywhere.
 
     Cost:
         A twentieth of a second.
@@ -38,4 +39,4 @@ def patience(seconds: float) -> float:
     computed = time.thread_time() - computed
     load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
     factor = min(max(load, passed / max(computed, 1e-3), 1.0), 30.0)
-    return math.ceil(10 * seconds * factor) / 10
+    return math.ceil(2 * seconds * factor) / 2
