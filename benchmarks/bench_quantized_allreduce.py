@@ -44,9 +44,9 @@ from ddp_quant_hooks import (
 from dist_utils.testing import run_ranks, tcp_bytes_sent
 
 RESULTS = Path(__file__).parent / "results"
-PLAIN, HALF, QUANTISED = "fp32, allreduce_hook", "16 bits, bf16_compress_hook", "ours: 8 bits"
+PLAIN, HALF, QUANTIZED = "fp32, allreduce_hook", "16 bits, bf16_compress_hook", "ours: 8 bits"
 STATES: dict[str, dict[str, Any]] = {
-    QUANTISED: {},
+    QUANTIZED: {},
     "ours: 8 bits, gather bf16": {"gather": "bf16"},
     "ours: 8 bits, error feedback shard": {"error_feedback": "shard"},
     "ours: 8 bits, error feedback both": {"error_feedback": "both"},
@@ -157,11 +157,11 @@ def goals(results: dict[str, Any]) -> dict[str, bool]:
     """Return which of the goals were reached."""
     found = {}
     for size, times in results.get("loopback", {}).items():
-        ratio = times[QUANTISED]["median_ms"] / times[PLAIN]["median_ms"]
+        ratio = times[QUANTIZED]["median_ms"] / times[PLAIN]["median_ms"]
         found[f"loopback, {size} ranks: no slower than fp32: {ratio:.2f} of its time"] = ratio <= 1
     for rate, by_size in results.get("hosts", {}).items():
         for size, times in by_size.items():
-            ours = times[QUANTISED]["median_ms"]
+            ours = times[QUANTIZED]["median_ms"]
             where = f"{rate}, {size} hosts:"
             faster = times[PLAIN]["median_ms"] / ours
             if rate == "1gbit":
@@ -173,10 +173,10 @@ def goals(results: dict[str, Any]) -> dict[str, bool]:
             else:
                 found[f"{where} faster than fp32: {faster:.2f}"] = faster > 1
     for size, sent in results.get("bytes", {}).items():
-        share = sent[QUANTISED] / sent[PLAIN]
+        share = sent[QUANTIZED] / sent[PLAIN]
         found[f"{size} ranks: at most 0.26 of the bytes: {share:.4f}"] = share <= 0.26
     for size, memory in results.get("memory_mib", {}).items():
-        mib = memory[QUANTISED]
+        mib = memory[QUANTIZED]
         found[f"{size} ranks: at most 15 MiB of extra memory: {mib:.1f}"] = mib <= 15
     return found
 
