@@ -65,7 +65,8 @@ class Environment:
         command += ["--find-links", str(self.wheels)]
         command += [f"--refresh-package={name}" for name in self.names]
         try:
-            run([*command, *(f"{name}=={version}" for name, version in pins.items())], self.wheels)
+            # "==0.5.0" would take 0.5.0+tree too, and prefer it.
+            run([*command, *(f"{name}==={version}" for name, version in pins.items())], self.wheels)
         except CommandError as error:
             return Outcome(ok=False, text=_resolver_reason(str(error)))
         return Outcome(ok=True, text="")

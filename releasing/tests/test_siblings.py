@@ -39,6 +39,8 @@ def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_sa
     environment = Environment(venv / "bin" / "python", wheels, ["lower", "upper"])
     assert environment.install({"upper": NEW, "lower": TREE}).ok
     assert environment.installed() == {"lower": "0.2.0+tree", "upper": "0.2.0"}
+    assert environment.install({"upper": NEW, "lower": NEW}).ok
+    assert environment.installed() == {"lower": "0.2.0", "upper": "0.2.0"}
     assert environment.install({"upper": OLD, "lower": OLD}).ok
     assert environment.installed() == {"lower": "0.1.0", "upper": "0.1.0"}
     refused = environment.install({"upper": NEW, "lower": OLD})

@@ -31,6 +31,15 @@ class Net(torch.nn.Module):
         return self.unused(x) if use else x
 
 
+def complex_if_sent():
+    """Return what parameters may be of: DDP broadcasts them, and Gloo takes no complex ones in torch 2.6."""
+    try:
+        dist.broadcast(torch.zeros(1, dtype=torch.complex64), 0)
+    except RuntimeError:
+        return torch.float32
+    return torch.complex64
+
+
 class Run:
     """A model, its optimizer and the hook's state."""
 
