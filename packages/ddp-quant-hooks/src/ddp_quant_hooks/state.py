@@ -227,7 +227,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             AgreementError: Something is not, or a rank does not come; :meth:`close` makes a fresh start.
         """
         buffer = bucket.buffer()
-        self._first = f"bucket of {buffer.numel()} values of {buffer.dtype}"
+        self._first = f"{buffer.numel()} values of {buffer.dtype}"
         worker = self.worker.agree()
         require_same_bucket(self.process_group, type(self).__name__, {"state": worker}, bucket)
 
@@ -249,7 +249,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         return {
             **asdict(self.options),
             "wire format version": WIRE_VERSION,
-            "first": self._first,
+            "first bucket": self._first,
             **self._agreement_terms(),
         }
 
