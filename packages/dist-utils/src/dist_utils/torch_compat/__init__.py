@@ -43,6 +43,12 @@ from dist_utils.torch_compat.optimizers import (
     step_without_hooks,
     without_step_hooks,
 )
+from dist_utils.torch_compat.sharding import (
+    ShardedModule,
+    reduce_scatter_base,
+    require_fsdp_method,
+    sharded_modules,
+)
 from dist_utils.torch_compat.tensors import (
     function_transforms_active,
     is_batched_gradient,
@@ -58,6 +64,7 @@ __all__ = [
     "GROUPS_END_WITHOUT_GIL",
     "GradBucket",
     "OperatorWatch",
+    "ShardedModule",
     "after_backward",
     "after_surrounding_backward",
     "all_gather_single",
@@ -85,9 +92,12 @@ __all__ = [
     "new_named_group",
     "outside_function_transforms",
     "parameter_names",
+    "reduce_scatter_base",
     "reduce_scatter_single",
     "register_comm_hook",
+    "require_fsdp_method",
     "saved_tensor_hooks",
+    "sharded_modules",
     "step_post_hooks",
     "step_pre_hooks",
     "step_without_hooks",
