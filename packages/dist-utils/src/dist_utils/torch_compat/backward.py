@@ -41,7 +41,8 @@ def inside_nested_backward() -> bool:
     """
     frame, passes = sys._getframe(), 0  # noqa: SLF001
     while (caller := frame.f_back) is not None:
-        if caller.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+        # A function's backward that is of this pass has begun no other: FSDP calls hooks from such ones.
+        if passes and caller.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
             return True
         passes += caller.f_code is torch.autograd.backward.__code__
         frame = caller
@@ -58,10 +59,11 @@ def after_surrounding_backward(callback: Callable[[], None]) -> bool:
     Returns:
         Whether there is such a pass: one in which a Python function's backward called ``backward()``.
     """
-    frame, around = sys._getframe(), None  # noqa: SLF001
+    frame, around, inner = sys._getframe(), None, False  # noqa: SLF001
     while (caller := frame.f_back) is not None:
-        if caller.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+        if inner and caller.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
             around = caller
+        inner = inner or caller.f_code is torch.autograd.backward.__code__
         frame = caller
     if around is None:
         return False
