@@ -1,4 +1,6 @@
-"""FSDP2 with averages between nodes in few bits: the training of native HSDP, to the precision of the bits."""
+"""FSDP2 with averages between nodes in few bits: what native HSDP computes, to the precision of the bits."""
+
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from fsdp_models import (
 from torch.distributed import fsdp
 
 from ddp_quant_hooks.fsdp import quantize_all_reduce
+from dist_utils import torch_compat
 from dist_utils.testing import run_ranks, same_on_all_ranks
 
 pytestmark = needs_hooks
@@ -114,12 +117,27 @@ def _divided_by_a_factor(_):
     )
 
 
+def _in_fp16(_):
+    """FSDP divides by a part of the number of ranks before it sums in fp16, and by the rest afterwards."""
+    mesh = nodes_and_shards()
+    half = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float16)}
+    nets = [sharded(mesh, **half), _hooked(mesh, state_between(mesh, min_bytes=EXACT), **half)]
+    for net in nets:
+        backward(net, 0)
+    # Both round a sum once, to 11 bits; near zero also both halves, to multiples of 2**-24.
+    return all(
+        torch.allclose(ours, native, rtol=2**-10, atol=3 * 2**-25)
+        for native, ours in zip(*map(gradients, nets), strict=True)
+    )
+
+
 def _small_checks(rank):
-    return [_between_micro_batches(rank), _after_removal(rank), _divided_by_a_factor(rank)]
+    checks = (_between_micro_batches, _after_removal, _divided_by_a_factor, _in_fp16)
+    return [check(rank) for check in checks]
 
 
 def test_gradients_rest_between_micro_batches_and_handles_can_be_removed():
-    assert run_ranks(_small_checks, 4, timeout=120) == [[(True, True), True, True]] * 4
+    assert run_ranks(_small_checks, 4, timeout=120) == [[(True, True), True, True, True]] * 4
 
 
 def _largest(tensor, group):
@@ -186,3 +204,27 @@ def _replicas(_):
 def test_a_mesh_of_one_rank_is_data_parallelism_and_two_models_share_a_backward():
     for eight, four in run_ranks(_replicas, 2, timeout=100):
         assert 0 < eight < four
+
+
+def _beside_backward(rank):
+    """Rank 1 begins its second pass when rank 0 has handed over a module: nothing may wait for it there."""
+    net = _hooked(nodes_and_shards(1))
+    backward(net, 0)  # in which the ranks agree
+    store = torch_compat.default_store()
+
+    def go_on(_):
+        store.set("rank 0 goes on", "")
+
+    def wait(_):
+        store.wait(["rank 0 goes on"], timedelta(seconds=60))
+
+    # Gradients come to the layers in turn, from the last one.
+    layer, what = (net.layers[1], go_on) if rank == 0 else (net.layers[2], wait)
+    layer.register_forward_hook(lambda *args: args[2].register_hook(what) and None)
+    net.zero_grad()
+    backward(net, 1)
+    return same_on_all_ranks(gradients(net))
+
+
+def test_backward_goes_on_beside_the_exchange():
+    assert all(run_ranks(_beside_backward, 2, timeout=100))

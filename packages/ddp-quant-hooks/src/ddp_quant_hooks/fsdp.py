@@ -84,8 +84,8 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
             when a peer fails: the state must be closed then, on every rank.
 
     Cost:
-        Collective, over the store. Each ``backward()`` takes what :func:`ddp_quant_hooks.all_reduce` takes for
-        this rank's shards of each module.
+        Collective, over the store. Each ``backward()`` takes what :func:`ddp_quant_hooks.all_reduce` takes
+        for this rank's shards of each module.
 
     Example:
         >>> mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "shard"))  # doctest: +SKIP
@@ -182,10 +182,10 @@ def _checked_modules(
 def _refuse_for_all_reduce(module: ShardedModule, ranks: list[int]) -> None:
     if module.replicated:
         raise ValueError(
-            f"module {module.name!r} averages between nodes by itself, as on a two-dimensional mesh for HSDP or "
-            "by replicate(), and calls hooks too late: call fully_shard(module, mesh=mesh['shard']) with one "
-            "dimension, the ranks of a node (in place of replicate(): a mesh of one rank), and give the state "
-            "the other: the ranks with the same shard on all nodes"
+            f"module {module.name!r} averages between nodes by itself, as on a two-dimensional mesh for HSDP "
+            "or by replicate(), and calls hooks too late: call fully_shard(module, mesh=mesh['shard']) with "
+            "one dimension, the ranks of a node (in place of replicate(): a mesh of one rank), and give the "
+            "state the other: the ranks with the same shard on all nodes"
         )
     if module.all_reduce_hook is not None:
         raise ValueError(f"module {module.name!r} has an all-reduce hook")
@@ -200,6 +200,6 @@ def _refuse_for_all_reduce(module: ShardedModule, ranks: list[int]) -> None:
 def _refuse_for_reduce_scatter(module: ShardedModule, ranks: list[int]) -> None:
     if module.shard_ranks != ranks:
         raise ValueError(
-            f"module {module.name!r} is sharded over ranks {module.shard_ranks}, but the state's process group "
-            f"has ranks {ranks}"
+            f"module {module.name!r} is sharded over ranks {module.shard_ranks}, but the state's process "
+            f"group has ranks {ranks}"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 
@@ -125,15 +126,10 @@ class EndOfBackward:
 
 
 def _do_all(actions: list[Callable[[], object]]) -> None:
-    errors = []
-    for action in actions:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - raised below, when nothing writes gradients any more
-            errors.append(error)
+    with contextlib.ExitStack() as each:  # so that nothing writes gradients any more when an error is raised
+        for action in actions:
+            each.callback(action)
     actions.clear()
-    if errors:
-        raise errors[0]
 
 
 def _take_gradients_away(parameters: list[torch.nn.Parameter]) -> None:

@@ -2,6 +2,7 @@
 
 from dist_utils.comm_hooks.buckets import (
     CommHook,
+    buckets_only,
     check_gradient_dtype,
     completed_future,
     failed_future,
@@ -12,6 +13,7 @@ from dist_utils.comm_hooks.tensor_calls import checked_operation, checked_tensor
 
 __all__ = [
     "CommHook",
+    "buckets_only",
     "check_gradient_dtype",
     "checked_operation",
     "checked_tensors",
