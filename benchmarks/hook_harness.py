@@ -96,7 +96,7 @@ def run_on_hosts(
     rate: str = "1gbit",
     ranks_per_host: int = 1,
 ) -> list[dict[str, list[float]]]:
-    """Run ``python COMMAND FOLDER OPTIONS`` on each of ``count`` emulated hosts; return what each rank writes.
+    """Run ``python COMMAND FOLDER OPTIONS`` on ``count`` emulated hosts; return what each rank writes.
 
     Args:
         command: What joins a process group by the environment and writes ``FOLDER/RANK.json``.
