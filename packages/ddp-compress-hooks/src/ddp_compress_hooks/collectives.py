@@ -53,8 +53,8 @@ def all_reduce(
     """Sum or average tensors over all ranks, in place, in the wire dtype of a state.
 
     Args:
-        tensor: A tensor, or a sequence of tensors: fp16, bf16, fp32, fp64 or complex; dense. Small ones travel
-            together.
+        tensor: A tensor, or a sequence of tensors: fp16, bf16, fp32, fp64 or complex; dense. Small ones
+            travel together.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``.
         group: As the first argument of the hooks: a process group, a ``DeviceMesh``, ``None`` for WORLD, or a
             :class:`CompressState`. Keep one state for many calls: with ``accumulate="fp32"`` it has a thread
@@ -62,7 +62,7 @@ def all_reduce(
         async_op: Return a future at once.
 
     Returns:
-        ``None``, or with ``async_op`` a future of ``tensor``, which must not be touched before it is complete.
+        ``None``, or with ``async_op`` a future of ``tensor``, not to be touched before it is complete.
         A mean is finite where all ranks' values are. The same bits on all ranks.
 
     Raises:
@@ -73,8 +73,8 @@ def all_reduce(
         RuntimeError: A peer failed.
 
     Cost:
-        ``2 (W - 1) / W`` times the elements sent per rank, of the wire dtype's size. A copy of up to 25 MiB of
-        small tensors at a time, of all small tensors with ``async_op``.
+        ``2 (W - 1) / W`` times the elements sent per rank, of the wire dtype's size. A copy of small tensors:
+        of 25 MiB at a time, of all with ``async_op``.
 
     Counterpart of ``torch.distributed.all_reduce``.
 

@@ -162,8 +162,8 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
         With error feedback what a step has lost is added to the next one's values of the same keys. That
         happens if a step counts: the block ends without an error, every call succeeds with finite
-        values, and nobody calls :meth:`discard_step` before the next step begins. Otherwise residuals are what
-        they were before it.
+        values, and nobody calls :meth:`discard_step` before the next step begins. Otherwise residuals are
+        what they were before it.
 
         A call outside of any such block is a step of its own; or, inside ``backward()``, all calls of that
         pass are one.
@@ -249,7 +249,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         return {
             **asdict(self.options),
             "wire format version": WIRE_VERSION,
-            "first bucket": self._first,
+            "first bucket or call": self._first,
             **self._agreement_terms(),
         }
 
