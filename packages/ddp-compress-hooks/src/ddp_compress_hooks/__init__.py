@@ -1,5 +1,6 @@
-"""DistributedDataParallel communication hooks that average gradients in 32 or 16 bits."""
+"""Averages of gradients in 32 or 16 bits: hooks of DistributedDataParallel, and a collective."""
 
+from ddp_compress_hooks.collectives import all_reduce
 from ddp_compress_hooks.hooks import allreduce_hook, bf16_compress_hook, compress_hook, fp16_compress_hook
 from ddp_compress_hooks.state import CompressState
 from ddp_compress_hooks.wrappers import CommHook, bf16_compress_wrapper, fp16_compress_wrapper
@@ -7,6 +8,7 @@ from ddp_compress_hooks.wrappers import CommHook, bf16_compress_wrapper, fp16_co
 __all__ = [
     "CommHook",
     "CompressState",
+    "all_reduce",
     "allreduce_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",

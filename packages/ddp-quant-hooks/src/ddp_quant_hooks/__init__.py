@@ -1,6 +1,7 @@
-"""DistributedDataParallel communication hooks that average gradients in 8 or 4 bits."""
+"""Averages of gradients in 8 or 4 bits: hooks of DistributedDataParallel, and collectives."""
 
 from ddp_quant_hooks.affine_hooks import quantization_perchannel_hook, quantization_pertensor_hook
+from ddp_quant_hooks.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from ddp_quant_hooks.hierarchical import HierarchicalAllreduceState
 from ddp_quant_hooks.hooks import quantized_allreduce_hook
 from ddp_quant_hooks.state import QuantizedAllreduceState
@@ -10,9 +11,12 @@ __all__ = [
     "HierarchicalAllreduceState",
     "QuantizedAllreduceState",
     "Statistics",
+    "all_gather_into_tensor",
+    "all_reduce",
     "quantization_perchannel_hook",
     "quantization_pertensor_hook",
     "quantized_allreduce_hook",
+    "reduce_scatter_tensor",
 ]
 
 __version__ = "0.3.1"

@@ -12,6 +12,7 @@ from ddp_quant_hooks import exact_parameters
 from ddp_quant_hooks.decisions import Decision
 from ddp_quant_hooks.routes import Route
 from ddp_quant_hooks.statistics import ring_bytes
+from ddp_quant_hooks.values import Values
 
 __all__ = ["Averaged", "average"]
 
@@ -43,17 +44,18 @@ def average(
         failed: Told whether a value of the mean is not finite, as flags; ``None`` if nobody asks.
     """
     values, exact = decision.values, decision.exact
+    assert values is not None
     bytes_sent = 0
     reference = apart = error = None
     if decision.sampled:
-        reference = values.float() / group.size()
+        reference = values.to(torch.float32) / group.size()
         bytes_sent += _all_reduce(reference, group)
     if exact:
         apart = exact_parameters.set_apart(exact, group.size())
         bytes_sent += _all_reduce(apart, group)
         if failed is not None:
             failed(~apart.isfinite().all())
-    bytes_sent += route.average(group, values, decision.kept, failed)
+    bytes_sent += route.average(group, values, decision.kept, failed, decision.label)
     if apart is not None:
         exact_parameters.put_back(exact, apart)
     if reference is not None:
@@ -64,9 +66,9 @@ def average(
 def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> int:
     """Sum ``values`` in place, and return what that sends."""
     dist.all_reduce(values, group=group)
-    return ring_bytes(values, group.size())
+    return ring_bytes(values.nbytes, group.size())
 
 
-def _relative_error(values: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    difference = (values.float() - exact).norm()
+def _relative_error(values: Values, exact: torch.Tensor) -> torch.Tensor:
+    difference = (values.to(torch.float32) - exact).norm()
     return torch.where(difference == 0, 0.0, difference / exact.norm())

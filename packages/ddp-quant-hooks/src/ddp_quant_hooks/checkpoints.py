@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from ddp_quant_hooks import saved as saved_residuals
 from ddp_quant_hooks.bound_model import BoundModel
 from ddp_quant_hooks.feedback import Feedback
 from ddp_quant_hooks.saved import SavedResiduals
-from dist_utils.process_groups import TensorClaim, require_same_tensors
+from ddp_quant_hooks.tensor_buckets import StandIns
+from dist_utils.process_groups import TensorClaim, collective_device, require_same_tensors
 from dist_utils.torch_compat import inside_backward
 
 __all__ = ["ResidualCheckpoints"]
@@ -22,6 +24,7 @@ class ResidualCheckpoints(BoundModel):
     """The part of a hook's state that saves residuals and loads them."""
 
     feedback: Feedback
+    stand_ins: StandIns
 
     @abstractmethod
     def close(self) -> None:
@@ -61,7 +64,8 @@ class ResidualCheckpoints(BoundModel):
 
         Args:
             model: Whose gradients were averaged, as ``DistributedDataParallel`` module or without its
-                wrapper. Residuals are saved by the names of its parameters. ``None`` after :meth:`bind`.
+                wrapper. Residuals are saved by the names of its parameters. ``None`` after :meth:`bind`, and
+                for those of plain tensors, which are saved by their keys.
 
         Returns:
             Tensors on the CPU, numbers and strings in dicts, lists and tuples: ``torch.load`` reads them
@@ -73,11 +77,13 @@ class ResidualCheckpoints(BoundModel):
         Cost:
             Waits for the buckets that are being averaged. A copy of the residuals.
         """
-        known = self._parameters_of(model, "state_dict")
+        of_tensors = self.feedback.of_tensors
+        known = self.stand_ins.named if of_tensors else self._parameters_of(model, "state_dict")
         self.wait_for_jobs()
         names = {self.feedback.residuals.number(parameter): name for name, parameter in known.items()}
         written = saved_residuals.write(self.feedback, names, self._lengths, self._name_of)
-        return {**self._identity(), **written}
+        keys = {name: stand_in.numel() for name, stand_in in known.items()} if of_tensors else None
+        return {**self._identity(), **written, "keys": keys}
 
     def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
         """Take over the residuals that another run, or this one, has saved. On every rank.
@@ -187,14 +193,21 @@ class ResidualCheckpoints(BoundModel):
 
     def _read(self, state: dict[str, Any], model: torch.nn.Module | None) -> SavedResiduals:
         self._refuse_inside_backward("load_state_dict()")
-        known = self._parameters_of(model, "load_state_dict")
         saved_residuals.require_equal(state, self._identity())
+        keys = saved_residuals.keys_of(state)
+        if keys is None:
+            known = self._parameters_of(model, "load_state_dict")
+        else:
+            known = self.stand_ins.load(keys, collective_device(self.process_group))
         own_in_buckets = self.feedback.residuals.own_in_buckets
-        return saved_residuals.read(state, known, self._lengths, own_in_buckets=own_in_buckets)
+        read = saved_residuals.read(state, known, self._lengths, own_in_buckets=own_in_buckets)
+        return replace(read, keys=None if keys is None else known)
 
     def _load(self, checked: SavedResiduals) -> None:
         self.wait_for_jobs()
         self.feedback.load(checked)
+        if checked.keys is not None:
+            self.stand_ins.named = dict(checked.keys)
         self.close()  # the ranks compare what they have loaded when they make the next private group
 
     def _require_member(self, name: str, rank: int) -> None:

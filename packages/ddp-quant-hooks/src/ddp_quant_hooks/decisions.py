@@ -15,6 +15,8 @@ from ddp_quant_hooks.passes import BackwardPass
 from ddp_quant_hooks.residuals import BucketResiduals, Residuals
 from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.routes import Route
+from ddp_quant_hooks.tensor_buckets import TensorBucket, values_of
+from ddp_quant_hooks.values import Values
 
 __all__ = ["Decision", "Decisions"]
 
@@ -25,17 +27,19 @@ class Decision:
 
     Attributes:
         quantized: In few bits; otherwise without compression, and the rest is of no meaning.
-        values: The bucket, flat and real.
+        values: Of the bucket; ``None`` of a sparse one.
+        label: See :meth:`ddp_quant_hooks.routes.Route.average`.
         exact: Parts of the bucket to average without compression.
         kept: Its residuals.
         sampled: Measure its error.
     """
 
     quantized: bool
-    values: torch.Tensor
+    values: Values | None
     exact: list[torch.Tensor] = field(default_factory=list)
     kept: BucketResiduals = field(default_factory=BucketResiduals)
     sampled: bool = False
+    label: int = 0
 
 
 class Decisions:
@@ -59,31 +63,32 @@ class Decisions:
             running: The backward pass that the bucket belongs to.
             bucket: The bucket.
         """
-        options, buffer = self._options, bucket.buffer()
-        plain = _travels_plain(buffer, options.min_bytes)
+        options, sparse = self._options, bucket.buffer().is_sparse
+        values = None if sparse else values_of(bucket)
+        plain = values is None or values.dtype not in VALUE_DTYPES or values.nbytes < options.min_bytes
         exact = gradients_of_small_parameters(bucket) if options.exact_1d and not plain else []
-        if plain or (exact and len(exact) == len(bucket.parameters())):
+        if values is None or plain or (exact and len(exact) == len(bucket.parameters())):
             if options.error_feedback != "none":
                 running.unused_part(bucket.parameters())  # this rank's only gradients may be here
-                if not buffer.is_sparse:
+                if not sparse:
                     self._residuals.plain_bucket(bucket.parameters(), _position(running, bucket))
-            return Decision(quantized=False, values=buffer)
-        values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
+            return Decision(quantized=False, values=values)
         kept = BucketResiduals()
         if options.error_feedback != "none":
             kept = self._residuals_of(group, running, bucket, values)
         sampled = options.sample_every > 0 and self._quantized % options.sample_every == 0
         self._quantized += 1
-        return Decision(quantized=True, values=values, exact=exact, kept=kept, sampled=sampled)
+        label = bucket.label if isinstance(bucket, TensorBucket) else 0
+        return Decision(True, values, exact, kept, sampled, label)
 
     def start_over(self) -> None:
         """Sample the next quantized bucket: after an error ranks may not have come equally far."""
         self._quantized = 0
 
     def _residuals_of(
-        self, group: dist.ProcessGroup, running: BackwardPass, bucket: Bucket, values: torch.Tensor
+        self, group: dist.ProcessGroup, running: BackwardPass, bucket: Bucket, values: Values
     ) -> BucketResiduals:
-        count, device, parameters = values.numel(), values.device, bucket.parameters()
+        count, device, parameters = values.count, values.device, bucket.parameters()
         own, shard, _ = self._route.lengths(group, count, device)
         kept = self._residuals.of_bucket(
             parameters, _position(running, bucket), own=own, shard=shard, device=device
@@ -93,11 +98,6 @@ class Decisions:
         if unused:
             running.at_end.append(partial(kept.keep, unused, *self._route.spans(group, count, device)))
         return kept
-
-
-def _travels_plain(buffer: torch.Tensor, min_bytes: int) -> bool:
-    dtype = torch.float32 if buffer.dtype == torch.complex64 else buffer.dtype
-    return buffer.is_sparse or dtype not in VALUE_DTYPES or buffer.nbytes < min_bytes
 
 
 def _position(running: BackwardPass, bucket: Bucket) -> int:

@@ -6,13 +6,16 @@ import torch
 
 from ddp_quant_hooks.passes import gradient_parts
 from ddp_quant_hooks.resume import Bucket
+from ddp_quant_hooks.tensor_buckets import TensorBucket, small_parts
 from dist_utils.finite_means import hold_shares, round_mean
 
 __all__ = ["gradients_of_small_parameters", "put_back", "set_apart"]
 
 
 def gradients_of_small_parameters(bucket: Bucket) -> list[torch.Tensor]:
-    """Return the gradients of parameters of at most one dimension, as parts of a dense bucket's buffer."""
+    """Return the gradients of parameters of at most one dimension, as parts of a dense bucket."""
+    if isinstance(bucket, TensorBucket):
+        return list(small_parts(bucket))
     both = zip(bucket.parameters(), gradient_parts(bucket), strict=True)
     return [gradient for parameter, gradient in both if parameter.dim() <= 1]
 

@@ -22,7 +22,15 @@ from ddp_quant_hooks.wire_format import Layout
 from dist_utils.finite_means import hold_shares, round_mean
 from dist_utils.process_groups import Arrival
 
-__all__ = ["Exchange", "Wire", "average_inside", "average_quantized", "take_turns"]
+__all__ = [
+    "Exchange",
+    "Wire",
+    "average_inside",
+    "average_quantized",
+    "report_not_finite",
+    "take_turns",
+    "wait_for",
+]
 
 Exchange = Iterator[None]
 
@@ -114,8 +122,8 @@ def _one_shot(
     works = link.exchange([mine] * link.size, messages, tag=2 * index)
     yield
 
-    _wait(works)
-    _report_not_finite(wire, messages, layout, [length] * link.size)
+    wait_for(works)
+    report_not_finite(wire, messages, layout, [length] * link.size)
     kernels.decode(messages, layout, values)
 
 
@@ -133,7 +141,7 @@ def _two_shot(
     works = link.exchange(outgoing, incoming, tag=2 * index)
     yield
 
-    _wait(works)
+    wait_for(works)
     # The same memory where it fits: what was sent has arrived, and reduce reads a block before it writes it.
     means = outgoing
     if gather != scatter:
@@ -144,8 +152,8 @@ def _two_shot(
     works = link.exchange([mine] * link.size, means, tag=2 * index + 1)
     yield
 
-    _wait(works)
-    _report_not_finite(wire, means, gather, lengths)
+    wait_for(works)
+    report_not_finite(wire, means, gather, lengths)
     kernels.decode_shards(means, gather, values)
 
 
@@ -172,7 +180,7 @@ def average_inside(
     works = link.exchange(parts, incoming, tag=2 * index)
     yield
 
-    _wait(works)
+    wait_for(works)
     incoming[link.index] = own
     precision = torch.promote_types(values.dtype, torch.float32)
     mean = scratch.take(own.numel(), precision).zero_()
@@ -185,7 +193,7 @@ def average_inside(
     works = link.exchange([own] * link.size, parts, tag=2 * index + 1)
     yield
 
-    _wait(works)
+    wait_for(works)
     if failed is not None:
         failed(~values.isfinite().all())
 
@@ -197,7 +205,10 @@ def _encode(
     kernels.encode_shards(values, messages, layout, residual=residual, new_residual=new_residual)
 
 
-def _report_not_finite(wire: Wire, messages: list[torch.Tensor], layout: Layout, lengths: list[int]) -> None:
+def report_not_finite(
+    wire: Wire, messages: Sequence[torch.Tensor], layout: Layout, lengths: Sequence[int]
+) -> None:
+    """Tell who asks whether a value of the messages is not finite."""
     if wire.failed is not None:
         flags = [
             layout.scales(message, length).isnan().any()
@@ -206,6 +217,7 @@ def _report_not_finite(wire: Wire, messages: list[torch.Tensor], layout: Layout,
         wire.failed(torch.stack(flags).any())
 
 
-def _wait(works: Sequence[Arrival]) -> None:
+def wait_for(works: Sequence[Arrival]) -> None:
+    """Return when all messages have arrived."""
     for work in works:
         work.wait()

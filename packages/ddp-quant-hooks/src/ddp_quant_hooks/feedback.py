@@ -11,6 +11,7 @@ from ddp_quant_hooks.passes import BackwardPass
 from ddp_quant_hooks.residuals import Residual, Residuals
 from ddp_quant_hooks.resume import Bucket, Resumption
 from ddp_quant_hooks.saved import SavedResiduals
+from ddp_quant_hooks.tensor_steps import TensorStep
 from dist_utils import torch_compat
 
 __all__ = ["Feedback"]
@@ -32,6 +33,7 @@ class Feedback:
         self._pass: BackwardPass | None = None
         self._resumption: Resumption | None = None
         self._steps = 0
+        self._kind: type[BackwardPass] | None = None
 
     def begin_bucket(
         self,
@@ -50,6 +52,7 @@ class Feedback:
         """
         if not self.residuals.wanted:
             return BackwardPass()  # of which nothing is asked
+        self._refuse_other_kind(BackwardPass)
         task, running = torch_compat.graph_task_id(), self._pass
         if running is None or not running.includes(task, bucket.index()):
             self._settle(wait)
@@ -57,6 +60,38 @@ class Feedback:
             if self._resumption is not None:
                 running.held = self._resumption.next_pass(bucket, partial(average, running))
         running.add_bucket(task, bucket.index())
+        return running
+
+    def begin_step(self, wait: Callable[[], None]) -> TensorStep:
+        """Begin a step of plain tensors that lasts until it is closed, and settle the one before.
+
+        Args:
+            wait: As for :meth:`begin_bucket`.
+
+        Raises:
+            RuntimeError: Another one is open.
+        """
+        if isinstance(self._pass, TensorStep) and self._pass.open:
+            raise RuntimeError("step() inside of step(): end the first one before")
+        if not self.residuals.wanted:
+            return TensorStep(explicit=True)
+        self._refuse_other_kind(TensorStep)
+        self._settle(wait)
+        self._pass = step = TensorStep(explicit=True)
+        return step
+
+    def begin_tensors(self, wait: Callable[[], None]) -> TensorStep:
+        """Return the step that a call on plain tensors belongs to.
+
+        That is the open one; else, inside ``backward()``, that pass; else the call is a step of its own.
+        """
+        if not self.residuals.wanted:
+            return TensorStep()
+        self._refuse_other_kind(TensorStep)
+        task, running = torch_compat.graph_task_id(), self._pass
+        if not isinstance(running, TensorStep) or not running.takes(task):
+            self._settle(wait)
+            self._pass = running = TensorStep()
         return running
 
     def discard(self) -> None:
@@ -68,6 +103,11 @@ class Feedback:
     def steps(self) -> int:
         """How many passes there were that count, the last one included."""
         return self._steps + (self._pass is not None and self._pass.counts)
+
+    @property
+    def of_tensors(self) -> bool:
+        """Whether plain tensors are averaged, and no buckets."""
+        return self._kind is TensorStep
 
     @property
     def ended_well(self) -> bool:
@@ -90,13 +130,23 @@ class Feedback:
         """Go on from what another run has saved."""
         self.residuals.load(saved.own, saved.buckets)
         self.loaded, self._steps, self._pass = saved, saved.steps, None
-        self._resumption = Resumption([parameters for parameters, _, _ in saved.buckets])
+        self._kind = None if saved.keys is None else TensorStep
+        layout = [parameters for parameters, _, _ in saved.buckets]
+        self._resumption = Resumption(layout) if saved.keys is None else None
+
+    def _refuse_other_kind(self, kind: type[BackwardPass]) -> None:
+        if self._kind not in (None, kind):
+            raise ValueError(
+                "a state with error feedback is for a model's buckets or for plain tensors, not for both: "
+                "make one for each"
+            )
+        self._kind = kind
 
     def _settle(self, wait: Callable[[], None]) -> None:
         ended, self._pass = self._pass, None
         if ended is None:
             return
-        if ended.outside_of_backward:
+        if ended.outside_of_backward or isinstance(ended, TensorStep):
             wait()  # DDP has waited for the others' jobs
         self._steps += ended.counts
         self.residuals.commit(ended)

@@ -16,6 +16,7 @@ from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.residuals import BucketResiduals
 from ddp_quant_hooks.routes import Route
 from ddp_quant_hooks.scratch import Scratch
+from ddp_quant_hooks.values import Values
 from dist_utils.torch_compat import all_gather_single
 
 __all__ = ["GridRoute"]
@@ -41,15 +42,18 @@ class GridRoute(Route):
     def average(
         self,
         group: dist.ProcessGroup,
-        values: torch.Tensor,
+        values: Values,
         kept: BucketResiduals,
         failed: Callable[[torch.Tensor], None] | None,
+        label: int = 0,
     ) -> int:
         """As :meth:`Route.average`; the first time in a group its ranks see whether they are a grid."""
         if self._agreed_on is None or self._agreed_on() is not group:
             self._require_grid(group, values.device)
             self._agreed_on = weakref.ref(group)
-        inside, across = Link(group, self._inside, 0), Link(group, self._across, 1)
+        inside, across = (
+            Link(group, ranks, name, label=label) for name, ranks in enumerate((self._inside, self._across))
+        )
         wire = Wire(across, self.scatter, self.gather, kept.own, kept.shard, failed)
         self._take_turns(self._exchanges_in_grid(group, values, inside, wire), values.device)
         return inside.bytes_sent + across.bytes_sent
@@ -67,15 +71,14 @@ class GridRoute(Route):
         return own, [shards(part, nodes, block_size)[node] for part in own]
 
     def _exchanges_in_grid(
-        self, group: dist.ProcessGroup, values: torch.Tensor, inside: Link, wire: Wire
+        self, group: dist.ProcessGroup, values: Values, inside: Link, wire: Wire
     ) -> Iterator[Callable[[Scratch], Exchange]]:
         block_size, across = self.scatter.block_size, wire.link
         own_start = shard_start = 0
-        for index, chunk in enumerate(self._chunks(group, values.numel(), values.device)):
+        for index, chunk in enumerate(self._chunks(group, values.count, values.device)):
             own = shards(chunk, inside.size, block_size)[inside.index]
-            yield partial(
+            exchange = partial(
                 average_inside,
-                values=values[chunk.start : chunk.stop],
                 link=inside,
                 index=index,
                 block_size=block_size,
@@ -90,6 +93,7 @@ class GridRoute(Route):
                     shard_start=shard_start,
                 ),
             )
+            yield values.exchanged(chunk, exchange)
             own_start += len(own)
             shard_start += len(shards(Span(0, len(own)), across.size, block_size)[across.index])
 

@@ -93,8 +93,9 @@ def _average(
     decision = state.decisions.decide(group, running, bucket)
     with_feedback = state.error_feedback != "none"
     if not decision.quantized:
-        bytes_sent = 0 if buffer.is_sparse else ring_bytes(buffer, world_size)
-        state.counter.add(buffer, world_size, bytes_sent, quantized=False)
+        nbytes = buffer.numel() * buffer.element_size()
+        bytes_sent = 0 if buffer.is_sparse else ring_bytes(nbytes, world_size)
+        state.counter.add(nbytes, world_size, bytes_sent, quantized=False)
         averaged = allreduce_hook(group, cast("GradBucket", bucket))
         return running.watched(averaged) if with_feedback else averaged
 
@@ -102,7 +103,7 @@ def _average(
         with running.watching():
             failed = running.failed if with_feedback else None
             sent, error = average(private_group, decision, state.route, failed)
-            state.counter.add(decision.values, world_size, sent, quantized=True, error=error)
+            state.counter.add(buffer.nbytes, world_size, sent, quantized=True, error=error)
         return buffer
 
     return state.worker.submit(job, device=buffer.device)

@@ -20,6 +20,8 @@ class Link:
         group: The group whose connections are used.
         ranks: Ranks in the group that take part, in the order in which they own shards; this rank too.
         name: Tells apart several links of one group; the same on all ranks.
+        label: What the messages are about; the same on all ranks. On Gloo those of another label wait for
+            the timeout.
 
     Attributes:
         size: How many ranks take part.
@@ -27,10 +29,13 @@ class Link:
         bytes_sent: What was sent so far.
     """
 
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], name: int = 0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, ranks: Sequence[int], name: int = 0, *, label: int = 0
+    ) -> None:
         self._group = group
         self._ranks = list(ranks)
         self._name = name
+        self._label = label
         self.size = len(self._ranks)
         self.index = self._ranks.index(group.rank())
         self.bytes_sent = 0
@@ -49,5 +54,5 @@ class Link:
             self._group,
             receives=[(self._ranks[peer], incoming[peer]) for peer in self.peers],
             sends=[(self._ranks[peer], outgoing[peer]) for peer in self.peers],
-            tag=2 * tag + self._name,
+            tag=hash((2 * tag + self._name, self._label)) if self._label else 2 * tag + self._name,
         )

@@ -169,7 +169,13 @@ class Residuals:
         self._bucket(parameters, position)
 
     def of_bucket(
-        self, parameters: Sequence[torch.Tensor], position: int, *, own: int, shard: int, device: torch.device
+        self,
+        parameters: Sequence[torch.Tensor],
+        position: int,
+        *,
+        own: int,
+        shard: int | None,
+        device: torch.device,
     ) -> BucketResiduals:
         """Return what is kept for a bucket, zeros if it is new.
 
@@ -177,7 +183,7 @@ class Residuals:
             parameters: Of the bucket, in its order.
             position: Of the bucket.
             own: Number of values that this rank sends as its own.
-            shard: Number of values of this rank's shards.
+            shard: Number of values of this rank's shards; ``None`` if it has none to send on.
             device: Where to.
         """
         key, kept = self._bucket(parameters, position)
@@ -185,7 +191,11 @@ class Residuals:
             kept.own = Residual.zeros(own, device)
             if not self.own_in_buckets:
                 self._take_over(key, kept.own)
-        if self.wants_shard and (kept.shard.last is None or kept.shard.last.numel() != shard):
+        if (
+            self.wants_shard
+            and shard is not None
+            and (kept.shard.last is None or kept.shard.last.numel() != shard)
+        ):
             kept.shard = Residual.zeros(shard, device)
         kept.own.to(device)
         kept.shard.to(device)

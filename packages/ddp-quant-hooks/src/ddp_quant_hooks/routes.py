@@ -12,8 +12,10 @@ from ddp_quant_hooks.chunks import Span, cut, shards
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantized, take_turns
 from ddp_quant_hooks.link import Link
 from ddp_quant_hooks.options import Options
-from ddp_quant_hooks.residuals import BucketResiduals
+from ddp_quant_hooks.residuals import BucketResiduals, Residual
 from ddp_quant_hooks.scratch import Scratch
+from ddp_quant_hooks.shard_exchanges import gather_chunk, reduce_scatter_chunk
+from ddp_quant_hooks.values import Values
 from dist_utils.process_groups import runs_on_host
 
 __all__ = ["Route"]
@@ -45,21 +47,88 @@ class Route:
     def average(
         self,
         group: dist.ProcessGroup,
-        values: torch.Tensor,
+        values: Values,
         kept: BucketResiduals,
         failed: Callable[[torch.Tensor], None] | None,
+        label: int = 0,
     ) -> int:
-        """Average flat ``values`` in place, the same bits on all ranks, and return how many bytes were sent.
+        """Average ``values`` in place, the same bits on all ranks, and return how many bytes were sent.
 
         Args:
             group: Whose ranks average.
             values: All of a bucket.
             kept: What the bucket has lost before, and where to keep what it loses now.
             failed: As in :class:`~ddp_quant_hooks.exchanges.Wire`.
+            label: Tells messages of one bucket from those of another, where the backend can.
         """
-        link = Link(group, range(group.size()))
+        link = Link(group, range(group.size()), label=label)
         wire = Wire(link, self.scatter, self.gather, kept.own, kept.shard, failed)
         self._take_turns(self._exchanges(group, values, wire), values.device)
+        return link.bytes_sent
+
+    def reduce_scatter(
+        self,
+        group: dist.ProcessGroup,
+        shards_of_all: torch.Tensor,
+        mean: torch.Tensor,
+        own: Residual,
+        failed: Callable[[torch.Tensor], None] | None,
+        label: int = 0,
+    ) -> int:
+        """Average every rank's shard on that rank, and return how many bytes were sent.
+
+        Args:
+            group: Whose ranks average.
+            shards_of_all: This rank's values for all shards, flat, one shard of equal length behind another.
+            mean: Where the mean of this rank's shard goes; flat.
+            own: What this rank's values have lost before, and where to keep what they lose now.
+            failed: As for :meth:`average`.
+            label: As for :meth:`average`.
+        """
+        link = Link(group, range(group.size()), label=label)
+        wire = Wire(link, self.scatter, self.gather, own, Residual(), failed)
+        length = mean.numel()
+        rows = shards_of_all.view(link.size, length)
+        exchanges = (
+            partial(
+                reduce_scatter_chunk,
+                parts=list(rows[:, chunk.start : chunk.stop]),
+                own_starts=[row * length + chunk.start for row in range(link.size)],
+                mean=mean[chunk.start : chunk.stop],
+                wire=wire,
+                index=index,
+            )
+            for index, chunk in enumerate(self._shard_chunks(group, length, mean.device))
+        )
+        self._take_turns(exchanges, mean.device)
+        return link.bytes_sent
+
+    def all_gather(
+        self, group: dist.ProcessGroup, mine: torch.Tensor, values_of_all: torch.Tensor, label: int = 0
+    ) -> int:
+        """Give every rank the values of all ranks, and return how many bytes were sent.
+
+        Args:
+            group: Whose ranks gather.
+            mine: This rank's values, flat.
+            values_of_all: Where all go, flat, one rank's behind another's; the same bits on all ranks.
+            label: As for :meth:`average`.
+        """
+        link = Link(group, range(group.size()), label=label)
+        length = mine.numel()
+        rows = values_of_all.view(link.size, length)
+        exchanges = (
+            partial(
+                gather_chunk,
+                mine=mine[chunk.start : chunk.stop],
+                parts=list(rows[:, chunk.start : chunk.stop]),
+                layout=self.gather,
+                link=link,
+                index=index,
+            )
+            for index, chunk in enumerate(self._shard_chunks(group, length, mine.device))
+        )
+        self._take_turns(exchanges, mine.device)
         return link.bytes_sent
 
     def spans(
@@ -84,22 +153,23 @@ class Route:
         self._scratches.clear()
 
     def _exchanges(
-        self, group: dist.ProcessGroup, values: torch.Tensor, wire: Wire
+        self, group: dist.ProcessGroup, values: Values, wire: Wire
     ) -> Iterator[Callable[[Scratch], Exchange]]:
         shard_start, link = 0, wire.link
-        for index, chunk in enumerate(self._chunks(group, values.numel(), values.device)):
-            yield partial(
-                average_quantized,
-                values=values[chunk.start : chunk.stop],
-                wire=wire,
-                index=index,
-                own_start=chunk.start,
-                shard_start=shard_start,
+        for index, chunk in enumerate(self._chunks(group, values.count, values.device)):
+            exchange = partial(
+                average_quantized, wire=wire, index=index, own_start=chunk.start, shard_start=shard_start
             )
+            yield values.exchanged(chunk, exchange)
             shard_start += len(shards(chunk, link.size, self.scatter.block_size)[link.index])
 
     def _take_turns(self, exchanges: Iterator[Callable[[Scratch], Exchange]], device: torch.device) -> None:
         take_turns(exchanges, self._scratches.setdefault(device, []), device)
+
+    def _shard_chunks(self, group: dist.ProcessGroup, length: int, device: torch.device) -> list[Span]:
+        """Cut a shard so that the chunks of all ranks' shards together are as long as a chunk."""
+        most = max(_chunk_values(group, device) // group.size(), self.scatter.block_size)
+        return cut(length, most, self.scatter.block_size)
 
     def _chunks(self, group: dist.ProcessGroup, count: int, device: torch.device) -> list[Span]:
         return cut(count, _chunk_values(group, device), self.scatter.block_size)

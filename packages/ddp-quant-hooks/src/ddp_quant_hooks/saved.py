@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddp_quant_hooks.passes import value_count
+from ddp_quant_hooks.wire_format import is_integer
 
 if TYPE_CHECKING:
     from ddp_quant_hooks.feedback import Feedback
 
-__all__ = ["VERSION", "Lengths", "SavedResiduals", "read", "require_equal", "write"]
+__all__ = ["VERSION", "Lengths", "SavedResiduals", "keys_of", "read", "require_equal", "write"]
 
 VERSION = 2
 """Of the format. Version 1 knew residuals by buckets only."""
@@ -33,12 +34,14 @@ class SavedResiduals:
         buckets: Parameters, and what belongs to the bucket: own residuals and those of shards.
         steps: How many steps were made.
         digest: Equal where buckets and steps are: on all ranks.
+        keys: Of plain tensors: what stands for those of each key. ``None`` for a model.
     """
 
     own: list[tuple[torch.Tensor, torch.Tensor]]
     buckets: list[tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor | None]]
     steps: int
     digest: str
+    keys: Mapping[str, torch.Tensor] | None = None
 
 
 def write(
@@ -105,6 +108,22 @@ def require_equal(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
                 f"the residuals are of {name} {saved.get(name)!r}, but here it is {value!r}, on rank "
                 f"{here.get('rank')}"
             )
+
+
+def keys_of(saved: Mapping[str, Any]) -> dict[str, int] | None:
+    """Return how many values the plain tensors of each key have, ``None`` for residuals of a model.
+
+    Raises:
+        ValueError: There is something else.
+    """
+    keys = saved.get("keys")
+    if keys is None:
+        return None
+    if not isinstance(keys, dict) or not all(
+        isinstance(key, str) and is_integer(count) and count >= 0 for key, count in keys.items()
+    ):
+        raise ValueError(f"these are no residuals that state_dict() returned: their keys are {keys!r}")
+    return keys
 
 
 def read(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -18,9 +20,10 @@ from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.routes import Route
 from ddp_quant_hooks.saved import VERSION
 from ddp_quant_hooks.statistics import Counter, Statistics
+from ddp_quant_hooks.tensor_buckets import StandIns
 from ddp_quant_hooks.wire_format import WIRE_VERSION, Format, Layout
 from dist_utils import GroupLike, OrderedWorker, resolve_group
-from dist_utils.comm_hooks import require_same_bucket
+from dist_utils.comm_hooks import require_same_bucket, require_same_call
 
 __all__ = ["QuantizedAllreduceState"]
 
@@ -89,8 +92,9 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         """What was chosen, with the defaults filled in. Does not change: the ranks have compared it."""
         self._group = None if process_group is None else resolve_group(process_group)
         self._worker: OrderedWorker | None = None
-        self._bucket: tuple[int, torch.dtype | None] = 0, None  # the last one
+        self._first = ""  # what is averaged when the private group is made
         self.counter = Counter()
+        self.stand_ins = StandIns()
         self._use_route(Route(self.options))
 
     def _use_route(self, route: Route) -> None:
@@ -152,6 +156,35 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         """What was done in the backward passes that are over."""
         return self.counter.read()
 
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Make one step of all collectives on plain tensors that are called inside, in a ``with`` statement.
+
+        With error feedback what a step has lost is added to the next one's values of the same keys. That
+        happens if a step counts: the block ends without an error, every call succeeds with finite
+        values, and nobody calls :meth:`discard_step` before the next step begins. Otherwise residuals are
+        what they were before it.
+
+        A call outside of any such block is a step of its own; or, inside ``backward()``, all calls of that
+        pass are one.
+
+        Raises:
+            RuntimeError: Inside of another ``step()``.
+            ValueError: This state averages the buckets of a model with error feedback.
+
+        Example:
+            >>> with state.step():  # doctest: +SKIP
+            ...     for name, change in changes.items():
+            ...         all_reduce(change, dist.ReduceOp.AVG, state, key=name)
+        """
+        step = self.feedback.begin_step(self.wait_for_jobs)
+        try:
+            yield
+        except BaseException:
+            step.close(ended_well=False)
+            raise
+        step.close(ended_well=True)
+
     def close(self) -> None:
         """End the thread and the private group, free the scratch memory; a later bucket makes new ones.
 
@@ -194,16 +227,29 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             AgreementError: Something is not, or a rank does not come; :meth:`close` makes a fresh start.
         """
         buffer = bucket.buffer()
-        self._bucket = buffer.numel(), buffer.dtype
+        self._first = f"{buffer.numel()} values of {buffer.dtype}"
         worker = self.worker.agree()
         require_same_bucket(self.process_group, type(self).__name__, {"state": worker}, bucket)
 
+    def agree_on_call(self, call: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]) -> None:
+        """As :meth:`agree`, before a call on plain tensors.
+
+        Args:
+            call: The name of the function.
+            terms: What must be alike, by name.
+            tensors: Of the call.
+        """
+        what = [(tensor.numel(), tensor.dtype, tensor.device.type) for tensor in tensors]
+        told = f"{what[0][0]} values of {what[0][1]}" + (f" and {len(what) - 1} more" if what[1:] else "")
+        self._first = f"{call}() of {told}"
+        worker = self.worker.agree()
+        require_same_call(self.process_group, call, {**terms, "tensors": what, "state": worker})
+
     def _terms(self) -> dict[str, object]:
-        values, dtype = self._bucket
         return {
             **asdict(self.options),
             "wire format version": WIRE_VERSION,
-            "first bucket": f"{values} values of {dtype}",
+            "first bucket or call": self._first,
             **self._agreement_terms(),
         }
 

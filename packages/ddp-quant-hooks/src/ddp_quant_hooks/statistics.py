@@ -46,7 +46,7 @@ class Counter:
 
     def add(
         self,
-        values: torch.Tensor,
+        nbytes: int,
         world_size: int,
         bytes_sent: int,
         *,
@@ -56,7 +56,7 @@ class Counter:
         """Count one bucket.
 
         Args:
-            values: Of the bucket.
+            nbytes: Of the bucket.
             world_size: Of the group that averaged it.
             bytes_sent: What was sent.
             quantized: Whether it was sent in few bits.
@@ -68,7 +68,7 @@ class Counter:
                 so_far.quantised_buckets + quantized,
                 so_far.plain_buckets + (not quantized),
                 so_far.bytes_sent + bytes_sent,
-                so_far.bytes_of_allreduce + ring_bytes(values, world_size),
+                so_far.bytes_of_allreduce + ring_bytes(nbytes, world_size),
             )
             if error is not None:
                 self._error = error
@@ -78,6 +78,6 @@ class Counter:
         return replace(self._so_far, relative_error=None if self._error is None else float(self._error))
 
 
-def ring_bytes(values: torch.Tensor, world_size: int) -> int:
-    """Return how many bytes a rank sends in a ring all-reduce of ``values``."""
-    return 2 * (world_size - 1) * values.numel() * values.element_size() // world_size
+def ring_bytes(nbytes: int, world_size: int) -> int:
+    """Return how many bytes a rank sends in a ring all-reduce of ``nbytes``."""
+    return 2 * (world_size - 1) * nbytes // world_size

@@ -7,13 +7,18 @@ from dist_utils.comm_hooks.buckets import (
     failed_future,
     is_pair,
 )
-from dist_utils.comm_hooks.same_buckets import require_same_bucket
+from dist_utils.comm_hooks.same_buckets import require_same_bucket, require_same_call
+from dist_utils.comm_hooks.tensor_calls import checked_operation, checked_tensors, same_kind
 
 __all__ = [
     "CommHook",
     "check_gradient_dtype",
+    "checked_operation",
+    "checked_tensors",
     "completed_future",
     "failed_future",
     "is_pair",
     "require_same_bucket",
+    "require_same_call",
+    "same_kind",
 ]

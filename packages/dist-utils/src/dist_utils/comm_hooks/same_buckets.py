@@ -14,7 +14,10 @@ from dist_utils import torch_compat
 from dist_utils.process_groups.groups import GroupLike, resolve_group
 from dist_utils.process_groups.terms import AgreementError, require_same_terms
 
-__all__ = ["require_same_bucket"]
+__all__ = ["require_same_bucket", "require_same_call"]
+
+
+_MOST_CALLS = 1024
 
 
 class _Bucket(Protocol):
@@ -98,6 +101,8 @@ class _Passes:
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
 """By the first parameter of a bucket."""
+_agreed_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Agreed]] = weakref.WeakKeyDictionary()
+"""By title and terms, the latest call last."""
 _passes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Passes] = weakref.WeakKeyDictionary()
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, _Failure] = weakref.WeakKeyDictionary()
 
@@ -127,31 +132,70 @@ def require_same_bucket(
     Cost:
         One look into a table for a bucket that is known; else some requests to the store.
     """
-    group = resolve_group(process_group)
-    if group.size() == 1:
-        return
-    buffer, index = bucket.buffer(), bucket.index()
-    failure = _failures.get(group)
-    if failure is not None:
-        if failure.concerns(index):
-            raise AgreementError(failure.text)
-        _failures.pop(group, None)  # another pass has begun
+    buffer = bucket.buffer()
     terms = {
         **options,
         "bucket": buffer.dtype,
         "values in the bucket": buffer.numel(),
         "sparse": buffer.is_sparse,
-        "index of the bucket": index,
+        "index of the bucket": bucket.index(),
     }
-    key, task = f"{title} {terms!r}", torch_compat.graph_task_id()
+    group = resolve_group(process_group)
     agreed: _Agreed = _agreed.setdefault(group, WeakIdKeyDictionary()).setdefault(  # type: ignore[no-untyped-call]
         bucket.parameters()[0], _Agreed()
     )
+    _require_same(group, title, terms, agreed, bucket.index())
+
+
+def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, object]) -> None:
+    """Return if all ranks make the same call on plain tensors, or raise on all.
+
+    As :func:`require_same_bucket`, for tensors that are no bucket.
+
+    Args:
+        process_group: As in :func:`dist_utils.resolve_group`.
+        title: The name of the function.
+        terms: What must be equal, by name.
+
+    Raises:
+        AgreementError: As :func:`dist_utils.require_same_terms`.
+        RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
+
+    Cost:
+        One look into a table for a call that is known, one of the latest 1024; else some requests to the
+        store.
+    """
+    group = resolve_group(process_group)
+    calls, call = _agreed_calls.setdefault(group, {}), f"{title} {terms!r}"
+    agreed = calls.pop(call, None) or _Agreed()
+    calls[call] = agreed  # the latest one comes last
+    if len(calls) > _MOST_CALLS:
+        calls.pop(next(iter(calls)))
+    _require_same(group, title, terms, agreed, None)
+
+
+def _require_same(
+    group: dist.ProcessGroup,
+    title: str,
+    terms: Mapping[str, object],
+    agreed: _Agreed,
+    index: int | None,
+) -> None:
+    """Ask unless it is known; ``index`` is that of a bucket, whose pass ends with the first failure."""
+    if group.size() == 1:
+        return
+    failure = _failures.get(group)
+    if failure is not None and index is not None:
+        if failure.concerns(index):
+            raise AgreementError(failure.text)
+        _failures.pop(group, None)  # another pass has begun
+    key = f"{title} {terms!r}"
     if agreed.includes(key, _passes.setdefault(group, _Passes())):
         return
     try:
         require_same_terms(group, title, terms)
     except RuntimeError as error:
-        _failures[group] = _Failure(str(error), task, index)
+        if index is not None:
+            _failures[group] = _Failure(str(error), torch_compat.graph_task_id(), index)
         raise
     agreed.add(key)

@@ -1,0 +1,161 @@
+"""Plain tensors, which are no buckets, summed or averaged as the hooks average buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from ddp_compress_hooks import ring, two_shot
+from ddp_compress_hooks.packs import Pack, packs
+from ddp_compress_hooks.state import CompressState, HookState, as_state
+from dist_utils.comm_hooks import (
+    checked_operation,
+    checked_tensors,
+    completed_future,
+    failed_future,
+    require_same_call,
+    same_kind,
+)
+from dist_utils.process_groups import future_of_work
+
+__all__ = ["all_reduce"]
+
+_NAME = "ddp_compress_hooks.all_reduce"
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+_Future = torch.futures.Future[torch.Tensor]
+
+
+@overload
+def all_reduce(
+    tensor: Tensors,
+    op: dist.ReduceOp.RedOpType = ...,
+    group: HookState = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+
+
+@overload
+def all_reduce(
+    tensor: Tensors, op: dist.ReduceOp.RedOpType = ..., group: HookState = ..., *, async_op: Literal[True]
+) -> torch.futures.Future[Any]: ...
+
+
+def all_reduce(
+    tensor: Tensors,
+    op: Any = dist.ReduceOp.SUM,
+    group: HookState = None,
+    async_op: bool = False,
+) -> torch.futures.Future[Any] | None:
+    """Sum or average tensors over all ranks, in place, in the wire dtype of a state.
+
+    Args:
+        tensor: A tensor, or a sequence of tensors: fp16, bf16, fp32, fp64 or complex; dense. Small ones
+            travel together.
+        op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``.
+        group: As the first argument of the hooks: a process group, a ``DeviceMesh``, ``None`` for WORLD, or a
+            :class:`CompressState`. Keep one state for many calls: with ``accumulate="fp32"`` it has a thread
+            and a private group.
+        async_op: Return a future at once.
+
+    Returns:
+        ``None``, or with ``async_op`` a future of ``tensor``, not to be touched before it is complete.
+        A mean is finite where all ranks' values are. The same bits on all ranks.
+
+    Raises:
+        TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
+        ValueError: Another operation; tensors that share memory, or are part of a graph; this rank is not in
+            the group. All of them before any communication.
+        AgreementError: The ranks call with other tensors or options; from the future with ``async_op``.
+        RuntimeError: A peer failed.
+
+    Cost:
+        ``2 (W - 1) / W`` times the elements sent per rank, of the wire dtype's size. A copy of small tensors:
+        of 25 MiB at a time, of all with ``async_op``.
+
+    Counterpart of ``torch.distributed.all_reduce``.
+
+    Example:
+        >>> state = CompressState(wire_dtype=torch.bfloat16, accumulate="fp32")  # doctest: +SKIP
+        >>> all_reduce([p.grad for p in model.parameters()], dist.ReduceOp.AVG, state)  # doctest: +SKIP
+    """
+    state = as_state(group)
+    mean, tensors = checked_operation(_NAME, op), checked_tensors(_NAME, tensor)
+    filled = [one for one in tensors if one.numel()]
+    like = filled[0] if filled else torch.empty(0)
+    with record_function(_NAME):
+        if state.process_group.size() == 1:
+            return _result(completed_future(like), tensor) if async_op else None
+        try:
+            _agree(state, filled, mean=mean)
+        except RuntimeError as error:
+            if not async_op:
+                raise
+            return failed_future(error, like)
+        arrivals = []
+        for places in same_kind(tensors):
+            for pack in packs(tensors[place] for place in places):
+                arrivals.append(_start(state, pack, mean=mean))
+                if not async_op:
+                    arrivals.pop().wait()
+    return _result(_when_all_have(arrivals, like), tensor) if async_op else None
+
+
+def _agree(state: CompressState, tensors: Sequence[torch.Tensor], *, mean: bool) -> None:
+    """Compare the call with those of the other ranks."""
+    wire = {state.wire_dtype or _real(tensor.dtype) for tensor in tensors}
+    worker = state.worker.agree() if any(map(state.sums_in_fp32, wire)) else None
+    what = [(tensor.numel(), tensor.dtype, tensor.device.type) for tensor in tensors]
+    terms = {**state.terms(), "op": "AVG" if mean else "SUM", "tensors": what, "state": worker}
+    require_same_call(state.process_group, _NAME, terms)
+
+
+def _start(state: CompressState, pack: Pack, *, mean: bool) -> _Future:
+    group, world_size = state.process_group, state.process_group.size()
+    buffer = pack.together()
+    values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
+    wire_dtype = state.wire_dtype or values.dtype
+
+    def finish(_: object = None, *, factor: int = 1 if mean else world_size) -> torch.Tensor:
+        if factor > 1:
+            values.mul_(factor)
+        pack.put_back(buffer)
+        return buffer
+
+    if state.sums_in_fp32(wire_dtype):
+
+        def job(private_group: dist.ProcessGroup) -> torch.Tensor:
+            two_shot.average(state, private_group, values, wire_dtype)
+            return finish()
+
+        return state.worker.submit(job, device=buffer.device)
+    if mean or wire_dtype != values.dtype:
+        return ring.average(state, group, buffer, values, wire_dtype).then(lambda done: finish(done.value()))
+    work: Any = dist.all_reduce(values, group=group, async_op=True)
+    arrival: torch.futures.Future[Any] = future_of_work(work, group, values.device)
+    return arrival.then(lambda done: finish(done.value(), factor=1))
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+def _when_all_have(arrivals: list[_Future], like: torch.Tensor) -> _Future:
+    if not arrivals:
+        return completed_future(like)
+
+    def last(done: torch.futures.Future[list[_Future]]) -> torch.Tensor:
+        return [arrival.value() for arrival in done.value()][-1]
+
+    return torch.futures.collect_all(arrivals).then(last)
+
+
+def _result(done: _Future, tensor: Tensors) -> torch.futures.Future[Any]:
+    def value(future: _Future) -> Any:
+        future.value()  # raises what went wrong
+        return tensor
+
+    return done.then(value)

@@ -1,0 +1,110 @@
+"""Plain tensors seen as a bucket: what is kept of them is found again by the key of a call."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from ddp_quant_hooks.resume import Bucket
+from ddp_quant_hooks.values import Values
+
+__all__ = ["StandIns", "TensorBucket", "label_of", "small_parts", "values_of"]
+
+
+class TensorBucket:
+    """Tensors of one dtype and device that are averaged together.
+
+    Args:
+        tensors: Contiguous.
+        stand_ins: In place of parameters: what residuals belong to.
+        number: Of the bucket in its step.
+        label: The same on all ranks, and another one for every key.
+
+    Attributes:
+        tensors: As given.
+        label: As given.
+    """
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], stand_ins: list[torch.Tensor], number: int, label: int
+    ) -> None:
+        self.tensors = tensors
+        self.label = label
+        self._stand_ins = stand_ins
+        self._number = number
+
+    def index(self) -> int:
+        """Return its place in the step."""
+        return self._number
+
+    def buffer(self) -> torch.Tensor:
+        """Return the first tensor, which has the dtype and the device of all."""
+        return self.tensors[0]
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return what stands for parameters."""
+        return self._stand_ins
+
+    def is_last(self) -> bool:
+        """Return ``False``: the last one of a step is not known."""
+        return False
+
+
+class StandIns:
+    """What residuals of plain tensors belong to: a tensor without memory for each, found by a key.
+
+    Residuals are kept by parameters, and a plain tensor may be another object in each step.
+    """
+
+    def __init__(self) -> None:
+        self.named: dict[str, torch.Tensor] = {}
+        """By the key of the call, with the number of the tensor if there are several."""
+
+    def of(self, key: str | None, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the stand-ins of a call's tensors, always the same for the same key and lengths."""
+        if key is None:  # nothing is kept
+            return [_stand_in(_real_count(tensor), tensor.device) for tensor in tensors]
+        names = [key] if len(tensors) == 1 else [f"{key}[{number}]" for number in range(len(tensors))]
+        found = []
+        for name, tensor in zip(names, tensors, strict=True):
+            count = _real_count(tensor)
+            stand_in = self.named.get(name)
+            if stand_in is None or stand_in.numel() != count:
+                stand_in = self.named[name] = _stand_in(count, tensor.device)
+            found.append(stand_in)
+        return found
+
+    def load(self, counts: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
+        """Return those of these names and numbers of values, new where there is no such one yet."""
+        found = {}
+        for name, count in counts.items():
+            here = self.named.get(name)
+            found[name] = _stand_in(count, device) if here is None or here.numel() != count else here
+        return found
+
+
+def values_of(bucket: Bucket) -> Values:
+    """Return what is to be averaged of a dense bucket."""
+    return Values(bucket.tensors if isinstance(bucket, TensorBucket) else [bucket.buffer()])
+
+
+def small_parts(bucket: TensorBucket) -> Iterator[torch.Tensor]:
+    """Yield the tensors of at most one dimension, flat and real."""
+    for tensor in bucket.tensors:
+        if tensor.dim() <= 1:
+            yield (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+
+
+def label_of(key: str | None) -> int:
+    """Return a number for a key, the same in every process; 0 for none."""
+    return 0 if key is None else 1 + zlib.crc32(key.encode())
+
+
+def _real_count(tensor: torch.Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def _stand_in(count: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(1, device=device).expand(count)

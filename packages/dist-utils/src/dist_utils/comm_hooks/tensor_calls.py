@@ -1,0 +1,88 @@
+"""What is asked of plain tensors, which are no buckets, before they are summed or averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dist_utils.comm_hooks.buckets import GRADIENT_DTYPES
+from dist_utils.module_state.overlapping_memory import named_with_overlaps
+
+__all__ = ["checked_operation", "checked_tensors", "same_kind"]
+
+
+def checked_tensors(call: str, tensor: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return a call's tensors, without their graph, if they can be written in place.
+
+    Args:
+        call: The name of the function, for messages.
+        tensor: One tensor, or a sequence of them.
+
+    Raises:
+        TypeError: It is something else; a tensor is sparse or not of a floating-point dtype.
+        ValueError: A tensor is part of a graph, which would not see the change; or has elements, or shares
+            memory with another one, so that one place would be written twice.
+    """
+    tensors: Any = [tensor] if isinstance(tensor, torch.Tensor) else tensor
+    if not isinstance(tensors, Sequence) or not all(isinstance(one, torch.Tensor) for one in tensors):
+        raise TypeError(f"{call} takes a tensor or a sequence of tensors, got {_told(tensor)}")
+    for number, one in enumerate(tensors):
+        what = "the tensor" if one is tensor else f"tensor {number}"
+        if one.layout is not torch.strided:
+            raise TypeError(f"{call}: {what} must be dense, got {one.layout}")
+        if one.dtype not in GRADIENT_DTYPES:
+            raise TypeError(f"{call}: {what} must be of a floating-point dtype, got {one.dtype}")
+        if one.is_meta:
+            raise ValueError(f"{call}: {what} is a meta tensor and holds no values")
+        if one.requires_grad and not one.is_leaf:
+            raise ValueError(
+                f"{call}: {what} is part of a graph, which would not see that it changes: give its detach()"
+            )
+        if one.is_inference():
+            raise ValueError(
+                f"{call}: {what} was made in inference mode, and is written elsewhere: give a clone"
+            )
+        if any(length > 1 and stride == 0 for length, stride in zip(one.shape, one.stride(), strict=True)):
+            raise ValueError(f"{call}: elements of {what} share memory (expand()): give its clone()")
+    names = [f"tensor {number}" for number in range(len(tensors))]
+    contiguous = [one if one.is_contiguous() else one.new_empty(0) for one in tensors]
+    shared = [told for told in named_with_overlaps(names, contiguous) if told not in names]
+    if shared:
+        raise ValueError(f"{call}: tensors share memory: {', '.join(shared)}")
+    return [one.detach() for one in tensors]
+
+
+def checked_operation(call: str, op: Any) -> bool:
+    """Return whether ``op`` is the mean, and not the sum.
+
+    Raises:
+        TypeError: ``op`` is no reduce operation.
+        ValueError: It is another one.
+    """
+    if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+        raise TypeError(f"{call}: op must be ReduceOp.SUM or ReduceOp.AVG, got {op!r}")
+    if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        raise ValueError(f"{call}: op must be ReduceOp.SUM or ReduceOp.AVG, got {op}")
+    return bool(op == dist.ReduceOp.AVG)
+
+
+def same_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """Return the places of tensors of one dtype and device, of those that have elements.
+
+    The kinds come in the order in which they first appear.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if tensor.numel():
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
+    return list(kinds.values())
+
+
+def _told(given: object) -> str:
+    if isinstance(given, Sequence) and not isinstance(given, str):
+        kinds = sorted({type(one).__name__ for one in given})
+        return f"a {type(given).__name__} of {', '.join(kinds)}"
+    return f"a {type(given).__name__}"
