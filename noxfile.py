@@ -94,7 +94,9 @@ def lint(session: nox.Session) -> None:
 def mypy(session: nox.Session, torch: str) -> None:
     """Types of every package, strictly, with one torch."""
     install(session, "mypy==2.4.1", torch=torch)
-    session.run("mypy", *(session.posargs or SOURCES))
+    # What torch annotates differs between versions: an "ignore" for one of them is unused with another.
+    lenient = [] if torch == DEFAULT_TORCH else ["--allow-untyped-calls", "--no-warn-unused-ignores"]
+    session.run("mypy", *lenient, *(session.posargs or SOURCES))
     if RECORD:
         session.run("python", "-m", "releasing.recorded", "mypy", torch, env=ENV)
 

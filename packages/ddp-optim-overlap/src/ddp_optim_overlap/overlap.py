@@ -153,7 +153,7 @@ def overlap_optimizer(
     comm_state: object = None,
     mode: OverlapMode = OverlapMode.BUCKET,
     clip: ClipPolicy | None = None,
-    scaler: torch.amp.GradScaler | None = None,
+    scaler: torch.amp.grad_scaler.GradScaler | None = None,
     unused: Literal["skip", "step"] = "skip",
     check: bool = False,
 ) -> OverlapHandle:
