@@ -95,18 +95,18 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         self._first = ""  # what is averaged when the private group is made
         self.counter = Counter()
         self.stand_ins = StandIns()
-        self._use_route(Route(self.options))
-
-    def _use_route(self, route: Route) -> None:
-        """Let values travel so, from the first bucket on."""
-        self.route = route
+        self.route = self._make_route()
         residuals = Residuals(
             own=self.error_feedback == "both",
             shard=self.error_feedback in {"shard", "both"},
-            own_in_buckets=route.own_in_buckets,
+            own_in_buckets=self.route.own_in_buckets,
         )
         self.feedback = Feedback(residuals)
-        self.decisions = Decisions(self.options, route, residuals)
+        self.decisions = Decisions(self.options, self.route, residuals)
+
+    def _make_route(self) -> Route:
+        """Return the way of values, for this state's options."""
+        return Route(self.options)
 
     @property
     def scatter(self) -> Layout:
