@@ -1,5 +1,6 @@
 """What every communication hook of ``DistributedDataParallel`` needs: for authors of hooks."""
 
+from dist_utils.comm_hooks.bucket_watch import BucketWatch
 from dist_utils.comm_hooks.buckets import (
     CommHook,
     check_gradient_dtype,
@@ -10,6 +11,7 @@ from dist_utils.comm_hooks.buckets import (
 from dist_utils.comm_hooks.same_buckets import require_same_bucket
 
 __all__ = [
+    "BucketWatch",
     "CommHook",
     "check_gradient_dtype",
     "completed_future",

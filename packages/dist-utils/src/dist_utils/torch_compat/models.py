@@ -11,7 +11,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradBucket", "comm_hooks", "parameter_names", "register_comm_hook"]
+__all__ = ["GradBucket", "comm_hooks", "hands_over_buckets", "parameter_names", "register_comm_hook"]
 
 
 def parameter_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -51,3 +51,11 @@ def register_comm_hook(
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
     """Return the communication hooks that a model has, with their states. No public name up to torch 2.15."""
     return list(ddp._comm_hooks)  # noqa: SLF001
+
+
+def hands_over_buckets(ddp: DistributedDataParallel) -> bool:
+    """Tell whether a model gives its hook buckets, which DDP's python reducer does not.
+
+    No public name up to torch 2.15.
+    """
+    return not ddp._use_python_reducer  # noqa: SLF001
