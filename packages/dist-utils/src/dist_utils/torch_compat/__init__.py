@@ -39,6 +39,7 @@ from dist_utils.torch_compat.models import (
     hands_over_buckets,
     parameter_names,
     register_comm_hook,
+    replicated_ddp,
 )
 from dist_utils.torch_compat.operators import OperatorWatch, linear_operator
 from dist_utils.torch_compat.optimizers import (
@@ -94,6 +95,7 @@ __all__ = [
     "parameter_names",
     "reduce_scatter_single",
     "register_comm_hook",
+    "replicated_ddp",
     "saved_tensor_hooks",
     "step_post_hooks",
     "step_pre_hooks",
