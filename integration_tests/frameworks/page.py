@@ -34,5 +34,5 @@ def run(title: str, *, definitions: bool = False) -> dict[str, Any]:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     snippets = sections()[title]
     for snippet in snippets[:-1] if definitions else snippets:
-        exec(compile(snippet, str(PAGE), "exec"), namespace)  # noqa: S102 - our own page
+        exec(compile(snippet, str(PAGE), "exec"), namespace)
     return namespace

@@ -72,10 +72,12 @@ class _Job:
 
 
 def _overlapped(make):
-    found = {}
+    own, found = {}, {}
     for name, (options, of_overlap) in RUNS.items():
         kept = {key: value for key, value in options.items() if key != "clip"}
-        found[name] = same_bits(make(**options).train(), make(overlap=of_overlap, **kept).train())
+        own[name] = make(**options).train()
+        found[name] = same_bits(own[name], make(overlap=of_overlap, **kept).train())
+        assert same_bits(own[name], own["plain"]) == (not options)
     return found
 
 

@@ -31,9 +31,8 @@ class _Lightning:
 
     def __init__(self):
         self.page = run("Lightning", definitions=True)
-        L = self.page["L"]
 
-        class Model(L.LightningModule):
+        class Model(self.page["L"].LightningModule):
             def __init__(self):
                 super().__init__()
                 torch.manual_seed(0)
@@ -73,12 +72,14 @@ class _Lightning:
 
 
 def _overlapped(lightning):
-    found = {}
+    own, found = {}, {}
     for name, (options, of_overlap) in RUNS.items():
         overlap = lightning.page["Overlapped"](**of_overlap)
         kept = {key: value for key, value in options.items() if key not in CLIPS}
-        found[name] = same_bits(lightning.fit(**options), lightning.fit(overlap, **kept))
+        own[name] = lightning.fit(**options)
+        found[name] = same_bits(own[name], lightning.fit(overlap, **kept))
         assert len(overlap.handle.wait().stepped) > 1
+        assert same_bits(own[name], own["plain"]) == (not options)
     return found
 
 
