@@ -132,7 +132,7 @@ def integration(session: nox.Session, torch: str) -> None:
 
 @nox.session(default=False)
 def frameworks(session: nox.Session) -> None:
-    """Our hooks and overlap in Lightning, Accelerate and Transformers; every snippet of docs/frameworks.md."""
+    """Lightning, Accelerate and Transformers with our packages; every snippet of docs/frameworks.md."""
     install(session, *FRAMEWORKS, XDIST)
     tests = session.posargs or ["integration_tests/frameworks", *SIDE_BY_SIDE]
     session.run("pytest", *tests, env=ENV)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from page import run
 from ranks import needs, run_as_torchrun
 
-from ddp_optim_overlap import ConfigError, GlobalNorm, OverlapMode
+from ddp_optim_overlap import ConfigError, GlobalNorm, OverlapMode, overlap_optimizer
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils.testing import same_bits, same_on_all_ranks
 
@@ -83,6 +83,31 @@ def _overlapped(lightning):
     return found
 
 
+def _of_the_module(lightning):
+    """Overlap what a LightningModule knows as its optimizers, in manual optimization; fit twice."""
+
+    class Manual(lightning.model):
+        automatic_optimization = False
+
+        def training_step(self, batch, index):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, index))
+            optimizer.step()
+            self.lr_schedulers().step()
+
+    class Overlap(lightning.page["L"].Callback):
+        def on_fit_start(self, trainer, pl_module):
+            self.handle = overlap_optimizer(trainer.strategy.model, pl_module.optimizers())
+            assert self.handle.optimizers == tuple(trainer.optimizers)
+
+    ordinary = lightning.fit()
+    lightning.model, overlap = Manual, Overlap()
+    runs = [lightning.fit(overlap) for _ in range(2)]
+    assert overlap.handle.wait().number == 6
+    return [same_bits(ordinary, run) for run in runs]
+
+
 def _quantized(lightning):
     quantized = lightning.page["QuantizedGradients"](**FEEDBACK)
     whole = lightning.fit(quantized)
@@ -120,7 +145,7 @@ def _lightning():
     lightning = _Lightning()
     found = {"overlapped": _overlapped(lightning), "quantized": _quantized(lightning)}
     _refused(lightning)
-    return {**found, "ignored": _ignored(lightning)}
+    return {**found, "ignored": _ignored(lightning), "manual": _of_the_module(lightning)}
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +164,10 @@ def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume_to_the_bit(f
         assert 4 * sent.bytes_sent < 1.1 * sent.bytes_of_allreduce
         for name in ("QuantizedGradients", "QuantizedAndOverlapped"):
             assert rank["quantized"][name] == (True, True)
+
+
+def test_manual_optimization_overlaps_lightnings_own_optimizers(found):
+    assert [rank["manual"] for rank in found] == [[True, True]] * 2
 
 
 def test_a_hook_that_lightning_ignores_is_told(found):

@@ -22,8 +22,8 @@ class BucketWatch:
     A hook that was never registered with the module that trains is silent: its model is averaged in full
     precision. This happens where a framework takes a hook and ignores it, or wraps the model once more.
 
-    Passes without communication (``no_sync()``) do not count, nor do those of DDP's python
-    reducer, which has no buckets.
+    Passes without communication (``no_sync()``) do not count, nor do those of DDP's python reducer, which has
+    no buckets.
 
     Args:
         ddp: The model. It is not kept alive, and keeps this as long as it watches.
