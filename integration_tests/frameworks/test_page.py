@@ -23,5 +23,4 @@ def _section(title):
 def test_the_snippets_of_a_section_run(title, tmp_path):
     for sent in run_as_torchrun(_section, tmp_path, title):
         if title in _PACKAGES:
-            assert sent.quantised_buckets > 0
-            assert 4 * sent.bytes_sent < 1.1 * sent.bytes_of_allreduce
+            assert 0 < 4 * sent.bytes_sent < 1.1 * sent.bytes_of_allreduce

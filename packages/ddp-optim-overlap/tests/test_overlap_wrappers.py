@@ -103,7 +103,7 @@ def _wrapped(rank):
         overlap_optimizer(ddp, Averages(ddp.parameters(), lr=0.1))
     for model, text in (
         (ddp.module, "got Net"),
-        (torch.compile(ddp), "give the module that it has compiled"),
+        (torch.compile(ddp), "got OptimizedModule"),
     ):
         with pytest.raises(TypeError, match=text):
             overlap_optimizer(model, inner)
@@ -120,7 +120,7 @@ def _fully_sharded(_):
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - slow to import
 
     model = fully_shard(torch.nn.Linear(4, 4))
-    with pytest.raises(TypeError, match="which FSDP averages: wrap the module in DistributedDataParallel"):
+    with pytest.raises(TypeError, match="which FSDP averages: wrap the module in DDP"):
         overlap_optimizer(model, _adamw(model))
 
 

@@ -23,11 +23,14 @@ def inner_ddp(model: object) -> DistributedDataParallel:
     if isinstance(model, DistributedDataParallel):
         return model
     found = replicated_ddp(model) if isinstance(model, torch.nn.Module) else None
-    if found is None:
-        raise TypeError(
-            f"ddp must be a DistributedDataParallel, or a module given to replicate(), got {_kind(model)}"
-        )
-    return found
+    if found is not None:
+        return found
+    sharded = isinstance(model, torch.nn.Module) and hasattr(model, "set_requires_gradient_sync")
+    raise TypeError(
+        "ddp must be a DistributedDataParallel, or a module given to replicate(), got "
+        f"{type(model).__name__}"
+        + (", which FSDP averages: wrap the module in DDP instead" if sharded else "")
+    )
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -52,12 +55,3 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "already: train in bf16 (mixed_precision='bf16'), which needs no scaler"
         )
     return inner_optimizer(inner)
-
-
-def _kind(model: object) -> str:
-    name = type(model).__name__
-    if isinstance(model, torch.nn.Module) and hasattr(model, "set_requires_gradient_sync"):
-        return f"{name}, which FSDP averages: wrap the module in DistributedDataParallel instead"
-    if hasattr(model, "_orig_mod"):
-        return f"{name}: give the module that it has compiled"
-    return name
