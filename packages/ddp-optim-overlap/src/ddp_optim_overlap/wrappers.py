@@ -25,12 +25,10 @@ def inner_ddp(model: object) -> DistributedDataParallel:
     found = replicated_ddp(model) if isinstance(model, torch.nn.Module) else None
     if found is not None:
         return found
-    sharded = isinstance(model, torch.nn.Module) and hasattr(model, "set_requires_gradient_sync")
-    raise TypeError(
-        "ddp must be a DistributedDataParallel, or a module given to replicate(), got "
-        f"{type(model).__name__}"
-        + (", which FSDP averages: wrap the module in DDP instead" if sharded else "")
-    )
+    kind = type(model).__name__
+    if isinstance(model, torch.nn.Module) and hasattr(model, "set_requires_gradient_sync"):
+        kind += ", which FSDP averages: wrap the module in DDP instead"
+    raise TypeError(f"ddp must be a DistributedDataParallel, or a module given to replicate(), got {kind}")
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
