@@ -53,6 +53,8 @@ class CompressState:
         >>> ddp.register_comm_hook(state, fp16_compress_hook)  # doctest: +SKIP
     """
 
+    _watch: BucketWatch | None = None  # here, for states that were pickled before there was one
+
     def __init__(
         self,
         process_group: GroupLike = None,
@@ -74,7 +76,6 @@ class CompressState:
         self.accumulate: Accumulate = accumulate
         self.saturate = saturate
         self._worker: OrderedWorker | None = None
-        self._watch: BucketWatch | None = None
         # A tensor where the gradients are, because counting on a GPU must not wait for it.
         self._saturated: torch.Tensor | None = None
 
