@@ -138,6 +138,7 @@ def _average(
         check_gradient_dtype(gradient)
         return compiled.average(state, group, gradient, wire_dtype)  # type: ignore[return-value]
 
+    state.bucket_came()
     with record_function(f"{name}:bucket_{bucket.index()}"):
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)

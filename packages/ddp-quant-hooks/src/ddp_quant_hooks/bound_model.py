@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dist_utils.comm_hooks import BucketWatch
 from dist_utils.process_groups import group_of_model
 from dist_utils.torch_compat import parameter_names
 
@@ -29,6 +30,7 @@ class BoundModel:
     def __init__(self) -> None:
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for messages
+        self._watch: BucketWatch | None = None
 
     @property
     @abstractmethod
@@ -39,6 +41,9 @@ class BoundModel:
         """Tell this state its model, once, so that nothing else has to name it.
 
         A state without a process group takes the model's. The model is not kept alive.
+
+        If two backward passes of the model end and the state's hook has got no bucket, a warning says so: the
+        hook is not registered with this module, or the framework that was told to do so has ignored it.
 
         Args:
             ddp: The ``DistributedDataParallel`` module whose gradients are averaged.
@@ -58,7 +63,15 @@ class BoundModel:
         self._use_group_of(ddp)
         self._model = weakref.ref(ddp)
         self._known_names(ddp)
+        self.bucket_came()  # or nothing is expected of an earlier model any more
+        self._watch = BucketWatch(ddp, type(self).__name__)
         return self
+
+    def bucket_came(self) -> None:
+        """Notice a bucket of the model, before anything is done with it: the hook is in use."""
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
 
     def _parameters_of(self, model: torch.nn.Module | None, method: str) -> Mapping[str, torch.Tensor]:
         if model is None:

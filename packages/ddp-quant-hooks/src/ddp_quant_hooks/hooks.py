@@ -66,6 +66,7 @@ def quantized_allreduce_hook(
             "quantized_allreduce_hook averages buckets, and DDP's python reducer has none: set "
             "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
         )
+    state.bucket_came()
     with record_function(f"quantized_allreduce_hook:bucket_{bucket.index()}"):
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)

@@ -33,7 +33,14 @@ from dist_utils.torch_compat.groups import (
     group_timeout,
     new_named_group,
 )
-from dist_utils.torch_compat.models import GradBucket, comm_hooks, parameter_names, register_comm_hook
+from dist_utils.torch_compat.models import (
+    GradBucket,
+    comm_hooks,
+    hands_over_buckets,
+    parameter_names,
+    register_comm_hook,
+    replicated_ddp,
+)
 from dist_utils.torch_compat.operators import OperatorWatch, linear_operator
 from dist_utils.torch_compat.optimizers import (
     FUSED_CHECK,
@@ -73,6 +80,7 @@ __all__ = [
     "functional_all_to_all_single",
     "graph_task_id",
     "group_timeout",
+    "hands_over_buckets",
     "import_compiler",
     "in_final_callback",
     "inside_backward",
@@ -87,6 +95,7 @@ __all__ = [
     "parameter_names",
     "reduce_scatter_single",
     "register_comm_hook",
+    "replicated_ddp",
     "saved_tensor_hooks",
     "step_post_hooks",
     "step_pre_hooks",
