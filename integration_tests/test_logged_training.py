@@ -33,6 +33,6 @@ def test_statistics_are_logged_as_numbers(launch, tmp_path):
         else:
             assert 10 < values["quantised_buckets"] < 100  # of ten steps, not of all so far
             assert 0 < values["relative_error"] < 3e-2
-            assert values["bytes_ratio"] < 0.27
+            assert 0.25 < values["bytes_ratio"] < 0.5  # with an exact all-reduce for every sample
     if importlib.util.find_spec("tensorboard") is not None:
         assert list((tmp_path / "runs").glob("events*"))

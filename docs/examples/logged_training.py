@@ -32,7 +32,7 @@ def tensorboard_writer(folder: str | None) -> SummaryWriter | None:
     """Return what writes to TensorBoard, on rank 0 and where that is installed."""
     if folder is None or dist.get_rank() != 0 or importlib.util.find_spec("tensorboard") is None:
         return None
-    from torch.utils.tensorboard import SummaryWriter
+    from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415 - slow, and need not be there
 
     return SummaryWriter(folder)
 
