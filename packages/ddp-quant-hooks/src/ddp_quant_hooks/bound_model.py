@@ -29,6 +29,7 @@ class BoundModel:
     def __init__(self) -> None:
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for messages
+        self._bound_names: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
     @abstractmethod
@@ -57,12 +58,15 @@ class BoundModel:
             raise TypeError(f"bind() takes a DistributedDataParallel module, got {type(ddp).__name__}")
         self._use_group_of(ddp)
         self._model = weakref.ref(ddp)
-        self._known_names(ddp)
+        self._bound_names = WeakIdKeyDictionary()
+        for name, parameter in self._known_names(ddp).items():
+            self._bound_names[parameter] = name
         return self
 
     def _parameters_of(self, model: torch.nn.Module | None, method: str) -> Mapping[str, torch.Tensor]:
+        bound = None if self._model is None else self._model()
         if model is None:
-            model = None if self._model is None else self._model()
+            model = bound
             if model is None:
                 raise ValueError(
                     f"{method}() needs the model whose gradients are averaged: give it, or tell the state "
@@ -70,7 +74,11 @@ class BoundModel:
                 )
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
-        return self._known_names(model)
+        names = self._known_names(model)
+        if model is not bound:
+            return names
+        # From the first forward pass on, a model with tensor parallel does not list what DDP averages.
+        return {**{name: parameter for parameter, name in self._bound_names.items()}, **names}
 
     def _known_names(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         names = parameter_names(model)
