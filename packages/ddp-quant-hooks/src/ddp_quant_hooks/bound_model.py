@@ -78,7 +78,8 @@ class BoundModel:
         if model is not bound:
             return names
         # From the first forward pass on, a model with tensor parallel does not list what DDP averages.
-        return {**{name: parameter for parameter, name in self._bound_names.items()}, **names}
+        remembered = self._bound_names.items()  # type: ignore[no-untyped-call]
+        return {**{name: parameter for parameter, name in remembered}, **names}
 
     def _known_names(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         names = parameter_names(model)
