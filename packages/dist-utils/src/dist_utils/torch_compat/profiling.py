@@ -45,7 +45,8 @@ def every_thread() -> Any | None:
         >>> with torch.profiler.profile(experimental_config=every_thread()) as profiler:  # doctest: +SKIP
         ...     loss.backward()
     """
+    config: Any = _profiler._ExperimentalConfig  # noqa: SLF001
     try:
-        return _profiler._ExperimentalConfig(profile_all_threads=True)  # noqa: SLF001
-    except (AttributeError, TypeError):
+        return config(profile_all_threads=True)
+    except TypeError:
         return None
