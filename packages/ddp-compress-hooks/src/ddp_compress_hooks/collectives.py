@@ -7,11 +7,11 @@ from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from ddp_compress_hooks import ring, two_shot
 from ddp_compress_hooks.packs import Pack, packs
 from ddp_compress_hooks.state import CompressState, HookState, as_state
+from dist_utils import torch_compat
 from dist_utils.comm_hooks import (
     checked_operation,
     checked_tensors,
@@ -86,7 +86,7 @@ def all_reduce(
     mean, tensors = checked_operation(_NAME, op), checked_tensors(_NAME, tensor)
     filled = [one for one in tensors if one.numel()]
     like = filled[0] if filled else torch.empty(0)
-    with record_function(_NAME):
+    with torch_compat.profiler_range(_NAME):
         if state.process_group.size() == 1:
             return _result(completed_future(like), tensor) if async_op else None
         try:
@@ -131,7 +131,7 @@ def _start(state: CompressState, pack: Pack, *, mean: bool) -> _Future:
             two_shot.average(state, private_group, values, wire_dtype)
             return finish()
 
-        return state.worker.submit(job, device=buffer.device)
+        return state.worker.submit(job, device=buffer.device, name=f"{_NAME}:exchange")
     if mean or wire_dtype != values.dtype:
         return ring.average(state, group, buffer, values, wire_dtype).then(lambda done: finish(done.value()))
     work: Any = dist.all_reduce(values, group=group, async_op=True)

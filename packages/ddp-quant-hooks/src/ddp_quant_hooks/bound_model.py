@@ -31,6 +31,7 @@ class BoundModel:
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for messages
         self._watch: BucketWatch | None = None
+        self._bound_names: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
     @abstractmethod
@@ -62,7 +63,9 @@ class BoundModel:
             raise TypeError(f"bind() takes a DistributedDataParallel module, got {type(ddp).__name__}")
         self._use_group_of(ddp)
         self._model = weakref.ref(ddp)
-        self._known_names(ddp)
+        self._bound_names = WeakIdKeyDictionary()
+        for name, parameter in self._known_names(ddp).items():
+            self._bound_names[parameter] = name
         self.bucket_came()  # or nothing is expected of an earlier model any more
         self._watch = BucketWatch(ddp, type(self).__name__)
         return self
@@ -74,8 +77,9 @@ class BoundModel:
             self._watch = None
 
     def _parameters_of(self, model: torch.nn.Module | None, method: str) -> Mapping[str, torch.Tensor]:
+        bound = None if self._model is None else self._model()
         if model is None:
-            model = None if self._model is None else self._model()
+            model = bound
             if model is None:
                 raise ValueError(
                     f"{method}() needs the model whose gradients are averaged: give it, or tell the state "
@@ -83,7 +87,12 @@ class BoundModel:
                 )
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
-        return self._known_names(model)
+        names = self._known_names(model)
+        if model is not bound:
+            return names
+        # From the first forward pass on, a model with tensor parallel does not list what DDP averages.
+        remembered = self._bound_names.items()  # type: ignore[no-untyped-call]
+        return {**{name: parameter for parameter, name in remembered}, **names}
 
     def _known_names(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         names = parameter_names(model)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.profiler import record_function
 
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from ddp_quant_hooks.tensor_steps import TensorStep
+from dist_utils import torch_compat
 from dist_utils.comm_hooks import completed_future, failed_future
 
 __all__ = ["Future", "Tensors", "begin", "checked_state", "run"]
@@ -74,7 +74,7 @@ def run(
     filled = [tensor for tensor in tensors if tensor.numel()]
     like = filled[0] if filled else torch.empty(0)
     started: list[Future] = []
-    with record_function(f"ddp_quant_hooks.{name}"):
+    with torch_compat.profiler_range(f"ddp_quant_hooks.{name}"):
         if filled and state.process_group.size() > 1:
             try:
                 state.agree_on_call(name, terms, filled)

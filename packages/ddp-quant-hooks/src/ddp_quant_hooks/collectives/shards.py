@@ -121,7 +121,7 @@ def reduce_scatter_tensor(
             _count(state, source, sent, quantized=quantized)
             return target
 
-        return [state.worker.submit(job, device=source.device)]
+        return [state.worker.submit(job, device=source.device, name=f"ddp_quant_hooks.{name}:exchange")]
 
     what = {"op": "AVG" if mean else "SUM", "key": key}
     return run(name, state, step, [source], what, start, output if async_op else None)
@@ -198,7 +198,7 @@ def all_gather_into_tensor(
             _count(state, target, sent, quantized=quantized)
             return target
 
-        return [state.worker.submit(job, device=source.device)]
+        return [state.worker.submit(job, device=source.device, name=f"ddp_quant_hooks.{name}:exchange")]
 
     return run(name, state, TensorStep(), [source], {}, start, output_tensor if async_op else None)
 

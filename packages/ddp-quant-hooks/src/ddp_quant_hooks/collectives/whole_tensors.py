@@ -149,7 +149,7 @@ def _start(
         state.counter.add(nbytes, world_size, sent, quantized=True, error=error)
         return tensors[0]
 
-    return state.worker.submit(job, device=tensors[0].device)
+    return state.worker.submit(job, device=tensors[0].device, name="ddp_quant_hooks.all_reduce:exchange")
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:

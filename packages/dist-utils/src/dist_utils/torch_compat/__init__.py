@@ -50,6 +50,7 @@ from dist_utils.torch_compat.optimizers import (
     step_without_hooks,
     without_step_hooks,
 )
+from dist_utils.torch_compat.profiling import every_thread, profiler_range
 from dist_utils.torch_compat.tensors import (
     function_transforms_active,
     is_batched_gradient,
@@ -73,6 +74,7 @@ __all__ = [
     "compiling_refused",
     "default_group_timeout",
     "default_store",
+    "every_thread",
     "flushes_denormals",
     "function_transforms_active",
     "functional_all_gather",
@@ -93,6 +95,7 @@ __all__ = [
     "new_named_group",
     "outside_function_transforms",
     "parameter_names",
+    "profiler_range",
     "reduce_scatter_single",
     "register_comm_hook",
     "replicated_ddp",
