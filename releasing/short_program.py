@@ -6,6 +6,7 @@ imported. Every name that it uses is in the package since its first hook, optimi
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -139,6 +140,9 @@ def _rank(name: str, rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     globals()[name.replace("-", "_")]()
     dist.barrier()
+    # A model in a cycle would keep its group, whose threads, still alive when the interpreter ends, may
+    # abort the process.
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -79,6 +79,14 @@ def test_the_matrix_has_the_torches_and_pythons_that_the_packages_support():
         assert pythons == matrix["python"], package.name
 
 
+def test_the_compatibility_page_has_the_versions_of_frameworks():
+    noxfile = (ROOT / "noxfile.py").read_text()
+    pins = re.findall(r'"([^"]+)"', re.search(r"FRAMEWORKS = \[(.+)]", noxfile)[1])
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    assert pins
+    assert [pin for pin in pins if f"`{pin}`" not in page] == []
+
+
 def test_packages_share_the_settings_of_tests_and_the_place_of_the_sources():
     def pytest_settings(folder):
         settings = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["tool"]["pytest"][

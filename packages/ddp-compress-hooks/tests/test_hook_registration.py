@@ -22,6 +22,7 @@ from ddp_compress_hooks import (
     fp16_compress_wrapper,
 )
 from dist_utils.testing import run_ranks
+from dist_utils.torch_compat import every_thread
 
 PUBLIC = {
     hook.__qualname__: hook
@@ -38,9 +39,10 @@ def _register(rank):
         model.register_comm_hook(state_of(name), hook)
         logged = model._get_ddp_logging_data()["comm_hook"]
         model(torch.ones(1, 300)).sum().backward()  # the first iteration uses another set of buckets
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        config = every_thread()
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as profiler:
             model(torch.ones(1, 300)).sum().backward()
-        ranges = sorted({event.name for event in profiler.events() if ":bucket_" in event.name})
+        ranges = sorted({event.name for event in profiler.events() if "bucket_" in event.name})
         seen[name] = logged, ranges
     return seen
 
@@ -63,6 +65,16 @@ def test_the_profiler_shows_a_range_for_every_bucket(registered, name):
     mine = [shown for shown in ranges if shown.startswith(f"{hook}:bucket_")]
     assert mine == [f"{hook}:bucket_{index}" for index in range(len(mine))]
     assert len(mine) > 1
+
+
+@pytest.mark.skipif(every_thread() is None, reason="this torch shows no thread but the caller's")
+@pytest.mark.parametrize("name", HOOKS)
+def test_the_profiler_shows_averages_on_the_workers_thread(registered, name):
+    _, ranges = registered[name]
+    handed_over = [shown for shown in ranges if ":bucket_" in shown]
+    averaged = [shown for shown in ranges if ":average_bucket_" in shown]
+    in_fp32 = name.endswith("/fp32") and not name.startswith("allreduce")  # those are buckets of fp32 already
+    assert averaged == [shown.replace(":", ":average_") for shown in handed_over if in_fp32]
 
 
 def test_wrappers_are_named_after_what_they_wrap():

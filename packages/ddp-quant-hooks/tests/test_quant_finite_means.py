@@ -54,7 +54,7 @@ def _run(hook, state, dtype):
             mine.copy_(inputs[0, -1].expand_as(mine))
         result = run_hook(state, bucket, mine, hook)
         first = result.clone()
-        dist.broadcast(first, 0)
+        dist.broadcast(torch.view_as_real(first) if first.is_complex() else first, 0)
         good += bool(result.isfinite().all()) and torch.equal(first, result)
     if state is not None:
         state.close()

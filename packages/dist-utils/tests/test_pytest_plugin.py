@@ -6,6 +6,8 @@ import textwrap
 
 import torch
 
+from dist_utils.testing import patience
+
 SUITE = """
     import torch.distributed as dist
 
@@ -22,7 +24,7 @@ def _pytest(folder, *options):
     (folder / "test_suite_of_a_user.py").write_text(textwrap.dedent(SUITE))
     command = [sys.executable, "-m", "pytest", "-p", "dist_utils.pytest_plugin", "-rAs", *options, "."]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, timeout=120
+        command, cwd=folder, capture_output=True, text=True, check=False, timeout=patience(60.0)
     ).stdout
 
 

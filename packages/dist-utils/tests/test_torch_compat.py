@@ -1,11 +1,15 @@
 """The same calls on every supported torch."""
 
+import operator
 import warnings
 from datetime import timedelta
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
+from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import torch_compat
 from dist_utils.testing import run_ranks
@@ -150,3 +154,25 @@ def test_flushing_of_subnormal_numbers_is_seen():
     finally:
         torch.set_flush_denormal(False)
     assert seen == [True, False]
+
+
+def _averaged_models(_):
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 2))
+    assert torch_compat.hands_over_buckets(ddp)
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        assert not torch_compat.hands_over_buckets(DistributedDataParallel(torch.nn.Linear(2, 2)))
+    assert torch_compat.replicated_ddp(ddp) is None
+    assert torch_compat.replicated_ddp(ddp.module) is None
+
+    for begun in (False, True):
+        module = replicate(torch.nn.Linear(2, 2))
+        if begun:
+            module(torch.ones(1, 2)).sum().backward()
+        found = torch_compat.replicated_ddp(module)
+        assert all(map(operator.is_, found.parameters(), module.parameters()))
+        module(torch.ones(1, 2)).sum().backward()
+        assert torch_compat.replicated_ddp(module) is found
+
+
+def test_what_averages_the_gradients_of_a_model():
+    run_ranks(_averaged_models, 2)

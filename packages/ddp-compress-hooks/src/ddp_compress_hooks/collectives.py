@@ -7,11 +7,11 @@ from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from ddp_compress_hooks import ring, two_shot
 from ddp_compress_hooks.packs import Pack, packs
 from ddp_compress_hooks.state import CompressState, HookState, as_state
+from dist_utils import torch_compat
 from dist_utils.comm_hooks import (
     checked_operation,
     checked_tensors,
@@ -53,8 +53,8 @@ def all_reduce(
     """Sum or average tensors over all ranks, in place, in the wire dtype of a state.
 
     Args:
-        tensor: A tensor, or a sequence of tensors: fp16, bf16, fp32, fp64 or complex; dense. Small ones travel
-            together.
+        tensor: A tensor, or a sequence of tensors: fp16, bf16, fp32, fp64 or complex; dense. Small ones
+            travel together.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``.
         group: As the first argument of the hooks: a process group, a ``DeviceMesh``, ``None`` for WORLD, or a
             :class:`CompressState`. Keep one state for many calls: with ``accumulate="fp32"`` it has a thread
@@ -62,7 +62,7 @@ def all_reduce(
         async_op: Return a future at once.
 
     Returns:
-        ``None``, or with ``async_op`` a future of ``tensor``, which must not be touched before it is complete.
+        ``None``, or with ``async_op`` a future of ``tensor``, not to be touched before it is complete.
         A mean is finite where all ranks' values are. The same bits on all ranks.
 
     Raises:
@@ -73,8 +73,8 @@ def all_reduce(
         RuntimeError: A peer failed.
 
     Cost:
-        ``2 (W - 1) / W`` times the elements sent per rank, of the wire dtype's size. A copy of up to 25 MiB of
-        small tensors at a time, of all small tensors with ``async_op``.
+        ``2 (W - 1) / W`` times the elements sent per rank, of the wire dtype's size. A copy of small tensors:
+        of 25 MiB at a time, of all with ``async_op``.
 
     Counterpart of ``torch.distributed.all_reduce``.
 
@@ -86,7 +86,7 @@ def all_reduce(
     mean, tensors = checked_operation(_NAME, op), checked_tensors(_NAME, tensor)
     filled = [one for one in tensors if one.numel()]
     like = filled[0] if filled else torch.empty(0)
-    with record_function(_NAME):
+    with torch_compat.profiler_range(_NAME):
         if state.process_group.size() == 1:
             return _result(completed_future(like), tensor) if async_op else None
         try:
@@ -131,7 +131,7 @@ def _start(state: CompressState, pack: Pack, *, mean: bool) -> _Future:
             two_shot.average(state, private_group, values, wire_dtype)
             return finish()
 
-        return state.worker.submit(job, device=buffer.device)
+        return state.worker.submit(job, device=buffer.device, name=f"{_NAME}:exchange")
     if mean or wire_dtype != values.dtype:
         return ring.average(state, group, buffer, values, wire_dtype).then(lambda done: finish(done.value()))
     work: Any = dist.all_reduce(values, group=group, async_op=True)

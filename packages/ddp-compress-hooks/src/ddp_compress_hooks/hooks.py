@@ -4,7 +4,6 @@
 # the real types, and refuses strings.
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from ddp_compress_hooks import compiled, ring, two_shot
 from ddp_compress_hooks.state import CompressState, HookState, as_state
@@ -16,7 +15,7 @@ from dist_utils.comm_hooks import (
     is_pair,
     require_same_bucket,
 )
-from dist_utils.torch_compat import GradBucket
+from dist_utils.torch_compat import GradBucket, profiler_range
 
 __all__ = [
     "allreduce_hook",
@@ -143,7 +142,8 @@ def _average(
         check_gradient_dtype(gradient)
         return compiled.average(state, group, gradient, wire_dtype)  # type: ignore[return-value]
 
-    with record_function(f"{name}:bucket_{bucket.index()}"):
+    state.bucket_came()
+    with profiler_range(f"{name}:bucket_{bucket.index()}"):
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)
         if group.size() == 1 or buffer.numel() == 0:
@@ -166,4 +166,5 @@ def _average(
             two_shot.average(state, private_group, values, wire_dtype)
             return buffer
 
-        return state.worker.submit(job, device=buffer.device)
+        job_name = f"{name}:average_bucket_{bucket.index()}"
+        return state.worker.submit(job, device=buffer.device, name=job_name)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks.payload import Clamp
 from dist_utils import GroupLike, OrderedWorker, resolve_group
+from dist_utils.comm_hooks import BucketWatch
 from dist_utils.process_groups import group_of_model
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ class CompressState:
         >>> state = CompressState(accumulate="fp32")  # doctest: +SKIP
         >>> ddp.register_comm_hook(state, fp16_compress_hook)  # doctest: +SKIP
     """
+
+    _watch: BucketWatch | None = None  # here, for states that were pickled before there was one
 
     def __init__(
         self,
@@ -110,6 +113,9 @@ class CompressState:
         A hook does not learn the group of its model: without this, a state of another group averages over
         that one.
 
+        If two backward passes of the model end and the state's hook has got no bucket, a warning says so: the
+        hook is not registered with this module, or the framework that was told to do so has ignored it.
+
         Args:
             ddp: The ``DistributedDataParallel`` module that the state is for.
 
@@ -124,7 +130,15 @@ class CompressState:
             >>> ddp.register_comm_hook(CompressState().bind(ddp), fp16_compress_hook)  # doctest: +SKIP
         """
         self._group = group_of_model(ddp, self._group)
+        self.bucket_came()  # or nothing is expected of an earlier model any more
+        self._watch = BucketWatch(ddp, type(self).__name__)
         return self
+
+    def bucket_came(self) -> None:
+        """Notice a bucket of the model, before anything is done with it: the hook is in use."""
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
 
     def terms(self) -> dict[str, object]:
         """Return the options that all ranks must have alike."""
@@ -153,7 +167,7 @@ class CompressState:
             warnings.warn(
                 "a CompressState pickles without its process group; the copy uses WORLD", stacklevel=2
             )
-        return {**self.__dict__, "_group": None, "_worker": None}
+        return {**self.__dict__, "_group": None, "_worker": None, "_watch": None}
 
 
 HookState: TypeAlias = dist.ProcessGroup | DeviceMesh | CompressState | None

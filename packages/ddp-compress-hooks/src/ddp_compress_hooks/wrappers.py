@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.profiler import record_function
 
 from ddp_compress_hooks.hooks import (
     allreduce_hook,
@@ -25,7 +24,7 @@ from dist_utils.comm_hooks import (
     require_same_bucket,
 )
 from dist_utils.finite_means import held_mean, round_mean
-from dist_utils.torch_compat import GradBucket
+from dist_utils.torch_compat import GradBucket, profiler_range
 
 __all__ = ["CommHook", "bf16_compress_wrapper", "fp16_compress_wrapper"]
 
@@ -84,7 +83,7 @@ def _compress_wrapper(name: str, hook: CommHook, wire_dtype: torch.dtype, if_all
     def wrapped_hook(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if is_pair(bucket):
             return _run_on_pair(inner, cast_to, hook_state, bucket)  # type: ignore[return-value]
-        with record_function(f"{full_name}:bucket_{bucket.index()}"):
+        with profiler_range(f"{full_name}:bucket_{bucket.index()}"):
             return _run_on_bucket(inner, cast_to, hook_state, bucket, full_name)
 
     wrapped_hook.__qualname__ = full_name  # what DDP logs

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from ddp_optim_overlap.backward_pass import BackwardPass
 from ddp_optim_overlap.errors import CommunicationError, OverlapError
-from dist_utils.torch_compat import is_accelerator
+from dist_utils.torch_compat import is_accelerator, profiler_range
 
 __all__ = [
     "as_outside_of_backward",
@@ -28,9 +27,14 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def as_outside_of_backward(device: torch.device) -> Iterator[None]:
-    """Be where a loop calls ``step()``: not under autocast, for one, though ``backward()`` may be."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), record_function("overlapped step"):
+def as_outside_of_backward(device: torch.device, name: str) -> Iterator[None]:
+    """Be where a loop calls ``step()``: not under autocast, for one, though ``backward()`` may be.
+
+    Args:
+        device: Of the parameters.
+        name: What a profiler calls it.
+    """
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), profiler_range(name):
         yield
 
 

@@ -74,9 +74,10 @@ class BucketSteps:
             view if is_used else parameter.grad
             for parameter, view, is_used in zip(parameters, gradients.views, used, strict=True)
         ]
+        name = f"overlapped step:bucket_{index}"
         began = time.perf_counter()
         try:
-            with as_outside_of_backward(device), lent(parameters, averaged) as own:
+            with as_outside_of_backward(device, name), lent(parameters, averaged) as own:
                 self._stepper.step(parameters)
                 self._contents.keep(parameters, averaged, own, gradients.buffer)
         except BaseException as error:  # sys.exit() too: it would end a thread, and nobody would know

@@ -41,6 +41,9 @@ from dist_utils.torch_compat import GradBucket, after_backward, inside_backward
 
 __all__ = ["Engine"]
 
+_NAME = "ddp-optim-overlap"
+"""Of the worker, and what a profiler's ranges of its jobs begin with."""
+
 
 class Engine:
     """Hands the buckets of backward passes on to be averaged and, averaged, to be stepped.
@@ -80,7 +83,7 @@ class Engine:
         self._watch = WeightWatch() if check else None
         self._by_bucket = BucketSteps(stepper, self.contents, self._watch)
         self._whole = WholeStep(stepper, self.contents) if stepper.whole else None
-        worker = OrderedWorker(process_group, name="ddp-optim-overlap", terms=self._terms)
+        worker = OrderedWorker(process_group, name=_NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
         self._failure = FirstError(worker)
         self._pass: BackwardPass | None = None
@@ -131,8 +134,10 @@ class Engine:
         reduced = self._communicate(bucket, current)
         if self._whole is None:
             asked = used if self._unused_possible else None
-            job = partial(self._by_bucket.job, current, bucket.index(), gradients, asked, reduced)
-            done = self._last_job = self._worker.submit(job, device=gradients.buffer.device)
+            index, device = bucket.index(), gradients.buffer.device
+            job = partial(self._by_bucket.job, current, index, gradients, asked, reduced)
+            done = self._worker.submit(job, device=device, name=f"{_NAME}:bucket_{index}")
+            self._last_job = done
         else:
             # A callback may be dropped last by Gloo's thread, which must not end its own process group.
             keep: weakref.WeakMethod[Any] = weakref.WeakMethod(self._first_of)
@@ -257,7 +262,8 @@ class Engine:
             after_backward(partial(self._finish, current, device))
         averages = [] if self._whole is None else self._whole.take_averages()
         if averages and self._worker is not None and device.type == "cpu":
-            self._worker.submit(partial(wait_for_all, averages))  # its error ends the group: peers notice
+            # Its error ends the group: peers notice.
+            self._worker.submit(partial(wait_for_all, averages), name=f"{_NAME}:averages")
         if not current.steps or self._whole is None:
             self._meet_peers(current, device)
 
@@ -289,7 +295,7 @@ class Engine:
 
     def _meet_peers(self, current: BackwardPass, device: torch.device) -> None:
         if self._worker is not None and device.type == "cpu":
-            self._agreement = self._worker.submit(partial(meet_peers, current))
+            self._agreement = self._worker.submit(partial(meet_peers, current), name=f"{_NAME}:meet_peers")
 
     def _communicate(self, bucket: GradBucket, current: BackwardPass) -> torch.futures.Future[Any]:
         try:

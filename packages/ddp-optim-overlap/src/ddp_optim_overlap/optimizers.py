@@ -50,7 +50,7 @@ class OverlappedOptimizers(Stepper):
         model: Sequence[torch.Tensor],
         whole: bool,
         clip: ClipPolicy | None = None,
-        scaler: torch.amp.GradScaler | None = None,
+        scaler: torch.amp.grad_scaler.GradScaler | None = None,
         only: set[torch.Tensor] | None = None,
     ) -> None:
         self._optimizers = optimizers

@@ -28,6 +28,7 @@ from ddp_optim_overlap.refusals import (
 )
 from ddp_optim_overlap.report import StepReport
 from ddp_optim_overlap.shared_memory import require_separate_memory
+from ddp_optim_overlap.wrappers import inner_ddp, inner_optimizer
 from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket, comm_hooks, inside_backward, register_comm_hook
 
@@ -52,7 +53,7 @@ class OverlapHandle:
     It need not be kept: the overlap lasts as long as the model.
 
     Attributes:
-        optimizers: The user's own objects.
+        optimizers: The user's own objects, out of their wrappers.
         mode: When parameters are stepped.
     """
 
@@ -146,14 +147,14 @@ def overlapped_step_hook(state: _HookSlot, bucket: GradBucket) -> torch.futures.
 
 
 def overlap_optimizer(
-    ddp: DistributedDataParallel,
+    ddp: torch.nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     *,
     comm_hook: CommHook | None = None,
     comm_state: object = None,
     mode: OverlapMode = OverlapMode.BUCKET,
     clip: ClipPolicy | None = None,
-    scaler: torch.amp.GradScaler | None = None,
+    scaler: torch.amp.grad_scaler.GradScaler | None = None,
     unused: Literal["skip", "step"] = "skip",
     check: bool = False,
 ) -> OverlapHandle:
@@ -169,8 +170,10 @@ def overlap_optimizer(
     ``handle.wait()``, or in the next ``backward()`` before anything is stepped.
 
     Args:
-        ddp: A model whose communication hook is not set, on every rank.
-        optimizer: The user's own, or several, over parameters of ``ddp``. It stays in charge: schedulers,
+        ddp: A model whose communication hook is not set, on every rank. Also a module that was given to
+            ``torch.distributed._composable.replicate()``.
+        optimizer: The user's own, or several, over parameters of ``ddp``. Of the wrappers of Accelerate and
+            Lightning the optimizer inside is taken. It stays in charge: schedulers,
             parameter groups, ``state_dict`` and ``load_state_dict`` work as always. Any optimizer that
             steps per parameter, foreach and fused included; it is tried out with small values, and watched
             in real steps. ``AFTER_REDUCE`` takes those that couple parameters too.
@@ -215,16 +218,17 @@ def overlap_optimizer(
         ...     ddp(batch).mean().backward()  # steps, bucket by bucket
         ...     optimizer.step()  # nothing left to do
     """
-    optimizers = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"ddp must be a DistributedDataParallel, got {type(ddp).__name__}")
+    given = (optimizer,) if isinstance(optimizer, torch.optim.Optimizer) else tuple(optimizer)
     if inside_backward():
         raise ConfigError(
             "overlap_optimizer() inside backward(), whose first gradients may be gone: call it before"
         )
+    require_kinds(given, clip, unused)
+    optimizers = tuple(map(inner_optimizer, given))
+    require_kinds(optimizers, clip, unused)  # two wrappers may have one
+    ddp = inner_ddp(ddp)
     require_ddp_options(ddp)  # before the hook is looked at: mixed precision has one of its own
     slot = _own_slot(ddp)
-    require_kinds(optimizers, clip, unused)
     if not isinstance(mode, OverlapMode):
         raise TypeError(f"mode must be an OverlapMode, got {mode!r}")
     whole = mode is OverlapMode.AFTER_REDUCE

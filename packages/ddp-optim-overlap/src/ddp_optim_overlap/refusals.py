@@ -73,7 +73,7 @@ def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: o
 
 
 def require_options(
-    *, whole: bool, clip: ClipPolicy | None, scaler: torch.amp.GradScaler | None, unused: str
+    *, whole: bool, clip: ClipPolicy | None, scaler: torch.amp.grad_scaler.GradScaler | None, unused: str
 ) -> None:
     """Raise if the options contradict each other; ``whole`` is ``OverlapMode.AFTER_REDUCE``."""
     if not whole and clip is not None and clip.needs_all_gradients:

@@ -36,6 +36,29 @@ class StepReport:
     seconds_hidden: float = 0.0
     norm: torch.Tensor | None = None
 
+    @property
+    def hidden_ratio(self) -> float | None:
+        """The part of ``seconds`` that was hidden; ``None`` if nothing was stepped."""
+        return self.seconds_hidden / self.seconds if self.seconds else None
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Return attributes and properties by name, as plain numbers: the lengths of lists of places.
+
+        Those that are ``None`` are left out. Waits for an accelerator if there is a norm.
+        """
+        values = {
+            "number": self.number,
+            "buckets": self.buckets,
+            "stepped": len(self.stepped),
+            "partial": len(self.partial),
+            "optimizers": len(self.optimizers),
+            "seconds": self.seconds,
+            "seconds_hidden": self.seconds_hidden,
+            "hidden_ratio": self.hidden_ratio,
+            "norm": None if self.norm is None else float(self.norm),
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
     def progress(self) -> str:
         """Say which buckets were stepped."""
         if not (self.stepped or self.partial):

@@ -77,7 +77,7 @@ class WholeStep:
         """
         began = time.perf_counter()
         try:
-            with as_outside_of_backward(device):
+            with as_outside_of_backward(device, "overlapped step"):
                 self._stepper.step(())
         except BaseException as error:
             begun = self._stepper.begun

@@ -5,7 +5,6 @@
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import kernels
@@ -20,7 +19,7 @@ from dist_utils.comm_hooks import (
     require_same_bucket,
 )
 from dist_utils.process_groups import runs_on_host
-from dist_utils.torch_compat import GradBucket, all_gather_single
+from dist_utils.torch_compat import GradBucket, all_gather_single, profiler_range
 
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 
@@ -104,7 +103,7 @@ def _average(
     if is_pair(bucket):
         raise TypeError(f"{name} averages buckets, and DDP's python reducer under torch.compile has none")
     group = resolve_group(process_group)
-    with record_function(f"{name}:bucket_{bucket.index()}"):
+    with profiler_range(f"{name}:bucket_{bucket.index()}"):
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)
         if group.size() == 1 or buffer.numel() == 0:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dist_utils.comm_hooks import BucketWatch
 from dist_utils.process_groups import group_of_model
 from dist_utils.torch_compat import parameter_names
 
@@ -29,6 +30,8 @@ class BoundModel:
     def __init__(self) -> None:
         self._model: weakref.ref[torch.nn.Module] | None = None
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()  # for messages
+        self._watch: BucketWatch | None = None
+        self._bound_names: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     @property
     @abstractmethod
@@ -39,6 +42,9 @@ class BoundModel:
         """Tell this state its model, once, so that nothing else has to name it.
 
         A state without a process group takes the model's. The model is not kept alive.
+
+        If two backward passes of the model end and the state's hook has got no bucket, a warning says so: the
+        hook is not registered with this module, or the framework that was told to do so has ignored it.
 
         Args:
             ddp: The ``DistributedDataParallel`` module whose gradients are averaged.
@@ -57,12 +63,23 @@ class BoundModel:
             raise TypeError(f"bind() takes a DistributedDataParallel module, got {type(ddp).__name__}")
         self._use_group_of(ddp)
         self._model = weakref.ref(ddp)
-        self._known_names(ddp)
+        self._bound_names = WeakIdKeyDictionary()
+        for name, parameter in self._known_names(ddp).items():
+            self._bound_names[parameter] = name
+        self.bucket_came()  # or nothing is expected of an earlier model any more
+        self._watch = BucketWatch(ddp, type(self).__name__)
         return self
 
+    def bucket_came(self) -> None:
+        """Notice a bucket of the model, before anything is done with it: the hook is in use."""
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+
     def _parameters_of(self, model: torch.nn.Module | None, method: str) -> Mapping[str, torch.Tensor]:
+        bound = None if self._model is None else self._model()
         if model is None:
-            model = None if self._model is None else self._model()
+            model = bound
             if model is None:
                 raise ValueError(
                     f"{method}() needs the model whose gradients are averaged: give it, or tell the state "
@@ -70,7 +87,12 @@ class BoundModel:
                 )
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a module, got {type(model).__name__}")
-        return self._known_names(model)
+        names = self._known_names(model)
+        if model is not bound:
+            return names
+        # From the first forward pass on, a model with tensor parallel does not list what DDP averages.
+        remembered = self._bound_names.items()  # type: ignore[no-untyped-call]
+        return {**{name: parameter for parameter, name in remembered}, **names}
 
     def _known_names(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         names = parameter_names(model)

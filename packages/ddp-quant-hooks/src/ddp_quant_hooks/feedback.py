@@ -137,8 +137,8 @@ class Feedback:
     def _refuse_other_kind(self, kind: type[BackwardPass]) -> None:
         if self._kind not in (None, kind):
             raise ValueError(
-                "a state with error feedback is for a model's buckets or for plain tensors, not for both: make "
-                "one for each"
+                "a state with error feedback is for a model's buckets or for plain tensors, not for both: "
+                "make one for each"
             )
         self._kind = kind
 

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks.grid_route import GridRoute
+from ddp_quant_hooks.routes import Route
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from dist_utils import GroupLike, resolve_group
 
@@ -51,7 +52,6 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
         mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(process_group, **options)
         if mesh is not None:
             if intra_group is not None or inter_group is not None:
                 raise ValueError("give either mesh, or intra_group and inter_group")
@@ -60,14 +60,17 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
             inter_group, intra_group = mesh.get_group(0), mesh.get_group(1)
         if intra_group is None or inter_group is None:
             raise ValueError("a hierarchical state needs intra_group and inter_group, or mesh")
-        everyone = dist.get_process_group_ranks(self.process_group)
+        everyone = dist.get_process_group_ranks(resolve_group(process_group))
         inside, across = (
             dist.get_process_group_ranks(resolve_group(group)) for group in (intra_group, inter_group)
         )
         _check_grid(everyone, inside, across)
         self._inside = [everyone.index(rank) for rank in inside]
         self._across = [everyone.index(rank) for rank in across]
-        self._use_route(GridRoute(self.options, self._inside, self._across))
+        super().__init__(process_group, **options)
+
+    def _make_route(self) -> Route:
+        return GridRoute(self.options, self._inside, self._across)
 
     def _identity(self) -> dict[str, Any]:
         return {**super()._identity(), "intra_group": self._inside, "inter_group": self._across}

@@ -7,7 +7,6 @@ from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.profiler import record_function
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks.averaging import average
@@ -16,7 +15,7 @@ from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from ddp_quant_hooks.statistics import ring_bytes
 from dist_utils.comm_hooks import buckets_only, check_gradient_dtype, completed_future, failed_future, is_pair
-from dist_utils.torch_compat import GradBucket
+from dist_utils.torch_compat import GradBucket, profiler_range
 
 __all__ = ["quantized_allreduce_hook"]
 
@@ -67,7 +66,8 @@ def quantized_allreduce_hook(
             "quantized_allreduce_hook averages buckets, and DDP's python reducer has none: set "
             "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
         )
-    with record_function(f"quantized_allreduce_hook:bucket_{bucket.index()}"):
+    state.bucket_came()
+    with profiler_range(f"quantized_allreduce_hook:bucket_{bucket.index()}"):
         buffer = bucket.buffer()
         check_gradient_dtype(buffer)
         state.refuse_capture(buffer)
@@ -107,4 +107,5 @@ def _average(
             state.counter.add(buffer.nbytes, world_size, sent, quantized=True, error=error)
         return buffer
 
-    return state.worker.submit(job, device=buffer.device)
+    name = f"quantized_allreduce_hook:average_bucket_{bucket.index()}"
+    return state.worker.submit(job, device=buffer.device, name=name)

@@ -95,18 +95,18 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         self._first = ""  # what is averaged when the private group is made
         self.counter = Counter()
         self.stand_ins = StandIns()
-        self._use_route(Route(self.options))
-
-    def _use_route(self, route: Route) -> None:
-        """Let values travel so, from the first bucket on."""
-        self.route = route
+        self.route = self._make_route()
         residuals = Residuals(
             own=self.error_feedback == "both",
             shard=self.error_feedback in {"shard", "both"},
-            own_in_buckets=route.own_in_buckets,
+            own_in_buckets=self.route.own_in_buckets,
         )
         self.feedback = Feedback(residuals)
-        self.decisions = Decisions(self.options, route, residuals)
+        self.decisions = Decisions(self.options, self.route, residuals)
+
+    def _make_route(self) -> Route:
+        """Return the way of values, for this state's options."""
+        return Route(self.options)
 
     @property
     def scatter(self) -> Layout:
@@ -162,8 +162,8 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
         With error feedback what a step has lost is added to the next one's values of the same keys. That
         happens if a step counts: the block ends without an error, every call succeeds with finite
-        values, and nobody calls :meth:`discard_step` before the next step begins. Otherwise residuals are what
-        they were before it.
+        values, and nobody calls :meth:`discard_step` before the next step begins. Otherwise residuals are
+        what they were before it.
 
         A call outside of any such block is a step of its own; or, inside ``backward()``, all calls of that
         pass are one.
@@ -249,7 +249,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         return {
             **asdict(self.options),
             "wire format version": WIRE_VERSION,
-            "first bucket": self._first,
+            "first bucket or call": self._first,
             **self._agreement_terms(),
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ __all__ = ["Counter", "Statistics", "ring_bytes"]
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a state has done so far, on this rank.
+    """What a state has done so far, on this rank. ``later - earlier``: what it has done in between.
 
     Attributes:
         quantised_buckets: Buckets that were sent in few bits.
@@ -22,6 +22,12 @@ class Statistics:
         bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent.
         relative_error: Of the last bucket that was sampled (``sample_every``), in the L2 norm;
             ``None`` if none was.
+
+    Example:
+        >>> before = state.statistics  # doctest: +SKIP
+        >>> train()  # doctest: +SKIP
+        >>> for name, value in (state.statistics - before).as_dict().items():  # doctest: +SKIP
+        ...     writer.add_scalar(f"gradients/{name}", value, step)
     """
 
     quantised_buckets: int = 0
@@ -34,6 +40,28 @@ class Statistics:
     def bytes_saved(self) -> int:
         """How many bytes less than an all-reduce were sent."""
         return self.bytes_of_allreduce - self.bytes_sent
+
+    @property
+    def bytes_ratio(self) -> float | None:
+        """What was sent, of what an all-reduce would have sent; ``None`` if that is nothing."""
+        return self.bytes_sent / self.bytes_of_allreduce if self.bytes_of_allreduce else None
+
+    def as_dict(self) -> dict[str, int | float]:
+        """Return attributes and properties by name, as plain numbers, without those that are ``None``."""
+        values = {**asdict(self), "bytes_saved": self.bytes_saved, "bytes_ratio": self.bytes_ratio}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def __sub__(self, earlier: Statistics) -> Statistics:
+        """Return what was done since ``earlier``; the relative error is the later one."""
+        if not isinstance(earlier, Statistics):
+            return NotImplemented
+        return Statistics(
+            self.quantised_buckets - earlier.quantised_buckets,
+            self.plain_buckets - earlier.plain_buckets,
+            self.bytes_sent - earlier.bytes_sent,
+            self.bytes_of_allreduce - earlier.bytes_of_allreduce,
+            self.relative_error,
+        )
 
 
 class Counter:

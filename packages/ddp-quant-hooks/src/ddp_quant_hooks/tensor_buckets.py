@@ -63,7 +63,7 @@ class StandIns:
         """By the key of the call, with the number of the tensor if there are several."""
 
     def of(self, key: str | None, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the stand-ins of a call's tensors, always the same for the same key and numbers of values."""
+        """Return the stand-ins of a call's tensors, always the same for the same key and lengths."""
         if key is None:  # nothing is kept
             return [_stand_in(_real_count(tensor), tensor.device) for tensor in tensors]
         names = [key] if len(tensors) == 1 else [f"{key}[{number}]" for number in range(len(tensors))]

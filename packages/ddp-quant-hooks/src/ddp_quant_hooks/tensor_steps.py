@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import torch
 
@@ -10,6 +11,8 @@ from ddp_quant_hooks.passes import BackwardPass, UnusedPart
 from dist_utils import torch_compat
 
 __all__ = ["TensorStep"]
+
+T = TypeVar("T")
 
 _OUTSIDE = -1
 
@@ -61,6 +64,11 @@ class TensorStep(BackwardPass):
         self.open = False
         self._ended_well[_OUTSIDE] = ended_well
 
-    def unused_part(self, parameters: Sequence[torch.Tensor]) -> list[UnusedPart]:
+    def note(self, done: torch.futures.Future[T]) -> T:
+        """Return the value of a call's future; an error is one of this step."""
+        with self.watching():
+            return done.value()
+
+    def unused_part(self, parameters: Sequence[torch.Tensor]) -> list[UnusedPart]:  # noqa: ARG002
         """Return nothing: every tensor that comes is used."""
         return []

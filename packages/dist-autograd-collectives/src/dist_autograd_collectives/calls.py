@@ -119,6 +119,14 @@ class Call(NamedTuple):
         """What happens: the kind, whatever its transpose."""
         return self.kind.removeprefix("replicated ")
 
+    def range_name(self, part: str = "") -> str:
+        """Return what a profiler calls it: the public function, and how often it was transposed.
+
+        Args:
+            part: Which part of it, if it is started early and waited for late.
+        """
+        return f"dist_autograd_collectives::{self.title}{':backward' * self.order}{part}"
+
     def transposed(self) -> Call:
         """Return the call whose map is the transpose of this one's."""
         return Call(

@@ -45,7 +45,8 @@ def describe(header: list[int], who: Members, root: int) -> Handle[torch.Tensor]
     types = device_types(group)
 
     def stand_in(described: torch.Tensor) -> torch.Tensor:
-        dtype, place, ndim, *shape = described.tolist()
+        # Up to torch 2.9 tolist() does not see through torch.func.grad.
+        dtype, place, ndim, *shape = (int(number) for number in described)
         there = torch.device(types[place])
         if there.type != "cpu":
             there = torch.device(there.type, torch.get_device_module(there).current_device())

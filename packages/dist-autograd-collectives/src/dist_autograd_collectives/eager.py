@@ -10,6 +10,7 @@ all_reduce 5.6 / 3.4 and reduce 4.1 / 0.7; an exchange of 8 MiB 20.9 / 20.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,6 +73,7 @@ def _large_broadcast(x: torch.Tensor, call: Call) -> Wait:
 def _in_place(x: torch.Tensor, call: Call) -> Wait:
     """Start one of the backend's collectives that change one tensor, on a copy."""
     name, who, result = call.name, call.who, x.clone()
+    work: Any  # of some torch versions' signatures it may be None
     if name == "all_reduce":
         work = dist.all_reduce(result, group=who.group, async_op=True)
     elif name == "broadcast":

@@ -17,7 +17,12 @@ from dist_autograd_collectives import eager, traced
 from dist_autograd_collectives.calls import Call, Tensors, Wait
 from dist_autograd_collectives.failures import named
 from dist_autograd_collectives.local import alone, needs_others
-from dist_utils.torch_compat import function_transforms_active, graph_task_id, is_batched_gradient
+from dist_utils.torch_compat import (
+    function_transforms_active,
+    graph_task_id,
+    is_batched_gradient,
+    profiler_range,
+)
 
 __all__ = ["Flight", "linear"]
 
@@ -96,7 +101,8 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Tensors:
         ctx.call = call
-        results = _begin(tensors, call)()
+        with profiler_range(call.range_name()):
+            results = _begin(tensors, call)()
         _save_something(ctx, results[0])
         return results
 
@@ -117,7 +123,8 @@ class _TransformedCollective(_Collective):
 
     @staticmethod
     def forward(call: Call, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
-        return _begin(tensors, call)()
+        with profiler_range(call.range_name()):
+            return _begin(tensors, call)()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:  # noqa: ARG004
@@ -144,7 +151,8 @@ class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.flight = flight
-        flight.wait = _begin(tensors, flight.call)
+        with profiler_range(flight.call.range_name(":start")):
+            flight.wait = _begin(tensors, flight.call)
         _save_something(ctx, tensors[0])
         return tensors[0].new_empty(0)
 
@@ -168,7 +176,8 @@ class _Arrive(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, receive: Wait, token: torch.Tensor) -> Tensors:
         ctx.flight = flight
         _save_something(ctx, token)
-        return receive()
+        with profiler_range(flight.call.range_name(":wait")):
+            return receive()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:

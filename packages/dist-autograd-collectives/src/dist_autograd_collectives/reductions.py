@@ -47,7 +47,8 @@ class Reduction(NamedTuple):
         elif isinstance(given, ReduceOp.RedOpType):  # ReduceOp.SUM is one
             name = given.name
         elif isinstance(given, ReduceOp):
-            state: Any = given.__getstate__()  # the operation, and the factor of a PREMUL_SUM
+            operation: Any = given
+            state = operation.__getstate__()  # which it is, and the factor of a PREMUL_SUM
             name, factor = state[0].name, state[1]
         else:
             name = repr(given)

@@ -1,5 +1,6 @@
 """What every communication hook of ``DistributedDataParallel`` needs: for authors of hooks."""
 
+from dist_utils.comm_hooks.bucket_watch import BucketWatch
 from dist_utils.comm_hooks.buckets import (
     CommHook,
     buckets_only,
@@ -12,6 +13,7 @@ from dist_utils.comm_hooks.same_buckets import require_same_bucket, require_same
 from dist_utils.comm_hooks.tensor_calls import checked_operation, checked_tensors, same_kind
 
 __all__ = [
+    "BucketWatch",
     "CommHook",
     "buckets_only",
     "check_gradient_dtype",

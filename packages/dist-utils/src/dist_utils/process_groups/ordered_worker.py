@@ -58,7 +58,7 @@ class OrderedWorker:
 
     Args:
         process_group: As in :func:`dist_utils.resolve_group`.
-        name: Of the thread, for stack dumps and profiles; and in the messages about ``terms``.
+        name: Of the thread, for stack dumps; in the messages about ``terms``; and of jobs without a name.
         terms: Returns what must be equal on all ranks, by name. Called before the first job.
 
     Raises:
@@ -101,7 +101,11 @@ class OrderedWorker:
         return self._own_error if self._lane is None else self._lane.error or self._own_error
 
     def submit(
-        self, job: Callable[[dist.ProcessGroup], T], *, device: torch.device | str = "cpu"
+        self,
+        job: Callable[[dist.ProcessGroup], T],
+        *,
+        device: torch.device | str = "cpu",
+        name: str | None = None,
     ) -> torch.futures.Future[T]:
         """Queue ``job`` behind all jobs submitted before and return a future of its result.
 
@@ -113,6 +117,8 @@ class OrderedWorker:
                 future is complete. Torch's operators use as many threads as on the caller's thread,
                 and take subnormal numbers as they do there.
             device: Where the job's tensors live.
+            name: What a profiler calls the job, on the thread where it runs; ``None``: as the worker. See
+                :func:`dist_utils.torch_compat.every_thread`.
 
         Returns:
             A future that a DDP communication hook may return as it is. Waiting for it raises
@@ -126,13 +132,13 @@ class OrderedWorker:
             Before the first job, one exchange of ``terms`` through the store; the first CPU job makes a
             process group, which is collective among the members. Both wait for the other ranks, here.
         """
-        device = torch.device(device)
+        device, name = torch.device(device), name or self._name
         side = None if device.type == "cpu" else self._side_stream(device)
         if side is not None and not runs_on_host(self._process_group, device):
             self._try(self.agree)
-            return self._run_here(job, side)
+            return self._run_here(job, side, name)
         self._try(self._start_thread)
-        return self._run_here(job, side) if self._lane is None else self._lane.submit(job, side)
+        return self._run_here(job, side, name) if self._lane is None else self._lane.submit(job, side, name)
 
     def agree(self) -> str:
         """Compare names and ``terms`` with the other ranks, if that was not done yet.
@@ -237,14 +243,17 @@ class OrderedWorker:
             self._streams[device] = accelerator.Stream(device)
         return _Side(self._streams[device], accelerator.current_stream(device).record_event())
 
-    def _run_here(self, job: Callable[[dist.ProcessGroup], T], side: _Side | None) -> torch.futures.Future[T]:
+    def _run_here(
+        self, job: Callable[[dist.ProcessGroup], T], side: _Side | None, name: str
+    ) -> torch.futures.Future[T]:
         done: torch.futures.Future[T] = _new_future(side)
         result = done.then(_value)
         with _on(side):
             if self._own_error is None:
                 try:
-                    # The future records the side stream here; whoever waits for it makes its stream wait.
-                    done.set_result(job(self._process_group))
+                    with torch_compat.profiler_range(name):
+                        # The future records the side stream here; who waits for it makes its stream wait.
+                        done.set_result(job(self._process_group))
                 except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
                     self._own_error = error
             if self._own_error is not None:
@@ -263,6 +272,7 @@ class _Job(NamedTuple):
     run: Callable[[dist.ProcessGroup], Any]
     done: torch.futures.Future[Any]
     side: _Side | None
+    name: str
     threads: int  # that torch's operators may use
     flushes_denormals: bool
 
@@ -282,13 +292,15 @@ class _Lane:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, run: Callable[[dist.ProcessGroup], T], side: _Side | None) -> torch.futures.Future[T]:
+    def submit(
+        self, run: Callable[[dist.ProcessGroup], T], side: _Side | None, name: str
+    ) -> torch.futures.Future[T]:
         done: torch.futures.Future[T] = _new_future(side)
         result = done.then(_value)
         with self._ending:
             if not self._ended:
                 self._jobs.put(
-                    _Job(run, done, side, torch.get_num_threads(), torch_compat.flushes_denormals())
+                    _Job(run, done, side, name, torch.get_num_threads(), torch_compat.flushes_denormals())
                 )
                 return result
         done.set_exception(self.error or self._group_is_gone())  # type: ignore[arg-type] # torch's annotation
@@ -353,7 +365,8 @@ class _Lane:
         group = self._group()
         if group is None:
             raise self._group_is_gone()
-        return job.run(group)
+        with torch_compat.profiler_range(job.name):
+            return job.run(group)
 
     def _group_is_gone(self) -> RuntimeError:
         return RuntimeError(f"the process group of {self._name} was destroyed")

@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -146,7 +146,7 @@ class _Round:
         # A restarted job may find the store of the last attempt. And torch may give disjoint groups one name.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix = f"dist_utils/terms/{attempt}/{group.group_name}:{self._ranks[0]}/{number}"
-        self._store = torch_compat.default_store()
+        self._store: Any = torch_compat.default_store()  # torch 2.6 does not declare its methods
 
     @classmethod
     def first_open(cls, group: dist.ProcessGroup) -> _Round:

@@ -22,9 +22,10 @@ class _Gradients(torch.nn.Module):
 
     def forward(self) -> torch.Tensor:
         products = [
-            value * given for value, given in zip(self.values.parameters(), self.gradients, strict=True)
+            value * given.conj()
+            for value, given in zip(self.values.parameters(), self.gradients, strict=True)
         ]
-        return torch.stack([product.sum() for product in products]).sum()
+        return torch.stack([product.sum() for product in products]).sum().real
 
 
 def grad_bucket(gradients: Sequence[torch.Tensor]) -> torch_compat.GradBucket:
@@ -34,7 +35,8 @@ def grad_bucket(gradients: Sequence[torch.Tensor]) -> torch_compat.GradBucket:
     into it.
 
     Args:
-        gradients: What is in the bucket: one parameter for each, in this order. Dense, of one dtype.
+        gradients: What is in the bucket: one parameter for each, in this order. Dense, of one dtype. (A
+            bucket of complex ones is real, and twice as long; Gloo takes none in torch 2.6.)
 
     Cost:
         Collective: makes a DDP model on all ranks and runs one backward pass.

@@ -33,7 +33,14 @@ from dist_utils.torch_compat.groups import (
     group_timeout,
     new_named_group,
 )
-from dist_utils.torch_compat.models import GradBucket, comm_hooks, parameter_names, register_comm_hook
+from dist_utils.torch_compat.models import (
+    GradBucket,
+    comm_hooks,
+    hands_over_buckets,
+    parameter_names,
+    register_comm_hook,
+    replicated_ddp,
+)
 from dist_utils.torch_compat.operators import OperatorWatch, linear_operator
 from dist_utils.torch_compat.optimizers import (
     FUSED_CHECK,
@@ -43,6 +50,7 @@ from dist_utils.torch_compat.optimizers import (
     step_without_hooks,
     without_step_hooks,
 )
+from dist_utils.torch_compat.profiling import every_thread, profiler_range
 from dist_utils.torch_compat.sharding import (
     ShardedModule,
     reduce_scatter_base,
@@ -73,6 +81,7 @@ __all__ = [
     "compiling_refused",
     "default_group_timeout",
     "default_store",
+    "every_thread",
     "flushes_denormals",
     "function_transforms_active",
     "functional_all_gather",
@@ -80,6 +89,7 @@ __all__ = [
     "functional_all_to_all_single",
     "graph_task_id",
     "group_timeout",
+    "hands_over_buckets",
     "import_compiler",
     "in_final_callback",
     "inside_backward",
@@ -92,9 +102,11 @@ __all__ = [
     "new_named_group",
     "outside_function_transforms",
     "parameter_names",
+    "profiler_range",
     "reduce_scatter_base",
     "reduce_scatter_single",
     "register_comm_hook",
+    "replicated_ddp",
     "require_fsdp_method",
     "saved_tensor_hooks",
     "sharded_modules",

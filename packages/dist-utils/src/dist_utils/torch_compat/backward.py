@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -39,14 +40,24 @@ def inside_nested_backward() -> bool:
     Seen from the calls that led here: a function's or a hook's backward in Python, which called
     ``backward()``. Costs a walk up the stack. torch has no name for it up to 2.15.
     """
-    frame, passes = sys._getframe(), 0  # noqa: SLF001
+    return any(True for _ in _nodes_around(sys._getframe()))  # noqa: SLF001
+
+
+def _nodes_around(frame: FrameType) -> Iterator[FrameType | None]:
+    """Yield the Python functions' backwards that passes inside of them were begun in, the innermost first.
+
+    Not one that runs as a node of this thread's own pass. ``None`` for a pass that was begun in a hook.
+    """
+    inside_pass = False
     while (caller := frame.f_back) is not None:
-        # A function's backward that is of this pass has begun no other: FSDP calls hooks from such ones.
-        if passes and caller.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
-            return True
-        passes += caller.f_code is torch.autograd.backward.__code__
+        if caller.f_code is torch.autograd.graph._engine_run_backward.__code__:  # noqa: SLF001
+            if inside_pass:
+                yield None
+            inside_pass = True
+        elif inside_pass and caller.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            yield caller
+            inside_pass = False
         frame = caller
-    return passes > 1
 
 
 def after_surrounding_backward(callback: Callable[[], None]) -> bool:
@@ -59,14 +70,10 @@ def after_surrounding_backward(callback: Callable[[], None]) -> bool:
     Returns:
         Whether there is such a pass: one in which a Python function's backward called ``backward()``.
     """
-    frame, around, inner = sys._getframe(), None, False  # noqa: SLF001
-    while (caller := frame.f_back) is not None:
-        if inner and caller.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
-            around = caller
-        inner = inner or caller.f_code is torch.autograd.backward.__code__
-        frame = caller
-    if around is None:
+    nodes = [node for node in _nodes_around(sys._getframe()) if node is not None]  # noqa: SLF001
+    if not nodes:
         return False
+    around = nodes[-1]
     following = [node for node, _ in around.f_locals["self"].next_functions if node is not None]
     if not following:
         return False

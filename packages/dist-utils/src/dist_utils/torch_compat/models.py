@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,14 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["GradBucket", "comm_hooks", "parameter_names", "register_comm_hook"]
+__all__ = [
+    "GradBucket",
+    "comm_hooks",
+    "hands_over_buckets",
+    "parameter_names",
+    "register_comm_hook",
+    "replicated_ddp",
+]
 
 
 def parameter_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -51,3 +59,31 @@ def register_comm_hook(
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
     """Return the communication hooks that a model has, with their states. No public name up to torch 2.15."""
     return list(ddp._comm_hooks)  # noqa: SLF001
+
+
+def hands_over_buckets(ddp: DistributedDataParallel) -> bool:
+    """Tell whether a model gives its hook buckets, which DDP's python reducer does not.
+
+    No public name up to torch 2.15.
+    """
+    return not ddp._use_python_reducer  # noqa: SLF001
+
+
+def replicated_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` by which ``replicate()`` averages a module's gradients.
+
+    ``torch.distributed._composable.replicate`` makes it in the first ``forward()``; it is made now if that is
+    still to come, which communicates as making such a model does. It has the module's parameters, in a list,
+    and not the module. No public name up to torch 2.15.
+
+    Returns:
+        ``None`` if the module was not given to ``replicate()``.
+    """
+    composable: Any = sys.modules.get("torch.distributed._composable.replicate")
+    if composable is None or not isinstance(module, composable.DDP):
+        return None
+    state = composable.replicate.state(module)
+    if not state.has_initialized:
+        state.lazy_init()
+    ddp: DistributedDataParallel = state._ddp  # noqa: SLF001
+    return ddp

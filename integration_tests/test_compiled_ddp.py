@@ -1,0 +1,105 @@
+"""DDP under ``torch.compile``, with both of its reducers: hooks and overlapped steps work, or say why not."""
+
+import pytest
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compress_hooks import fp16_compress_hook
+from ddp_optim_overlap import overlap_optimizer
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+
+HOOKS = {
+    "quantized": lambda: (
+        QuantizedAllreduceState(min_bytes=0, error_feedback="both"),
+        quantized_allreduce_hook,
+    ),
+    "fp16": lambda: (None, fp16_compress_hook),
+}
+
+
+def _model(hook, *, overlapped):
+    """Return a model of several buckets, its optimizer, and the overlap if there is one."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(520, 520) for _ in range(3)])
+    ddp = DistributedDataParallel(net, bucket_cap_mb=1)  # DDPOptimizer takes no less
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+    state, function = HOOKS[hook]()
+    if overlapped:
+        return ddp, optimizer, overlap_optimizer(ddp, optimizer, comm_hook=function, comm_state=state)
+    ddp.register_comm_hook(state, function)
+    return ddp, optimizer, None
+
+
+def _loss(model, step):
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return model(torch.randn(4, 520, generator=generator)).square().mean()
+
+
+def _train(model, ddp, optimizer, steps=4):
+    for step in range(steps):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
+
+
+def _with_ddp_optimizer(rank, backend):
+    del rank
+    torch._dynamo.config.optimize_ddp = "ddp_optimizer"
+    found = {}
+    for hook in HOOKS:
+        runs = []
+        for compiled, overlapped in ((False, False), (True, False), (True, True)):
+            torch._dynamo.reset()
+            ddp, optimizer, handle = _model(hook, overlapped=overlapped)
+            model = torch.compile(ddp, backend=backend) if compiled else ddp
+            runs.append(_train(model, ddp, optimizer))
+            if handle is not None:
+                report = handle.wait()
+        found[hook] = runs, report.buckets, len(report.stepped)
+    return found
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_ddp_optimizer_hands_over_buckets(launch, backend):
+    for seen in launch(_with_ddp_optimizer, backend, timeout=300):
+        for (eager, compiled, overlapped), buckets, stepped in seen.values():
+            if backend == "aot_eager":  # the operators of the eager model
+                assert torch.equal(eager, compiled)
+            assert torch.equal(compiled, overlapped)
+            assert buckets == stepped > 1
+
+
+def _with_python_reducer(rank):
+    """Return what each combination raises."""
+    del rank
+    torch._dynamo.config.optimize_ddp = "python_reducer"
+    torch._dynamo.config.compiled_autograd = True
+    raised = {}
+    for hook, overlapped in (("quantized", False), ("fp16", True), ("fp16", False)):
+        torch._dynamo.reset()
+        ddp, optimizer, _ = _model(hook, overlapped=overlapped)
+        before = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
+        compiled = torch.compile(ddp, backend="aot_eager")
+        error = None
+        try:
+            with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+                _train(compiled, ddp, optimizer, steps=2)
+        except Exception as failure:  # noqa: BLE001 - torch.compile wraps errors in its own
+            error = f"{type(failure).__name__}: {failure}"
+        after = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
+        raised[hook, overlapped] = error, torch.equal(before, after)
+        dist.barrier()
+    return raised
+
+
+def test_the_python_reducer_is_refused_by_who_needs_buckets(launch):
+    for raised in launch(_with_python_reducer, timeout=300):
+        quantized, overlapped, fp16 = raised.values()
+        for (error, unchanged), kind in ((quantized, "TypeError"), (overlapped, "ConfigError")):
+            assert kind in error
+            assert "python reducer has none: set torch._dynamo.config.optimize_ddp to True" in error
+            assert unchanged
+        assert fp16 == (None, False)

@@ -1,0 +1,116 @@
+"""all_reduce of plain tensors in 32 or 16 bits: the values of the hooks, or an error before anything."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from ddp_compress_hooks import CompressState, all_reduce, allreduce_hook, compress_hook
+from dist_utils import AgreementError
+from dist_utils.testing import grad_bucket, run_ranks, same_bits, same_on_all_ranks
+
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
+STATES = {
+    "own dtype": (lambda: None, None),
+    "mesh": (lambda: init_device_mesh("cpu", (dist.get_world_size(),)), None),
+    "fp16": (lambda: CompressState(wire_dtype=torch.float16), torch.float16),
+    "bf16, fp32 sums": (lambda: CompressState(wire_dtype=torch.bfloat16, accumulate="fp32"), torch.bfloat16),
+    "own dtype, fp32 sums": (lambda: CompressState(accumulate="fp32"), None),
+}
+
+
+def _tensors(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return [
+        torch.randn(500, generator=generator),
+        torch.randn(70, 31, generator=generator).t(),
+        torch.randn(3, dtype=torch.float64, generator=generator),
+        torch.randn(129, dtype=torch.complex64, generator=generator).conj(),
+        torch.randn(0, generator=generator),
+        torch.randn(100, generator=generator).bfloat16(),
+        torch.randn(7, generator=generator),
+    ]
+
+
+def _results(rank):
+    world_size = dist.get_world_size()
+    for name, (make, wire) in STATES.items():
+        for op in (SUM, AVG):
+            results = []
+            for async_op in (False, True):
+                state, tensors = make(), _tensors(rank)
+                done = all_reduce(tensors, op, state, async_op)
+                assert (done.wait() is tensors) if async_op else (done is None)
+                results.append([tensor.resolve_conj() for tensor in tensors])
+            assert same_bits(*results), "at once or later: the same bits"
+            assert same_on_all_ranks(results[0]), name
+            everyone = [_tensors(peer) for peer in range(world_size)]
+            for tensor, parts in zip(results[0], zip(*everyone, strict=True), strict=True):
+                wide = torch.complex128 if tensor.is_complex() else torch.float64
+                exact = sum(part.to(wide) for part in parts) / (1 if op == SUM else world_size)
+                # Every share is rounded, every partial sum, and the result.
+                real = tensor.real.dtype
+                epsilon = max(torch.finfo(real).eps, torch.finfo(wire).eps if wire else 0.0)
+                limit = (
+                    (world_size + 2)
+                    * epsilon
+                    * sum(float(part.abs().max()) for part in parts if part.numel())
+                )
+                distance = (tensor - exact).abs().max().item() if tensor.numel() else 0.0
+                assert distance <= limit, (name, op, tensor.dtype, distance, limit)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sums_and_means_are_near_and_the_same_on_all_ranks(world_size):
+    run_ranks(_results, world_size)
+
+
+def _like_others(rank):
+    """The bits of torch's sum, and of the hooks' mean."""
+    values = torch.randn(20_000, generator=torch.Generator().manual_seed(rank))
+    ours, theirs = values.clone(), values.clone()
+    all_reduce(ours)
+    dist.all_reduce(theirs)
+    assert torch.equal(ours, theirs)
+    bucket = grad_bucket([torch.ones(20_000)])
+    wire = CompressState(wire_dtype=torch.bfloat16, accumulate="fp32")
+    for state, hook in ((None, allreduce_hook), (wire, compress_hook)):
+        bucket.set_buffer(values.clone())
+        averaged, ours = hook(state, bucket).wait(), [values[:15_000].clone(), values[15_000:].clone()]
+        all_reduce(ours, AVG, state)
+        assert torch.equal(torch.cat(ours), averaged)
+    large = [torch.full((9 << 20,), float(rank)) for _ in range(2)]  # 36 MiB: each alone, in place
+    all_reduce(large, AVG)
+    return [float(tensor.unique()) for tensor in large]
+
+
+def test_the_bits_are_those_of_torch_and_of_the_hooks():
+    assert run_ranks(_like_others, 2) == [[0.5, 0.5]] * 2
+
+
+def _refusals(rank):
+    ones = torch.ones(4)
+    for kind, match, arguments in (
+        (TypeError, "floating-point dtype", (ones.long(),)),
+        (TypeError, "must be dense", (ones.to_sparse(),)),
+        (ValueError, "share memory", ([ones, ones[1:]],)),
+        (ValueError, "ReduceOp.SUM or ReduceOp.AVG", (ones, dist.ReduceOp.PRODUCT)),
+        (TypeError, "resolve|group", (ones, AVG, "world")),
+    ):
+        with pytest.raises(kind, match=match):
+            all_reduce(*arguments)
+    for match, arguments in (
+        ("op is", (ones, (SUM, AVG)[rank])),
+        ("tensors is", (torch.ones(4 + rank),)),
+        ("wire_dtype is", (ones, AVG, CompressState(wire_dtype=(torch.float16, torch.bfloat16)[rank]))),
+    ):
+        with pytest.raises(AgreementError, match=match):
+            all_reduce(*arguments)
+    with pytest.raises(RuntimeError, match="op is"):
+        all_reduce(ones, (SUM, AVG)[rank], async_op=True).wait()
+    all_reduce(ones)
+    return ones.tolist()
+
+
+def test_wrong_and_unequal_calls_are_refused():
+    assert run_ranks(_refusals, 2) == [[2.0] * 4] * 2

@@ -1,0 +1,55 @@
+"""What is inside of the objects that frameworks put around models and optimizers."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_optim_overlap.errors import ConfigError
+from dist_utils.torch_compat import replicated_ddp
+
+__all__ = ["inner_ddp", "inner_optimizer"]
+
+
+def inner_ddp(model: object) -> DistributedDataParallel:
+    """Return the module that averages a model's gradients.
+
+    Args:
+        model: That module itself, or one that was given to ``replicate()``.
+
+    Raises:
+        TypeError: Its gradients are not averaged by ``DistributedDataParallel``.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model
+    found = replicated_ddp(model) if isinstance(model, torch.nn.Module) else None
+    if found is not None:
+        return found
+    kind = type(model).__name__
+    if isinstance(model, torch.nn.Module) and hasattr(model, "set_requires_gradient_sync"):
+        kind += ", which FSDP averages: wrap the module in DDP instead"
+    raise TypeError(f"ddp must be a DistributedDataParallel, or a module given to replicate(), got {kind}")
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that steps when ``optimizer.step()`` is called.
+
+    Wrappers such as Accelerate's and Lightning's have it as their ``optimizer`` and share its groups and its
+    state: they decide only whether it is called. One with groups or a state of its own does more, and is
+    returned as it is.
+
+    Raises:
+        ConfigError: The wrapper unscales gradients by a ``GradScaler`` of its own in ``step()``.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    if inner.param_groups is not optimizer.param_groups or inner.state is not optimizer.state:
+        return optimizer
+    scaler = getattr(optimizer, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        raise ConfigError(
+            f"{type(optimizer).__name__} calls its own GradScaler in step(), when the parameters are stepped "
+            "already: train in bf16 (mixed_precision='bf16'), which needs no scaler"
+        )
+    return inner_optimizer(inner)

@@ -1,0 +1,128 @@
+"""Models and optimizers inside of what frameworks put around them."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from overlap_runs import Net, batches, same
+from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compress_hooks import CompressState, bf16_compress_hook
+from ddp_optim_overlap import ConfigError, UnsupportedOptimizerError, overlap_optimizer
+from dist_utils.testing import run_ranks
+
+
+class Delegates(torch.optim.Optimizer):
+    """Has an optimizer, and decides only whether it steps, as Accelerate's wrapper does."""
+
+    def __init__(self, optimizer, scaler=None):
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.calls = 0
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def zero_grad(self, set_to_none=None):
+        self.optimizer.zero_grad()
+
+    def step(self, closure=None):
+        self.calls += 1
+        self.optimizer.step(closure)
+
+
+class Averages(torch.optim.SGD):
+    """Has an optimizer, and parameters of its own to step beside it."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr)
+        self.optimizer = torch.optim.SGD(self.param_groups[0]["params"], lr=lr)
+
+
+def _run(model, optimizer, step=None):
+    for number, batch in enumerate(batches(6)):
+        syncs = number % 2 == 1
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(syncs)
+        else:
+            model.require_backward_grad_sync = syncs
+        model(batch).square().mean().backward()
+        if syncs:
+            (step or optimizer).step()
+            (step or optimizer).zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def _adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _replicated(*, overlapped, begun=False, **options):
+    model = replicate(Net(), bucket_cap_mb=0.001)
+    optimizer = _adamw(model)
+    if begun:
+        with torch.no_grad():
+            model(batches(1)[0])
+    if overlapped:
+        overlap_optimizer(model, optimizer, **options)
+    elif options:
+        model.register_comm_hook(options["comm_state"], options["comm_hook"])
+    return _run(model, optimizer)
+
+
+def _wrapped(rank):
+    found = {}
+    ordinary = _replicated(overlapped=False)
+    found["replicate"] = same(ordinary, _replicated(overlapped=True))
+    found["replicate, begun"] = same(ordinary, _replicated(overlapped=True, begun=True))
+    hook = {"comm_hook": bf16_compress_hook, "comm_state": CompressState()}
+    found["replicate, hook"] = same(
+        _replicated(overlapped=False, **hook), _replicated(overlapped=True, **hook)
+    )
+
+    runs = []
+    for overlapped in (False, True):
+        ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
+        inner = _adamw(ddp)
+        wrapper = Delegates(Delegates(inner), scaler=torch.amp.GradScaler("cpu", enabled=False))
+        if overlapped:
+            handle = overlap_optimizer(ddp, wrapper)
+            assert handle.optimizers == (inner,)
+        runs.append(_run(ddp, inner, wrapper))
+        assert wrapper.calls == 3
+        assert all(state["step"] == 3 for state in inner.state.values())
+    found["wrapper"] = same(*runs)
+
+    with pytest.raises(ConfigError, match="Delegates calls its own GradScaler"):
+        overlap_optimizer(ddp, Delegates(inner, scaler=torch.amp.GradScaler("cpu")))
+    with pytest.raises(ConfigError, match="given twice"):
+        overlap_optimizer(ddp, [inner, Delegates(inner)])
+    handle.remove()
+    with pytest.raises(UnsupportedOptimizerError, match="Averages has another optimizer"):
+        overlap_optimizer(ddp, Averages(ddp.parameters(), lr=0.1))
+    for model, text in (
+        (ddp.module, "got Net"),
+        (torch.compile(ddp), "got OptimizedModule"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            overlap_optimizer(model, inner)
+    dist.barrier()
+    return found
+
+
+def test_what_is_inside_is_overlapped():
+    for found in run_ranks(_wrapped, 2):
+        assert all(found.values()), found
+
+
+def _fully_sharded(_):
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - slow to import
+
+    model = fully_shard(torch.nn.Linear(4, 4))
+    with pytest.raises(TypeError, match="which FSDP averages: wrap the module in DDP"):
+        overlap_optimizer(model, _adamw(model))
+
+
+def test_a_module_of_fsdp_is_refused():
+    run_ranks(_fully_sharded, 2)

@@ -1,0 +1,102 @@
+"""What all calls on plain tensors do: check, belong to a step, agree, and wait or give a future."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from ddp_quant_hooks.state import QuantizedAllreduceState
+from ddp_quant_hooks.tensor_steps import TensorStep
+from dist_utils import torch_compat
+from dist_utils.comm_hooks import completed_future, failed_future
+
+__all__ = ["Future", "Tensors", "begin", "checked_state", "run"]
+
+Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
+Future: TypeAlias = torch.futures.Future[Any]
+
+_default_state = QuantizedAllreduceState()
+"""Of calls that name no state: WORLD, 8 bits, no error feedback."""
+
+
+def checked_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAllreduceState:
+    """Return the state of a call.
+
+    Raises:
+        TypeError: ``group`` is none.
+    """
+    state = _default_state if group is None else group
+    if not isinstance(state, QuantizedAllreduceState):
+        raise TypeError(
+            f"{name}: group must be a QuantizedAllreduceState, which is made once for a group and kept, or "
+            f"None for WORLD, got {type(state).__name__}"
+        )
+    return state
+
+
+def begin(
+    name: str, state: QuantizedAllreduceState, tensors: Sequence[torch.Tensor], key: str | None
+) -> TensorStep:
+    """Return the step that a call belongs to.
+
+    Raises:
+        TypeError: ``key`` is no string.
+        ValueError: There is none and it is needed, or it was used in this step.
+        RuntimeError: The call is captured in a CUDA graph, and has something to decide.
+    """
+    if key is not None and not isinstance(key, str):
+        raise TypeError(f"{name}: key must be a string, got {type(key).__name__}")
+    if key is None and state.error_feedback != "none":
+        raise ValueError(
+            f"{name}: with error feedback a key must say whose values these are, by which what they lose is "
+            "found again in the next step"
+        )
+    for tensor in tensors:
+        state.refuse_capture(tensor)
+    step = state.feedback.begin_tensors(state.wait_for_jobs)
+    if key is not None and state.error_feedback != "none":
+        step.use(key)
+    return step
+
+
+def run(
+    name: str,
+    state: QuantizedAllreduceState,
+    step: TensorStep,
+    tensors: Sequence[torch.Tensor],
+    terms: Mapping[str, object],
+    start: Callable[[], list[Future]],
+    result: Tensors | None,
+) -> Future | None:
+    """Agree on a call of a step, start it, and wait for it unless there is a ``result`` for a future."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    like = filled[0] if filled else torch.empty(0)
+    started: list[Future] = []
+    with torch_compat.profiler_range(f"ddp_quant_hooks.{name}"):
+        if filled and state.process_group.size() > 1:
+            try:
+                state.agree_on_call(name, terms, filled)
+            except RuntimeError as error:
+                if result is None:
+                    raise
+                return failed_future(error, like)
+            started = [future.then(step.note) for future in start()]
+        if result is None:
+            for future in started:
+                future.wait()
+            return None
+    return _when_all_have(started, like, result)
+
+
+def _when_all_have(started: list[Future], like: torch.Tensor, result: Tensors) -> Future:
+    if not started:
+        return completed_future(like).then(lambda _: result)
+
+    def last(done: torch.futures.Future[list[Future]]) -> Tensors:
+        for future in done.value():
+            future.value()  # raises what went wrong
+        return result
+
+    return torch.futures.collect_all(started).then(last)

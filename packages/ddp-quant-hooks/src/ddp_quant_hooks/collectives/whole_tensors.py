@@ -1,0 +1,163 @@
+"""Sum or average tensors on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+import ddp_compress_hooks
+from ddp_quant_hooks.averaging import average
+from ddp_quant_hooks.collectives.calls import Future, Tensors, begin, checked_state, run
+from ddp_quant_hooks.state import QuantizedAllreduceState
+from ddp_quant_hooks.statistics import ring_bytes
+from ddp_quant_hooks.tensor_buckets import TensorBucket, label_of
+from ddp_quant_hooks.tensor_steps import TensorStep
+from dist_utils.comm_hooks import checked_operation, checked_tensors, same_kind
+
+__all__ = ["all_reduce"]
+
+
+@overload
+def all_reduce(
+    tensor: Tensors,
+    op: Any = ...,
+    group: QuantizedAllreduceState | None = ...,
+    async_op: Literal[False] = ...,
+    *,
+    key: str | None = ...,
+) -> None: ...
+
+
+@overload
+def all_reduce(
+    tensor: Tensors,
+    op: Any = ...,
+    group: QuantizedAllreduceState | None = ...,
+    *,
+    async_op: Literal[True],
+    key: str | None = ...,
+) -> Future: ...
+
+
+def all_reduce(
+    tensor: Tensors,
+    op: Any = dist.ReduceOp.SUM,
+    group: QuantizedAllreduceState | None = None,
+    async_op: bool = False,
+    *,
+    key: str | None = None,
+) -> Future | None:
+    """Sum or average tensors over all ranks, in place, with 8 or 4 bits a value on the wire.
+
+    A sequence of tensors travels as if they were one, cut into chunks; no chunk but those on the wire is
+    copied. What :func:`quantized_allreduce_hook` does with a bucket is done with the tensors of each dtype:
+    those of fp64, and those of fewer than ``min_bytes`` in all, are reduced without compression.
+
+    With error feedback each call needs a ``key``, the same in every step, by which it finds what was lost
+    before. See :meth:`QuantizedAllreduceState.step` for what a step is.
+
+    Args:
+        tensor: A tensor, or a sequence of tensors: fp32, bf16, fp16, complex64 (quantized), fp64,
+            complex128; dense.
+        op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. A sum is the mean times the number of ranks, and
+            overflows where that does.
+        group: A state: its group and its options. ``None``: WORLD, 8 bits. Keep one state for many calls.
+        async_op: Return a future at once. Calls are worked on in their order, beside the caller.
+        key: Whose values these are: with error feedback.
+
+    Returns:
+        ``None``, or with ``async_op`` a future of ``tensor``, not to be touched before it is complete.
+        The same bits on all ranks. A block with a NaN or an infinity on any rank is NaN.
+
+    Raises:
+        TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
+        ValueError: Another operation; tensors that share memory, or are part of a graph; no key although
+            there is error feedback, or one that was used in this step; this rank is not in the group. All of
+            them before any communication.
+        AgreementError: The ranks call with other tensors, keys or options; from the future with ``async_op``.
+        RuntimeError: A peer failed; the state must be closed then, on every rank.
+
+    Cost:
+        As :func:`quantized_allreduce_hook`. Tensors that are not contiguous are copied.
+
+    Counterpart of ``torch.distributed.all_reduce``.
+
+    Example:
+        >>> state = QuantizedAllreduceState()  # doctest: +SKIP
+        >>> all_reduce([p.grad for p in model.parameters()], dist.ReduceOp.AVG, state)  # doctest: +SKIP
+    """
+    name = "all_reduce"
+    state, mean = checked_state(name, group), checked_operation(name, op)
+    tensors = checked_tensors(name, tensor)
+    step = begin(name, state, tensors, key)
+
+    def start() -> list[Future]:
+        stand_ins = state.stand_ins.of(key, tensors)
+        started = []
+        for places in same_kind(tensors):
+            bucket = TensorBucket(
+                [_dense(tensors[place]) for place in places],
+                [stand_ins[place] for place in places],
+                step.add_tensors(),
+                label_of(key),
+            )
+            originals = [tensors[place] for place in places]
+            started.append(_start(state, step, bucket, originals, mean=mean))
+        return started
+
+    what = {"op": "AVG" if mean else "SUM", "key": key}
+    return run(name, state, step, tensors, what, start, tensor if async_op else None)
+
+
+def _start(
+    state: QuantizedAllreduceState,
+    step: TensorStep,
+    bucket: TensorBucket,
+    originals: Sequence[torch.Tensor],
+    *,
+    mean: bool,
+) -> Future:
+    group, tensors = state.process_group, bucket.tensors
+    world_size, nbytes = group.size(), sum(tensor.nbytes for tensor in tensors)
+    decision = state.decisions.decide(group, step, bucket)
+    with_feedback = state.error_feedback != "none"
+    if not decision.quantized:
+        state.counter.add(nbytes, world_size, ring_bytes(nbytes, world_size), quantized=False)
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        reduced = ddp_compress_hooks.all_reduce(tensors, op, group, async_op=True)
+
+        def finish(done: Future) -> torch.Tensor:
+            done.value()  # raises what went wrong
+            if with_feedback:
+                for tensor in tensors:
+                    step.failed(~tensor.isfinite().all())
+            _put_back(tensors, originals)
+            return tensors[0]
+
+        return reduced.then(finish)
+
+    def job(private_group: dist.ProcessGroup) -> torch.Tensor:
+        failed = step.failed if with_feedback else None
+        sent, error = average(private_group, decision, state.route, failed)
+        if not mean:
+            assert decision.values is not None
+            decision.values.multiply(world_size)
+        _put_back(tensors, originals)
+        state.counter.add(nbytes, world_size, sent, quantized=True, error=error)
+        return tensors[0]
+
+    return state.worker.submit(job, device=tensors[0].device, name="ddp_quant_hooks.all_reduce:exchange")
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself if its values lie in memory as they are, else a copy."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
+def _put_back(dense: Sequence[torch.Tensor], originals: Sequence[torch.Tensor]) -> None:
+    for changed, tensor in zip(dense, originals, strict=True):
+        if changed is not tensor:
+            tensor.copy_(changed)

@@ -1,0 +1,83 @@
+"""What a profiler and the statistics show of the hooks."""
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
+
+from ddp_quant_hooks import (
+    QuantizedAllreduceState,
+    Statistics,
+    quantization_perchannel_hook,
+    quantized_allreduce_hook,
+)
+from dist_utils.testing import run_ranks
+from dist_utils.torch_compat import every_thread
+
+
+def _watch(rank):
+    """Return what a backward pass of several buckets has counted, and its ranges: names and threads."""
+    torch.manual_seed(rank)
+    quantized = QuantizedAllreduceState(min_bytes=0, sample_every=1)
+    found = []
+    for state, hook in ((quantized, quantized_allreduce_hook), (None, quantization_perchannel_hook)):
+        net = torch.nn.Sequential(*[torch.nn.Linear(100, 100) for _ in range(3)])
+        ddp = DistributedDataParallel(net, bucket_cap_mb=0.03)
+        ddp.register_comm_hook(state, hook)
+        ddp(torch.randn(4, 100)).sum().backward()  # after this one DDP forms its final buckets
+        before = quantized.statistics
+        with profile(experimental_config=every_thread()) as profiler:
+            ddp(torch.randn(4, 100)).sum().backward()
+        shown = {event.name: event.thread for event in profiler.events() if "_hook:" in event.name}
+        found.append(((quantized.statistics - before).as_dict(), shown))
+    return found
+
+
+@pytest.fixture(scope="module")
+def watched():
+    return run_ranks(_watch, 2)
+
+
+def test_every_bucket_has_a_range_where_it_is_handed_over_and_one_where_it_is_averaged(watched):
+    for (_, quantized), (_, plain) in watched:
+        handed_over = [f"quantized_allreduce_hook:bucket_{index}" for index in range(3)]
+        averaged = [f"quantized_allreduce_hook:average_bucket_{index}" for index in range(3)]
+        assert sorted(plain) == [f"quantization_perchannel_hook:bucket_{index}" for index in range(3)]
+        if every_thread() is None:  # torch 2.6 shows no thread but the caller's
+            assert sorted(quantized) == handed_over
+            continue
+        assert sorted(quantized) == averaged + handed_over
+        (callers,) = {quantized[name] for name in handed_over}
+        (workers,) = {quantized[name] for name in averaged}
+        assert callers != workers
+
+
+def test_a_difference_counts_one_backward_pass(watched):
+    for (counted, _), (nothing, _) in watched:
+        assert counted["quantised_buckets"] == 3
+        assert counted["plain_buckets"] == 0
+        assert counted["bytes_of_allreduce"] == 3 * 10100 * 4
+        assert counted["bytes_saved"] == counted["bytes_of_allreduce"] - counted["bytes_sent"]
+        assert counted["bytes_ratio"] == counted["bytes_sent"] / counted["bytes_of_allreduce"]
+        assert 0 < counted["relative_error"] < 2e-2
+        relative_error = counted["relative_error"]
+        assert nothing == {**Statistics().as_dict(), "bytes_saved": 0, "relative_error": relative_error}
+
+
+def test_statistics_as_plain_numbers():
+    later, earlier = Statistics(5, 2, 300, 1200, 0.25), Statistics(3, 1, 100, 400)
+    assert later.as_dict() == {
+        "quantised_buckets": 5,
+        "plain_buckets": 2,
+        "bytes_sent": 300,
+        "bytes_of_allreduce": 1200,
+        "relative_error": 0.25,
+        "bytes_saved": 900,
+        "bytes_ratio": 0.25,
+    }
+    assert later - earlier == Statistics(2, 1, 200, 800, 0.25)
+    assert later - Statistics() == later
+    assert "bytes_ratio" not in (later - later).as_dict()
+    assert (later - later).bytes_ratio is None
+    with pytest.raises(TypeError, match="unsupported operand"):
+        later - 1

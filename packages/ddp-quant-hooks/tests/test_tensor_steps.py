@@ -1,0 +1,194 @@
+"""Error feedback of plain tensors: by keys, from step to step, saved and resumed."""
+
+import gc
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
+from dist_utils.testing import patience, run_ranks, same_on_all_ranks
+
+AVG = dist.ReduceOp.AVG
+
+
+def make(**options):
+    return QuantizedAllreduceState(**{"min_bytes": 0, "bits": 4, **options})
+
+
+def _values(rank, step, key):
+    seed = 1000 * step + 10 * rank + len(key)
+    return torch.randn(3000, generator=torch.Generator().manual_seed(seed))
+
+
+def _step(state, rank, step, keys=("a", "bb")):
+    """Return the means of a step."""
+    tensors = {key: _values(rank, step, key) for key in keys}
+    with state.step():
+        started = [all_reduce(tensor, AVG, state, async_op=True, key=key) for key, tensor in tensors.items()]
+        for future in started:
+            future.wait()
+    return torch.cat(list(tensors.values()))
+
+
+def _unbiased(rank):
+    """What a step loses is added to the next one's: the mean over steps comes near, in any order of keys."""
+    value = _values(rank, 0, "a")
+    exact = value.clone()
+    dist.all_reduce(exact)
+    exact /= dist.get_world_size()
+    for make_calls in (
+        lambda state, tensor, step: all_reduce(tensor, AVG, state, key="a"),
+        _two_keys,
+    ):
+        state, total = make(), torch.zeros(3000)
+        for step in range(16):
+            tensor = value.clone()
+            make_calls(state, tensor, step)
+            total += tensor / 16
+        assert state.feedback.steps == 16
+        assert (total - exact).abs().mean() < (tensor - exact).abs().mean() / 4
+        assert same_on_all_ranks([tensor])
+
+
+def _two_keys(state, tensor, step):
+    first, second = tensor[:1000], tensor[1000:]
+    with state.step():
+        for part, key in [(first, "first"), (second, "second")][:: 1 if step % 2 else -1]:
+            all_reduce(part, AVG, state, key=key)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_a_step_loses_is_added_to_the_next(world_size):
+    run_ranks(_unbiased, world_size)
+
+
+def _do_not_count(rank):
+    """Steps that fail, are discarded, or are not finite leave the residuals as they were."""
+
+    def after(disturb):
+        state = make()
+        _step(state, rank, 0)
+        disturb(state)
+        return _step(state, rank, 1), state.feedback.steps
+
+    def fail(state):
+        with pytest.raises(KeyError), state.step():  # noqa: PT012 - the block is what fails
+            all_reduce(_values(rank, 7, "a"), AVG, state, key="a")
+            raise KeyError
+
+    def discard(state):
+        _step(state, rank, 7)
+        state.discard_step()
+
+    def not_finite(state):
+        tensor = _values(rank, 7, "a")
+        tensor[5] = torch.inf if rank == 1 else 0.0
+        all_reduce(tensor, AVG, state, key="a")
+        assert not tensor.isfinite().all()
+
+    def another_key(state):
+        all_reduce(_values(rank, 7, "a"), AVG, state, key="c")
+
+    undisturbed, _ = after(lambda state: None)
+    for disturb in (fail, discard, not_finite, another_key):
+        means, _ = after(disturb)
+        assert torch.equal(means, undisturbed), disturb.__name__
+    counted, _ = after(lambda state: _step(state, rank, 7))
+    assert not torch.equal(counted, undisturbed)
+
+
+def test_steps_that_do_not_count_leave_the_residuals():
+    run_ranks(_do_not_count, 3)
+
+
+def _resumes(rank):
+    for options in ({}, {"error_feedback": "shard"}, {"bits": 8, "error_feedback": "both"}):
+        state = make(**options)
+        with pytest.raises(ValueError, match="needs the model"):
+            state.state_dict()  # nothing has come yet
+        for step in range(2):
+            _step(state, rank, step)
+        saved = state.state_dict()
+        assert list(saved["keys"]) == ["a", "bb"]
+        gathered = state.gather_state_dict()
+        fresh, scattered = make(**options), make(**options)
+        fresh.load_state_dict(saved)
+        scattered.scatter_state_dict(gathered)
+        for step in range(2, 4):
+            went_on = _step(state, rank, step)
+            assert torch.equal(_step(fresh, rank, step), went_on)
+            assert torch.equal(_step(scattered, rank, step), went_on)
+        state.load_state_dict(saved)  # back to an earlier step
+        again = make(**options)
+        again.load_state_dict(saved)
+        assert torch.equal(_step(state, rank, 9), _step(again, rank, 9))
+        with pytest.raises(ValueError, match="keys are"):
+            again.load_state_dict({**saved, "keys": {"a": -1}})
+        with pytest.raises(ValueError, match="'a' of 3000 values, not there"):
+            again.load_state_dict({**saved, "keys": {"bb": 3000}})
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(world_size):
+    run_ranks(_resumes, world_size, timeout=90)
+
+
+class Doubled(torch.autograd.Function):
+    """Averages its gradient inside backward(), as sharded training does."""
+
+    @staticmethod
+    def forward(ctx, x, state, key):
+        ctx.state, ctx.key = state, key
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        mean = gradient.clone()
+        all_reduce(mean, AVG, ctx.state, key=ctx.key)
+        return 2 * mean, None, None
+
+
+def _in_backward(rank):
+    """All calls of one backward() are a step; one that fails does not count."""
+
+    def run(step, state, *, fails=False):
+        x = _values(rank, step, "a").requires_grad_()
+        y = Doubled.apply(Doubled.apply(x, state, "lower"), state, "upper")
+        if fails:
+            x.register_hook(lambda _: 1 / 0)
+        (y * _values(rank, step, "bb")).sum().backward()
+        return x.grad
+
+    undisturbed, disturbed = make(), make()
+    for state in (undisturbed, disturbed):
+        run(0, state)
+        if state is disturbed:
+            with pytest.raises(ZeroDivisionError):
+                run(7, state, fails=True)
+    assert torch.equal(run(1, undisturbed), run(1, disturbed))
+    assert (undisturbed.feedback.steps, disturbed.feedback.steps) == (2, 2)
+
+
+def test_calls_inside_backward_are_one_step():
+    run_ranks(_in_backward, 2)
+
+
+def _peer_dies(rank):
+    state = make()
+    _step(state, rank, 0)
+    if rank == 1:
+        raise SystemExit(3)
+    with pytest.raises(RuntimeError):
+        _step(state, rank, 1)
+    with pytest.raises(RuntimeError):
+        all_reduce(torch.ones(3000), AVG, state, key="a")
+    kept = state.state_dict()
+    state.close()
+    gc.collect()
+    return kept["steps"]
+
+
+def test_a_peer_that_dies_is_an_error_and_the_step_does_not_count():
+    first, _, last = run_ranks(_peer_dies, 3, may_die={1}, group_timeout=patience(5.0))
+    assert (first, last) == (1, 1)

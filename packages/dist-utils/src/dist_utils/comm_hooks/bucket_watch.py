@@ -1,0 +1,83 @@
+"""Notice that a hook is not in use: backward passes of its model that bring it no bucket."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_utils import torch_compat
+
+__all__ = ["BucketWatch"]
+
+_PASSES = 2
+
+
+class BucketWatch:
+    """Warn once if two backward passes of a model are over and no bucket of it has come.
+
+    A hook that was never registered with the module that trains is silent: its model is averaged in full
+    precision. This happens where a framework takes a hook and ignores it, or wraps the model once more.
+
+    Passes without communication (``no_sync()``) do not count, nor do those of DDP's python reducer, which has
+    no buckets.
+
+    Args:
+        ddp: The model. It is not kept alive, and keeps this as long as it watches.
+        state: What the hook's state is called in the warning.
+
+    Cost:
+        A hook on every trained parameter, until the first bucket comes or the warning is given.
+
+    Example:
+        >>> watch = BucketWatch(ddp, "MyState")  # doctest: +SKIP
+        >>> watch.end()  # when a bucket has come # doctest: +SKIP
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, state: str) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._state = state
+        self._passes = 0
+        self._last_pass = -1
+        self._hooks: list[Any] = []
+        if torch_compat.hands_over_buckets(ddp):
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(self._got_gradient)  # type: ignore[no-untyped-call]
+                for parameter in ddp.parameters()
+                if parameter.requires_grad
+            ]
+
+    def end(self) -> None:
+        """Watch no more: a bucket has come, or none is expected any longer."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _got_gradient(self, _: torch.Tensor) -> None:
+        ddp = self._ddp()
+        if ddp is None:
+            self.end()
+            return
+        current = torch_compat.graph_task_id()
+        if current == self._last_pass or not ddp.require_forward_param_sync:  # as no_sync() leaves it
+            return
+        self._last_pass = current
+        if torch_compat.inside_nested_backward():  # of a pass that counts by itself
+            return
+        self._passes += 1
+        if self._passes >= _PASSES:
+            torch_compat.after_backward(self._warn)
+
+    def _warn(self) -> None:
+        if not self._hooks:
+            return
+        self.end()
+        warnings.warn(
+            f"{_PASSES} backward passes of a model are over, and the communication hook of the {self._state} "
+            "that is bound to it has got no bucket: the hook is not registered with the "
+            "DistributedDataParallel module that trains, and gradients are averaged without it. Call "
+            "register_comm_hook(state, hook) of the module itself, where a framework does not",
+            stacklevel=2,
+        )
