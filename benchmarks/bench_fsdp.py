@@ -109,7 +109,7 @@ def main() -> None:
     result["load_average_after"] = os.getloadavg()
     (RESULTS / "fsdp.json").write_text(json.dumps(result, indent=1) + "\n")
     bars = {
-        f"2 hosts of 2 ranks, {rate}": {
+        f"2 x 2 ranks, {rate}": {
             name: (entry["median_ms"], entry["quartiles_ms"]) for name, entry in entries.items()
         }
         for rate, entries in times.items()
