@@ -33,7 +33,7 @@ def _refusals(_):
     _refused(TypeError, "model must be a module, got list", quantize_all_reduce, [plain], state)
     _refused(ValueError, "applied neither to the model", quantize_all_reduce, Net(), state)
     native = sharded(mesh)
-    too_late = r"'' averages between nodes by itself.*mesh=mesh\['shard'\]"
+    too_late = r"'\(model\)' averages between nodes by itself.*mesh=mesh\['shard'\]"
     _refused(ValueError, too_late, quantize_all_reduce, native, state)
     whole = QuantizedAllreduceState()
     _refused(ValueError, "ranks \\[\\d\\] of the state's .* other shards", quantize_all_reduce, plain, whole)

@@ -170,7 +170,7 @@ def _checked_modules(
 ) -> dict[str, ShardedModule]:
     if _handles.get(state, lambda: None)() is not None:
         raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
-    modules = {module.name or "(model)": module for module in torch_compat.sharded_modules(model)}
+    modules = {_key_of(module): module for module in torch_compat.sharded_modules(model)}
     if not modules:
         raise ValueError("fully_shard was applied neither to the model nor to a module in it")
     ranks = dist.get_process_group_ranks(state.process_group)
@@ -179,27 +179,31 @@ def _checked_modules(
     return modules
 
 
+def _key_of(module: ShardedModule) -> str:
+    return module.name or "(model)"
+
+
 def _refuse_for_all_reduce(module: ShardedModule, ranks: list[int]) -> None:
     if module.replicated:
         raise ValueError(
-            f"module {module.name!r} averages between nodes by itself, as on a two-dimensional mesh for HSDP "
-            "or by replicate(), and calls hooks too late: call fully_shard(module, mesh=mesh['shard']) with "
-            "one dimension, the ranks of a node (in place of replicate(): a mesh of one rank), and give the "
-            "state the other: the ranks with the same shard on all nodes"
+            f"module {_key_of(module)!r} averages between nodes by itself, as on a two-dimensional mesh for "
+            "HSDP or by replicate(), and calls hooks too late: call fully_shard(module, mesh=mesh['shard']) "
+            "with one dimension, the ranks of a node (in place of replicate(): a mesh of one rank), and give "
+            "the state the other: the ranks with the same shard on all nodes"
         )
     if module.all_reduce_hook is not None:
-        raise ValueError(f"module {module.name!r} has an all-reduce hook")
+        raise ValueError(f"module {_key_of(module)!r} has an all-reduce hook")
     shared = sorted(set(ranks) & set(module.shard_ranks) - {dist.get_rank()})
     if shared:
         raise ValueError(
-            f"ranks {shared} of the state's process group hold other shards of module {module.name!r}: the "
-            "group must join ranks with the same shard on different nodes"
+            f"ranks {shared} of the state's process group hold other shards of module {_key_of(module)!r}: "
+            "the group must join ranks with the same shard on different nodes"
         )
 
 
 def _refuse_for_reduce_scatter(module: ShardedModule, ranks: list[int]) -> None:
     if module.shard_ranks != ranks:
         raise ValueError(
-            f"module {module.name!r} is sharded over ranks {module.shard_ranks}, but the state's process "
+            f"module {_key_of(module)!r} is sharded over ranks {module.shard_ranks}, but the state's process "
             f"group has ranks {ranks}"
         )
