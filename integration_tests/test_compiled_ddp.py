@@ -70,7 +70,13 @@ def _with_ddp_optimizer(rank, backend, hooks):
     return found
 
 
-@pytest.mark.parametrize(("backend", "hooks"), [("aot_eager", list(HOOKS)), ("inductor", ["quantized"])])
+@pytest.mark.parametrize(
+    ("backend", "hooks"),
+    [
+        ("aot_eager", list(HOOKS)),
+        pytest.param("inductor", ["quantized"], marks=pytest.mark.exhaustive),
+    ],
+)
 def test_ddp_optimizer_hands_over_buckets(launch, backend, hooks):
     for seen in launch(_with_ddp_optimizer, backend, hooks, timeout=300):
         for (eager, compiled, overlapped), buckets, stepped in seen.values():
