@@ -1,0 +1,214 @@
+"""DiLoCo and torch's model averaging in few bits: the documentation's examples, and what they compute."""
+
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+
+from ddp_quant_hooks import QuantizedAllreduceState
+from dist_utils.testing import run_ranks
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+sys.path.insert(0, str(EXAMPLES))
+from diloco import DiLoCo  # noqa: E402
+
+with warnings.catch_warnings():
+    warnings.simplefilter(
+        "ignore", DeprecationWarning
+    )  # torch.distributed.optim scripts functions with TorchScript
+    from model_averaging import ChangeAverager
+
+EVERY, STEPS = 4, 18  # the last steps belong to no complete round
+SHAPES = [(40, 33), (33,), (65, 7)]
+EXACT = 1 << 30  # min_bytes: all that is smaller travels without compression
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "share"),
+    [
+        # Of fp32: 8 or 4 bits a value, and 4 bytes for the scale of each 128 or 32 values; 5 % are for the
+        # shorter blocks at the ends of tensors, and for layers that are sent once more at the end.
+        ("diloco.py", ["--bits", "8"], (1 + 4 / 128) / 4),
+        ("diloco.py", ["--bits", "4", "--streaming"], (0.5 + 4 / 32) / 4),
+        ("model_averaging.py", [], (1 + 4 / 128) / 4),
+    ],
+)
+def test_the_example_learns_and_sends_little(script, options, share):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / script), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    found = re.search(r"loss (\S+), (\d+) bytes sent, the same parameters on all ranks", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) < 0.02  # 0.17 before the first step
+    parameters, rounds = 64 * 256 + 256 + 256 * 16 + 16, 20
+    assert 0.9 * share < int(found[2]) / (4 * parameters * rounds) < 1.05 * share
+
+
+def _changes(rank, step):
+    """Return what an inner optimizer might do."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return [torch.randn(shape, generator=generator) / 8 for shape in SHAPES]
+
+
+def _parameters():
+    generator = torch.Generator().manual_seed(7)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def _change(parameters, rank, step):
+    with torch.no_grad():
+        for parameter, change in zip(parameters, _changes(rank, step), strict=True):
+            parameter.add_(change)
+
+
+def _fragments(parameters, state, *, streaming):
+    if streaming:
+        return [DiLoCo(parameters[n : n + 1], state, f"{n}", EVERY, turn=n, delay=2) for n in range(3)]
+    return [DiLoCo(parameters, state, "model", EVERY)]
+
+
+def _same_everywhere(tensors):
+    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    return torch.equal(mine.view(torch.int32), first.view(torch.int32))
+
+
+def _trained(rank, options, *, streaming):
+    """Return the parameters at the end, and where and when they were not the same on all ranks."""
+    state = QuantizedAllreduceState(**options)
+    parameters = _parameters()
+    fragments = _fragments(parameters, state, streaming=streaming)
+    unequal = []
+    for step in range(1, STEPS + 1):
+        _change(parameters, rank, step)
+        for fragment in fragments:
+            fragment.step()
+            has_met = step > EVERY and (step - fragment.turn) % EVERY == fragment.delay
+            if not _same_everywhere(fragment.parameters if has_met else fragment.shared):
+                unequal.append((step, fragment.key))
+    for fragment in fragments:
+        fragment.finish()
+    if not _same_everywhere(parameters):
+        unequal.append("at the end")
+    state.close()
+    return [parameter.detach() for parameter in parameters], unequal
+
+
+def _many_runs(rank):
+    return [
+        _trained(rank, {"min_bytes": EXACT}, streaming=False),
+        _trained(rank, {"min_bytes": EXACT}, streaming=True),
+        _trained(rank, {"min_bytes": 0}, streaming=True),
+        _trained(rank, {"min_bytes": 0, "error_feedback": "both"}, streaming=False),
+        _trained(rank, {"min_bytes": 0, "bits": 4}, streaming=True),  # with feedback
+    ]
+
+
+class _Reference:
+    """DiLoCo of one parameter on all ranks, in one process, by its formula, in fp64."""
+
+    def __init__(self, start, world_size):
+        self.shared = start.detach().double()
+        self.own = [self.shared] * world_size
+        self.velocity = torch.zeros_like(self.shared)
+        self.sent = None
+        self.not_sent = 0
+
+    def change(self, changes):
+        self.own = [own + change for own, change in zip(self.own, changes, strict=True)]
+        self.not_sent += 1
+
+    def send(self):
+        self.sent = self.shared - sum(self.own) / len(self.own)
+        self.not_sent = 0
+
+    def receive(self):
+        if self.sent is not None:
+            self.velocity = 0.9 * self.velocity + self.sent
+            self.shared = self.shared - 0.7 * (self.sent + 0.9 * self.velocity)
+            self.own, self.sent = [self.shared] * len(self.own), None
+
+
+def _expected(world_size, *, streaming):
+    found = []
+    for number, start in enumerate(_parameters()):
+        reference = _Reference(start, world_size)
+        turn, delay = (number, 2) if streaming else (0, 0)
+        for step in range(1, STEPS + 1):
+            reference.change([_changes(rank, step)[number].double() for rank in range(world_size)])
+            if step in range(turn or EVERY, STEPS + 1, EVERY):
+                reference.send()
+            if step in range((turn or EVERY) + delay, STEPS + 1, EVERY):
+                reference.receive()
+        reference.receive()
+        if reference.not_sent:
+            reference.send()
+            reference.receive()
+        found.append(reference.shared)
+    return found
+
+
+def test_diloco_is_its_formula_and_ranks_agree_to_the_bit_after_each_outer_step():
+    ranks = run_ranks(_many_runs, 3, timeout=240)
+    for rank in ranks:
+        assert [unequal for _, unequal in rank] == [[]] * 5
+    plain, streamed = _expected(3, streaming=False), _expected(3, streaming=True)
+    assert (plain[0] - streamed[0]).abs().max() > 0.1
+    runs = [parameters for parameters, _ in ranks[0]]
+    for found, expected in zip(runs[0] + runs[1], plain + streamed, strict=True):
+        # Fewer than 100 roundings of values below 8.
+        assert (found - expected).abs().max() < 100 * 8 * 2**-24
+    for found, expected in zip(runs[2] + runs[3] + runs[4], streamed + plain + streamed, strict=True):
+        distance = (found - expected).norm() / (expected - expected.mean()).norm()
+        assert 0 < distance < 0.1
+
+
+def _averaged(rank):
+    """Average every second step, ours beside torch's function, whose mean is exact but for rounding."""
+    state = QuantizedAllreduceState(min_bytes=0)
+    ours, torchs = _parameters(), _parameters()
+    averager = ChangeAverager(ours, state, period=2)
+    for parameter in ours[:2]:
+        parameter.grad = torch.zeros_like(parameter)  # only those with a gradient are averaged
+    distances = []
+    for step in range(1, 5):
+        _change(ours, rank, step)
+        _change(torchs, rank, step)
+        averager.average_parameters([{"params": ours}])
+        if step % 2 == 0:
+            average_parameters(iter(torchs[:2]), dist.group.WORLD)
+            distances.append(max((a - b).abs().max().item() for a, b in zip(ours, torchs, strict=True)))
+            with torch.no_grad():
+                for own, other in zip(ours, torchs, strict=True):
+                    other.copy_(own)
+    state.close()
+    return distances, _same_everywhere(ours[:2]), _same_everywhere(ours[2:]), averager.step
+
+
+def test_model_averaging_is_torchs_but_for_8_bits():
+    for rank, (distances, averaged, without_gradient, steps) in enumerate(
+        run_ranks(_averaged, 3, timeout=240)
+    ):
+        # Two roundings to 1 / 127 of the largest change of a block, by at most half of that: no change is
+        # above 6 / 8 * sqrt(2), six deviations of two steps.
+        assert len(distances) == 2
+        assert 0 < max(distances) < 6 / 8 * 2**0.5 / 127
+        assert averaged
+        assert without_gradient == (rank == 0)
+        assert steps == 4
