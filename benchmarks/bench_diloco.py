@@ -275,7 +275,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     ends = range(EVERY, results["steps"] + 1, EVERY)
     compared = [name for name in results["configurations"] if name != reference_of(name)]
     for name, entry in results["configurations"].items():
-        color, line = ("black", "-") if name == reference_of(name) else (f"C{compared.index(name)}", "--")
+        color = f"C{compared.index(name)}" if name in compared else "black"
+        line = "--" if CONFIGURATIONS[name].streaming else "-"
         curves.plot(ends, entry["training"], line, color=color, label=name, linewidth=1)
         if name in compared:
             places = [compared.index(name)] * results["seeds"]

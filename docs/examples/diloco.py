@@ -28,8 +28,8 @@ class DiLoCo:
     delay: int = 0  # inner steps that an average may take, in the background; fewer than every
 
     def __post_init__(self) -> None:
-        # Where the ranks agree, to the bit: all get the same averages, and take the same outer steps.
-        self.shared = [parameter.detach().clone() for parameter in self.parameters]
+        assert 0 <= self.delay < self.every, "an average must have arrived when the next one is sent"
+        self.shared = [parameter.detach().clone() for parameter in self.parameters]  # equal on all ranks
         self.optimizer = torch.optim.SGD(self.shared, lr=0.7, momentum=0.9, nesterov=True)
         self.average: torch.futures.Future[list[torch.Tensor]] | None = None
         self.steps = 0

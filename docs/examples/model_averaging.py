@@ -11,31 +11,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.model_averaging.averagers import ModelAverager
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import get_params_to_average
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 
 
-class ChangeAverager(ModelAverager):
-    """Every so many steps, average what has changed since: in few bits that loses less than parameters.
+class ChangeAverager(PeriodicModelAverager):
+    """Average what has changed since the last average: in few bits that loses less than parameters would.
 
     Make it when all ranks have the same parameters.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], state: QuantizedAllreduceState, period: int
+        self,
+        parameters: Iterable[nn.Parameter],
+        state: QuantizedAllreduceState,
+        period: int,
+        warmup_steps: int = 0,
     ) -> None:
-        super().__init__(state.process_group)
-        self.state, self.period = state, period
+        super().__init__(period, warmup_steps, state.process_group)
+        self.state = state
         self.shared = {parameter: parameter.detach().clone() for parameter in parameters}
 
     @torch.no_grad()
     def average_parameters(self, params: Iterable[Any]) -> None:
-        """Count a step, and average if it is time: what PostLocalSGDOptimizer calls after each step."""
+        """Count a step, and average if it is time: PostLocalSGDOptimizer calls this after its step."""
+        steps_since_warmup = self.step - self.warmup_steps
         self.step += 1
-        if self.step % self.period == 0:
+        if steps_since_warmup >= 0 and steps_since_warmup % self.period == 0:
             chosen = get_params_to_average(params)  # those with gradients
             changes = [parameter - self.shared[parameter] for parameter in chosen]
             all_reduce(changes, dist.ReduceOp.AVG, self.state, key="changes")
@@ -48,9 +53,9 @@ if __name__ == "__main__":  # every rank learns, from data of its own, what a ra
     torch.manual_seed(0)
     teacher, model = (nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 16)) for _ in range(2))
     state = QuantizedAllreduceState(min_bytes=0)  # small tensors in few bits, too
-    optimizer = PostLocalSGDOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=3e-3), ChangeAverager(model.parameters(), state, period=10)
-    )
+    inner = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    averager = ChangeAverager(model.parameters(), state, period=10, warmup_steps=9)
+    optimizer = PostLocalSGDOptimizer(inner, averager)  # steps 10, 20, ... end with an average
     torch.manual_seed(1 + dist.get_rank())
     for _ in range(200):
         data = torch.randn(32, 64)
