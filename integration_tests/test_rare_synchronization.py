@@ -1,5 +1,6 @@
 """DiLoCo and torch's model averaging in few bits: the documentation's examples, and what they compute."""
 
+import copy
 import os
 import re
 import subprocess
@@ -92,18 +93,20 @@ def _same_everywhere(tensors):
 
 
 def _trained(rank, options, *, streaming):
-    """Return the parameters at the end, and where and when they were not the same on all ranks."""
+    """Return the parameters at the end, and when ranks had others that have just met."""
     state = QuantizedAllreduceState(**options)
     parameters = _parameters()
     fragments = _fragments(parameters, state, streaming=streaming)
     unequal = []
     for step in range(1, STEPS + 1):
         _change(parameters, rank, step)
+        agreed = []
         for fragment in fragments:
             fragment.step()
             has_met = step > EVERY and (step - fragment.turn) % EVERY == fragment.delay
-            if not _same_everywhere(fragment.parameters if has_met else fragment.shared):
-                unequal.append((step, fragment.key))
+            agreed += fragment.parameters if has_met else fragment.shared
+        if not _same_everywhere(agreed):
+            unequal.append(step)
     for fragment in fragments:
         fragment.finish()
     if not _same_everywhere(parameters):
@@ -113,13 +116,43 @@ def _trained(rank, options, *, streaming):
 
 
 def _many_runs(rank):
-    return [
+    runs = [
         _trained(rank, {"min_bytes": EXACT}, streaming=False),
         _trained(rank, {"min_bytes": EXACT}, streaming=True),
         _trained(rank, {"min_bytes": 0}, streaming=True),
         _trained(rank, {"min_bytes": 0, "error_feedback": "both"}, streaming=False),
         _trained(rank, {"min_bytes": 0, "bits": 4}, streaming=True),  # with feedback
     ]
+    return runs, _is_resumed_bitwise(rank)
+
+
+def _is_resumed_bitwise(rank):
+    """Train on from a checkpoint of the middle, as docs/rare-synchronization.md describes it."""
+    states = [QuantizedAllreduceState(bits=4, min_bytes=0) for _ in range(2)]  # with feedback
+    parameters = _parameters()
+    outer = DiLoCo(parameters, states[0], "model", EVERY)
+    for step in range(1, 3 * EVERY):
+        _change(parameters, rank, step)
+        outer.step()
+        if step == EVERY + 1:
+            saved = copy.deepcopy(
+                (parameters, outer.shared, outer.optimizer.state_dict(), outer.steps, states[0].state_dict())
+            )
+    resumed_parameters, shared, optimizer, steps, residuals = saved
+    resumed = DiLoCo(resumed_parameters, states[1], "model", EVERY)
+    for own, loaded in zip(resumed.shared, shared, strict=True):
+        own.copy_(loaded)
+    resumed.optimizer.load_state_dict(optimizer)
+    resumed.steps = steps
+    states[1].load_state_dict(residuals)
+    for step in range(EVERY + 2, 3 * EVERY):
+        _change(resumed_parameters, rank, step)
+        resumed.step()
+    for one in (outer, resumed):
+        one.finish()
+    for state in states:
+        state.close()
+    return all(torch.equal(a, b) for a, b in zip(parameters, resumed_parameters, strict=True))
 
 
 class _Reference:
@@ -168,11 +201,12 @@ def _expected(world_size, *, streaming):
 
 def test_diloco_is_its_formula_and_ranks_agree_to_the_bit_after_each_outer_step():
     ranks = run_ranks(_many_runs, 3, timeout=240)
-    for rank in ranks:
-        assert [unequal for _, unequal in rank] == [[]] * 5
+    for runs, is_resumed_bitwise in ranks:
+        assert [unequal for _, unequal in runs] == [[]] * 5
+        assert is_resumed_bitwise
     plain, streamed = _expected(3, streaming=False), _expected(3, streaming=True)
     assert (plain[0] - streamed[0]).abs().max() > 0.1
-    runs = [parameters for parameters, _ in ranks[0]]
+    runs = [parameters for parameters, _ in ranks[0][0]]
     for found, expected in zip(runs[0] + runs[1], plain + streamed, strict=True):
         # Fewer than 100 roundings of values below 8.
         assert (found - expected).abs().max() < 100 * 8 * 2**-24
