@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
 
-from ddp_quant_hooks import QuantizedAllreduceState
+from ddp_quant_hooks import HierarchicalAllreduceState, QuantizedAllreduceState
 from dist_utils.testing import run_ranks
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
@@ -24,7 +25,7 @@ with warnings.catch_warnings():
     warnings.simplefilter(
         "ignore", DeprecationWarning
     )  # torch.distributed.optim scripts functions with TorchScript
-    from model_averaging import ChangeAverager
+    from model_averaging import ChangeAverager, PostLocalSGDOptimizer
 
 EVERY, STEPS = 4, 18  # the last steps belong to no complete round
 SHAPES = [(40, 33), (33,), (65, 7)]
@@ -220,9 +221,8 @@ def test_diloco_is_its_formula_and_ranks_agree_to_the_bit_after_each_outer_step(
             assert 0 < (found - exact).square().mean().sqrt() < deviation
 
 
-def _averaged(rank):
+def _averaged(rank, state):
     """Average now and then, with ours and with torch's averager, whose mean is exact but for rounding."""
-    state = QuantizedAllreduceState(min_bytes=0)
     ours, torchs = _parameters(), _parameters()
     schedule = {"period": 2, "warmup_steps": 1}
     averager, torchs_averager = ChangeAverager(ours, state, **schedule), PeriodicModelAverager(**schedule)
@@ -243,11 +243,43 @@ def _averaged(rank):
     return differences, agreed_after, _same_everywhere(ours[2:])
 
 
+def _post_local_sgd(rank, *, restarted):
+    """Train with torch's optimizer, on from a checkpoint or straight on, and return the parameters."""
+    state = QuantizedAllreduceState(min_bytes=0)
+    parameters = _parameters()
+
+    def make():
+        inner = torch.optim.AdamW(parameters, lr=1e-2)
+        return PostLocalSGDOptimizer(inner, ChangeAverager(parameters, state, period=3, warmup_steps=2))
+
+    optimizer = make()
+    for step in range(1, 10):
+        if restarted and step == 7:  # the step before has averaged
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = make()
+            optimizer.load_state_dict(saved)
+        for parameter, change in zip(parameters, _changes(rank, step), strict=True):
+            parameter.grad = change
+        optimizer.step()
+    assert _same_everywhere(parameters)
+    state.close()
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def _model_averaging(rank):
+    flat = QuantizedAllreduceState(min_bytes=0)
+    nodes = HierarchicalAllreduceState(mesh=init_device_mesh("cpu", (2, 2)), min_bytes=0)
+    straight_on, restarted = (_post_local_sgd(rank, restarted=which) for which in (False, True))
+    return [_averaged(rank, flat), _averaged(rank, nodes)], torch.equal(straight_on, restarted)
+
+
 def test_model_averaging_is_torchs_but_for_8_bits():
-    for differences, agreed_after, others_agree in run_ranks(_averaged, 3, timeout=240):
-        assert agreed_after == [2, 4]
-        # Two roundings to 1 / 127 of the largest change of a block, by at most half of that: no change is
-        # above 6 / 8 * sqrt(2), six deviations of two steps.
-        assert 0 < max(differences) < 6 / 8 * 2**0.5 / 127
-        assert [differences[step - 1] for step in (1, 3, 5)] == [0, 0, 0]  # no average
-        assert not others_agree
+    for runs, restarted_equals_straight_on in run_ranks(_model_averaging, 4, timeout=240):
+        for differences, agreed_after, others_agree in runs:
+            assert agreed_after == [2, 4]
+            # Two roundings to 1 / 127 of the largest change of a block, by at most half of that: no change is
+            # above 6 / 8 * sqrt(2), six deviations of two steps.
+            assert 0 < max(differences) < 6 / 8 * 2**0.5 / 127
+            assert [differences[step - 1] for step in (1, 3, 5)] == [0, 0, 0]  # no average
+            assert not others_agree
+        assert restarted_equals_straight_on
