@@ -14,7 +14,8 @@ The verdict is that of bench_quant_convergence.py: it compares the mean differen
 schedule, with the standard deviation of fp32's own losses over the seeds, which is what another seed alone
 would change.
 
-Bytes are what rank 0 puts on its TCP connections in one outer step of the whole model.
+Bytes are what rank 0 puts on its TCP connections in one outer step of the whole model. Times are those of ranks
+that share one machine: they say nothing of a network.
 
 Writes results/diloco.json and .png beside this file.
 """
@@ -286,6 +287,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     gaps.axvline(0, color="black", linewidth=1)
     gaps.set_yticks(range(len(compared)), compared)
     gaps.invert_yaxis()
+    gaps.locator_params(axis="x", nbins=6)
     curves.set(title="training loss", xlabel="inner step", ylabel=f"mean of {EVERY} steps and all seeds")
     curves.legend(fontsize="small")
     curves.grid(color="0.9")
