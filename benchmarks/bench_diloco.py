@@ -14,8 +14,8 @@ The verdict is that of bench_quant_convergence.py: it compares the mean differen
 schedule, with the standard deviation of fp32's own losses over the seeds, which is what another seed alone
 would change.
 
-Bytes are what rank 0 puts on its TCP connections in one outer step of the whole model. Times are those of ranks
-that share one machine: they say nothing of a network.
+Bytes are what rank 0 puts on its TCP connections in one outer step of the whole model. All ranks share one
+machine: the times say nothing of a network.
 
 Writes results/diloco.json and .png beside this file.
 """
