@@ -1,7 +1,7 @@
 """DiLoCo with changes averaged in 8 and 4 bits: does it reach the losses of averages in fp32?
 
     python benchmarks/bench_diloco.py           # everything; takes minutes
-    python benchmarks/bench_diloco.py --steps 40 --seeds 1 --output build/short
+    python benchmarks/bench_diloco.py --steps 80 --seeds 1 --output build/short
 
 Four real ranks on Gloo train the transformer of bench_quant_convergence.py on characters of the standard
 library's sources, with docs/examples/diloco.py: AdamW inside, and an outer step every 20 inner steps.
