@@ -113,9 +113,10 @@ def unit(session: nox.Session, torch: str) -> None:
 @nox.session(default=False)
 @nox.parametrize("torch", torches([DEFAULT_TORCH]))
 def exhaustive(session: nox.Session, torch: str) -> None:
-    """The unit tests that ``unit`` leaves out: the rest of every large family, with one torch."""
-    install(session, XDIST, torch=torch)
-    session.run("pytest", *TESTS, *SIDE_BY_SIDE, "-m", "exhaustive", *session.posargs, env=ENV)
+    """The tests that ``unit`` and ``integration`` leave out: the rest of large families, with one torch."""
+    install(session, *DEMO_NEEDS, XDIST, torch=torch)
+    tests = [*TESTS, "integration_tests"]
+    session.run("pytest", *tests, *SIDE_BY_SIDE, "-m", "exhaustive", *session.posargs, env=ENV)
 
 
 @nox.session
@@ -129,7 +130,8 @@ def integration(session: nox.Session, torch: str) -> None:
     else:
         install(session, *DEMO_NEEDS, XDIST, torch=torch)
     tests = ["integration_tests", *map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))]
-    session.run("python", "-m", "pytest", *tests, *how, *session.posargs, env=env, external=True)
+    chosen = ["-m", "not exhaustive", *session.posargs]  # of several -m the last one counts
+    session.run("python", "-m", "pytest", *tests, *how, *chosen, env=env, external=True)
 
 
 @nox.session(default=False)

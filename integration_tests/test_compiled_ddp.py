@@ -19,10 +19,14 @@ HOOKS = {
 }
 
 
+def _device():
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
 def _model(hook, *, overlapped):
     """Return a model of several buckets, its optimizer, and the overlap if there is one."""
     torch.manual_seed(0)
-    net = torch.nn.Sequential(*[torch.nn.Linear(520, 520) for _ in range(3)])
+    net = torch.nn.Sequential(*[torch.nn.Linear(520, 520) for _ in range(3)]).to(_device())
     ddp = DistributedDataParallel(net, bucket_cap_mb=1)  # DDPOptimizer takes no less
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     state, function = HOOKS[hook]()
@@ -34,7 +38,7 @@ def _model(hook, *, overlapped):
 
 def _loss(model, step):
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return model(torch.randn(4, 520, generator=generator)).square().mean()
+    return model(torch.randn(4, 520, generator=generator).to(_device())).square().mean()
 
 
 def _train(model, ddp, optimizer, steps=4):
@@ -42,14 +46,18 @@ def _train(model, ddp, optimizer, steps=4):
         optimizer.zero_grad()
         _loss(model, step).backward()
         optimizer.step()
-    return torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
+    return _values(ddp)
 
 
-def _with_ddp_optimizer(rank, backend):
+def _values(ddp):
+    return torch.cat([parameter.detach().flatten().cpu() for parameter in ddp.parameters()])
+
+
+def _with_ddp_optimizer(rank, backend, hooks):
     del rank
     torch._dynamo.config.optimize_ddp = "ddp_optimizer"
     found = {}
-    for hook in HOOKS:
+    for hook in hooks:
         runs = []
         for compiled, overlapped in ((False, False), (True, False), (True, True)):
             torch._dynamo.reset()
@@ -62,9 +70,15 @@ def _with_ddp_optimizer(rank, backend):
     return found
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
-def test_ddp_optimizer_hands_over_buckets(launch, backend):
-    for seen in launch(_with_ddp_optimizer, backend, timeout=300):
+@pytest.mark.parametrize(
+    ("backend", "hooks"),
+    [
+        ("aot_eager", list(HOOKS)),
+        pytest.param("inductor", ["quantized"], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ddp_optimizer_hands_over_buckets(launch, backend, hooks):
+    for seen in launch(_with_ddp_optimizer, backend, hooks, timeout=300):
         for (eager, compiled, overlapped), buckets, stepped in seen.values():
             if backend == "aot_eager":  # the operators of the eager model
                 assert torch.equal(eager, compiled)
@@ -78,28 +92,26 @@ def _with_python_reducer(rank):
     torch._dynamo.config.optimize_ddp = "python_reducer"
     torch._dynamo.config.compiled_autograd = True
     raised = {}
-    for hook, overlapped in (("quantized", False), ("fp16", True), ("fp16", False)):
+    for hook, overlapped in (("quantized", False), ("fp16", True)):
         torch._dynamo.reset()
         ddp, optimizer, _ = _model(hook, overlapped=overlapped)
-        before = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
+        before = _values(ddp)
         compiled = torch.compile(ddp, backend="aot_eager")
         error = None
         try:
             with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
                 _train(compiled, ddp, optimizer, steps=2)
-        except Exception as failure:  # noqa: BLE001 - torch.compile wraps errors in its own
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the test tells
             error = f"{type(failure).__name__}: {failure}"
-        after = torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
-        raised[hook, overlapped] = error, torch.equal(before, after)
+        raised[hook] = error, torch.equal(before, _values(ddp))
         dist.barrier()
     return raised
 
 
 def test_the_python_reducer_is_refused_by_who_needs_buckets(launch):
     for raised in launch(_with_python_reducer, timeout=300):
-        quantized, overlapped, fp16 = raised.values()
-        for (error, unchanged), kind in ((quantized, "TypeError"), (overlapped, "ConfigError")):
-            assert kind in error
+        assert raised["quantized"][0].startswith("TypeError: quantized_allreduce_hook averages buckets")
+        assert raised["fp16"][0].startswith("ConfigError: the overlapped step needs buckets")
+        for error, unchanged in raised.values():
             assert "python reducer has none: set torch._dynamo.config.optimize_ddp to True" in error
             assert unchanged
-        assert fp16 == (None, False)

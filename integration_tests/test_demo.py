@@ -59,6 +59,7 @@ def test_every_hook_trains_and_sends_what_it_says(tmp_path):
     assert str(tmp_path / "build" / "train_digits.png") in output
 
 
+@pytest.mark.exhaustive
 def test_the_same_file_runs_on_two_nodes(tmp_path):
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]

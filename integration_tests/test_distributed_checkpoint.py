@@ -14,21 +14,23 @@ from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 
 class _Job:
     def __init__(self, mode, optimizer_class):
+        rank, on_gpu = dist.get_rank(), dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
         torch.manual_seed(0)
         net = torch.nn.Sequential(*[torch.nn.Linear(61, 61) for _ in range(4)])
-        self.ddp = DistributedDataParallel(net, bucket_cap_mb=0.02)
+        self.ddp = DistributedDataParallel(net.to(self.device), bucket_cap_mb=0.02)
         self.optimizer = optimizer_class(self.ddp.parameters())
         self.state = QuantizedAllreduceState(bits=4, min_bytes=0).bind(self.ddp)
         self.handle = overlap_optimizer(
             self.ddp, self.optimizer, mode=mode, comm_hook=quantized_allreduce_hook, comm_state=self.state
         )
-        self.key = f"rank {dist.get_rank()}"  # residuals are each rank's own, and need names of their own
+        self.key = f"rank {rank}"  # residuals are each rank's own, and need names of their own
 
     def train(self, steps):
         for step in steps:
             generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
             self.optimizer.zero_grad()
-            self.ddp(torch.randn(8, 61, generator=generator)).square().mean().backward()
+            self.ddp(torch.randn(8, 61, generator=generator).to(self.device)).square().mean().backward()
             self.optimizer.step()
 
     def save(self, folder):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "examples" / "restarted_training.py"
@@ -32,6 +33,7 @@ def _same(one, other):
     return one == other
 
 
+@pytest.mark.exhaustive
 def test_a_job_with_a_dead_rank_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
     jobs = [_start(tmp_path / "killed", "--fail-at=7"), _start(tmp_path / "through")]
     outputs = [job.communicate(timeout=300) for job in jobs]

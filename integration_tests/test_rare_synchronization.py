@@ -1,0 +1,285 @@
+"""DiLoCo and torch's model averaging in few bits: the documentation's examples, and what they compute."""
+
+import copy
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
+
+from ddp_quant_hooks import HierarchicalAllreduceState, QuantizedAllreduceState
+from dist_utils.testing import run_ranks
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+sys.path.insert(0, str(EXAMPLES))
+from diloco import DiLoCo  # noqa: E402
+
+with warnings.catch_warnings():
+    warnings.simplefilter(
+        "ignore", DeprecationWarning
+    )  # torch.distributed.optim scripts functions with TorchScript
+    from model_averaging import ChangeAverager, PostLocalSGDOptimizer
+
+EVERY, STEPS = 4, 18  # the last steps belong to no complete round
+SHAPES = [(40, 33), (33,), (65, 7)]
+EXACT = 1 << 30  # min_bytes: all that is smaller travels without compression
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "share"),
+    [
+        # Of fp32: 8 or 4 bits a value, and 4 bytes for the scale of each 128 or 32 values; 5 % are for the
+        # shorter blocks at the ends of tensors, and for layers that are sent once more at the end.
+        pytest.param("diloco.py", ["--bits", "8"], (1 + 4 / 128) / 4, marks=pytest.mark.exhaustive),
+        ("diloco.py", ["--bits", "4", "--streaming"], (0.5 + 4 / 32) / 4),
+        pytest.param("model_averaging.py", [], (1 + 4 / 128) / 4, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_the_example_learns_and_sends_little(script, options, share):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / script), *options],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    found = re.search(r"loss (\S+), (\d+) bytes sent, the same parameters on all ranks", done.stdout)
+    assert found is not None, done.stdout
+    assert float(found[1]) < 0.02  # 0.17 before the first step
+    parameters, rounds = 64 * 256 + 256 + 256 * 16 + 16, 20
+    assert 0.9 * share < int(found[2]) / (4 * parameters * rounds) < 1.05 * share
+
+
+def _changes(rank, step):
+    """Return what an inner optimizer might do."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return [torch.randn(shape, generator=generator) / 8 for shape in SHAPES]
+
+
+def _parameters():
+    generator = torch.Generator().manual_seed(7)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def _change(parameters, rank, step):
+    with torch.no_grad():
+        for parameter, change in zip(parameters, _changes(rank, step), strict=True):
+            parameter.add_(change)
+
+
+def _fragments(parameters, state, *, streaming):
+    if streaming:
+        return [DiLoCo(parameters[n : n + 1], state, f"{n}", EVERY, turn=n, delay=2) for n in range(3)]
+    return [DiLoCo(parameters, state, "model", EVERY)]
+
+
+def _same_everywhere(tensors):
+    mine = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    first = mine.clone()
+    dist.broadcast(first, src=0)
+    equal = torch.tensor(int(torch.equal(mine.view(torch.int32), first.view(torch.int32))))
+    dist.all_reduce(equal, op=dist.ReduceOp.MIN)
+    return bool(equal)
+
+
+def _trained(rank, options, *, streaming):
+    """Return the parameters at the end, and when ranks had others that have just met."""
+    state = QuantizedAllreduceState(**options)
+    parameters = _parameters()
+    fragments = _fragments(parameters, state, streaming=streaming)
+    unequal = []
+    for step in range(1, STEPS + 1):
+        _change(parameters, rank, step)
+        agreed = []
+        for fragment in fragments:
+            fragment.step()
+            has_met = step > EVERY and (step - fragment.turn) % EVERY == fragment.delay
+            agreed += fragment.parameters if has_met else fragment.shared
+        if not _same_everywhere(agreed):
+            unequal.append(step)
+    for fragment in fragments:
+        fragment.finish()
+    if not _same_everywhere(parameters):
+        unequal.append("at the end")
+    state.close()
+    return [parameter.detach() for parameter in parameters], unequal
+
+
+def _many_runs(rank):
+    runs = [
+        _trained(rank, {"min_bytes": EXACT}, streaming=False),
+        _trained(rank, {"min_bytes": EXACT}, streaming=True),
+        _trained(rank, {"min_bytes": 0}, streaming=True),
+        _trained(rank, {"min_bytes": 0, "error_feedback": "both"}, streaming=False),
+        _trained(rank, {"min_bytes": 0, "bits": 4}, streaming=True),  # with feedback
+    ]
+    return runs, _is_resumed_bitwise(rank)
+
+
+def _is_resumed_bitwise(rank):
+    """Train on from a checkpoint of the middle, as docs/rare-synchronization.md describes it."""
+    states = [QuantizedAllreduceState(bits=4, min_bytes=0) for _ in range(2)]  # with feedback
+    parameters = _parameters()
+    outer = DiLoCo(parameters, states[0], "model", EVERY)
+    for step in range(1, 3 * EVERY):
+        _change(parameters, rank, step)
+        outer.step()
+        if step == EVERY + 1:
+            saved = copy.deepcopy(
+                (parameters, outer.shared, outer.optimizer.state_dict(), outer.steps, states[0].state_dict())
+            )
+    resumed_parameters, shared, optimizer, steps, residuals = saved
+    resumed = DiLoCo(resumed_parameters, states[1], "model", EVERY)
+    for own, loaded in zip(resumed.shared, shared, strict=True):
+        own.copy_(loaded)
+    resumed.optimizer.load_state_dict(optimizer)
+    resumed.steps = steps
+    states[1].load_state_dict(residuals)
+    for step in range(EVERY + 2, 3 * EVERY):
+        _change(resumed_parameters, rank, step)
+        resumed.step()
+    for one in (outer, resumed):
+        one.finish()
+    for state in states:
+        state.close()
+    return all(torch.equal(a, b) for a, b in zip(parameters, resumed_parameters, strict=True))
+
+
+class _Reference:
+    """DiLoCo of one parameter on all ranks, in one process, by its formula, in fp64."""
+
+    def __init__(self, start, world_size):
+        self.shared = start.detach().double()
+        self.own = [self.shared] * world_size
+        self.velocity = torch.zeros_like(self.shared)
+        self.sent = None
+        self.not_sent = 0
+
+    def change(self, changes):
+        self.own = [own + change for own, change in zip(self.own, changes, strict=True)]
+        self.not_sent += 1
+
+    def send(self):
+        self.sent = self.shared - sum(self.own) / len(self.own)
+        self.not_sent = 0
+
+    def receive(self):
+        if self.sent is not None:
+            self.velocity = 0.9 * self.velocity + self.sent
+            self.shared = self.shared - 0.7 * (self.sent + 0.9 * self.velocity)
+            self.own, self.sent = [self.shared] * len(self.own), None
+
+
+def _expected(world_size, *, streaming):
+    found = []
+    for number, start in enumerate(_parameters()):
+        reference = _Reference(start, world_size)
+        turn, delay = (number, 2) if streaming else (0, 0)
+        for step in range(1, STEPS + 1):
+            reference.change([_changes(rank, step)[number].double() for rank in range(world_size)])
+            if step in range(turn or EVERY, STEPS + 1, EVERY):
+                reference.send()
+            if step in range((turn or EVERY) + delay, STEPS + 1, EVERY):
+                reference.receive()
+        reference.receive()
+        if reference.not_sent:
+            reference.send()
+            reference.receive()
+        found.append(reference.shared)
+    return found
+
+
+def test_diloco_is_its_formula_and_ranks_agree_to_the_bit_after_each_outer_step():
+    ranks = run_ranks(_many_runs, 3, timeout=240)
+    for runs, is_resumed_bitwise in ranks:
+        assert [unequal for _, unequal in runs] == [[]] * 5
+        assert is_resumed_bitwise
+    plain, streamed = _expected(3, streaming=False), _expected(3, streaming=True)
+    assert (plain[0] - streamed[0]).abs().max() > 0.1
+    runs = [parameters for parameters, _ in ranks[0][0]]
+    for found, expected in zip(runs[0] + runs[1], plain + streamed, strict=True):
+        # Fewer than 100 roundings of values below 8.
+        assert (found - expected).abs().max() < 100 * 8 * 2**-24
+    # A unit in one of at most 6 averages has moved the parameters so far n rounds later, momentum included.
+    gains = [0.7 * (1 + 0.9 * (1 - 0.9**n) / (1 - 0.9)) for n in range(1, 7)]
+    for run, expected, levels in [(2, streamed, 127), (3, plain, 127), (4, streamed, 7)]:
+        # Rounding errors of 1 / levels of a block's largest change, below 1 (4 standard deviations), even in
+        # their distribution: one for the mean, and a third of the variance for the mean of three ranks.
+        deviation = (4 / 3 / 12) ** 0.5 / levels * sum(gain**2 for gain in gains) ** 0.5
+        for found, exact in zip(runs[run], expected, strict=True):
+            assert 0 < (found - exact).square().mean().sqrt() < deviation
+
+
+def _averaged(rank, state):
+    """Average now and then, with ours and with torch's averager, whose mean is exact but for rounding."""
+    ours, torchs = _parameters(), _parameters()
+    schedule = {"period": 2, "warmup_steps": 1}
+    averager, torchs_averager = ChangeAverager(ours, state, **schedule), PeriodicModelAverager(**schedule)
+    for parameter in ours[:2] + torchs[:2]:
+        parameter.grad = torch.zeros_like(parameter)  # only those with a gradient are averaged
+    differences, agreed_after = [], []
+    for step in range(1, 6):
+        for parameters, either in ((ours, averager), (torchs, torchs_averager)):
+            _change(parameters, rank, step)
+            either.average_parameters([{"params": parameters}])
+        differences.append(max((a - b).abs().max().item() for a, b in zip(ours, torchs, strict=True)))
+        if _same_everywhere(ours[:2]):
+            agreed_after.append(step)
+            with torch.no_grad():
+                for own, other in zip(ours, torchs, strict=True):
+                    other.copy_(own)
+    state.close()
+    return differences, agreed_after, _same_everywhere(ours[2:])
+
+
+def _post_local_sgd(rank, *, restarted):
+    """Train with torch's optimizer, on from a checkpoint or straight on, and return the parameters."""
+    state = QuantizedAllreduceState(min_bytes=0)
+    parameters = _parameters()
+
+    def make():
+        inner = torch.optim.AdamW(parameters, lr=1e-2)
+        return PostLocalSGDOptimizer(inner, ChangeAverager(parameters, state, period=3, warmup_steps=2))
+
+    optimizer = make()
+    for step in range(1, 10):
+        if restarted and step == 7:  # the step before has averaged
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = make()
+            optimizer.load_state_dict(saved)
+        for parameter, change in zip(parameters, _changes(rank, step), strict=True):
+            parameter.grad = change
+        optimizer.step()
+    assert _same_everywhere(parameters)
+    state.close()
+    return torch.cat([parameter.detach().flatten() for parameter in parameters])
+
+
+def _model_averaging(rank):
+    flat = QuantizedAllreduceState(min_bytes=0)
+    nodes = HierarchicalAllreduceState(mesh=init_device_mesh("cpu", (2, 2)), min_bytes=0)
+    straight_on, restarted = (_post_local_sgd(rank, restarted=which) for which in (False, True))
+    return [_averaged(rank, flat), _averaged(rank, nodes)], torch.equal(straight_on, restarted)
+
+
+def test_model_averaging_is_torchs_but_for_8_bits():
+    for runs, restarted_equals_straight_on in run_ranks(_model_averaging, 4, timeout=240):
+        for differences, agreed_after, others_agree in runs:
+            assert agreed_after == [2, 4]
+            # Two roundings to 1 / 127 of the largest change of a block, by at most half of that: no change is
+            # above 6 / 8 * sqrt(2), six deviations of two steps.
+            assert 0 < max(differences) < 6 / 8 * 2**0.5 / 127
+            assert [differences[step - 1] for step in (1, 3, 5)] == [0, 0, 0]  # no average
+            assert not others_agree
+        assert restarted_equals_straight_on
