@@ -89,21 +89,28 @@ def time_on_hosts(script: str, count: int, repeats: int, *, rate: str = "1gbit")
 
 
 def run_on_hosts(
-    command: Sequence[str], options: Sequence[str], count: int, *, rate: str = "1gbit"
+    command: Sequence[str],
+    options: Sequence[str],
+    count: int,
+    *,
+    rate: str = "1gbit",
+    ranks_per_host: int = 1,
 ) -> list[dict[str, list[float]]]:
-    """Run ``python COMMAND FOLDER OPTIONS`` on each of ``count`` emulated hosts; return what each one writes.
+    """Run ``python COMMAND FOLDER OPTIONS`` on ``count`` emulated hosts; return what each rank writes.
 
     Args:
         command: What joins a process group by the environment and writes ``FOLDER/RANK.json``.
         options: Behind the folder.
         count: Number of hosts.
         rate: Of the links.
+        ranks_per_host: How often it is run on each; ranks of a host follow each other.
     """
+    world_size = count * ranks_per_host
     with tempfile.TemporaryDirectory() as folder, emulated_hosts(count, rate=rate) as hosts:
         line = [sys.executable, "-W", "ignore", *command, folder, *options]
         ranks = [
             subprocess.Popen(
-                [*("ip", "netns", "exec", host), *line],
+                [*("ip", "netns", "exec", hosts[index // ranks_per_host]), *line],
                 env={
                     **os.environ,
                     "GLOO_SOCKET_IFNAME": "eth0",
@@ -112,10 +119,10 @@ def run_on_hosts(
                     "MASTER_ADDR": address(0),
                     "MASTER_PORT": str(_PORT),
                     "RANK": str(index),
-                    "WORLD_SIZE": str(count),
+                    "WORLD_SIZE": str(world_size),
                 },
             )
-            for index, host in enumerate(hosts)
+            for index in range(world_size)
         ]
         try:
             codes = [rank.wait(timeout=600) for rank in ranks]
@@ -124,7 +131,7 @@ def run_on_hosts(
                 rank.kill()
         if any(codes):
             raise RuntimeError(f"ranks on emulated hosts ended with {codes}")
-        return [json.loads((Path(folder) / f"{index}.json").read_text()) for index in range(count)]
+        return [json.loads((Path(folder) / f"{index}.json").read_text()) for index in range(world_size)]
 
 
 def be_a_rank(folder: Path, make_hooks: MakeHooks, repeats: int) -> None:

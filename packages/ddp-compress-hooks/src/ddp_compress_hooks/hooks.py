@@ -8,6 +8,7 @@ import torch.distributed as dist
 from ddp_compress_hooks import compiled, ring, two_shot
 from ddp_compress_hooks.state import CompressState, HookState, as_state
 from dist_utils.comm_hooks import (
+    buckets_only,
     check_gradient_dtype,
     completed_future,
     failed_future,
@@ -24,6 +25,7 @@ __all__ = [
 ]
 
 
+@buckets_only
 def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in its own dtype, as DDP does without a hook.
 
@@ -58,6 +60,7 @@ def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.future
     return _average("allreduce_hook", state, bucket, None)
 
 
+@buckets_only
 def compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in the wire dtype of its state: the hook behind all others.
 
@@ -83,6 +86,7 @@ def compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures
     return _average("compress_hook", state, bucket, state.wire_dtype)
 
 
+@buckets_only
 def fp16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in ``torch.float16``: half the bytes of fp32, 11 bits of precision, up to 65504.
 
@@ -101,6 +105,7 @@ def fp16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
     return _average("fp16_compress_hook", as_state(process_group), bucket, torch.float16)
 
 
+@buckets_only
 def bf16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in ``torch.bfloat16``: half the bytes of fp32, 8 bits of precision, the same range.
 

@@ -11,6 +11,7 @@ from ddp_quant_hooks import kernels
 from ddp_quant_hooks.affine import AffineLayout
 from dist_utils import GroupLike, resolve_group
 from dist_utils.comm_hooks import (
+    buckets_only,
     check_gradient_dtype,
     completed_future,
     failed_future,
@@ -23,6 +24,7 @@ from dist_utils.torch_compat import GradBucket, all_gather_single, profiler_rang
 __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 
 
+@buckets_only
 def quantization_pertensor_hook(
     process_group: GroupLike, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
@@ -62,6 +64,7 @@ quantization_pertensor_hook``: equal to its results up to fp32 rounding, except 
     return _average("quantization_pertensor_hook", process_group, bucket, None)
 
 
+@buckets_only
 def quantization_perchannel_hook(
     process_group: GroupLike, bucket: GradBucket, bucket_size: int = 512
 ) -> torch.futures.Future[torch.Tensor]:

@@ -14,12 +14,13 @@ from ddp_quant_hooks.passes import BackwardPass
 from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from ddp_quant_hooks.statistics import ring_bytes
-from dist_utils.comm_hooks import check_gradient_dtype, completed_future, failed_future, is_pair
+from dist_utils.comm_hooks import buckets_only, check_gradient_dtype, completed_future, failed_future, is_pair
 from dist_utils.torch_compat import GradBucket, profiler_range
 
 __all__ = ["quantized_allreduce_hook"]
 
 
+@buckets_only
 def quantized_allreduce_hook(
     state: QuantizedAllreduceState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:

@@ -38,7 +38,10 @@ class TensorStep(BackwardPass):
 
     def takes(self, task: int) -> bool:
         """Tell whether a call that comes now, inside autograd's ``task``, belongs to it."""
-        return self.open or (task != _OUTSIDE and self.includes(task, self._tensors))
+        if self.open or task == _OUTSIDE:
+            return self.open
+        # A pass inside of another one is of this step only until that other one has ended.
+        return task in self._ended_well or (not self.complete and self.includes(task, self._tensors))
 
     def use(self, key: str) -> None:
         """Note that a call has this key.

@@ -3,6 +3,7 @@
 from dist_utils.comm_hooks.bucket_watch import BucketWatch
 from dist_utils.comm_hooks.buckets import (
     CommHook,
+    buckets_only,
     check_gradient_dtype,
     completed_future,
     failed_future,
@@ -14,6 +15,7 @@ from dist_utils.comm_hooks.tensor_calls import checked_operation, checked_tensor
 __all__ = [
     "BucketWatch",
     "CommHook",
+    "buckets_only",
     "check_gradient_dtype",
     "checked_operation",
     "checked_tensors",

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 
 from dist_utils.torch_compat import GradBucket
 
-__all__ = ["CommHook", "check_gradient_dtype", "completed_future", "failed_future", "is_pair"]
+__all__ = [
+    "CommHook",
+    "buckets_only",
+    "check_gradient_dtype",
+    "completed_future",
+    "failed_future",
+    "is_pair",
+]
 
 CommHook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """What ``register_comm_hook`` takes: ``hook(state, bucket) -> future of the averaged tensor``."""
@@ -22,6 +30,32 @@ GRADIENT_DTYPES = (
     torch.complex64,
     torch.complex128,
 )
+
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def buckets_only(hook: _Hook) -> _Hook:
+    """Let a communication hook say what to use where ``FullyShardedDataParallel`` (FSDP1) calls it.
+
+    That gives its hooks a tensor where ``DistributedDataParallel`` gives a bucket, and mostly one more, for
+    the result. A decorator; what it returns has the hook's name and signature.
+
+    Raises:
+        TypeError: From the hook that is returned, called so.
+    """
+
+    @functools.wraps(hook)
+    def checked(*arguments: Any, **named: Any) -> Any:
+        if any(isinstance(argument, torch.Tensor) for argument in arguments):
+            raise TypeError(
+                f"{hook.__name__} averages buckets of DistributedDataParallel, and FullyShardedDataParallel "
+                "(FSDP1) has none: use fully_shard (FSDP2), where MixedPrecisionPolicy(reduce_dtype=...) "
+                "reduces in 16 bits, and ddp_quant_hooks.fsdp.quantize_all_reduce in 8 or 4"
+            )
+        return hook(*arguments, **named)
+
+    return cast("_Hook", checked)
 
 
 def is_pair(bucket: object) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:

@@ -51,6 +51,12 @@ from dist_utils.torch_compat.optimizers import (
     without_step_hooks,
 )
 from dist_utils.torch_compat.profiling import every_thread, profiler_range
+from dist_utils.torch_compat.sharding import (
+    ShardedModule,
+    reduce_scatter_base,
+    require_fsdp_method,
+    sharded_modules,
+)
 from dist_utils.torch_compat.tensors import (
     function_transforms_active,
     is_batched_gradient,
@@ -66,6 +72,7 @@ __all__ = [
     "GROUPS_END_WITHOUT_GIL",
     "GradBucket",
     "OperatorWatch",
+    "ShardedModule",
     "after_backward",
     "after_surrounding_backward",
     "all_gather_single",
@@ -96,10 +103,13 @@ __all__ = [
     "outside_function_transforms",
     "parameter_names",
     "profiler_range",
+    "reduce_scatter_base",
     "reduce_scatter_single",
     "register_comm_hook",
     "replicated_ddp",
+    "require_fsdp_method",
     "saved_tensor_hooks",
+    "sharded_modules",
     "step_post_hooks",
     "step_pre_hooks",
     "step_without_hooks",

@@ -1,0 +1,56 @@
+"""FSDP's reduce-scatter of gradients, in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks.collectives import reduce_scatter_tensor
+from ddp_quant_hooks.keys_of_pass import KeysOfPass
+from ddp_quant_hooks.state import QuantizedAllreduceState
+from dist_utils import torch_compat
+
+__all__ = ["reduce_scatter_class"]
+
+
+def reduce_scatter_class(state: QuantizedAllreduceState) -> Callable[[str, object], Any]:
+    """Return the class of the reduce-scatters of one model.
+
+    Its instances take the key of a module, and something to keep alive.
+    """
+    base: Any = torch_compat.reduce_scatter_base()
+    keys = KeysOfPass()
+
+    class QuantizedReduceScatter(base):  # type: ignore[misc] # torch's class, where there is one
+        """The reduce-scatter of one module."""
+
+        def __init__(self, key: str, alive: object) -> None:
+            self._key = key
+            self._alive = alive
+
+        def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+            """Return memory for what goes in or comes out."""
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(
+            self,
+            output_tensor: torch.Tensor,
+            input_tensor: torch.Tensor,
+            group: dist.ProcessGroup,
+            op: Any,
+            async_op: bool = False,
+        ) -> None:
+            """Reduce the module's gradients, and return when they are there."""
+            del group, async_op  # the state's; FSDP does not wait for what comes back
+            if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+                raise ValueError(
+                    f"quantize_reduce_scatter: module {self._key!r}: FSDP asks for neither sum nor mean, "
+                    "but for a sum of scaled gradients: call set_force_sum_reduction_for_comms(True) "
+                    "where a divide factor is set"
+                )
+            reduce_scatter_tensor(output_tensor, input_tensor, op, state, key=keys.next(self._key))
+
+    return QuantizedReduceScatter

@@ -1,0 +1,111 @@
+"""What the tests of FSDP2 share: a small model, ways to shard it, and training runs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+from ddp_quant_hooks import QuantizedAllreduceState
+
+needs_hooks = pytest.mark.skipif(
+    not hasattr(getattr(fsdp, "FSDPModule", None), "set_all_reduce_hook"),
+    reason="this torch has no FSDPModule.set_all_reduce_hook",
+)
+EXACT = 1 << 40
+"""``min_bytes`` of a state that sends all values as they are."""
+
+
+class Net(torch.nn.Module):
+    """Rows that two ranks share unevenly, a parameter of the root, and a layer that can be used twice."""
+
+    def __init__(self, *, twice=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(37, 37) for _ in range(3))
+        self.scale = torch.nn.Parameter(torch.rand(37))
+        self.twice = twice
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        if self.twice:
+            x = torch.tanh(self.layers[1](x))
+        return x * self.scale
+
+
+def nodes_and_shards(shards=2):
+    """Return a mesh of nodes that hold so many shards each."""
+    return init_device_mesh(
+        "cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("node", "shard")
+    )
+
+
+def sharded(mesh, *, twice=False, cut=(), **options):
+    """Return the model, sharded by layers over a mesh; ``cut`` has layers that the root takes."""
+    net = Net(twice=twice)
+    for index, layer in enumerate(net.layers):
+        if index not in cut:
+            fsdp.fully_shard(layer, mesh=mesh, **options)
+    return fsdp.fully_shard(net, mesh=mesh, **options)
+
+
+def state_between(mesh, **options):
+    """Return a state that quantizes everything unless told otherwise."""
+    return QuantizedAllreduceState(mesh["node"], **{"min_bytes": 0, **options})
+
+
+def batch(step):
+    """Return another batch on every rank and in every step."""
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(4, 37, generator=generator)
+
+
+def local(tensor):
+    """Return this rank's shard."""
+    return tensor.to_local().detach().clone()
+
+
+def gradients(net):
+    """Return this rank's shards of all gradients."""
+    return [local(parameter.grad) for parameter in net.parameters()]
+
+
+def parameters(net):
+    """Return this rank's shards of all parameters."""
+    return [local(parameter) for parameter in net.parameters()]
+
+
+def backward(net, step, *, more=False):
+    """Add the gradients of a batch; ``more``: through a second forward pass of the same batch."""
+    loss = net(batch(step)).square().mean()
+    if more:
+        loss = loss + net(batch(step + 50)).square().mean()
+    loss.backward()
+
+
+def train(net, steps, *, first=0, accumulate=None, optimizer=None):
+    """Train a few steps; return the shards of parameters.
+
+    Args:
+        net: The model.
+        steps: How many.
+        first: The number of the first.
+        accumulate: The method that holds back synchronization, if each step has two micro-batches.
+        optimizer: Of the model; plain SGD with momentum if not given.
+    """
+    optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(first, first + steps):
+        if accumulate is not None:
+            getattr(net, accumulate)(False)
+            backward(net, 1000 + step)
+            getattr(net, accumulate)(True)
+        backward(net, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(net)
+
+
+def all_equal(first, second):
+    """Tell whether two lists of tensors are equal, bit by bit."""
+    return len(first) == len(second) and all(map(torch.equal, first, second))

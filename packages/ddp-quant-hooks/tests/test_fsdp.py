@@ -1,0 +1,247 @@
+"""FSDP2 with averages between nodes in few bits: what native HSDP computes, to the precision of the bits."""
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from fsdp_models import (
+    EXACT,
+    Net,
+    all_equal,
+    backward,
+    batch,
+    gradients,
+    local,
+    needs_hooks,
+    nodes_and_shards,
+    sharded,
+    state_between,
+    train,
+)
+from torch.distributed import fsdp
+
+from ddp_quant_hooks.fsdp import quantize_all_reduce
+from dist_utils import torch_compat
+from dist_utils.testing import run_ranks, same_on_all_ranks
+
+pytestmark = needs_hooks
+HALF_STEPS = {8: 1 / 254, 4: 1 / 14}
+"""Of the largest magnitude of a block: its values become integers up to 127 or 7."""
+
+
+SHARDING = {
+    "resharded": {"reshard_after_forward": True},
+    "kept": {"reshard_after_forward": False},
+    "bf16": {
+        "mp_policy": fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    },
+    "offloaded": {"offload_policy": fsdp.CPUOffloadPolicy(pin_memory=False)},
+    "a layer twice": {"twice": True},
+    "two layers in the root": {"cut": (0, 1)},
+}
+ACCUMULATION = (None, "set_requires_gradient_sync", "set_requires_all_reduce")
+
+
+def _hooked(mesh, state=None, **options):
+    """Return a model that is sharded over a node, with its hooks."""
+    net = sharded(mesh["shard"], **options)
+    quantize_all_reduce(net, state or state_between(mesh))
+    return net
+
+
+def _same_as_native_hsdp(_):
+    mesh = nodes_and_shards()
+    different = []
+    for name, options in SHARDING.items():
+        for accumulate in ACCUMULATION if name in {"resharded", "bf16"} else [None]:
+            state = state_between(mesh, min_bytes=EXACT)
+            ours = train(_hooked(mesh, state, **options), 3, accumulate=accumulate)
+            native = train(sharded(mesh, **options), 3, accumulate=accumulate)
+            if not all_equal(native, ours) or state.statistics.plain_buckets == 0:
+                different.append((name, accumulate))
+    return different
+
+
+def test_full_precision_is_native_hsdp_bit_by_bit():
+    assert run_ranks(_same_as_native_hsdp, 4, timeout=200) == [[]] * 4
+
+
+def _between_micro_batches(_):
+    mesh = nodes_and_shards()
+    state = state_between(mesh, min_bytes=EXACT)
+    net = _hooked(mesh, state)
+    net.set_requires_all_reduce(False)
+    backward(net, 0)
+    assert all(parameter.grad is None for parameter in net.parameters())
+    net.set_requires_all_reduce(True)
+    backward(net, 1)
+    before = gradients(net)
+    net.set_requires_all_reduce(False)
+    backward(net, 2)
+    sent = state.statistics.plain_buckets
+    return all_equal(before, gradients(net)), sent == 4  # once for each module
+
+
+def _after_removal(_):
+    mesh = nodes_and_shards()
+    state = state_between(mesh, min_bytes=EXACT)
+    net = sharded(mesh["shard"])
+    handle = quantize_all_reduce(net, state)
+    handle.remove()
+    handle.remove()
+    backward(net, 0)
+    own = sharded(mesh["shard"])
+    backward(own, 0)
+    assert all_equal(gradients(own), gradients(net))
+    assert state.statistics.plain_buckets == 0
+    again = quantize_all_reduce(net, state)
+    net.zero_grad()
+    backward(net, 0)
+    return state.statistics.plain_buckets == len(again.keys) == 4
+
+
+def _divided_by_a_factor(_):
+    """A factor divides the sum over all ranks; without one it is their number."""
+    mesh = nodes_and_shards()
+    nets = [sharded(mesh), _hooked(mesh, state_between(mesh, min_bytes=EXACT))]
+    for net in nets:
+        for module in net.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.set_gradient_divide_factor(3.0)
+                module.set_force_sum_reduction_for_comms(True)  # Gloo has no other operation for it
+        backward(net, 0)
+    native, ours = map(gradients, nets)
+    # The division by 3 comes before or after the sum between nodes: one rounding of each sum and quotient.
+    return all(
+        torch.allclose(ours_, native_, rtol=4 * torch.finfo(torch.float32).eps, atol=1e-7)
+        for ours_, native_ in zip(ours, native, strict=True)
+    )
+
+
+def _in_fp16(_):
+    """FSDP divides by a part of the number of ranks before it sums in fp16, and by the rest afterwards."""
+    mesh = nodes_and_shards()
+    half = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float16)}
+    nets = [sharded(mesh, **half), _hooked(mesh, state_between(mesh, min_bytes=EXACT), **half)]
+    for net in nets:
+        backward(net, 0)
+    # Both round a sum once, to 11 bits; near zero also both halves, to multiples of 2**-24.
+    return all(
+        torch.allclose(ours, native, rtol=2**-10, atol=3 * 2**-25)
+        for native, ours in zip(*map(gradients, nets), strict=True)
+    )
+
+
+def _taken_in_backward(_):
+    """A hook that takes a gradient as soon as it is accumulated gets the mean, as an optimizer would."""
+    mesh, taken = nodes_and_shards(), ([], [])
+    for net, seen in zip(
+        (sharded(mesh), _hooked(mesh, state_between(mesh, min_bytes=EXACT))), taken, strict=True
+    ):
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda taker, seen=seen: seen.append(local(taker.grad))
+            )
+        backward(net, 0)
+    return len(taken[0]) > 0 and all_equal(*taken)
+
+
+def _small_checks(rank):
+    checks = (_between_micro_batches, _after_removal, _divided_by_a_factor, _in_fp16, _taken_in_backward)
+    return [check(rank) for check in checks]
+
+
+def test_gradients_rest_between_micro_batches_and_handles_can_be_removed():
+    assert run_ranks(_small_checks, 4, timeout=120) == [[(True, True), True, True, True, True]] * 4
+
+
+def _largest(tensor, group):
+    """Return the largest magnitude of each rank of a group, averaged."""
+    largest = tensor.abs().max()
+    dist.all_reduce(largest, group=group)
+    return largest / dist.get_world_size(group)
+
+
+def _few_bits(_):
+    """A rank's value is off by half a step of its block, so a mean by the mean of them.
+
+    A gradient goes with those of its module, so the block's largest magnitude is the module's at most.
+    """
+    mesh, ratios = nodes_and_shards(), {}
+    between = mesh["node"].get_group()
+    for name, options in SHARDING.items():
+        # Sums and means in bf16 are rounded to 8 bits, ours and native ones.
+        rounding = 2**-7 if name == "bf16" else 1e-6
+        native, node = sharded(mesh, **options), sharded(mesh["shard"], **options)
+        backward(native, 0)
+        backward(node, 0)
+        bound = max(_largest(gradient, between) for gradient in gradients(node))
+        for bits, half_step in HALF_STEPS.items():
+            state = state_between(mesh, bits=bits)
+            net = _hooked(mesh, state, **options)
+            backward(net, 0)
+            assert same_on_all_ranks(gradients(net), between)
+            errors = [
+                (ours - exact).abs().max()
+                for ours, exact in zip(gradients(net), gradients(native), strict=True)
+            ]
+            assert 0 < max(errors) <= (half_step + rounding) * bound
+            seen = state.statistics
+            assert seen.plain_buckets == 0
+            ratios[bits] = seen.bytes_sent / seen.bytes_of_allreduce
+    return ratios
+
+
+def test_8_and_4_bits_stay_within_half_a_step():
+    for ratios in run_ranks(_few_bits, 4, timeout=120):
+        assert ratios[8] < 0.3
+        assert ratios[4] < 0.2
+
+
+def _replicas(_):
+    """One rank in each node: what DistributedDataParallel does, through FSDP2."""
+    mesh = nodes_and_shards(1)
+    group = mesh["node"].get_group()
+    ddp = torch.nn.parallel.DistributedDataParallel(Net())
+    exact = _hooked(mesh, state_between(mesh, min_bytes=EXACT))
+    first, second = _hooked(mesh), _hooked(mesh, state_between(mesh, bits=4))
+    for net in (ddp, exact):
+        backward(net, 0)
+    sum(net(batch(0)).square().mean() for net in (first, second)).backward()
+    assert all_equal([parameter.grad for parameter in ddp.parameters()], gradients(exact))
+    assert same_on_all_ranks([gradients(first), gradients(second)], group)
+    return [
+        max(
+            (ours - exact_).abs().max() for ours, exact_ in zip(gradients(net), gradients(exact), strict=True)
+        )
+        for net in (first, second)
+    ]
+
+
+def test_a_mesh_of_one_rank_is_data_parallelism_and_two_models_share_a_backward():
+    for eight, four in run_ranks(_replicas, 2, timeout=100):
+        assert 0 < eight < four
+
+
+def _beside_backward(rank):
+    """Rank 1 begins its second pass when rank 0 has handed over a module: nothing may wait for it there."""
+    net = _hooked(nodes_and_shards(1))
+    backward(net, 0)  # in which the ranks agree
+    store = torch_compat.default_store()
+
+    def go_on(_):
+        store.set("rank 0 goes on", "")
+
+    def wait(_):
+        store.wait(["rank 0 goes on"], timedelta(seconds=60))
+
+    # Gradients come to the layers in turn, from the last one.
+    layer, what = (net.layers[1], go_on) if rank == 0 else (net.layers[2], wait)
+    layer.register_forward_hook(lambda *args: args[2].register_hook(what) and None)
+    net.zero_grad()
+    backward(net, 1)
+    return same_on_all_ranks(gradients(net))
+
+
+def test_backward_goes_on_beside_the_exchange():
+    assert all(run_ranks(_beside_backward, 2, timeout=100))

@@ -1,0 +1,141 @@
+"""FSDP2 where averages in few bits are not what was meant: errors on every rank, before communication."""
+
+import os
+
+import pytest
+import torch
+from fsdp_models import Net, backward, needs_hooks, nodes_and_shards, sharded, state_between
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+from ddp_quant_hooks import QuantizedAllreduceState
+from ddp_quant_hooks.fsdp import quantize_all_reduce, quantize_reduce_scatter
+from dist_utils import AgreementError
+from dist_utils.testing import run_ranks
+
+
+def _refused(error, match, call, *arguments):
+    with pytest.raises(error, match=match):
+        call(*arguments)
+
+
+def _replicated(mesh):
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+    return replicate(Net(), mesh=mesh["node"])
+
+
+def _refusals(_):
+    mesh = nodes_and_shards()
+    one_shard = init_device_mesh("cpu", (4, 1), mesh_dim_names=("node", "shard"))
+    plain = sharded(mesh["shard"])
+    _refused(TypeError, "state must be a Quant.*got DeviceMesh", quantize_all_reduce, plain, mesh["node"])
+    state = state_between(mesh)
+    _refused(TypeError, "model must be a module, got list", quantize_all_reduce, [plain], state)
+    _refused(ValueError, "applied neither to the model", quantize_all_reduce, Net(), state)
+    native = sharded(mesh)
+    too_late = r"'\(model\)' averages between nodes by itself.*mesh=mesh\['shard'\]"
+    _refused(ValueError, too_late, quantize_all_reduce, native, state)
+    whole = QuantizedAllreduceState()
+    _refused(ValueError, "ranks \\[\\d\\] of the state's .* other shards", quantize_all_reduce, plain, whole)
+    plain.layers[1].set_all_reduce_hook(print)
+    _refused(ValueError, r"'layers\.1' has an all-reduce hook", quantize_all_reduce, plain, state)
+    plain.layers[1].set_all_reduce_hook(None)
+    handle = quantize_all_reduce(plain, state)
+    other = sharded(mesh["shard"])
+    _refused(ValueError, "state is used for a model", quantize_all_reduce, other, state)
+    _refused(ValueError, "has an all-reduce hook", quantize_all_reduce, plain, state_between(mesh))
+    handle.remove()
+    quantize_all_reduce(other, state)
+    # Gradients are averaged only from the second micro-batch on.
+    other.set_requires_all_reduce(False)
+    backward(other, 0)
+    other.set_requires_all_reduce(True)
+    other.layers[0].bias.requires_grad_(False)
+    try:
+        _refused(ValueError, "were reduced in a micro-batch and", backward, other, 1)
+    finally:
+        other.layers[0].bias.requires_grad_(True)
+    scatter_needs = "is sharded over ranks .* but the state's process group has"
+    _refused(ValueError, scatter_needs, quantize_reduce_scatter, plain, whole)
+    _refused(ValueError, scatter_needs, quantize_reduce_scatter, sharded(one_shard["shard"]), whole)
+
+
+@needs_hooks
+def test_wrong_models_states_and_groups_are_refused():
+    run_ranks(_refusals, 4, timeout=100)
+
+
+def _replicate_is_refused(_):
+    replicas = _replicated(nodes_and_shards(1))
+    state = state_between(nodes_and_shards(1))
+    _refused(ValueError, "in place of replicate.*a mesh of one rank", quantize_all_reduce, replicas, state)
+    _refused(ValueError, r"is sharded over ranks \[\]", quantize_reduce_scatter, replicas, state)
+
+
+@needs_hooks
+def test_replicate_is_refused():
+    pytest.importorskip("torch.distributed._composable.replicate_with_fsdp")
+    run_ranks(_replicate_is_refused, 2, timeout=60)
+
+
+def _different_ranks(rank):
+    """One rank's model is another one, or is no FSDP model: all hear of it."""
+    mesh = nodes_and_shards(1)
+    net = sharded(mesh["shard"], cut=(rank,))
+    _refused(AgreementError, "shards of modules.*layers", quantize_all_reduce, net, state_between(mesh))
+    net = sharded(mesh["shard"]) if rank else Net()
+    error = AgreementError if rank else ValueError
+    _refused(error, "applied neither to the model", quantize_all_reduce, net, state_between(mesh))
+
+
+def _one_rank_fails(rank):
+    mesh = nodes_and_shards(1)
+    net, state = sharded(mesh["shard"]), state_between(mesh)
+    quantize_all_reduce(net, state)
+    backward(net, 0)
+    net.zero_grad()
+    if rank == 1:
+        os._exit(1)
+    with pytest.raises(RuntimeError):
+        backward(net, 1)
+    return "raised"
+
+
+@needs_hooks
+def test_ranks_with_other_models_are_told():
+    run_ranks(_different_ranks, 2, timeout=60)
+
+
+@needs_hooks
+def test_a_rank_that_dies_is_an_error_of_backward():
+    results = run_ranks(_one_rank_fails, 2, timeout=100, group_timeout=20, may_die={1})
+    assert results[0] == "raised"
+
+
+def _calls_of_fsdp1(_):
+    from ddp_compress_hooks import (  # noqa: PLC0415 - the hooks, by name
+        allreduce_hook,
+        bf16_compress_hook,
+    )
+    from ddp_quant_hooks import quantization_perchannel_hook, quantized_allreduce_hook  # noqa: PLC0415
+
+    hooks = {
+        allreduce_hook: None,
+        bf16_compress_hook: None,
+        quantization_perchannel_hook: None,
+        quantized_allreduce_hook: QuantizedAllreduceState(),
+    }
+    strategies = [fsdp.ShardingStrategy.FULL_SHARD, fsdp.ShardingStrategy.NO_SHARD]
+    for hook, state in hooks.items():
+        for strategy in strategies:
+            net = fsdp.FullyShardedDataParallel(
+                torch.nn.Linear(8, 8), sharding_strategy=strategy, device_id=torch.device("cpu")
+            )
+            net.register_comm_hook(state, hook)
+            loss = net(torch.ones(1, 8)).sum()
+            _refused(TypeError, f"{hook.__qualname__} averages buckets.*quantize_all_reduce", loss.backward)
+
+
+@pytest.mark.filterwarnings("ignore:.*NO_SHARD.*")
+def test_hooks_of_ddp_say_what_to_use_instead_where_fsdp1_calls_them():
+    run_ranks(_calls_of_fsdp1, 2, timeout=100)

@@ -1,0 +1,174 @@
+"""Models under ``fully_shard`` (FSDP2): what it keeps of a module, and where its reduced gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["ShardedModule", "reduce_scatter_base", "require_fsdp_method", "sharded_modules"]
+
+_AVERAGED_DTYPES = (torch.float32, torch.bfloat16)
+"""What FSDP averages while it reduces. Other dtypes are divided before and afterwards."""
+
+
+def reduce_scatter_base() -> Any:
+    """Return the base of what ``FSDPModule.set_custom_reduce_scatter`` takes.
+
+    No public name up to torch 2.15.
+
+    Raises:
+        RuntimeError: torch has no such class.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_api import (  # noqa: PLC0415 - not in torch 2.6
+            ReduceScatter,
+        )
+    except ImportError:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter: a newer one is needed"
+        ) from None
+    return ReduceScatter
+
+
+class ShardedModule:
+    """A module that ``fully_shard`` communicates for, with the parameters that are its own.
+
+    Most of it has no public name up to torch 2.15.
+
+    Args:
+        name: Of the module in the model.
+        module: The module.
+        group: What FSDP keeps of it.
+    """
+
+    def __init__(self, name: str, module: Any, group: Any) -> None:
+        self.name = name
+        self.module = module
+        self._group = group
+
+    @property
+    def replicated(self) -> bool:
+        """Whether FSDP averages over several shard groups itself: on a mesh for HSDP, or for replicas."""
+        return hasattr(self._group.mesh_info, "replicate_process_group")
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """The global ranks that hold its shards; none where it is only replicated."""
+        group = getattr(self._group.mesh_info, "shard_process_group", None)
+        return [] if group is None else dist.get_process_group_ranks(group)
+
+    @property
+    def shard_of(self) -> tuple[int, int]:
+        """Which of how many shards this rank holds."""
+        ranks = self.shard_ranks
+        return (ranks.index(dist.get_rank()), len(ranks)) if ranks else (0, 1)
+
+    @property
+    def all_reduce_wanted(self) -> bool:
+        """What ``set_requires_all_reduce`` has said, which FSDP itself heeds on meshes for HSDP only."""
+        return bool(self._group.all_reduce_grads)
+
+    @property
+    def divide_factor(self) -> float | None:
+        """What the sum of gradients is divided by, if that is not the number of ranks."""
+        if hasattr(self._group, "gradient_divide_factor"):
+            factor: float | None = self._group.gradient_divide_factor
+        else:
+            factor = getattr(self._group, "reduce_scatter_divide_factor", None)
+        return factor
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Its sharded parameters that require a gradient."""
+        sharded = [kept.sharded_param for kept in self._group.fsdp_params]
+        return [parameter for parameter in sharded if parameter.requires_grad]
+
+    @property
+    def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
+        """The hook that gets reduced gradients."""
+        hook: Callable[[torch.Tensor], None] | None = self._group._all_reduce_hook  # noqa: SLF001
+        return hook
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
+        """Set or take away that hook."""
+        self.module.set_all_reduce_hook(hook)
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """What reduces and scatters gradients."""
+        return self._group._reduce_scatter_comm  # noqa: SLF001
+
+    def set_reduce_scatter(self, reduce_scatter: Any) -> None:
+        """Let something else do that."""
+        self.module.set_custom_reduce_scatter(reduce_scatter)
+
+    def gradients_will_be(self, reduced: torch.Tensor) -> bool:
+        """Tell, in the all-reduce hook, whether ``reduced`` may still be written until backward ends.
+
+        So it is if gradients become views of it, which FSDP neither reads nor changes any more.
+        """
+        if reduced.dtype not in _AVERAGED_DTYPES or getattr(
+            self._group, "force_sum_reduction_for_comms", False
+        ):
+            return False
+        return not any(
+            kept.offload_to_cpu
+            or kept.sharded_param.grad is not None
+            or getattr(kept.sharded_param, "_post_accumulate_grad_hooks", None)
+            or kept.sharded_param.dtype != reduced.dtype
+            or getattr(kept, "sharded_grad_dtype", None) not in (None, reduced.dtype)
+            for kept in self._group.fsdp_params
+            if kept.sharded_param.requires_grad
+        )
+
+
+def require_fsdp_method(method: str) -> None:
+    """Return if ``FSDPModule`` has this method.
+
+    Raises:
+        RuntimeError: It has not, or there is no such class.
+    """
+    if not hasattr(_fsdp_module(), method):
+        raise RuntimeError(f"torch {torch.__version__} has no FSDPModule.{method}: a newer one is needed")
+
+
+def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
+    """Return the modules that ``fully_shard`` was applied to and that have parameters, in the model's order.
+
+    Modules that were given to one ``fully_shard`` together are one, which has the first one's name. Names
+    are those without ``torch.compile``'s wrappers.
+
+    Raises:
+        ValueError: A module has several groups of parameters, each with a mesh of its own.
+    """
+    found: dict[int, ShardedModule] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, _fsdp_module() or ()):
+            continue
+        name = ".".join(part for part in path.split(".") if part != "_orig_mod")
+        groups = _groups_of(module)
+        if len(groups) > 1:
+            raise ValueError(
+                f"the module {name!r} has several groups of parameters with meshes of their own "
+                "(shard_placement_fn), which FSDP gives no hooks"
+            )
+        for group in groups:
+            found.setdefault(id(group), ShardedModule(name, module, group))
+    return list(found.values())
+
+
+def _fsdp_module() -> type | None:
+    from torch.distributed import fsdp  # noqa: PLC0415 - takes a second, and few programs need it
+
+    return getattr(fsdp, "FSDPModule", None)
+
+
+def _groups_of(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()  # noqa: SLF001
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)  # noqa: SLF001
+    only = state._fsdp_param_group  # noqa: SLF001
+    return [] if only is None else [only]
