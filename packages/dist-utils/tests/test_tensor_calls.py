@@ -42,7 +42,7 @@ def test_a_place_that_would_be_written_twice_is_refused(name):
         checked_tensors("call", TWICE[name])
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch's own use
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use
 def test_tensors_inside_of_transforms_are_refused():
     def refused(x, match):
         with pytest.raises(ValueError, match=match):
