@@ -89,11 +89,14 @@ def test_the_bits_are_those_of_torch_and_of_the_hooks():
 
 
 def _refusals(rank):
-    ones = torch.ones(4)
+    ones, square, freed = torch.ones(4), torch.ones(2, 2), torch.ones(3)
+    freed.untyped_storage().resize_(0)
     for kind, match, arguments in (
         (TypeError, "floating-point dtype", (ones.long(),)),
         (TypeError, "must be dense", (ones.to_sparse(),)),
         (ValueError, "share memory", ([ones, ones[1:]],)),
+        (ValueError, "share memory", ([square, square.t()],)),
+        (ValueError, "holds no memory", (freed,)),
         (ValueError, "ReduceOp.SUM or ReduceOp.AVG", (ones, dist.ReduceOp.PRODUCT)),
         (TypeError, "resolve|group", (ones, AVG, "world")),
     ):
@@ -108,6 +111,14 @@ def _refusals(rank):
             all_reduce(*arguments)
     with pytest.raises(RuntimeError, match="op is"):
         all_reduce(ones, (SUM, AVG)[rank], async_op=True).wait()
+    wire = CompressState(wire_dtype=torch.bfloat16, accumulate="fp32")
+    inside = all_reduce(torch.ones(3_000_000), AVG, wire, async_op=True).then(
+        lambda _: all_reduce(ones, AVG, wire)
+    )
+    with pytest.raises(RuntimeError, match="callback of another call's future"):
+        inside.wait()
+    with torch.inference_mode():
+        all_reduce([square.t()], AVG, wire)
     all_reduce(ones)
     return ones.tolist()
 

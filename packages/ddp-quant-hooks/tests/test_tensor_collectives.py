@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ddp_quant_hooks import (
     HierarchicalAllreduceState,
@@ -219,6 +220,9 @@ def _refusals(rank):
     leaf = torch.ones(3, requires_grad=True)
     with torch.inference_mode():
         inference = torch.ones(3)
+    square, freed = torch.ones(10, 10), torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    sharded = distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,)), [Shard(0)])
 
     def refused(kind, match, call, *arguments, **options):
         with pytest.raises(kind, match=match):
@@ -232,6 +236,11 @@ def _refusals(rank):
     refused(ValueError, "inference mode", all_reduce, inference, AVG, state)
     refused(ValueError, "share memory .expand", all_reduce, torch.ones(1).expand(5), AVG, state)
     refused(ValueError, "tensor 1 .200 bytes into", all_reduce, [ones, ones[50:]], AVG, state)
+    refused(ValueError, "tensor 1 .0 bytes into", all_reduce, [square, square.t()], AVG, state)
+    refused(ValueError, "holds no memory", all_reduce, freed, AVG, state)
+    refused(ValueError, "a DTensor, holds no memory", all_reduce, sharded, AVG, state)
+    batched = torch.func.vmap(lambda x: all_reduce(x, AVG, state))
+    refused(ValueError, "a batch of 2", batched, torch.ones(2, 3))
     refused(ValueError, "meta tensor", all_reduce, torch.ones(3, device="meta"), AVG, state)
     refused(ValueError, "ReduceOp.SUM or ReduceOp.AVG", all_reduce, ones, dist.ReduceOp.MAX, state)
     refused(TypeError, "ReduceOp.SUM or ReduceOp.AVG, got 'mean'", all_reduce, ones, "mean", state)
@@ -248,6 +257,10 @@ def _refusals(rank):
     with feedback.step():
         all_reduce(ones, AVG, feedback, key="twice")
         refused(ValueError, "'twice' was used", all_reduce, ones, AVG, feedback, key="twice")
+        refused(ValueError, "had 100 values before", all_reduce, torch.ones(9), AVG, feedback, key="twice")
+        all_reduce([ones, ones.clone()], AVG, feedback, key="list")
+        refused(ValueError, r"'list\[1\]' was used", all_reduce, ones, AVG, feedback, key="list[1]")
+        refused(RuntimeError, "inside of step", feedback.load_state_dict, feedback.state_dict())
         refused(RuntimeError, "step.. inside of step", feedback.step().__enter__)
     bucket = grad_bucket([ones])
     refused(ValueError, "not for both", quantized_allreduce_hook, feedback, bucket)
@@ -275,6 +288,11 @@ def _differ(rank):
             else all_gather_into_tensor(torch.ones(8), torch.ones(4), STATE)
         ),
         "bits is": lambda: all_reduce(torch.ones(9), AVG, make(bits=(8, 4)[rank], error_feedback="none")),
+        "one dimension is": lambda: all_reduce(
+            [torch.ones((4, 25) if rank else 100), torch.ones(4 if rank else (2, 2))],
+            AVG,
+            make(exact_1d=True),
+        ),
     }
     STATE = make()  # noqa: N806 - used in a case above
     all_reduce(torch.ones(9), AVG, STATE)
@@ -292,3 +310,34 @@ def _differ(rank):
 
 def test_ranks_that_call_differently_raise_on_every_rank():
     assert run_ranks(_differ, 2) == [[1.0] * 9] * 2
+
+
+def _modes(rank):
+    """Inference mode, torch.compile and callbacks, each with values that are not contiguous."""
+    state, feedback = make(), make(error_feedback="both")
+    kept = torch.full((20, 30), 1.0 + rank)
+    with torch.inference_mode():
+        all_reduce(kept.t(), AVG, state)
+        all_reduce(kept, AVG, feedback, key="kept")
+    all_reduce(kept, AVG, feedback, key="kept")
+    feedback.state_dict()
+
+    def doubled(x):
+        y = 2 * x
+        all_reduce(y, SUM, state)
+        shard, everyone = torch.zeros(150), torch.zeros(300)
+        reduce_scatter_tensor(shard, y, AVG, state)
+        all_gather_into_tensor(everyone, shard, state)
+        return everyone + 1
+
+    compiled = torch.compile(doubled, backend="eager")(torch.ones(300))
+    inside = all_reduce(torch.ones(3_000_000), SUM, state, async_op=True).then(
+        lambda _: all_reduce(torch.ones(3), SUM, state)
+    )
+    with pytest.raises(RuntimeError, match="callback of another call's future"):
+        inside.wait()
+    return kept.unique().tolist(), compiled.unique().tolist()
+
+
+def test_inference_mode_compilation_and_callbacks():
+    assert run_ranks(_modes, 2, timeout=60) == [([1.5], [5.0])] * 2

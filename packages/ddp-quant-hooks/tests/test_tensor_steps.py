@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
+from ddp_quant_hooks import QuantizedAllreduceState, all_reduce, reduce_scatter_tensor
+from dist_utils import AgreementError
 from dist_utils.testing import patience, run_ranks, same_on_all_ranks
 
 AVG = dist.ReduceOp.AVG
@@ -87,11 +88,24 @@ def _do_not_count(rank):
         all_reduce(tensor, AVG, state, key="a")
         assert not tensor.isfinite().all()
 
+    def not_finite_in_one_shard(state):
+        gradients = _values(rank, 7, "a")
+        gradients[5] = torch.inf if rank == 1 else 0.0
+        with state.step():
+            all_reduce(_values(rank, 7, "a"), AVG, state, key="a")
+            reduce_scatter_tensor(torch.empty(1000), gradients, AVG, state, key="shards")
+
+    def refused(state):
+        with state.step():
+            all_reduce(_values(rank, 7, "a"), AVG, state, key="a")
+            with pytest.raises(AgreementError):
+                all_reduce(torch.ones(10 + rank), AVG, state, key="other")
+
     def another_key(state):
         all_reduce(_values(rank, 7, "a"), AVG, state, key="c")
 
     undisturbed, _ = after(lambda state: None)
-    for disturb in (fail, discard, not_finite, another_key):
+    for disturb in (fail, discard, not_finite, not_finite_in_one_shard, refused, another_key):
         means, _ = after(disturb)
         assert torch.equal(means, undisturbed), disturb.__name__
     counted, _ = after(lambda state: _step(state, rank, 7))
@@ -170,8 +184,50 @@ def _in_backward(rank):
     assert (undisturbed.feedback.steps, disturbed.feedback.steps) == (2, 2)
 
 
+class Inner(torch.autograd.Function):
+    """Begins a pass inside of the pass, as reentrant checkpoints do, in which values are averaged."""
+
+    @staticmethod
+    def forward(ctx, x, state, key):
+        ctx.state, ctx.key = state, key
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        with torch.enable_grad():
+            inside = torch.ones(3000, requires_grad=True)
+            (Doubled.apply(inside, ctx.state, ctx.key) * gradient).sum().backward()
+        return inside.grad, None, None
+
+
+def _in_passes_inside(rank):
+    """All passes inside of one pass are a step, and those inside of the next are another one."""
+
+    def run(step, state, *, fails=False):
+        x = _values(rank, step, "a").requires_grad_()
+        y = Inner.apply(Inner.apply(x, state, "lower"), state, "upper")
+        if fails:
+            x.register_hook(lambda _: 1 / 0)
+        (y * _values(rank, step, "bb")).sum().backward()
+        return x.grad
+
+    undisturbed, disturbed = make(), make()
+    for state in (undisturbed, disturbed):
+        run(0, state)
+        if state is disturbed:
+            with pytest.raises(ZeroDivisionError):
+                run(7, state, fails=True)
+    assert torch.equal(run(1, undisturbed), run(1, disturbed))
+    assert (undisturbed.feedback.steps, disturbed.feedback.steps) == (2, 2)
+
+
 def test_calls_inside_backward_are_one_step():
     run_ranks(_in_backward, 2)
+    run_ranks(_in_backward, 1)
+
+
+def test_calls_in_passes_inside_of_a_pass_are_one_step():
+    run_ranks(_in_passes_inside, 2)
 
 
 def _peer_dies(rank):

@@ -70,7 +70,7 @@ def all_reduce(
         ValueError: Another operation; tensors that share memory, or are part of a graph; this rank is not in
             the group. All of them before any communication.
         AgreementError: The ranks call with other tensors or options; from the future with ``async_op``.
-        RuntimeError: A peer failed.
+        RuntimeError: A peer failed; or the call comes in a callback of another one's future.
 
     Cost:
         ``2 (W - 1) / W`` times the elements sent per rank, of the wire dtype's size. A copy of small tensors:
@@ -86,9 +86,15 @@ def all_reduce(
     mean, tensors = checked_operation(_NAME, op), checked_tensors(_NAME, tensor)
     filled = [one for one in tensors if one.numel()]
     like = filled[0] if filled else torch.empty(0)
-    with torch_compat.profiler_range(_NAME):
+    # What is made here is written elsewhere: no tensors of inference mode.
+    with torch_compat.profiler_range(_NAME), torch.inference_mode(False):
         if state.process_group.size() == 1:
             return _result(completed_future(like), tensor) if async_op else None
+        if state.worker.runs_this_thread():
+            raise RuntimeError(
+                f"{_NAME} in a callback of another call's future, where the order of calls may differ "
+                "between ranks: wait for that future, then call"
+            )
         try:
             _agree(state, filled, mean=mean)
         except RuntimeError as error:
@@ -136,6 +142,7 @@ def _start(state: CompressState, pack: Pack, *, mean: bool) -> _Future:
         return ring.average(state, group, buffer, values, wire_dtype).then(lambda done: finish(done.value()))
     work: Any = dist.all_reduce(values, group=group, async_op=True)
     arrival: torch.futures.Future[Any] = future_of_work(work, group, values.device)
+    torch.autograd.graph.increment_version(values)  # the backend does not tell autograd
     return arrival.then(lambda done: finish(done.value(), factor=1))
 
 

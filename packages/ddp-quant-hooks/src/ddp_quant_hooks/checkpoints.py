@@ -80,6 +80,7 @@ class ResidualCheckpoints(BoundModel):
         of_tensors = self.feedback.of_tensors
         known = self.stand_ins.named if of_tensors else self._parameters_of(model, "state_dict")
         self.wait_for_jobs()
+        self.feedback.wait_beside()
         names = {self.feedback.residuals.number(parameter): name for name, parameter in known.items()}
         written = saved_residuals.write(self.feedback, names, self._lengths, self._name_of)
         keys = {name: stand_in.numel() for name, stand_in in known.items()} if of_tensors else None
@@ -105,7 +106,7 @@ class ResidualCheckpoints(BoundModel):
             TypeError: ``state`` is no dict.
             ValueError: They are of another rank, number of ranks or option, of a parameter that ``model``
                 does not have, or of another length than here; nothing is changed.
-            RuntimeError: Inside ``backward()``.
+            RuntimeError: Inside ``backward()`` or :meth:`step`.
         """
         self._load(self._read(state, model))
 
@@ -193,6 +194,8 @@ class ResidualCheckpoints(BoundModel):
 
     def _read(self, state: dict[str, Any], model: torch.nn.Module | None) -> SavedResiduals:
         self._refuse_inside_backward("load_state_dict()")
+        if self.feedback.step_is_open:
+            raise RuntimeError("load_state_dict() inside of step(): call it between two steps")
         saved_residuals.require_equal(state, self._identity())
         keys = saved_residuals.keys_of(state)
         if keys is None:

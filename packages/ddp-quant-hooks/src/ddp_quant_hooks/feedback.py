@@ -71,7 +71,7 @@ class Feedback:
         Raises:
             RuntimeError: Another one is open.
         """
-        if isinstance(self._pass, TensorStep) and self._pass.open:
+        if self.step_is_open:
             raise RuntimeError("step() inside of step(): end the first one before")
         if not self.residuals.wanted:
             return TensorStep(explicit=True)
@@ -92,6 +92,7 @@ class Feedback:
         if not isinstance(running, TensorStep) or not running.takes(task):
             self._settle(wait)
             self._pass = running = TensorStep()
+        running.add_call(task)
         return running
 
     def discard(self) -> None:
@@ -108,6 +109,16 @@ class Feedback:
     def of_tensors(self) -> bool:
         """Whether plain tensors are averaged, and no buckets."""
         return self._kind is TensorStep
+
+    @property
+    def step_is_open(self) -> bool:
+        """Whether a step of plain tensors is open."""
+        return isinstance(self._pass, TensorStep) and self._pass.open
+
+    def wait_beside(self) -> None:
+        """Return when what the last step has beside the state's jobs is done."""
+        if isinstance(self._pass, TensorStep):
+            self._pass.wait_beside()
 
     @property
     def ended_well(self) -> bool:
@@ -148,6 +159,8 @@ class Feedback:
             return
         if ended.outside_of_backward or isinstance(ended, TensorStep):
             wait()  # DDP has waited for the others' jobs
+            if isinstance(ended, TensorStep):
+                ended.wait_beside()
         self._steps += ended.counts
         self.residuals.commit(ended)
         if self._resumption is not None and ended.held is not None and ended.complete:

@@ -85,6 +85,10 @@ class BackwardPass:
         """Note a bucket that belongs to this pass."""
         self._last_index = index
         self._buckets += 1
+        self.add_task(task)
+
+    def add_task(self, task: int) -> None:
+        """Note that this pass goes on inside autograd's ``task``."""
         if task not in self._ended_well:
             self._ended_well[task] = task == -1
             if task != -1:

@@ -10,7 +10,7 @@ import torch
 from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.values import Values
 
-__all__ = ["StandIns", "TensorBucket", "label_of", "small_parts", "values_of"]
+__all__ = ["StandIns", "TensorBucket", "label_of", "names_of", "small_parts", "values_of"]
 
 
 class TensorBucket:
@@ -63,18 +63,25 @@ class StandIns:
         """By the key of the call, with the number of the tensor if there are several."""
 
     def of(self, key: str | None, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the stand-ins of a call's tensors, always the same for the same key and lengths."""
+        """Return the stand-ins of a call's tensors, always the same for the same key."""
         if key is None:  # nothing is kept
             return [_stand_in(_real_count(tensor), tensor.device) for tensor in tensors]
-        names = [key] if len(tensors) == 1 else [f"{key}[{number}]" for number in range(len(tensors))]
         found = []
-        for name, tensor in zip(names, tensors, strict=True):
-            count = _real_count(tensor)
-            stand_in = self.named.get(name)
-            if stand_in is None or stand_in.numel() != count:
-                stand_in = self.named[name] = _stand_in(count, tensor.device)
-            found.append(stand_in)
+        for name, tensor in zip(names_of(key, tensors), tensors, strict=True):
+            if name not in self.named:
+                self.named[name] = _stand_in(_real_count(tensor), tensor.device)
+            found.append(self.named[name])
         return found
+
+    def require_lengths(self, key: str, tensors: Sequence[torch.Tensor]) -> None:
+        """Raise ``ValueError`` if a key has come with another number of values: what it lost is of those."""
+        for name, tensor in zip(names_of(key, tensors), tensors, strict=True):
+            count, here = _real_count(tensor), self.named.get(name)
+            if here is not None and here.numel() != count:
+                raise ValueError(
+                    f"the key {name!r} had {here.numel()} values before, and now it has {count}: values of "
+                    "another length need another key"
+                )
 
     def load(self, counts: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
         """Return those of these names and numbers of values, new where there is no such one yet."""
@@ -83,6 +90,11 @@ class StandIns:
             here = self.named.get(name)
             found[name] = _stand_in(count, device) if here is None or here.numel() != count else here
         return found
+
+
+def names_of(key: str, tensors: Sequence[torch.Tensor]) -> list[str]:
+    """Return by which names what a call's tensors lose is kept."""
+    return [key] if len(tensors) == 1 else [f"{key}[{number}]" for number in range(len(tensors))]
 
 
 def values_of(bucket: Bucket) -> Values:
@@ -99,7 +111,7 @@ def small_parts(bucket: TensorBucket) -> Iterator[torch.Tensor]:
 
 def label_of(key: str | None) -> int:
     """Return a number for a key, the same in every process; 0 for none."""
-    return 0 if key is None else 1 + zlib.crc32(key.encode())
+    return 0 if key is None else 1 + zlib.crc32(key.encode(errors="surrogatepass"))
 
 
 def _real_count(tensor: torch.Tensor) -> int:

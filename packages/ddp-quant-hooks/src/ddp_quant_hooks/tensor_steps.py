@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -32,32 +34,56 @@ class TensorStep(BackwardPass):
         super().__init__()
         self.open = explicit
         self._keys: set[str] = set()
-        self._tensors = 0
+        self._root: weakref.ref[torch.Tensor] | None = None  # of the outermost pass
+        self._beside: list[torch.futures.Future[torch.Tensor]] = []
         if explicit:
             self._ended_well[_OUTSIDE] = False
 
     def takes(self, task: int) -> bool:
         """Tell whether a call that comes now, inside autograd's ``task``, belongs to it."""
-        if self.open or task == _OUTSIDE:
+        if self.open or task == _OUTSIDE or self.outside_of_backward:
             return self.open
-        # A pass inside of another one is of this step only until that other one has ended.
-        return task in self._ended_well or (not self.complete and self.includes(task, self._tensors))
+        if task in self._ended_well or task < max(self._ended_well):
+            return True  # this very task, or the one around those that were seen before
+        if self.complete or not torch_compat.inside_nested_backward():
+            return False
+        return torch_compat.outermost_root() is (None if self._root is None else self._root())
 
-    def use(self, key: str) -> None:
-        """Note that a call has this key.
+    def add_call(self, task: int) -> None:
+        """Note that a call comes, inside autograd's ``task``."""
+        if self.open or task in self._ended_well:
+            return
+        self.add_task(task)
+        root = torch_compat.outermost_root()
+        self._root = None if root is None else weakref.ref(root)
+
+    def use(self, keys: Sequence[str]) -> None:
+        """Note that a call has these keys.
 
         Raises:
-            ValueError: Another one of this step has it.
+            ValueError: Another one of this step has one of them.
         """
-        if key in self._keys:
-            raise ValueError(f"the key {key!r} was used in this step: what it lost would be added twice")
-        self._keys.add(key)
+        for key in keys:
+            if key in self._keys:
+                raise ValueError(f"the key {key!r} was used in this step: what it lost would be added twice")
+        self._keys.update(keys)
 
     def add_tensors(self) -> int:
         """Note that tensors are averaged together, and return their number in the step."""
-        number, self._tensors = self._tensors, self._tensors + 1
-        self.add_bucket(_OUTSIDE if self.open else torch_compat.graph_task_id(), number)
-        return number
+        self._last_index += 1
+        self._buckets += 1
+        return self._last_index
+
+    def add_beside(self, done: torch.futures.Future[torch.Tensor]) -> None:
+        """Note what the state's worker does not wait for."""
+        self._beside.append(done)
+
+    def wait_beside(self) -> None:
+        """Return when all of that is done, whatever came out."""
+        for done in self._beside:
+            with contextlib.suppress(Exception):
+                done.wait()
+        self._beside.clear()
 
     def close(self, *, ended_well: bool) -> None:
         """End an explicit step."""

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ddp_quant_hooks.state import QuantizedAllreduceState
+from ddp_quant_hooks.tensor_buckets import names_of
 from ddp_quant_hooks.tensor_steps import TensorStep
 from dist_utils import torch_compat
 from dist_utils.comm_hooks import completed_future, failed_future
@@ -26,12 +27,18 @@ def checked_state(name: str, group: QuantizedAllreduceState | None) -> Quantized
 
     Raises:
         TypeError: ``group`` is none.
+        RuntimeError: The call comes on the state's own thread, which cannot wait for itself.
     """
     state = _default_state if group is None else group
     if not isinstance(state, QuantizedAllreduceState):
         raise TypeError(
             f"{name}: group must be a QuantizedAllreduceState, which is made once for a group and kept, or "
             f"None for WORLD, got {type(state).__name__}"
+        )
+    if state.worker.runs_this_thread():
+        raise RuntimeError(
+            f"{name} in a callback of another call's future, where the order of calls may differ between "
+            "ranks: wait for that future, then call"
         )
     return state
 
@@ -43,7 +50,7 @@ def begin(
 
     Raises:
         TypeError: ``key`` is no string.
-        ValueError: There is none and it is needed, or it was used in this step.
+        ValueError: There is none and it is needed, it was used in this step, or for another length.
         RuntimeError: The call is captured in a CUDA graph, and has something to decide.
     """
     if key is not None and not isinstance(key, str):
@@ -53,11 +60,13 @@ def begin(
             f"{name}: with error feedback a key must say whose values these are, by which what they lose is "
             "found again in the next step"
         )
+    if key is not None and state.error_feedback != "none":
+        state.stand_ins.require_lengths(key, tensors)
     for tensor in tensors:
         state.refuse_capture(tensor)
     step = state.feedback.begin_tensors(state.wait_for_jobs)
     if key is not None and state.error_feedback != "none":
-        step.use(key)
+        step.use([*dict.fromkeys((key, *names_of(key, tensors)))])
     return step
 
 
@@ -74,10 +83,12 @@ def run(
     filled = [tensor for tensor in tensors if tensor.numel()]
     like = filled[0] if filled else torch.empty(0)
     started: list[Future] = []
-    with torch_compat.profiler_range(f"ddp_quant_hooks.{name}"):
+    # What is made here lives on, and is written elsewhere: no tensors of inference mode.
+    with torch_compat.profiler_range(f"ddp_quant_hooks.{name}"), torch.inference_mode(False):
         if filled and state.process_group.size() > 1:
             try:
-                state.agree_on_call(name, terms, filled)
+                with step.watching():
+                    state.agree_on_call(name, terms, filled)
             except RuntimeError as error:
                 if result is None:
                     raise

@@ -46,6 +46,7 @@ def reduce_scatter_tensor(
 ) -> Future: ...
 
 
+@torch_compat.never_traced
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,  # noqa: A002 - as in torch.distributed
@@ -76,7 +77,8 @@ def reduce_scatter_tensor(
             fit each other.
 
     Cost:
-        (W - 1) / W bytes a value of ``input`` with 8 bits, and 3 % for scales. ``input`` below ``min_bytes``,
+        (W - 1) / W bytes a value of ``input`` with 8 bits, and 3 % for scales. With error feedback one small
+        all-reduce more: whether all shards are finite. ``input`` below ``min_bytes``,
         or of fp64, is reduced without compression.
 
     Counterpart of ``torch.distributed.reduce_scatter_tensor``.
@@ -110,14 +112,18 @@ def reduce_scatter_tensor(
 
         def job(group: dist.ProcessGroup) -> torch.Tensor:
             shard = _real(target)
+            flags: list[torch.Tensor] = []
+            noted = None if failed is None else flags.append
             if quantized:
-                sent = state.route.reduce_scatter(group, values, shard, kept, failed, label_of(key))
+                sent = state.route.reduce_scatter(group, values, shard, kept, noted, label_of(key))
                 if not mean:
                     shard *= group.size()
             else:
                 sent = _plain_reduce_scatter(group, values, shard, mean=mean)
                 if failed is not None:
-                    failed(~shard.isfinite().all())
+                    flags.append(~shard.isfinite().all())
+            if failed is not None:
+                failed(_on_any_rank(group, flags))
             _count(state, source, sent, quantized=quantized)
             return target
 
@@ -146,6 +152,7 @@ def all_gather_into_tensor(
 ) -> Future: ...
 
 
+@torch_compat.never_traced
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,
@@ -194,6 +201,7 @@ def all_gather_into_tensor(
                 sent = state.route.all_gather(group, mine, everyone)
             else:
                 torch_compat.all_gather_single(everyone, mine, group)
+                torch.autograd.graph.increment_version(everyone)  # the backend does not tell autograd
                 sent = (group.size() - 1) * mine.nbytes
             _count(state, target, sent, quantized=quantized)
             return target
@@ -243,7 +251,15 @@ def _plain_reduce_scatter(
         shares = values / group.size()
         hold_shares(shares, group.size())
     torch_compat.reduce_scatter_single(shard, shares, group=group)
+    torch.autograd.graph.increment_version(shard)  # the backend does not tell autograd
     return ring_bytes(values.nbytes, group.size()) // 2
+
+
+def _on_any_rank(group: dist.ProcessGroup, flags: list[torch.Tensor]) -> torch.Tensor:
+    """Return whether any rank's shard is not finite: all ranks must decide alike whether a step counts."""
+    flag = torch.stack(flags).any().to(torch.int32)
+    dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
+    return flag.bool()
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

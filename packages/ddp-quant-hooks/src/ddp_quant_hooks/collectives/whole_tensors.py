@@ -15,6 +15,7 @@ from ddp_quant_hooks.state import QuantizedAllreduceState
 from ddp_quant_hooks.statistics import ring_bytes
 from ddp_quant_hooks.tensor_buckets import TensorBucket, label_of
 from ddp_quant_hooks.tensor_steps import TensorStep
+from dist_utils import torch_compat
 from dist_utils.comm_hooks import checked_operation, checked_tensors, same_kind
 
 __all__ = ["all_reduce"]
@@ -42,6 +43,7 @@ def all_reduce(
 ) -> Future: ...
 
 
+@torch_compat.never_traced
 def all_reduce(
     tensor: Tensors,
     op: Any = dist.ReduceOp.SUM,
@@ -75,10 +77,11 @@ def all_reduce(
     Raises:
         TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
         ValueError: Another operation; tensors that share memory, or are part of a graph; no key although
-            there is error feedback, or one that was used in this step; this rank is not in the group. All of
-            them before any communication.
+            there is error feedback, one that was used in this step, or one of values of another length; this
+            rank is not in the group. All of them before any communication.
         AgreementError: The ranks call with other tensors, keys or options; from the future with ``async_op``.
-        RuntimeError: A peer failed; the state must be closed then, on every rank.
+        RuntimeError: A peer failed; the state must be closed then, on every rank. Or the call comes in a
+            callback of another one's future.
 
     Cost:
         As :func:`quantized_allreduce_hook`. Tensors that are not contiguous are copied.
@@ -95,7 +98,7 @@ def all_reduce(
     step = begin(name, state, tensors, key)
 
     def start() -> list[Future]:
-        stand_ins = state.stand_ins.of(key, tensors)
+        stand_ins = state.stand_ins.of(key if state.error_feedback != "none" else None, tensors)
         started = []
         for places in same_kind(tensors):
             bucket = TensorBucket(
@@ -108,7 +111,9 @@ def all_reduce(
             started.append(_start(state, step, bucket, originals, mean=mean))
         return started
 
-    what = {"op": "AVG" if mean else "SUM", "key": key}
+    what: dict[str, object] = {"op": "AVG" if mean else "SUM", "key": key}
+    if state.exact_1d:
+        what["of at most one dimension"] = [tensor.dim() <= 1 for tensor in tensors if tensor.numel()]
     return run(name, state, step, tensors, what, start, tensor if async_op else None)
 
 
@@ -137,7 +142,10 @@ def _start(
             _put_back(tensors, originals)
             return tensors[0]
 
-        return reduced.then(finish)
+        finished = reduced.then(finish)
+        if with_feedback:
+            step.add_beside(finished)
+        return finished
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
         failed = step.failed if with_feedback else None

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dist_utils import torch_compat
 from dist_utils.comm_hooks.buckets import GRADIENT_DTYPES
-from dist_utils.module_state.overlapping_memory import named_with_overlaps
+from dist_utils.module_state.overlapping_memory import named_with_overlaps, share_elements
 
 __all__ = ["checked_operation", "checked_tensors", "same_kind"]
 
@@ -23,34 +24,20 @@ def checked_tensors(call: str, tensor: torch.Tensor | Sequence[torch.Tensor]) ->
 
     Raises:
         TypeError: It is something else; a tensor is sparse or not of a floating-point dtype.
-        ValueError: A tensor is part of a graph, which would not see the change; or has elements, or shares
-            memory with another one, so that one place would be written twice.
+        ValueError: A tensor is part of a graph or inside a transform of ``torch.func``, which would not see
+            the change; holds no memory, as a ``DTensor``; or has elements, or shares memory with another one,
+            so that one place would be written twice.
     """
     tensors: Any = [tensor] if isinstance(tensor, torch.Tensor) else tensor
     if not isinstance(tensors, Sequence) or not all(isinstance(one, torch.Tensor) for one in tensors):
         raise TypeError(f"{call} takes a tensor or a sequence of tensors, got {_told(tensor)}")
     for number, one in enumerate(tensors):
         what = "the tensor" if one is tensor else f"tensor {number}"
-        if one.layout is not torch.strided:
-            raise TypeError(f"{call}: {what} must be dense, got {one.layout}")
-        if one.dtype not in GRADIENT_DTYPES:
-            raise TypeError(f"{call}: {what} must be of a floating-point dtype, got {one.dtype}")
-        if one.is_meta:
-            raise ValueError(f"{call}: {what} is a meta tensor and holds no values")
-        if one.requires_grad and not one.is_leaf:
-            raise ValueError(
-                f"{call}: {what} is part of a graph, which would not see that it changes: give its detach()"
-            )
-        if one.is_inference():
-            raise ValueError(
-                f"{call}: {what} was made in inference mode, and is written elsewhere: give a clone"
-            )
-        if any(length > 1 and stride == 0 for length, stride in zip(one.shape, one.stride(), strict=True)):
-            raise ValueError(f"{call}: elements of {what} share memory (expand()): give its clone()")
-    names = [f"tensor {number}" for number in range(len(tensors))]
-    contiguous = [one if one.is_contiguous() else one.new_empty(0) for one in tensors]
-    shared = [told for told in named_with_overlaps(names, contiguous) if told not in names]
-    if shared:
+        _require_kind(call, what, one)
+        _require_own_memory(call, what, one)
+    if share_elements(tensors):
+        names = [f"tensor {number}" for number in range(len(tensors))]
+        shared = [told for told in named_with_overlaps(names, tensors) if told not in names]
         raise ValueError(f"{call}: tensors share memory: {', '.join(shared)}")
     return [one.detach() for one in tensors]
 
@@ -79,6 +66,42 @@ def same_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         if tensor.numel():
             kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
     return list(kinds.values())
+
+
+def _require_kind(call: str, what: str, one: torch.Tensor) -> None:
+    if one.layout is not torch.strided:
+        raise TypeError(f"{call}: {what} must be dense, got {one.layout}")
+    if one.dtype not in GRADIENT_DTYPES:
+        raise TypeError(f"{call}: {what} must be of a floating-point dtype, got {one.dtype}")
+    if one.requires_grad and not one.is_leaf:
+        raise ValueError(
+            f"{call}: {what} is part of a graph, which would not see that it changes: give its detach()"
+        )
+    if transformed := torch_compat.transformed_as(one):
+        raise ValueError(
+            f"{call}: {what} is {transformed}, inside a transform, which would not see that it changes"
+        )
+
+
+def _require_own_memory(call: str, what: str, one: torch.Tensor) -> None:
+    if one.is_meta:
+        raise ValueError(f"{call}: {what} is a meta tensor and holds no values")
+    if one.is_inference():
+        raise ValueError(f"{call}: {what} was made in inference mode, and is written elsewhere: give a clone")
+    if one.numel() and not _holds_memory(one):
+        raise ValueError(
+            f"{call}: {what}, a {type(one).__name__}, holds no memory: of a DTensor give its to_local(), "
+            "and call outside of torch.func"
+        )
+    if not one.is_contiguous() and share_elements([one]):
+        raise ValueError(f"{call}: elements of {what} share memory (expand()): give its clone()")
+
+
+def _holds_memory(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # of torch.func, or a fake one
+        return False
 
 
 def _told(given: object) -> str:

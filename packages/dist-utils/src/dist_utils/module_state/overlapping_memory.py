@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["named_with_overlaps"]
+__all__ = ["named_with_overlaps", "share_elements"]
 
 
 def named_with_overlaps(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[str]:
@@ -32,6 +32,61 @@ def named_with_overlaps(names: Sequence[str], tensors: Sequence[torch.Tensor]) -
         if (reach := start + _span(tensors[index])) > end:
             owner, begin, end = index, start, reach
     return told
+
+
+def share_elements(tensors: Sequence[torch.Tensor]) -> bool:
+    """Tell whether a place in memory belongs to two elements, of two tensors or of one.
+
+    Exactly: columns of one matrix share nothing, although they lie between each other.
+
+    Args:
+        tensors: Dense.
+
+    Cost:
+        A sort; and a byte for each that is reached over by tensors that lie between each other.
+    """
+    near: list[torch.Tensor] = []  # their memory is between the same two addresses
+    end = 0
+    for tensor in sorted((one for one in tensors if one.numel()), key=torch.Tensor.data_ptr):
+        if tensor.data_ptr() >= end and near:
+            if _written_twice(near):
+                return True
+            near = []
+        near.append(tensor)
+        end = max(end, tensor.data_ptr() + _span(tensor))
+    return _written_twice(near)
+
+
+def _written_twice(tensors: Sequence[torch.Tensor]) -> bool:
+    """Try it out, on a byte for each byte, unless the answer is plain to see."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return len(tensors) > 1
+    if len(tensors) == 1 and _strides_keep_apart(tensors[0]):
+        return False
+    first = tensors[0].data_ptr()
+    last = max(tensor.data_ptr() + _span(tensor) for tensor in tensors)
+    written = torch.zeros(last - first, dtype=torch.bool, device="cpu")
+    for tensor in tensors:
+        size = tensor.element_size()
+        strides = (*(stride * size for stride in tensor.stride()), 1)
+        places = written.as_strided((*tensor.shape, size), strides, tensor.data_ptr() - first)
+        if places.any():
+            return True
+        before = 0 if (apart := _strides_keep_apart(tensor)) else int(written.sum())
+        places.fill_(True)
+        if not apart and int(written.sum()) - before < places.numel():
+            return True
+    return False
+
+
+def _strides_keep_apart(tensor: torch.Tensor) -> bool:
+    """Tell whether every stride is larger than all that smaller ones reach over."""
+    reach = 0
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1 and stride <= reach:
+            return False
+        reach += stride * (length - 1)
+    return True
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -206,6 +206,13 @@ class OrderedWorker:
         if self._lane is not None:
             self._lane.wait()
 
+    def runs_this_thread(self) -> bool:
+        """Return whether the caller is on the worker's thread: in a job, or in a callback of its future.
+
+        Whoever waits for another job there waits for ever.
+        """
+        return self._lane is not None and self._lane.runs_this_thread()
+
     def close(self) -> None:
         """Finish the queued jobs, then end the thread and the private group; closing twice is harmless.
 
@@ -306,9 +313,13 @@ class _Lane:
         done.set_exception(self.error or self._group_is_gone())  # type: ignore[arg-type] # torch's annotation
         return result
 
+    def runs_this_thread(self) -> bool:
+        """Return whether the caller is on the thread."""
+        return threading.current_thread() is self._thread
+
     def wait(self) -> None:
         """Return when the jobs that are queued have run."""
-        if threading.current_thread() is self._thread:
+        if self.runs_this_thread():
             return  # it would wait for itself
         reached = threading.Event()
         with self._ending:
@@ -320,7 +331,7 @@ class _Lane:
     def stop(self) -> None:
         """End the thread after the jobs that are queued, and then its group."""
         self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
+        if not self.runs_this_thread():
             self._thread.join(_STOP_SECONDS)
 
     def _run(self) -> None:

@@ -11,6 +11,7 @@ from dist_utils.torch_compat.backward import (
     in_final_callback,
     inside_backward,
     inside_nested_backward,
+    outermost_root,
 )
 from dist_utils.torch_compat.collectives import (
     all_gather_single,
@@ -25,6 +26,7 @@ from dist_utils.torch_compat.execution import (
     flushes_denormals,
     import_compiler,
     is_accelerator,
+    never_traced,
 )
 from dist_utils.torch_compat.groups import (
     GROUPS_END_WITHOUT_GIL,
@@ -99,7 +101,9 @@ __all__ = [
     "keep_versions",
     "linear_operator",
     "mark_stepped",
+    "never_traced",
     "new_named_group",
+    "outermost_root",
     "outside_function_transforms",
     "parameter_names",
     "profiler_range",

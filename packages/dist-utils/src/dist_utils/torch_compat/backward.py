@@ -17,6 +17,7 @@ __all__ = [
     "in_final_callback",
     "inside_backward",
     "inside_nested_backward",
+    "outermost_root",
 ]
 
 
@@ -58,6 +59,23 @@ def _nodes_around(frame: FrameType) -> Iterator[FrameType | None]:
             yield caller
             inside_pass = False
         frame = caller
+
+
+def outermost_root() -> torch.Tensor | None:
+    """Return a tensor that the outermost backward pass around here was begun with.
+
+    ``None`` where the stack does not tell: outside of any pass, and on the engine's threads for accelerators.
+    Costs a walk up the stack. torch has no name for it up to 2.15.
+    """
+    outermost, frame = None, sys._getframe().f_back  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code is torch.autograd.graph._engine_run_backward.__code__:  # noqa: SLF001
+            outermost = frame
+        elif frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            outermost = None  # a node of a pass further out
+        frame = frame.f_back
+    roots = () if outermost is None else outermost.f_locals["t_outputs"]
+    return next((root for root in roots if isinstance(root, torch.Tensor)), None)
 
 
 def after_surrounding_backward(callback: Callable[[], None]) -> bool:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["compiling_refused", "flushes_denormals", "import_compiler", "is_accelerator"]
+__all__ = ["compiling_refused", "flushes_denormals", "import_compiler", "is_accelerator", "never_traced"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def is_accelerator(device: torch.device) -> bool:
@@ -43,6 +48,22 @@ def compiling_refused() -> Iterator[None]:
         else stance("fail_on_recompile")
     ):
         yield
+
+
+def never_traced(fn: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that ``torch.compile`` runs as it is, between two graphs.
+
+    As ``torch.compiler.disable``, which would load the compiler here, for seconds.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            untraced: Callable[P, R] = torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
+            return untraced(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return call
 
 
 def import_compiler() -> None:
