@@ -65,4 +65,4 @@ __all__ = [
     "start",
 ]
 
-__version__ = "0.2.1"
+__version__ = "0.3.0"
