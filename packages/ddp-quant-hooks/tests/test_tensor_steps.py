@@ -163,12 +163,12 @@ class Doubled(torch.autograd.Function):
         return 2 * mean, None, None
 
 
-def _in_backward(rank):
-    """All calls of one backward() are a step; one that fails does not count."""
+def _passes_are_steps(rank, function):
+    """All calls of one backward() are a step, also in passes inside of it; one that fails does not count."""
 
     def run(step, state, *, fails=False):
         x = _values(rank, step, "a").requires_grad_()
-        y = Doubled.apply(Doubled.apply(x, state, "lower"), state, "upper")
+        y = function.apply(function.apply(x, state, "lower"), state, "upper")
         if fails:
             x.register_hook(lambda _: 1 / 0)
         (y * _values(rank, step, "bb")).sum().backward()
@@ -200,34 +200,13 @@ class Inner(torch.autograd.Function):
         return inside.grad, None, None
 
 
-def _in_passes_inside(rank):
-    """All passes inside of one pass are a step, and those inside of the next are another one."""
-
-    def run(step, state, *, fails=False):
-        x = _values(rank, step, "a").requires_grad_()
-        y = Inner.apply(Inner.apply(x, state, "lower"), state, "upper")
-        if fails:
-            x.register_hook(lambda _: 1 / 0)
-        (y * _values(rank, step, "bb")).sum().backward()
-        return x.grad
-
-    undisturbed, disturbed = make(), make()
-    for state in (undisturbed, disturbed):
-        run(0, state)
-        if state is disturbed:
-            with pytest.raises(ZeroDivisionError):
-                run(7, state, fails=True)
-    assert torch.equal(run(1, undisturbed), run(1, disturbed))
-    assert (undisturbed.feedback.steps, disturbed.feedback.steps) == (2, 2)
-
-
 def test_calls_inside_backward_are_one_step():
-    run_ranks(_in_backward, 2)
-    run_ranks(_in_backward, 1)
+    run_ranks(_passes_are_steps, 2, Doubled)
+    run_ranks(_passes_are_steps, 1, Doubled)
 
 
 def test_calls_in_passes_inside_of_a_pass_are_one_step():
-    run_ranks(_in_passes_inside, 2)
+    run_ranks(_passes_are_steps, 2, Inner)
 
 
 def _peer_dies(rank):
