@@ -115,11 +115,6 @@ class Feedback:
         """Whether a step of plain tensors is open."""
         return isinstance(self._pass, TensorStep) and self._pass.open
 
-    def wait_beside(self) -> None:
-        """Return when what the last step has beside the state's jobs is done."""
-        if isinstance(self._pass, TensorStep):
-            self._pass.wait_beside()
-
     @property
     def ended_well(self) -> bool:
         """Whether there is no pass that is running, or that has failed."""
@@ -159,8 +154,6 @@ class Feedback:
             return
         if ended.outside_of_backward or isinstance(ended, TensorStep):
             wait()  # DDP has waited for the others' jobs
-            if isinstance(ended, TensorStep):
-                ended.wait_beside()
         self._steps += ended.counts
         self.residuals.commit(ended)
         if self._resumption is not None and ended.held is not None and ended.complete:
