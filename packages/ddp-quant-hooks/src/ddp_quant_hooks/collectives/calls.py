@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from ddp_quant_hooks.tensor_buckets import names_of
@@ -18,8 +20,33 @@ __all__ = ["Future", "Tensors", "begin", "checked_state", "run"]
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 Future: TypeAlias = torch.futures.Future[Any]
 
-_default_state = QuantizedAllreduceState()
-"""Of calls that name no state: WORLD, 8 bits, no error feedback."""
+
+class _DefaultState(QuantizedAllreduceState):
+    """Of calls that name no state: WORLD, 8 bits, no error feedback.
+
+    Nobody can close it after an error. So it closes itself when a call has raised one here, which is the same
+    call on every rank; a future's error may become known to the ranks at different calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+    def count_call(self) -> None:
+        """Count a call that all ranks have agreed on."""
+        self._calls[self.process_group] = self._calls.get(self.process_group, 0) + 1
+
+    def close_after_error(self) -> None:
+        """Let the next call make a fresh start if the worker has an error."""
+        if self._worker is not None and self._worker.error is not None:
+            self.close()
+
+    def _terms(self) -> dict[str, object]:
+        # If one rank alone has had the error of a call, the next calls would not belong together.
+        return {**super()._terms(), "calls without a state so far": self._calls.get(self.process_group, 0)}
+
+
+_default_state = _DefaultState()
 
 
 def checked_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAllreduceState:
@@ -85,19 +112,23 @@ def run(
     started: list[Future] = []
     # What is made here lives on, and is written elsewhere: no tensors of inference mode.
     with torch_compat.profiler_range(f"ddp_quant_hooks.{name}"), torch.inference_mode(False):
-        if filled and state.process_group.size() > 1:
-            try:
+        try:
+            if filled and state.process_group.size() > 1:
                 with step.watching():
                     state.agree_on_call(name, terms, filled)
-            except RuntimeError as error:
-                if result is None:
-                    raise
+                    if isinstance(state, _DefaultState):
+                        state.count_call()
+                    started = [future.then(step.note) for future in start()]
+            if result is None:
+                for future in started:
+                    future.wait()
+                return None
+        except RuntimeError as error:
+            if result is not None:
                 return failed_future(error, like)
-            started = [future.then(step.note) for future in start()]
-        if result is None:
-            for future in started:
-                future.wait()
-            return None
+            if isinstance(state, _DefaultState):
+                state.close_after_error()
+            raise
     return _when_all_have(started, like, result)
 
 
