@@ -120,9 +120,9 @@ def reduce_scatter_tensor(
                     shard *= group.size()
             else:
                 sent = _plain_reduce_scatter(group, values, shard, mean=mean)
-                if failed is not None:
-                    flags.append(~shard.isfinite().all())
             if failed is not None:
+                if not (mean and quantized):  # whose mean is looked at
+                    flags.append(~shard.isfinite().all())
                 failed(_on_any_rank(group, flags))
             _count(state, source, sent, quantized=quantized)
             return target

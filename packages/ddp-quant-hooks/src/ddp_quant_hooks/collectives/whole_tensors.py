@@ -142,9 +142,9 @@ def _start(
         else:
             op, sent = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, ring_bytes(nbytes, world_size)
             ddp_compress_hooks.all_reduce(tensors, op, private_group)
-            if failed is not None:
-                for tensor in tensors:
-                    failed(~tensor.isfinite().all())
+        if failed is not None and not (mean and decision.quantized):  # whose mean is looked at
+            for tensor in tensors:
+                failed(~tensor.isfinite().all())
         _put_back(tensors, originals)
         state.counter.add(nbytes, world_size, sent, quantized=decision.quantized, error=error)
         return tensors[0]
