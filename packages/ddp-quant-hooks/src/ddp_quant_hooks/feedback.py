@@ -31,6 +31,7 @@ class Feedback:
         self.residuals = residuals
         self.loaded: SavedResiduals | None = None
         self._pass: BackwardPass | None = None
+        self._explicit: TensorStep | None = None
         self._resumption: Resumption | None = None
         self._steps = 0
         self._kind: type[BackwardPass] | None = None
@@ -73,11 +74,12 @@ class Feedback:
         """
         if self.step_is_open:
             raise RuntimeError("step() inside of step(): end the first one before")
-        if not self.residuals.wanted:
-            return TensorStep(explicit=True)
-        self._refuse_other_kind(TensorStep)
-        self._settle(wait)
-        self._pass = step = TensorStep(explicit=True)
+        step = TensorStep(explicit=True)
+        if self.residuals.wanted:
+            self._refuse_other_kind(TensorStep)
+            self._settle(wait)
+            self._pass = step
+        self._explicit = step
         return step
 
     def begin_tensors(self, wait: Callable[[], None]) -> TensorStep:
@@ -113,7 +115,7 @@ class Feedback:
     @property
     def step_is_open(self) -> bool:
         """Whether a step of plain tensors is open."""
-        return isinstance(self._pass, TensorStep) and self._pass.open
+        return self._explicit is not None and self._explicit.open
 
     @property
     def ended_well(self) -> bool:
