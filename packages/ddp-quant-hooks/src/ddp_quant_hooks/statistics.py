@@ -14,8 +14,8 @@ __all__ = ["Counter", "Statistics", "ring_bytes"]
 class Statistics:
     """What a state has done so far, on this rank. ``later - earlier``: what it has done in between.
 
-    A bucket is here what travels together: a bucket of ``DistributedDataParallel``; of a call on plain tensors
-    those of one dtype and device; with FSDP2 the gradients of one module.
+    A bucket is here what travels together: a bucket of ``DistributedDataParallel``; of a call on plain
+    tensors those of one dtype and device; with FSDP2 the gradients of one module.
 
     Attributes:
         quantised_buckets: Buckets that were sent in few bits.
