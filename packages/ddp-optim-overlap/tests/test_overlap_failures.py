@@ -309,7 +309,7 @@ def _the_first_error_is_kept(mode):
         average = allreduce_hook(None, bucket)
         if state["fails"] and bucket.index() == 2:
             assert failed.wait(10) or mode is OverlapMode.AFTER_REDUCE
-            time.sleep(0.1)  # the worker has noted it by then
+            state["handle"]._engine._worker.wait()  # which has noted it then
             raise ValueError("later")
         return average
 
@@ -326,7 +326,7 @@ def _the_first_error_is_kept(mode):
     state = {"fails": False}
     ddp, optimizer, handle = _start(mode, make=Fails, comm_hook=hook, comm_state=state)
     optimizer.victim = ddp.in_bucket[0][0]
-    state["fails"] = True
+    state |= {"fails": True, "handle": handle}
     before = snapshot(ddp)
     with pytest.raises(RuntimeError):
         ddp(batches(1)[0]).square().sum().backward()

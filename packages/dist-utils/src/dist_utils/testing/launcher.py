@@ -18,7 +18,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # documente
 
 from dist_utils.testing.rank import Outputs, Ranks
 from dist_utils.testing.starting import start_method
-from dist_utils.testing.waiting import patience
+from dist_utils.testing.waiting import MOST_PATIENCE, patience
 
 __all__ = ["RankDied", "RankTraceback", "RanksHung", "run_ranks"]
 
@@ -64,7 +64,8 @@ def run_ranks(
             rank r uses GPU r. ``None``: no process group.
         timeout: Seconds until every process is killed; more where other work keeps the machine busy
             (:func:`patience`), for a rank that waits for a core does not hang.
-        group_timeout: Seconds that a collective may take; ``timeout`` if not given.
+        group_timeout: Seconds that a collective may take. If not given, as long as the ranks may: no
+            collective gives up before they are killed.
         may_die: Ranks that may end without a result, for tests of a dying peer: their result is ``None``.
 
     Returns:
@@ -101,7 +102,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         # Kept by this process, which outlives every rank; on a port that the system picks.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        limit = timeout if group_timeout is None else group_timeout
+        limit = MOST_PATIENCE * timeout if group_timeout is None else group_timeout
         ranks = Ranks(
             fn, args, world_size, backend, limit, store.port, Path(folder), dict(os.environ), Outputs()
         )
