@@ -75,7 +75,7 @@ def quantized_allreduce_hook(
             return completed_future(buffer)
         running = state.feedback.begin_bucket(bucket, partial(_average, state), state.wait_for_jobs)
         try:
-            state.agree(bucket)
+            state.agreement.on_bucket(state.worker, bucket)
         except RuntimeError as error:
             return failed_future(error, buffer)
         if running.held is not None:

@@ -88,7 +88,7 @@ def run(
         if filled and state.process_group.size() > 1:
             try:
                 with step.outcome.watching():
-                    state.agree_on_call(name, terms, filled)
+                    state.agreement.on_call(state.worker, name, terms, filled)
             except RuntimeError as error:
                 if result is None:
                     raise
