@@ -18,6 +18,7 @@ from dist_utils.testing import (
     RankTraceback,
     patience,
     run_ranks,
+    stop_process,
 )
 
 
@@ -157,6 +158,24 @@ def _survive(rank):
 
 def test_ranks_that_may_die_have_no_result():
     assert run_ranks(_survive, 2, may_die={1}) == ["survived", None]
+
+
+def _stop(rank):
+    if rank == 1:
+        stop_process()
+    with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+        dist.barrier()
+    return "survived"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="cannot stop a process")
+def test_a_rank_that_stops_is_noticed_at_the_timeout_and_ended():
+    assert run_ranks(_stop, 2, may_die={1}, group_timeout=patience(2.0)) == ["survived", None]
+
+
+def test_only_a_rank_can_be_stopped():
+    with pytest.raises(RuntimeError, match="is for a rank of run_ranks"):
+        stop_process()
 
 
 def _hang(rank):

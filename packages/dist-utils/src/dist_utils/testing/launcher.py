@@ -23,6 +23,9 @@ from dist_utils.testing.waiting import MOST_PATIENCE, patience
 __all__ = ["RankDied", "RankTraceback", "RanksHung", "run_ranks"]
 
 
+_LOOK_SECONDS = 0.2
+"""How often to look for ranks that have stopped themselves, which nothing else tells."""
+
 _SETTLE_SECONDS = 1.0
 """How long the other ranks get to fail too once one has failed."""
 
@@ -66,7 +69,8 @@ def run_ranks(
             (:func:`patience`), for a rank that waits for a core does not hang.
         group_timeout: Seconds that a collective may take. If not given, as long as the ranks may: no
             collective gives up before they are killed.
-        may_die: Ranks that may end without a result, for tests of a dying peer: their result is ``None``.
+        may_die: Ranks that may end without a result, for tests of a dying peer (``os._exit``) or of one that
+            hangs (:func:`stop_process`): their result is ``None``.
 
     Returns:
         The results in rank order. They must pickle.
@@ -120,11 +124,19 @@ def run_ranks(
 
 
 def _wait(processes: Sequence[BaseProcess], ranks: Ranks, timeout: float, may_die: Collection[int]) -> None:
-    """Return when every process has ended well; raise as soon as one has not, or at the timeout."""
+    """Return when every process has ended well; raise as soon as one has not, or at the timeout.
+
+    Those that may die may also have ended otherwise, or have stopped.
+    """
     began, seconds = time.monotonic(), timeout
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
-        ended = wait_for_any(list(running), timeout=max(0.0, began + seconds - time.monotonic()))
+        if all(rank in may_die and ranks.stopped(rank) for rank in running.values()):
+            return
+        left = began + seconds - time.monotonic()
+        ended = wait_for_any(list(running), timeout=max(0.0, min(left, _LOOK_SECONDS)))
+        if not ended and left > 0:
+            continue
         if not ended and seconds == timeout and (seconds := patience(timeout)) > timeout:
             continue
         if not ended:
