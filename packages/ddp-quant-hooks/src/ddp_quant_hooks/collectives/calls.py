@@ -114,11 +114,11 @@ def run(
     with torch_compat.profiler_range(f"ddp_quant_hooks.{name}"), torch.inference_mode(False):
         try:
             if filled and state.process_group.size() > 1:
-                with step.watching():
-                    state.agree_on_call(name, terms, filled)
+                with step.outcome.watching():
+                    state.agreement.on_call(state.worker, name, terms, filled)
                     if isinstance(state, _DefaultState):
                         state.count_call()
-                    started = [future.then(step.note) for future in start()]
+                    started = [future.then(step.outcome.of) for future in start()]
             if result is None:
                 for future in started:
                     future.wait()

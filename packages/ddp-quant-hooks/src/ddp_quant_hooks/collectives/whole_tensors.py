@@ -129,7 +129,7 @@ def _start(
     tensors, world_size = bucket.tensors, state.process_group.size()
     nbytes = sum(tensor.nbytes for tensor in tensors)
     decision = state.decisions.decide(state.process_group, step, bucket)
-    failed = None if state.error_feedback == "none" else step.failed
+    failed = None if state.error_feedback == "none" else step.outcome.not_finite
 
     # Also without compression: a job's future is complete in the order of the calls, on the state's thread.
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
