@@ -9,7 +9,7 @@ from typing import TypeAlias
 import torch
 
 from ddp_quant_hooks.resume import Bucket
-from ddp_quant_hooks.values import Values
+from ddp_quant_hooks.values import Values, flat_real
 
 __all__ = ["AnyBucket", "StandIns", "TensorBucket", "label_of", "names_of", "small_parts", "values_of"]
 
@@ -105,7 +105,7 @@ def small_parts(bucket: TensorBucket) -> Iterator[torch.Tensor]:
     """Yield the tensors of at most one dimension, flat and real."""
     for tensor in bucket.tensors:
         if tensor.dim() <= 1:
-            yield (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+            yield flat_real(tensor)
 
 
 def label_of(key: str | None) -> int:
