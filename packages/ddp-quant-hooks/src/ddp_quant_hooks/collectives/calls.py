@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -20,8 +21,12 @@ __all__ = ["Future", "Tensors", "begin", "checked_state", "run"]
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 Future: TypeAlias = torch.futures.Future[Any]
 
+_thread = threading.local()
+"""``completes_calls``: on threads of states. What callbacks call there comes between the caller's own calls,
+at a place that may differ between ranks."""
 
-class _DefaultState(QuantizedAllreduceState):
+
+class DefaultState(QuantizedAllreduceState):
     """Of calls that name no state: WORLD, 8 bits, no error feedback.
 
     Nobody can close it after an error. So it closes itself when a call has raised one here, which is the same
@@ -46,7 +51,7 @@ class _DefaultState(QuantizedAllreduceState):
         return {**super()._terms(), "calls without a state so far": self._calls.get(self.process_group, 0)}
 
 
-_default_state = _DefaultState()
+_default_state = DefaultState()
 
 
 def checked_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAllreduceState:
@@ -54,7 +59,7 @@ def checked_state(name: str, group: QuantizedAllreduceState | None) -> Quantized
 
     Raises:
         TypeError: ``group`` is none.
-        RuntimeError: The call comes on the state's own thread, which cannot wait for itself.
+        RuntimeError: The call comes on a state's thread.
     """
     state = _default_state if group is None else group
     if not isinstance(state, QuantizedAllreduceState):
@@ -62,7 +67,7 @@ def checked_state(name: str, group: QuantizedAllreduceState | None) -> Quantized
             f"{name}: group must be a QuantizedAllreduceState, which is made once for a group and kept, or "
             f"None for WORLD, got {type(state).__name__}"
         )
-    if state.worker.runs_this_thread():
+    if getattr(_thread, "completes_calls", False) or state.worker.runs_this_thread():
         raise RuntimeError(
             f"{name} in a callback of another call's future, where the order of calls may differ between "
             "ranks: wait for that future, then call"
@@ -116,7 +121,7 @@ def run(
             if filled and state.process_group.size() > 1:
                 with step.outcome.watching():
                     state.agreement.on_call(state.worker, name, terms, filled)
-                    if isinstance(state, _DefaultState):
+                    if isinstance(state, DefaultState):
                         state.count_call()
                     started = [future.then(step.outcome.of) for future in start()]
             if result is None:
@@ -126,7 +131,7 @@ def run(
         except RuntimeError as error:
             if result is not None:
                 return failed_future(error, like)
-            if isinstance(state, _DefaultState):
+            if isinstance(state, DefaultState):
                 state.close_after_error()
             raise
     return _when_all_have(started, like, result)
@@ -136,7 +141,11 @@ def _when_all_have(started: list[Future], like: torch.Tensor, result: Tensors) -
     if not started:
         return completed_future(like).then(lambda _: result)
 
+    caller = threading.get_ident()
+
     def last(done: torch.futures.Future[list[Future]]) -> Tensors:
+        if threading.get_ident() != caller:
+            _thread.completes_calls = True  # before the caller's own callbacks run here
         for future in done.value():
             future.value()  # raises what went wrong
         return result
