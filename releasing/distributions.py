@@ -110,12 +110,11 @@ def gather_wheels(
             text = (root / other.folder / "pyproject.toml").read_text()
             needs = sibling_ranges(text, names, with_tests=other == package)
             catalog[other.name] = {tree_version(other, root): needs}
-        else:
-            found = releases(root, other)
-            catalog[other.name] = {
-                one.version: sibling_ranges(pyproject_at(root, one), names) for one in found
-            }
-            released |= {(other.name, one.version): one for one in found}
+            continue
+        catalog[other.name] = {}
+        for one in releases(root, other):
+            catalog[other.name][one.version] = sibling_ranges(pyproject_at(root, one), names)
+            released[other.name, one.version] = one
     versions = solve(catalog, {}, [package.name], oldest=siblings == OLDEST)
     if versions is None:
         raise RuntimeError(f"no versions of siblings ({siblings}) are in the ranges of {package.name}")

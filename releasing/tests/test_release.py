@@ -199,10 +199,13 @@ def test_the_command_prints_what_publishes(repository, capsys):
     assert "No release: packages/upper/changelog.d has no note" in capsys.readouterr().err
 
 
-def test_the_commands_of_a_kept_release_tag_its_commit_and_no_later_one(repository, capsys, monkeypatch):
+def test_a_kept_release_was_tried_beside_released_siblings_and_its_own_commit_is_tagged(
+    repository, capsys, monkeypatch
+):
     add_note(repository, "lower")
-    for check in ("run_alone", "build_files", "run_siblings"):
-        monkeypatch.setattr(release, check, lambda root, package: None)
+    ran = []
+    monkeypatch.setattr(release, "_show", lambda command, folder: ran.append(" ".join(command)))
     assert release.main(["lower", "minor", "--yes"], repository) == 0
+    assert ran == ["nox -s alone(lower)", "nox -s wheels(lower) -- --released", "nox -s siblings"]
     released = git(repository, "rev-parse", "HEAD").strip()
     assert f"git tag lower-v0.2.0 {released}\ngit push origin main lower-v0.2.0" in capsys.readouterr().out
