@@ -75,7 +75,7 @@ def quantized_allreduce_hook(
             return completed_future(buffer)
         running = state.feedback.begin_bucket(bucket, partial(_average, state), state.wait_for_jobs)
         try:
-            state.agreement.on_bucket(state.worker, bucket)
+            state.agree(bucket)
         except RuntimeError as error:
             return failed_future(error, buffer)
         if running.held is not None:

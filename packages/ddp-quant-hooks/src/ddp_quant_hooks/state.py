@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from ddp_quant_hooks.decisions import Decisions
 from ddp_quant_hooks.feedback import Feedback
 from ddp_quant_hooks.options import ErrorFeedback, checked
 from ddp_quant_hooks.residuals import Residuals
+from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.routes import Route
 from ddp_quant_hooks.saved import VERSION
 from ddp_quant_hooks.statistics import Counter, Statistics
@@ -91,7 +92,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         """What was chosen, with the defaults filled in. Does not change: the ranks have compared it."""
         self._group = None if process_group is None else resolve_group(process_group)
         self._worker: OrderedWorker | None = None
-        self.agreement = Agreement(type(self).__name__)
+        self._agreement = Agreement(type(self).__name__)
         self.counter = Counter()
         self.stand_ins = StandIns()
         self.route = self._make_route()
@@ -184,6 +185,24 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             raise
         step.close(ended_well=True)
 
+    def agree(self, bucket: Bucket) -> None:
+        """Compare with the other ranks, before a bucket that is new, what must be alike on all of them.
+
+        Raises:
+            AgreementError: Something is not, or a rank does not come; :meth:`close` makes a fresh start.
+        """
+        self._agreement.on_bucket(self.worker, bucket)
+
+    def agree_on_call(self, call: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]) -> None:
+        """As :meth:`agree`, before a call on plain tensors.
+
+        Args:
+            call: The name of the function.
+            terms: What must be alike, by name.
+            tensors: Of the call.
+        """
+        self._agreement.on_call(self.worker, call, terms, tensors)
+
     def close(self) -> None:
         """End the thread and the private group, free the scratch memory; a later bucket makes new ones.
 
@@ -223,7 +242,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         return {
             **asdict(self.options),
             "wire format version": WIRE_VERSION,
-            "first bucket or call": self.agreement.first,
+            "first bucket or call": self._agreement.first,
             **self._agreement_terms(),
         }
 

@@ -120,7 +120,7 @@ def run(
         try:
             if filled and state.process_group.size() > 1:
                 with step.outcome.watching():
-                    state.agreement.on_call(state.worker, name, terms, filled)
+                    state.agree_on_call(name, terms, filled)
                     if isinstance(state, DefaultState):
                         state.count_call()
                     started = [future.then(step.outcome.of) for future in start()]
