@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_optim_overlap.backward_pass import BackwardPass, CancelUnlessCalled
-from ddp_optim_overlap.bucket_gradients import BucketGradients, average_of
+from ddp_optim_overlap.bucket_gradients import KnownBuckets, average_of
 from ddp_optim_overlap.bucket_jobs import (
     failed,
     meet_peers,
@@ -21,7 +21,7 @@ from ddp_optim_overlap.bucket_jobs import (
     text_of,
     wait_for_all,
 )
-from ddp_optim_overlap.bucket_steps import BucketSteps
+from ddp_optim_overlap.bucket_steps import BucketSteps, HandedOver
 from ddp_optim_overlap.errors import (
     CommunicationError,
     ConfigError,
@@ -81,7 +81,8 @@ class Engine:
         self._ask_unused_possible = unused_possible
         self._unused_possible = False
         self._watch = WeightWatch() if check else None
-        self._by_bucket = BucketSteps(stepper, self.contents, self._watch)
+        self._known = KnownBuckets()
+        self._by_bucket = BucketSteps(stepper, self.contents, self._watch, _NAME)
         self._whole = WholeStep(stepper, self.contents) if stepper.whole else None
         worker = OrderedWorker(process_group, name=_NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
@@ -120,28 +121,31 @@ class Engine:
             return failed(self._failure.refusal)
         current, last = self._pass, bucket.is_last()
         if current is None or self._worker is None:
-            self.gradients.averaged_anew(bucket.parameters())
+            self.gradients.take_as_new(bucket.parameters())
             if last:
-                self.gradients.new.clear()
+                self.gradients.forget_arrivals()
             return self._comm_hook(self._comm_state, bucket).then(partial(average_of, bucket.buffer()))
         current.buckets += 1
-        gradients = BucketGradients(bucket)
-        self.averaged.update(gradients.parameters)
+        gradients = self._known.gradients(bucket)
+        if not self.averaged.issuperset(gradients.parameters):
+            self.averaged.update(gradients.parameters)
         self._require_observed(gradients.parameters)
-        used = [self.gradients.is_new(parameter) for parameter in gradients.parameters]
+        used = None
+        if self._unused_possible or self._whole is not None:
+            used = [self.gradients.has_come(parameter) for parameter in gradients.parameters]
         if last:
-            self.gradients.new.clear()
+            self.gradients.forget_arrivals()
         reduced = self._communicate(bucket, current)
         if self._whole is None:
-            asked = used if self._unused_possible else None
-            index, device = bucket.index(), gradients.buffer.device
-            job = partial(self._by_bucket.job, current, index, gradients, asked, reduced)
-            done = self._worker.submit(job, device=device, name=f"{_NAME}:bucket_{index}")
+            told = used if self._unused_possible else None
+            handed_over = HandedOver(bucket.index(), gradients, told, reduced)
+            done = self._by_bucket.take(self._worker, current, handed_over, last=last)
             self._last_job = done
         else:
             # A callback may be dropped last by Gloo's thread, which must not end its own process group.
             keep: weakref.WeakMethod[Any] = weakref.WeakMethod(self._first_of)
-            done = self._whole.take(current, bucket.index(), gradients, reduced, used=all(used), keep=keep)
+            everything = used is not None and all(used)
+            done = self._whole.take(current, bucket.index(), gradients, reduced, used=everything, keep=keep)
         if last:
             self._end_of_buckets(current, gradients.buffer.device)
         return done
@@ -197,15 +201,16 @@ class Engine:
 
     def remove(self) -> None:
         """From now on only average."""
-        if not self.gradients.step_stands:  # else step() is still to come, unless a gradient comes first
+        if not self.gradients.step_is_newest:  # else step() is still to come, unless a gradient comes first
             self.gradients.stop()
         if self._watch is not None:
             self._watch.end()
-        self.gradients.forget()
+        self.gradients.forget_used()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
             self._failure.forget_worker()
+        self._known.forget()
         self._pass = None
 
     def _require_observed(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -218,6 +223,7 @@ class Engine:
 
     def _begin(self) -> None:
         self._pass = None
+        self._by_bucket.begin()
         if self._whole is not None:
             self._whole.begin()
         if self._worker is None:
@@ -276,7 +282,7 @@ class Engine:
         current.norm = self._stepper.norm
         self._report = current.report()
         self._pass = self._last_job = None  # the job's future has a bucket, which DDP may be about to replace
-        self.gradients.step_stands = True
+        self.gradients.step_is_newest = True
         self._stepper.finish(self)
 
     def _step_whole(self, whole: WholeStep, current: BackwardPass, device: torch.device) -> None:

@@ -60,11 +60,14 @@ class OverlappedOptimizers(Stepper):
         self._scaler = scaler
         self._only = only
         self._tried = tried
+        self.takes_buckets_together = clip is None
         self.changes_gradients = clip is not None or scaler is not None
         self._partial = PartialSteps(
             optimizers, [one.parallel for one in tried], [one.checks.around for one in tried]
         )
         self._engine: Callable[[], Engine | None] = lambda: None
+        self._looked_at = (0, 0)
+        self._not_averaged: list[torch.Tensor] = []
         self._stepping_now = False
         self._reads_gradients_only = all(map(is_torchs_own, optimizers))
         self._writes_gradients = False
@@ -99,7 +102,7 @@ class OverlappedOptimizers(Stepper):
     def remove(self) -> None:
         """Leave ``optimizer.step()`` as it was; one that is done already stays done."""
         engine = self._engine()
-        if not (self._stepped and engine is not None and engine.gradients.step_stands):
+        if not (self._stepped and engine is not None and engine.gradients.step_is_newest):
             self._leave()
 
     def _leave(self) -> None:
@@ -119,14 +122,18 @@ class OverlappedOptimizers(Stepper):
         """A backward pass that has stepped is over."""
         if not self.whole:
             self._partial.finish()
-        marks = engine.gradients.used(self._partial.parameters)
         self._stepped = {
             # The step of all may change options, that of parts reads them when its gradients come.
             optimizer: StepInputs(
-                optimizer, marks, options_of(optimizer) if self.whole else self._options[optimizer]
+                optimizer, options_of(optimizer) if self.whole else self._options[optimizer]
             )
             for optimizer in self._optimizers
         }
+        everything = list(self._stepped.values())
+        engine.gradients.take_as_used(
+            [parameter for inputs in everything for parameter in inputs.parameters],
+            [mark for inputs in everything for mark in inputs.marks],
+        )
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
 
@@ -179,9 +186,11 @@ class OverlappedOptimizers(Stepper):
         """Raise if the optimizers have got parameters that DDP does not average."""
         if not engine.averaged:  # in the first pass nobody knows
             return
-        for parameter in self._partial.parameters:
-            if parameter in engine.averaged:
-                continue
+        looked_at = self._partial.renewals, len(engine.averaged)
+        if looked_at != self._looked_at:
+            self._looked_at = looked_at
+            self._not_averaged = [one for one in self._partial.parameters if one not in engine.averaged]
+        for parameter in self._not_averaged:
             if parameter.requires_grad or parameter.grad is not None:
                 raise ConfigError(
                     f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
@@ -266,7 +275,7 @@ class OverlappedOptimizers(Stepper):
         self._loss_unused.add(optimizer)
 
     def _has_stepped(self, engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
-        return engine.gradients.step_stands and optimizer in self._stepped
+        return engine.gradients.step_is_newest and optimizer in self._stepped
 
     def _is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last pass has stepped an optimizer whose ``step()`` was not called since."""
@@ -291,7 +300,7 @@ class OverlappedOptimizers(Stepper):
         if not engine.removed:
             engine.raise_error()
             engine.require_complete()
-        if not engine.gradients.step_stands and engine.removed:
+        if not engine.gradients.step_is_newest and engine.removed:
             self._leave()
         if not self._has_stepped(engine, optimizer):
             return False  # an ordinary step, after pause() or no_sync() or once more
@@ -304,7 +313,7 @@ class OverlappedOptimizers(Stepper):
         self._steps_called = True
         del self._stepped[optimizer]
         if not self._stepped:
-            engine.gradients.step_stands = False
+            engine.gradients.step_is_newest = False
             engine.contents.clear()
             if engine.removed:
                 self._leave()

@@ -55,6 +55,8 @@ class PartialSteps:
         )
         self._around = around or [contextlib.nullcontext] * len(optimizers)
         self._members: list[list[list[int]]] = []
+        self.renewals = 0
+        """How often parameters were added or moved."""
         self._owners: dict[torch.Tensor, list[tuple[int, int, int]]] = {}
         self._some_shared = False
         self._states_in_order = [0] * len(optimizers)
@@ -69,6 +71,7 @@ class PartialSteps:
         if members == self._members:
             return
         self._members = members
+        self.renewals += 1
         self._owners = {}
         for place, optimizer in enumerate(self._optimizers):
             for number, group in enumerate(optimizer.param_groups):

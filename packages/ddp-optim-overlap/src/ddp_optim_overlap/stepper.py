@@ -19,6 +19,7 @@ class Stepper:
     Attributes:
         whole: Whether :meth:`step` is called once, without parameters, when DDP has written all averages
             into ``.grad``; else for every bucket.
+        takes_buckets_together: Whether :meth:`step` may get the parameters of several buckets at once.
         norm: The norm that :meth:`step` has computed on the way.
         begun: If ``whole``, the steps of how many optimizers have begun, in their order.
         changes_gradients: If ``whole``, whether :meth:`step` scales gradients before it uses them.
@@ -26,6 +27,7 @@ class Stepper:
 
     whole = False
     changes_gradients = False
+    takes_buckets_together = True
     norm: torch.Tensor | None = None
     begun = 1
 
