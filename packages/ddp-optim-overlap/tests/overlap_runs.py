@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import traceback
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap import overlap_optimizer
+from ddp_optim_overlap import bucket_steps, overlap_optimizer
 from dist_utils.testing import same_bits as same
 
 OPTIMIZERS = {
@@ -91,6 +92,14 @@ def one_group(make, options):
     return lambda ddp: [make(ddp.parameters(), **options)]
 
 
+_together = itertools.cycle((1, 6000, 4 * 2**20))
+
+
+def step_buckets_of(size=1):
+    """Let buckets wait for each other until they have so many bytes: one does by itself, all of them, some."""
+    bucket_steps._TOGETHER = size
+
+
 def train(  # noqa: C901 - every way to write the loop
     make_optimizers,
     *,
@@ -120,6 +129,7 @@ def train(  # noqa: C901 - every way to write the loop
     hook, state = comm() if comm is not None else (None, None)
     handle = None
     if overlap:
+        step_buckets_of(next(_together))
         handle = overlap_optimizer(ddp, optimizers, comm_hook=hook, comm_state=state, **(options or {}))
     elif hook is not None:
         ddp.register_comm_hook(state, hook)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -67,10 +66,8 @@ class KnownBuckets:
         """Return those of a bucket, as DDP hands it to the communication hook."""
         index, buffer = bucket.index(), bucket.buffer()
         known = self._known.get(index)
-        if known is not None and known.buffer is buffer:
-            parameters = bucket.parameters()
-            if len(parameters) == len(known.parameters) and all(map(is_, parameters, known.parameters)):
-                return known
+        if known is not None and known.buffer is buffer:  # other buckets have buffers of their own
+            return known
         made = BucketGradients(bucket)
         seen = self._seen.get(index)
         if seen is not None and seen() is buffer:

@@ -74,7 +74,7 @@ def meet_peers(current: BackwardPass, group: dist.ProcessGroup) -> None:
     if group.size() == 1:
         return
     try:
-        dist.all_reduce(torch.zeros(1, dtype=torch.float32), group=group)
+        group.allreduce([torch.zeros(1, dtype=torch.float32)]).wait()
     except Exception as error:
         raise CommunicationError(
             f"another rank failed in this step: {text_of(error)}", current.report()

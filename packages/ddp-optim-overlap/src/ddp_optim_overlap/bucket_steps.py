@@ -1,7 +1,8 @@
-"""The way of buckets that are stepped while later ones are computed and sent: averaged, stepped, handed on."""
+"""The way of buckets that are stepped while later ones are computed and sent."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from ddp_optim_overlap.backward_pass import BackwardPass
 from ddp_optim_overlap.bucket_gradients import BucketGradients, lent
 from ddp_optim_overlap.bucket_jobs import as_outside_of_backward, not_averaged, text_of, used_anywhere
-from ddp_optim_overlap.errors import StepError, UnsupportedOptimizerError
+from ddp_optim_overlap.errors import OverlapError, StepError, UnsupportedOptimizerError
 from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.stepper import Stepper
 from ddp_optim_overlap.weight_reuse import WeightWatch
@@ -23,8 +24,8 @@ from dist_utils import OrderedWorker
 
 __all__ = ["BucketSteps", "HandedOver"]
 
-_TOGETHER = 4
-"""How many buckets at most wait for each other, while there is nothing to hide their steps behind."""
+_TOGETHER = 4 * 2**20
+"""Bytes of gradients that are worth a step of their own."""
 
 
 @dataclass(eq=False)
@@ -46,11 +47,10 @@ class HandedOver:
 
 
 class BucketSteps:
-    """Steps buckets when they are averaged, in their order, those that are ready at the same time together.
+    """Steps buckets when they are averaged, in their order; small ones and those that are ready together.
 
-    To wake the worker, and to call an optimizer, costs as much as to step a small bucket. So while averages
-    arrive faster than ``backward()`` computes gradients, when no step could be hidden behind the network,
-    a few buckets wait for each other. As soon as an average is late, and for the last bucket, nothing waits.
+    To wake the worker and to call an optimizer takes as long as to step some MiB. So small buckets wait for
+    each other until they are worth it. The last bucket of a pass, whose step nothing hides, is stepped alone.
 
     Args:
         stepper: Steps.
@@ -66,12 +66,12 @@ class BucketSteps:
         self._name = name
         self._waiting: deque[HandedOver] = deque()
         self._unannounced: list[HandedOver] = []
-        self._newest: HandedOver | None = None
+        self._newest_job: torch.futures.Future[None] | None = None
 
     def begin(self) -> None:
         """A backward pass begins."""
         # What an earlier one has left behind failed with it.
-        self._waiting, self._unannounced, self._newest = deque(), [], None
+        self._waiting, self._unannounced = deque(), []
 
     def take(
         self, worker: OrderedWorker, current: BackwardPass, bucket: HandedOver, *, last: bool
@@ -88,27 +88,38 @@ class BucketSteps:
         if device.type != "cpu":
             job = partial(self._step_one, current, bucket)
             return worker.submit(job, device=device, name=f"{self._name}:bucket_{bucket.index}")
-        before, self._newest = self._newest, bucket
         result = bucket.done.then(_value)
         if last and self._unannounced:
             self._announce(worker, current)
         self._waiting.append(bucket)
         self._unannounced.append(bucket)
-        late = before is not None and not before.reduced.done()
-        if last or late or len(self._unannounced) == self._most_together():
+        if last or self._are_enough(self._unannounced):
             self._announce(worker, current)
         return result
 
-    def _most_together(self) -> int:
-        return _TOGETHER if self._stepper.takes_buckets_together else 1
+    def _are_enough(self, buckets: Sequence[HandedOver]) -> bool:
+        """Whether buckets are worth a step, or must not be stepped with others."""
+        return not self._stepper.takes_buckets_together or sum(map(_size, buckets)) >= _TOGETHER
 
     def _announce(self, worker: OrderedWorker, current: BackwardPass) -> None:
         """Let the worker step what is waiting."""
         announced, self._unannounced = self._unannounced, []
         newest = announced[-1]
         job = partial(self._step_until, current, self._waiting, newest)
-        stepped = worker.submit(job, name=f"{self._name}:bucket_{newest.index}")
-        stepped.add_done_callback(partial(_fail_with, announced))
+        self._newest_job = worker.submit(job, name=f"{self._name}:bucket_{newest.index}")
+        self._newest_job.add_done_callback(partial(_fail_with, announced))
+
+    def give_up(self, error: OverlapError) -> None:
+        """Give an error to the buckets that are still waiting for others: DDP waits for each of them."""
+        unannounced, self._unannounced = self._unannounced, []
+        for bucket in unannounced:
+            bucket.done.set_exception(error)  # type: ignore[arg-type] # torch's annotation
+
+    def wait(self) -> None:
+        """Return when the steps that have been begun are over. Does not raise."""
+        if self._newest_job is not None:
+            with contextlib.suppress(Exception):
+                self._newest_job.wait()
 
     def _step_one(self, current: BackwardPass, bucket: HandedOver, group: dist.ProcessGroup) -> torch.Tensor:
         self._await(current, bucket, group)
@@ -123,14 +134,18 @@ class BucketSteps:
         group: dist.ProcessGroup,
     ) -> None:
         """Wait for averages and step with them, as far as the newest bucket; with more, if they are ready."""
-        while not newest.done.done():
-            ready = [waiting.popleft()]
-            self._await(current, ready[0], group)
-            while waiting and len(ready) < self._most_together() and waiting[0].reduced.done():
-                ready.append(waiting.popleft())
-                self._await(current, ready[-1], group)
-            self._step(current, ready)
-            for bucket in ready:
+        announced = not newest.done.done()
+        while announced:
+            together: list[HandedOver] = []
+            while announced or (waiting and waiting[0].reduced.done()):
+                bucket = waiting.popleft()
+                together.append(bucket)
+                announced = announced and bucket is not newest
+                self._await(current, bucket, group)
+                if self._are_enough(together):
+                    break
+            self._step(current, together)
+            for bucket in together:
                 bucket.done.set_result(bucket.gradients.buffer)
 
     def _await(self, current: BackwardPass, bucket: HandedOver, group: dist.ProcessGroup) -> None:
@@ -180,6 +195,11 @@ class BucketSteps:
             end = begin + len(bucket.gradients.parameters)
             self._contents.keep(bucket.gradients, bucket.used, own[begin:end])
             begin = end
+
+
+def _size(bucket: HandedOver) -> int:
+    buffer = bucket.gradients.buffer
+    return _TOGETHER if buffer.is_sparse else buffer.nbytes
 
 
 def _averaged(bucket: HandedOver) -> Sequence[torch.Tensor | None]:

@@ -90,7 +90,6 @@ class Engine:
         self._pass: BackwardPass | None = None
         self._passes = 0
         self._report = StepReport()
-        self._last_job: torch.futures.Future[torch.Tensor] | None = None
         self._agreement: torch.futures.Future[None] | None = None
         self._stepped_before_closure = False
 
@@ -111,6 +110,7 @@ class Engine:
         except OverlapError as error:
             # Raised here, it would leave DDP in the middle of a pass, and the model of no use any more.
             self._failure.refusal = error
+            self._by_bucket.give_up(error)
             return failed(error)
 
     def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -140,7 +140,6 @@ class Engine:
             told = used if self._unused_possible else None
             handed_over = HandedOver(bucket.index(), gradients, told, reduced)
             done = self._by_bucket.take(self._worker, current, handed_over, last=last)
-            self._last_job = done
         else:
             # A callback may be dropped last by Gloo's thread, which must not end its own process group.
             keep: weakref.WeakMethod[Any] = weakref.WeakMethod(self._first_of)
@@ -168,9 +167,7 @@ class Engine:
     def require_complete(self) -> None:
         """Raise if a backward pass has begun to hand over buckets and has not ended."""
         if self._pass is not None and self._pass.steps:
-            if self._last_job is not None:
-                with contextlib.suppress(Exception):
-                    self._last_job.wait()  # what is in progress ends first, or the report would miss it
+            self._by_bucket.wait()  # what is in progress ends first, or the report would miss it
             self._pass.cancel()
             self.raise_error()
             raise StepError(
@@ -281,7 +278,7 @@ class Engine:
             self._meet_peers(current, device)
         current.norm = self._stepper.norm
         self._report = current.report()
-        self._pass = self._last_job = None  # the job's future has a bucket, which DDP may be about to replace
+        self._pass = None
         self.gradients.step_is_newest = True
         self._stepper.finish(self)
 

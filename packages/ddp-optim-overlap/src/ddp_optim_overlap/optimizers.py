@@ -19,7 +19,7 @@ from ddp_optim_overlap.replaced_step import ReplacedStep, has_pre_hooks
 from ddp_optim_overlap.step_inputs import Options, StepInputs, options_of
 from ddp_optim_overlap.stepper import Stepper
 from ddp_optim_overlap.tried import Tried
-from dist_utils.torch_compat import mark_stepped, step_post_hooks, tensor_version
+from dist_utils.torch_compat import mark_stepped, step_post_hooks, step_pre_hooks, tensor_version
 
 __all__ = ["OverlappedOptimizers"]
 
@@ -317,7 +317,7 @@ class OverlappedOptimizers(Stepper):
             engine.contents.clear()
             if engine.removed:
                 self._leave()
-        if not self.whole:  # else they have run
+        if not self.whole and (step_pre_hooks(optimizer) or step_post_hooks(optimizer)):  # else they have run
             _run_step_hooks(optimizer)
         return True
 
