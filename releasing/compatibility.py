@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from releasing.siblings import EXCLUDED, OK
 from releasing.workspace import ROOT
 
 PAGE = ROOT / "docs" / "compatibility.md"
+COUNTED = ("passed", "failed", "error", "skipped", "xfailed", "xpassed", "deselected")
 FRAME = Path(__file__).with_name("compatibility.md.in")
 
 Row = Mapping[str, Any]
@@ -43,21 +44,14 @@ def runs(results: Sequence[Row]) -> str:
                 row["torch"],
                 row["python"],
                 "green" if row["exit_status"] == 0 else "**red**",
-                ", ".join(
-                    f"{row[key]} {key}" for key in ("passed", "failed", "error", "skipped") if key in row
-                ),
-                _selection(row.get("selected", [])),
+                ", ".join(f"{row[key]} {key}" for key in COUNTED if key in row),
+                row.get("selected", "default"),
                 row["date"],
                 row["commit"],
             ]
             for row in ordered
         ],
     )
-
-
-def _selection(selected: Sequence[str]) -> str:
-    whole = all(path.endswith("/tests") or not path.endswith(".py") for path in selected)
-    return "everything" if whole else ", ".join(Path(path).name for path in selected)
 
 
 def pairs(siblings: Row) -> str:
@@ -98,17 +92,15 @@ def missing(siblings: Row) -> str:
     )
 
 
-def tests(siblings: Row) -> str:
+def tests(ran: Row) -> str:
     """Return the table of tests that ran with other versions of siblings than those of their commit."""
-    if not siblings["tests"]:
-        return "No tests were run in the recorded run."
-    files = siblings["test_files"]
+    files = ran["test_files"]
     which = f"Only these files of them: {', '.join(files)}.\n\n" if files else ""
     return which + table(
         ["tests of", "with", "outcome"],
         [
             [_named(row), _versions(row["siblings"]), f"{row['result']}: {_cell(row['summary'])}"]
-            for row in siblings["tests"]
+            for row in ran["tests"]
         ],
     )
 
@@ -126,20 +118,20 @@ def side_by_side(siblings: Row) -> str:
 def render(folder: Path = recorded.FOLDER, frame: Path = FRAME) -> str:
     """Return the page that the result files in ``folder`` give."""
     results = [json.loads(file.read_text()) for file in sorted(folder.glob("*-torch-*.json"))]
-    siblings = recorded.read("siblings", folder)
     page = frame.read_text().replace("{{runs}}", runs(results))
-    for name, part in (
-        ("pairs", pairs),
-        ("excluded", excluded),
-        ("missing", missing),
-        ("tests", tests),
-        ("side_by_side", side_by_side),
-    ):
-        page = page.replace(f"{{{{{name}}}}}", part(siblings) if siblings else "No run was recorded.")
-    about = "no run yet"
-    if siblings:
-        about = "{date}, commit {commit}, torch {torch}, {system}".format(**siblings)
-    return page.replace("{{siblings_run}}", about)
+    parts: dict[str, dict[str, Callable[[Row], str]]] = {
+        "siblings": {"pairs": pairs, "excluded": excluded, "missing": missing, "side_by_side": side_by_side},
+        "sibling-tests": {"tests": tests},
+    }
+    for file, tables in parts.items():
+        result = recorded.read(file, folder)
+        about = (
+            "{date}, commit {commit}, torch {torch}, {system}".format(**result) if result else "no run yet"
+        )
+        page = page.replace(f"{{{{{file} run}}}}", about)
+        for name, part in tables.items():
+            page = page.replace(f"{{{{{name}}}}}", part(result) if result else "No run was recorded.")
+    return page
 
 
 def _named(row: Row) -> str:

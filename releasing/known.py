@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from packaging.version import Version
 from releasing.pairs import Catalog, Needs
 from releasing.released import Release, releases
 from releasing.wheels import pyproject_at, released_wheel, tree_wheel, version_in_tree
-from releasing.workspace import packages, sibling_ranges
+from releasing.workspace import Package, packages, sibling_ranges
 
 CHECKOUT = "checkout"
 
@@ -45,43 +45,58 @@ class Known:
         return {name: self.commits.get((name, version), CHECKOUT)[:12] for name, version in versions.items()}
 
 
-def collect(root: Path, wheels: Path) -> Known:
-    """Build the wheels of all released versions and of the checkout, and read their metadata.
+Wanted = Callable[["Known"], set[tuple[str, Version]]]
+"""Which versions of which packages are to be installed, of all that are known."""
+
+
+def every_version(known: Known) -> set[tuple[str, Version]]:
+    """Return all versions of all packages."""
+    return {(name, version) for name, versions in known.catalog.items() for version in versions}
+
+
+def collect(root: Path, wheels: Path, wanted: Wanted = every_version) -> Known:
+    """Read what all released versions and the checkout need, and build the wheels that are wanted.
 
     Args:
         root: The repository.
         wheels: The folder that has exactly these wheels afterwards. Those of released versions are kept in
             ``by-commit`` in it.
+        wanted: Asked again when a version that it wanted could not be built and is known no more.
     """
-    known = Known()
+    known, released = _read(root)
     for stale in wheels.glob("*.whl"):
         stale.unlink()
-    names = [package.name for package in packages(root)]
-    for package in packages(root):
-        released = releases(root, package)
-        versions = known.catalog[package.name] = {}
-        for release in released:
-            _add_release(root, release, wheels, names, known)
-        version = version_in_tree(root, package, released)
-        if version not in versions:
-            tree_wheel(root, package, version, wheels)
-            text = (root / package.folder / "pyproject.toml").read_text()
-            _add_needs(known, package.name, version, text, names)
-        known.tree[package.name] = version
+    built: set[tuple[str, Version]] = set()
+    while todo := wanted(known) - built:
+        for name, version in sorted(todo):
+            release = released.get((name, version))
+            try:
+                if release is None:
+                    tree_wheel(root, Package(name), version, wheels)
+                else:
+                    shutil.copy2(released_wheel(root, release, wheels / "by-commit"), wheels)
+            except RuntimeError as error:
+                if release is None:
+                    raise
+                known.missing[f"{name} {version}"] = str(error).strip().splitlines()[-1]
+                del known.catalog[name][version]
+        built |= todo
     return known
 
 
-def _add_release(root: Path, release: Release, wheels: Path, names: list[str], known: Known) -> None:
-    name = release.package.name
-    try:
-        shutil.copy2(released_wheel(root, release, wheels / "by-commit"), wheels)
-    except RuntimeError as error:
-        known.missing[f"{name} {release.version}"] = str(error).strip().splitlines()[-1]
-        return
-    _add_needs(known, name, release.version, pyproject_at(root, release), names)
-    known.commits[name, release.version] = release.commit
-
-
-def _add_needs(known: Known, name: str, version: Version, pyproject: str, names: list[str]) -> None:
-    known.catalog[name][version] = sibling_ranges(pyproject, names)
-    known.test_needs[name, version] = sibling_ranges(pyproject, names, with_tests=True)
+def _read(root: Path) -> tuple[Known, dict[tuple[str, Version], Release]]:
+    known, found = Known(), dict[tuple[str, Version], Release]()
+    names = [package.name for package in packages(root)]
+    for package in packages(root):
+        released = releases(root, package)
+        texts = {release.version: pyproject_at(root, release) for release in released}
+        version = known.tree[package.name] = version_in_tree(root, package, released)
+        if version not in texts:
+            texts[version] = (root / package.folder / "pyproject.toml").read_text()
+        known.catalog[package.name] = {number: sibling_ranges(text, names) for number, text in texts.items()}
+        for number, text in texts.items():
+            known.test_needs[package.name, number] = sibling_ranges(text, names, with_tests=True)
+        for release in released:
+            found[package.name, release.version] = release
+            known.commits[package.name, release.version] = release.commit
+    return known, found

@@ -61,20 +61,23 @@ def all_pairs(catalog: Catalog) -> list[Pair]:
     ]
 
 
-def solve(catalog: Catalog, pins: Mapping[str, Version], wanted: list[str]) -> dict[str, Version] | None:
+def solve(
+    catalog: Catalog, pins: Mapping[str, Version], wanted: list[str], *, oldest: bool = False
+) -> dict[str, Version] | None:
     """Return versions of ``wanted`` and all that they need, the newest that fit each other, or None.
 
     Args:
         catalog: The known versions.
         pins: Versions that are not to be chosen.
         wanted: Packages to install.
+        oldest: Return the oldest that fit each other.
     """
     names = list(wanted)
     for name in names:  # grows while it is read
         needed = {sibling for needs in catalog[name].values() for sibling in needs}
         names += sorted(needed - set(names))
     # Only what a version needs is installed; an unneeded choice must not get in its way.
-    for chosen in _choices(catalog, pins, names):
+    for chosen in _choices(catalog, pins, names, oldest=oldest):
         installed = _closure(catalog, chosen, wanted)
         if all(
             admits(needed, chosen[sibling])
@@ -109,8 +112,12 @@ def series(versions: Mapping[Version, Needs]) -> list[str]:
     return list(dict.fromkeys(minor(version) for version in sorted(versions)))
 
 
-def _choices(catalog: Catalog, pins: Mapping[str, Version], names: list[str]) -> Iterator[dict[str, Version]]:
-    candidates = [[pins[name]] if name in pins else sorted(catalog[name], reverse=True) for name in names]
+def _choices(
+    catalog: Catalog, pins: Mapping[str, Version], names: list[str], *, oldest: bool
+) -> Iterator[dict[str, Version]]:
+    candidates = [
+        [pins[name]] if name in pins else sorted(catalog[name], reverse=not oldest) for name in names
+    ]
     for versions in itertools.product(*candidates):
         yield dict(zip(names, versions, strict=True))
 

@@ -1,29 +1,50 @@
 """A pytest plugin that writes down how a run ended: ``-p releasing.record_tests``.
 
-The nox sessions switch it on where ``RECORD`` is set. The file's name has the session, torch and Python; a
-later run of the same three replaces it.
+The nox sessions switch it on where ``RECORD`` is set, and say in ``RECORDED_SELECTION`` what was asked for.
+The file's name has the session, torch and Python; a later run of the same three replaces it.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
+
+import pytest
 
 from releasing import recorded
 
-COUNTED = ["passed", "failed", "error", "skipped", "xfailed"]
+COUNTED = ["passed", "failed", "error", "skipped", "xfailed", "xpassed", "deselected"]
+LEFT_OUT = pytest.StashKey[int]()
 
 
-def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: Any) -> None:
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Count in a worker of pytest-xdist what its controller is not told."""
+    config = items[0].config
+    config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell the controller how many were left out, if this is a worker."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["deselected"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take a worker's count: each of them collects all tests and leaves out the same ones."""
+    if (count := getattr(node, "workeroutput", {}).get("deselected")) is not None:
+        node.config.stash[LEFT_OUT] = count
+
+
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     """Write the numbers of tests, and which were asked for."""
     torch, python = version("torch"), platform.python_version()
     session = os.environ.get("NOX_CURRENT_SESSION", "tests").split("(")[0]
     counts = {name: len(terminalreporter.stats.get(name, [])) for name in COUNTED}
-    root = Path(__file__).parents[1]
-    asked = [os.path.relpath(argument, root) for argument in config.args]
+    counts["deselected"] = config.stash.get(LEFT_OUT, 0)
     minor = ".".join(python.split(".")[:2])
     file = recorded.write(
         f"{session}-torch-{torch.split('+')[0]}-python-{minor}",
@@ -32,7 +53,7 @@ def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: Any)
             "session": session,
             "torch": torch,
             "python": python,
-            "selected": asked,
+            "selected": os.environ.get("RECORDED_SELECTION") or shlex.join(config.invocation_params.args),
             "exit_status": int(exitstatus),
             **{name: count for name, count in counts.items() if count},
         },

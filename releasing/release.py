@@ -23,8 +23,9 @@ from pathlib import Path
 from packaging.version import Version
 
 from releasing.commands import CommandError, git, run
+from releasing.notes import kinds, notes, strange_notes
 from releasing.pairs import admits
-from releasing.released import has_entry
+from releasing.released import has_entry, is_shallow, releases
 from releasing.workspace import (
     ROOT,
     VERSION_LINE,
@@ -79,46 +80,59 @@ def plan(root: Path, name: str, part: str) -> Plan:
     """Return what a release of ``name`` would be, or say why there can be none.
 
     Raises:
-        ReleaseError: There is no such package, the tree has changes, no changelog note says what is new,
-            the tag exists, or a range does not admit the new version.
+        ReleaseError: There is no such package, the clone is shallow, HEAD is on no branch, the tree has
+            changes, no changelog note says what is new, the version was released already, or a range admits
+            no version that users could install.
     """
     known = {package.name: package for package in packages(root)}
     if name not in known:
         raise ReleaseError(f"there is no package {name!r}; there are {', '.join(known)}")
     package = known[name]
+    if is_shallow(root):
+        raise ReleaseError("this clone is shallow: what was released cannot be known")
+    if branch(root) is None:
+        raise ReleaseError("HEAD is on no branch that could keep the commit of the release")
     if changed := git(root, "status", "--porcelain").strip():
         raise ReleaseError(f"the tree has changes that are not committed:\n{changed}")
+    if strange := strange_notes(root, package):
+        known_kinds = ", ".join(kinds(root))
+        raise ReleaseError(f"{', '.join(strange)}: such a name must end in .KIND.md, one of {known_kinds}")
     if not notes(root, package):
         raise ReleaseError(f"{package.folder}/changelog.d has no note that says what is new")
     old = tree_version(package, root)
     is_released = has_entry((root / package.changelog).read_text(), old)
     planned = Plan(package, old, bumped(old, part) if is_released else old)
-    if git(root, "tag", "--list", planned.tag).strip():
-        raise ReleaseError(f"the tag {planned.tag} exists")
+    for past in releases(root, package):
+        if past.version == planned.new:
+            raise ReleaseError(f"{name} {planned.new} was released already, from {past.commit[:12]}")
     if wrong := wrong_ranges(root, planned):
         raise ReleaseError("\n".join(wrong))
     return planned
 
 
-def notes(root: Path, package: Package) -> list[Path]:
-    """Return the notes of what changed since the last release."""
-    return sorted((root / package.folder / "changelog.d").glob("*.*.md"))
+def branch(root: Path) -> str | None:
+    """Return the branch that is checked out, None of a detached HEAD."""
+    name = git(root, "rev-parse", "--abbrev-ref", "HEAD").strip()
+    return None if name == "HEAD" else name
 
 
 def wrong_ranges(root: Path, planned: Plan) -> list[str]:
-    """Return the ranges, of dependants and of the package itself, that do not admit the tree's versions.
+    """Return the ranges of dependants that exclude the new version, and its own that admit no released one.
 
-    A range in the extra ``test`` counts: with a wrong one, neither tests nor a development install work.
+    What the tree has of a sibling does not count for its own: users have only released ones. A range in the
+    extra ``test`` counts: with a wrong one, neither tests nor a development install work.
     """
-    versions = {package.name: tree_version(package, root) for package in packages(root)}
-    versions[planned.package.name] = planned.new
+    names, released_name = [package.name for package in packages(root)], planned.package.name
     wrong = []
     for package in packages(root):
         text = (root / package.folder / "pyproject.toml").read_text()
-        for sibling, needed in sibling_ranges(text, list(versions), with_tests=True).items():
-            concerned = planned.package.name in {package.name, sibling}
-            if concerned and not admits(needed, versions[sibling]):
-                wrong.append(f"{package.name} needs {sibling}{needed}, which excludes {versions[sibling]}")
+        for sibling, needed in sibling_ranges(text, names, with_tests=True).items():
+            if sibling == released_name and not admits(needed, planned.new):
+                wrong.append(f"{package.name} needs {sibling}{needed}, which excludes {planned.new}")
+            if package == planned.package:
+                released = [release.version for release in releases(root, Package(sibling))]
+                if not any(admits(needed, version) for version in released):
+                    wrong.append(f"{package.name} needs {sibling}{needed}, of which none was released yet")
     return wrong
 
 
@@ -128,6 +142,8 @@ def write_release(root: Path, planned: Plan) -> str:
     file.write_text(VERSION_LINE.sub(f'__version__ = "{planned.new}"', file.read_text(), count=1))
     towncrier = [sys.executable, "-m", "towncrier", "build", "--yes", "--config", "towncrier.toml"]
     run([*towncrier, "--dir", planned.package.folder, "--version", str(planned.new)], root)
+    if left := [path.name for path in notes(root, planned.package)]:
+        raise ReleaseError(f"the changelog took no notice of {', '.join(left)}")
     _write_into_readme(root / "README.md", planned)
     git(root, "add", "--all", planned.package.folder, "README.md")
     git(root, "commit", "--quiet", "--message", f"{planned.package.name} {planned.new}")
@@ -137,7 +153,10 @@ def write_release(root: Path, planned: Plan) -> str:
 def _write_into_readme(readme: Path, planned: Plan) -> None:
     # The table of packages has a row for each, with the version in a cell of its own.
     row = re.compile(rf"^(\| \[{re.escape(planned.package.name)}]\(.*?\| )\d+\.\d+\.\d+(?= \|)", re.MULTILINE)
-    readme.write_text(row.sub(rf"\g<1>{planned.new}", readme.read_text(), count=1))
+    text, rows = row.subn(rf"\g<1>{planned.new}", readme.read_text(), count=1)
+    if not rows:
+        raise ReleaseError(f"{readme.name} has no row of {planned.package.name} with a version")
+    readme.write_text(text)
 
 
 def run_alone(root: Path, package: Package) -> None:
@@ -146,24 +165,30 @@ def run_alone(root: Path, package: Package) -> None:
 
 
 def build_files(root: Path, package: Package) -> None:
-    """Build sdist and wheels of the package in ``dist/`` of ``root``, as users get them."""
-    _show(["nox", "-s", f"wheels({package.name})"], root)
+    """Build sdist and wheel in ``dist/`` of ``root`` and test them with siblings as they were released."""
+    _show(["nox", "-s", f"wheels({package.name})", "--", "--released"], root)
 
 
-def commands_to_publish(planned: Plan, branch: str) -> str:
-    """Return what a maintainer runs after the release's commit is on the branch."""
+def run_siblings(root: Path, _: Package) -> None:
+    """Run the pairs of the tree with older and newer siblings: the new version beside released dependants."""
+    _show(["nox", "-s", "siblings"], root)
+
+
+def commands_to_publish(planned: Plan, onto: str, commit: str) -> str:
+    """Return what a maintainer runs after the release's commit is on the branch ``onto``."""
     module = planned.package.module
     return (
-        f"git tag {planned.tag}\n"
-        f"git push origin {branch} {planned.tag}   # publish.yml builds the tag and uploads it\n"
+        f"git tag {planned.tag} {commit}\n"
+        f"git push origin {onto} {planned.tag}   # publish.yml builds the tag and uploads it\n"
         f"twine upload dist/{module}-{planned.new}*   # or by hand"
     )
 
 
-def release(root: Path, planned: Plan, checks: Sequence[Check], *, yes: bool) -> str:
-    """Make the release apart and check it; keep it if ``yes``. Return the diff of its commit.
+def release(root: Path, planned: Plan, checks: Sequence[Check], *, yes: bool) -> tuple[str, str]:
+    """Make the release apart and check it; keep it if ``yes``. Return its commit and what that changes.
 
     Raises:
+        ReleaseError: The changelog or the README cannot be written.
         CommandError: A check failed; nothing was changed.
     """
     with worktree(root) as apart:
@@ -175,7 +200,7 @@ def release(root: Path, planned: Plan, checks: Sequence[Check], *, yes: bool) ->
             git(root, "merge", "--quiet", "--ff-only", commit)
             if (apart / "dist").exists():
                 shutil.copytree(apart / "dist", root / "dist", dirs_exist_ok=True)
-    return changes
+    return commit, changes
 
 
 @contextmanager
@@ -205,17 +230,17 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     options = parser.parse_args(arguments)
     if options.yes and options.unchecked:
         parser.error("--unchecked is for dry runs")
-    checks = [] if options.unchecked else [run_alone, build_files]
+    checks = [] if options.unchecked else [run_alone, build_files, run_siblings]
     try:
         planned = plan(root, options.name, options.part)
         print(planned, flush=True)
-        print(release(root, planned, checks, yes=options.yes))
+        commit, changes = release(root, planned, checks, yes=options.yes)
     except (ReleaseError, CommandError) as error:
         print(f"No release: {error}", file=sys.stderr)
         return 1
-    branch = git(root, "rev-parse", "--abbrev-ref", "HEAD").strip()
-    print("This was a dry run; --yes keeps it. Then:" if not options.yes else "Publish it with:")
-    print(commands_to_publish(planned, branch))
+    print(changes)
+    print("Publish it with:" if options.yes else "This was a dry run; --yes keeps it. Then:")
+    print(commands_to_publish(planned, str(branch(root)), commit if options.yes else "COMMIT"))
     return 0
 
 

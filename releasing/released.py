@@ -1,8 +1,11 @@
 """Released versions of a package, found in the history of the repository.
 
-A version's commit is that of its tag ``NAME-vX.Y.Z``. Where there is no such tag, it is the first commit, in
-the whole history, that has both the version as its literal ``__version__`` and an entry for it in the
-changelog. A number alone is no release: it may change before its entry is written.
+A version's commit is that of its tag ``NAME-vX.Y.Z``. Where there is no such tag, it is the first commit
+that has the version as its literal ``__version__``, an entry for it in the changelog, and the subject
+``NAME X.Y.Z`` of the release command: on any branch, for maintenance branches are merged for their
+versions. Where there is none of these either, it is the first one with another subject on the branch
+itself, along first parents: commits of merged branches are work on a version, not the version. A number
+alone is no release: it may change before its entry is written.
 """
 
 from __future__ import annotations
@@ -47,9 +50,31 @@ def releases(root: Path, package: Package) -> list[Release]:
 
     Of a shallow clone only what its tags and its part of the history show; see :func:`is_shallow`.
     """
-    found = {release.version: release for release in _set_by_commits(root, package)}
+    found = {release.version: release for release in releases_in_history(root, package)}
     found.update((release.version, release) for release in _tagged(root, package))
     return sorted(found.values(), key=lambda release: release.version)
+
+
+def releases_in_history(root: Path, package: Package) -> list[Release]:
+    """Return the released versions of ``package`` as :func:`releases` does, whatever tags say."""
+    log = git(root, "log", "--topo-order", "--reverse", "--format=%H %s", "HEAD").splitlines()
+    subjects = dict(line.split(" ", 1) for line in log)
+    branch = set(git(root, "rev-list", "--first-parent", "HEAD").split())
+    commits = list(subjects)
+    sources = files_at(root, commits, package.version_file)
+    changelogs = files_at(root, commits, package.changelog)
+    by_command: dict[Version, str] = {}
+    on_branch: dict[Version, str] = {}
+    for commit, source, changelog in zip(commits, sources, changelogs, strict=True):
+        version = literal_version(source or "")
+        if version is None or not has_entry(changelog or "", version):
+            continue
+        if subjects[commit].split(":")[0] == f"{package.name} {version}":
+            by_command.setdefault(version, commit)
+        if commit in branch:
+            on_branch.setdefault(version, commit)
+    found = on_branch | by_command
+    return [Release(package, version, commit, tagged=False) for version, commit in found.items()]
 
 
 def has_entry(changelog: str, version: Version) -> bool:
@@ -86,16 +111,3 @@ def _tagged(root: Path, package: Package) -> list[Release]:
             continue
         found.append(Release(package, version, objects[-1], tagged=True))  # an annotated tag's commit is last
     return found
-
-
-def _set_by_commits(root: Path, package: Package) -> list[Release]:
-    # Every commit, not only those of the first parents: maintenance branches are merged for their versions.
-    commits = git(root, "rev-list", "--topo-order", "--reverse", "HEAD").split()
-    sources = files_at(root, commits, package.version_file)
-    changelogs = files_at(root, commits, package.changelog)
-    first: dict[Version, str] = {}
-    for commit, source, changelog in zip(commits, sources, changelogs, strict=True):
-        version = literal_version(source or "")
-        if version is not None and has_entry(changelog or "", version):
-            first.setdefault(version, commit)
-    return [Release(package, version, commit, tagged=False) for version, commit in first.items()]

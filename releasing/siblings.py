@@ -1,9 +1,10 @@
 """Packages with older and newer siblings: ``python -m releasing.siblings --wheels FOLDER``.
 
-Without ``--full`` every pair that has the checkout on one side at least, and whose range admits it, is
-installed from wheels and runs a short program on two ranks. ``--full`` also runs the pairs of the past, the
-checkout's tests with the oldest and the newest released version of each sibling in range, and the tests of
-every released dependant in range, as they were then, with the checkout's siblings.
+Without ``--full`` the checkout is installed from wheels beside the oldest and the newest released version, in
+range, of each sibling that it needs and of each package that needs it, and runs a short program on two ranks:
+a number of pairs that does not grow with releases. ``--full`` runs every pair, those of the past too, the
+checkout's tests with the oldest and the newest version of each sibling in range, and the tests of every
+released dependant in range, as they were then, with the checkout's siblings.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 from packaging.version import Version
 
 from releasing import recorded
-from releasing.known import CHECKOUT, Known, collect
+from releasing.known import CHECKOUT, Known, collect, every_version
 from releasing.pairs import Catalog, Pair, admits, all_pairs, beside, solve
 from releasing.released import is_shallow
 from releasing.trials import Environment
@@ -91,21 +92,48 @@ def run_tests(
     return rows
 
 
+def pairs_to_run(known: Known, *, full: bool) -> list[Pair]:
+    """Return all pairs, or those of the checkout with the oldest and newest in range on the other side."""
+    every = all_pairs(known.catalog)
+    if full:
+        return every
+    tree, ends = known.tree, dict[Pair, None]()
+    for dependant, sibling in dict.fromkeys((pair.dependant, pair.sibling) for pair in every):
+        in_range = [
+            pair for pair in every if (pair.dependant, pair.sibling) == (dependant, sibling) and pair.admitted
+        ]
+        older_siblings = [pair for pair in in_range if pair.dependant_version == tree[dependant]]
+        older_dependants = [pair for pair in in_range if pair.sibling_version == tree[sibling]]
+        for some, name in ((older_siblings, sibling), (older_dependants, dependant)):
+            released = [pair for pair in some if (name, pair.pins[name]) in known.commits]
+            ours = [pair for pair in some if pair.pins[name] == tree[name]]
+            ends |= dict.fromkeys([*released[:1], *released[-1:], *ours])
+    return list(ends)
+
+
+def installed_for(known: Known, pair: Pair) -> Mapping[str, Version]:
+    """Return what an installer takes for a pair; only the pair itself where no versions fit."""
+    return solve(known.catalog, pair.pins, [pair.dependant, pair.sibling]) or pair.pins
+
+
+def wanted_for_pairs(known: Known) -> set[tuple[str, Version]]:
+    """Return which versions the short form installs."""
+    pairs = pairs_to_run(known, full=False)
+    return {item for pair in pairs for item in installed_for(known, pair).items()}
+
+
 def run_pairs(
     environment: Environment, known: Known, *, full: bool, recorded_rows: Sequence[dict[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Run the programs of all pairs, or of those with the checkout; return a row for each of them.
+    """Run the programs of all pairs, or of some with the checkout; return a row for each of them.
 
     What was recorded of a pair of the past is taken over where all wheels come from the same commits as then.
     """
     past = {_identity(row): row for row in recorded_rows}
     rows = []
-    for pair in all_pairs(known.catalog):
+    for pair in pairs_to_run(known, full=full):
+        sources = known.sources(installed_for(known, pair))
         with_tree = any(known.tree[name] == version for name, version in pair.pins.items())
-        if not full and not (with_tree and pair.admitted):
-            continue
-        installed = solve(known.catalog, pair.pins, [pair.dependant, pair.sibling]) or pair.pins
-        sources = known.sources(installed)
         row = None
         if not with_tree and CHECKOUT not in sources.values():
             row = past.get(_identity({**_row(pair), "commits": sources}))
@@ -180,8 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--wheels", type=Path, required=True, help="where wheels are kept")
     parser.add_argument("--torch", default="", help="version in that venv, for the record")
-    parser.add_argument("--full", action="store_true", help="tests too, and the pairs of the past")
-    parser.add_argument("--record", action="store_true", help="write the result file; needs --full")
+    parser.add_argument("--full", action="store_true", help="tests too, and all pairs")
+    parser.add_argument("--record", action="store_true", help="write the result files; needs --full")
     parser.add_argument("--files", nargs="*", default=[], help="test files to run in place of all")
     parser.add_argument("--anew", action="store_true", help="run pairs of the past that are recorded, too")
     parser.add_argument("--no-tests", action="store_true", help="with --full: only the pairs' programs")
@@ -193,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "This clone is shallow: only versions that its tags and its part of the history show are known."
         )
     begin = time.monotonic()
-    known = collect(ROOT, options.wheels.absolute())
+    known = collect(ROOT, options.wheels.absolute(), every_version if options.full else wanted_for_pairs)
     for version, reason in known.missing.items():
         print(f"{version} could not be built, nothing is said about it: {reason}")
     environment = Environment(options.python.absolute(), options.wheels.absolute(), sorted(known.catalog))
@@ -204,18 +232,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.full and not options.no_tests:
         tests = run_tests(ROOT, environment, known, options.files)
     if options.record:
-        result = {
+        about = {
             **recorded.about_this_run(),
             "torch": options.torch,
             "python": ".".join(map(str, sys.version_info[:3])),
             "tree": {name: str(version) for name, version in known.tree.items()},
-            "test_files": options.files,
-            "missing": known.missing,
-            "pairs": pairs,
-            "tests": tests,
-            "side_by_side": side_by_side(known.catalog),
         }
-        print(f"written: {recorded.write('siblings', result)}")
+        found = {"missing": known.missing, "pairs": pairs, "side_by_side": side_by_side(known.catalog)}
+        print(f"written: {recorded.write('siblings', {**about, **found})}")
+        if not options.no_tests:  # else what was recorded of an earlier run's tests stays, with its own date
+            ran = {"test_files": options.files, "tests": tests}
+            print(f"written: {recorded.write('sibling-tests', {**about, **ran})}")
     broken = broken_now([*pairs, *tests], known)
     print(f"{len(pairs)} pairs and {len(tests)} test runs in {time.monotonic() - begin:.0f} s")
     print("\n".join(f"BROKEN {text}" for text in broken))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 from packaging.version import Version
@@ -51,21 +51,35 @@ def released_wheel(root: Path, release: Release, cache: Path) -> Path:
     The cache has a folder for each commit, so a version whose commit or tag is another one now is built anew.
     The index is asked only where ``RELEASED_FROM_INDEX`` is set, for the names on it must be ours, and only
     for tagged versions.
+
+    Raises:
+        CommandError: It cannot be built, or the index cannot be asked.
     """
-    built = cache / release.commit
     if release.tagged and os.environ.get("RELEASED_FROM_INDEX"):
         downloaded = cache / f"{release.commit}-from-index"
-        if (wheel := find(downloaded, release)) is not None:
+        if (wheel := find(downloaded, release) or _download(release, downloaded)) is not None:
             return wheel
-        command = ["pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(downloaded)]
-        with suppress(CommandError):  # not there yet, or not for this platform
-            run([*command, f"{release.package.name}=={release.version}"], root)
-        if (wheel := find(downloaded, release)) is not None:
-            return wheel
+    built = cache / release.commit
     if (wheel := find(built, release)) is not None:
         return wheel
     with tempfile.TemporaryDirectory() as sources:
         return build(export(root, release.package, release.commit, Path(sources)), built)
+
+
+def _download(release: Release, folder: Path) -> Path | None:
+    """Return the index's wheel of ``release`` in ``folder``, None where it has none for this platform."""
+    wanted = f"{release.package.name}=={release.version}"
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", "."]
+    try:
+        run([*command, wanted], folder)
+    except CommandError as error:
+        if "No matching distribution found" not in str(error):
+            raise
+        print(f"{wanted}: not on the index, built from {release.commit[:12]}", flush=True)
+        return None
+    print(f"{wanted}: from the index", flush=True)
+    return find(folder, release)
 
 
 def tree_wheel(root: Path, package: Package, version: Version, folder: Path) -> Path:

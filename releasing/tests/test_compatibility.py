@@ -1,9 +1,13 @@
 """The page of compatibility is what the result files say."""
 
 import json
+import os
+import sys
 
 from releasing import compatibility
+from releasing.commands import run
 from releasing.compatibility import PAGE, render
+from releasing.workspace import ROOT
 
 
 def test_page_and_results_agree():
@@ -20,7 +24,8 @@ def test_a_broken_pair_and_a_failed_run_are_not_hidden(tmp_path):
                 "exit_status": 1,
                 "failed": 2,
                 "passed": 5,
-                "selected": ["packages/lower/tests/test_a.py"],
+                "deselected": 3,
+                "selected": "packages/lower/tests/test_a.py",
                 "date": "2026-01-01",
                 "commit": "abc",
             }
@@ -32,14 +37,12 @@ def test_a_broken_pair_and_a_failed_run_are_not_hidden(tmp_path):
         "commit": "abc",
         "torch": "2.6.0",
         "system": "Linux",
-        "test_files": [],
         "pairs": [
             {**pair, "sibling_version": "0.1.0", "result": "ok"},
             {**pair, "sibling_version": "0.2.0", "result": "broken", "reason": "ImportError: a | b"},
             {**pair, "sibling_version": "1.0.0", "result": "excluded by range"},
         ],
         "missing": {"lower 0.0.1": "hatchling | is gone"},
-        "tests": [],
         "side_by_side": [
             {
                 "packages": {"lower": "0.1.*", "upper": "0.1.*"},
@@ -49,8 +52,16 @@ def test_a_broken_pair_and_a_failed_run_are_not_hidden(tmp_path):
         ],
     }
     (tmp_path / "siblings.json").write_text(json.dumps(siblings))
+    tests = {"date": "2026-01-02", "commit": "def", "torch": "2.6.0", "system": "Linux"}
+    outcome = {"package": "upper", "version": "0.1.0", "siblings": {"lower": "0.2.0"}, "result": "broken"}
+    tests |= {"test_files": ["test_a.py"], "tests": [{**outcome, "summary": "1 failed, 2 passed"}]}
+    (tmp_path / "sibling-tests.json").write_text(json.dumps(tests))
     page = render(tmp_path)
-    assert "| unit | 2.6.0 | 3.10.1 | **red** | 5 passed, 2 failed | test_a.py | 2026-01-01 | abc |" in page
+    counts = "5 passed, 2 failed, 3 deselected"
+    assert f"| unit | 2.6.0 | 3.10.1 | **red** | {counts} | packages/lower/tests/test_a.py |" in page
+    assert "Recorded: 2026-01-02, commit def" in page
+    assert "Only these files of them: test_a.py." in page
+    assert "| upper 0.1.0 | lower 0.2.0 | broken: 1 failed, 2 passed |" in page
     assert "| upper 0.1.0 | lower 0.1.0 | `<1` | ok |" in page
     assert "| upper 0.1.0 | lower 0.2.0 | `<1` | **broken**: ImportError: a \\| b |" in page
     assert "| upper 0.1.0 | lower`<1` | 1.0.0 |" in page
@@ -66,3 +77,22 @@ def test_the_command_compares_without_writing(monkeypatch, tmp_path):
     assert page.read_text() == "old"
     assert compatibility.main([]) == 0
     assert compatibility.main(["--check"]) == 0
+
+
+def test_a_recorded_run_says_what_was_left_out_with_workers_too(tmp_path):
+    (tmp_path / "test_a.py").write_text("def test_left():\n    pass\n\n\ndef test_kept():\n    pass\n")
+    program = (
+        "import sys\nfrom pathlib import Path\nimport pytest\nfrom releasing import record_tests, recorded\n"
+    )
+    program += "record_tests.version = lambda name: '2.6.0+cpu'\n"
+    program += "recorded.write.__defaults__ = (Path(sys.argv[1]),)\n"
+    program += "sys.exit(pytest.main(sys.argv[2:], plugins=[]))\n"
+    env = {**os.environ, "NOX_CURRENT_SESSION": "unit(2.6.0)", "PYTHONPATH": str(ROOT)}
+    arguments = ["-q", "-p", "releasing.record_tests", "-k", "kept", "test_a.py"]
+    for number, more in enumerate(([], ["-n", "2"])):
+        env["RECORDED_SELECTION"] = ["", "default"][number]
+        run([sys.executable, "-c", program, str(tmp_path), *arguments, *more], tmp_path, env=env)
+        (file,) = tmp_path.glob("unit-torch-2.6.0-python-*.json")
+        result = json.loads(file.read_text())
+        assert {key: result[key] for key in ("passed", "deselected")} == {"passed": 1, "deselected": 1}
+        assert result["selected"] == ["-q -p releasing.record_tests -k kept test_a.py", "default"][number]

@@ -1,12 +1,12 @@
-"""Wheels beside the checkout's siblings, and tests of an sdist with what they need."""
+"""Wheels beside the checkout's or released siblings, and tests of an sdist with what they need."""
 
 import sys
 
 import pytest
-from small_repository import write_package
+from small_repository import commit, write_package
 
 from releasing import distributions
-from releasing.commands import run
+from releasing.commands import CommandError, run
 from releasing.trials import Environment
 from releasing.workspace import Package, packages
 
@@ -34,6 +34,41 @@ def test_tests_of_an_sdist_find_the_siblings_that_only_they_need(repository, tmp
     assert environment.installed() == {"upper": "0.1.0"}
     summary = distributions.run_sdist_tests(sdist, environment, versions, tmp_path, [])
     assert summary.startswith("1 passed")
+
+
+def test_what_only_the_checkouts_sibling_has_fails_beside_released_ones(repository, tmp_path):
+    write_package(repository, "lower", "0.2.0", entries="## 0.2.0\n")
+    commit(repository, "lower 0.2.0")
+    source = repository / "packages/lower/src/lower/__init__.py"
+    source.write_text(source.read_text() + "NEW = True\n")
+    write_package(repository, "upper", "0.2.0", "lower>=0.1,<1", entries="## 0.2.0\n", tests=("pytest>=8",))
+    test = repository / "packages/upper/tests/test_upper.py"
+    test.parent.mkdir()
+    test.write_text("import lower\n\n\ndef test_new():\n    assert lower.NEW\n")
+    commit(repository, "upper needs what lower has since yesterday")
+    sdist = distributions.build_sdist(repository, UPPER, tmp_path)
+    wheel = distributions.build_wheel(sdist, tmp_path)
+    venv = tmp_path / "venv"
+    run(["uv", "venv", "--quiet", "--python", sys.executable, str(venv)], tmp_path)
+
+    def beside(siblings):
+        wheels = tmp_path / siblings
+        versions = distributions.gather_wheels(repository, UPPER, wheel, wheels, siblings)
+        environment = Environment(venv / "bin" / "python", wheels, ["lower", "upper"])
+        return str(versions["lower"]), (sdist, environment, versions, tmp_path, [])
+
+    version, arguments = beside("checkout")
+    assert version == "0.2.0"
+    assert distributions.run_sdist_tests(*arguments).startswith("1 passed")
+    for siblings, number in (("newest", "0.2.0"), ("oldest", "0.1.0")):
+        version, arguments = beside(siblings)
+        assert version == number
+        with pytest.raises(CommandError, match="has no attribute 'NEW'"):
+            distributions.run_sdist_tests(*arguments)
+
+    write_package(repository, "upper", "0.2.0", "lower>=0.3,<1", entries="## 0.2.0\n")
+    with pytest.raises(RuntimeError, match=r"no versions of siblings \(newest\)"):
+        distributions.gather_wheels(repository, UPPER, wheel, tmp_path / "none", "newest")
 
 
 def test_tests_of_an_sdist_need_a_torch(tmp_path, capsys):

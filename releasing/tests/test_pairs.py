@@ -43,6 +43,13 @@ def test_the_newest_versions_that_fit_all_ranges_are_chosen():
     }
 
 
+def test_the_oldest_versions_that_fit_all_ranges_are_chosen():
+    chosen = solve(CATALOG, {"overlap": Version("0.2.0")}, ["overlap", "base"], oldest=True)
+    assert chosen == {
+        name: Version(text) for name, text in (("overlap", "0.2.0"), ("base", "0.3.0"), ("hooks", "0.2.0"))
+    }
+
+
 def test_a_range_may_admit_a_sibling_that_another_range_makes_impossible():
     assert solve(CATALOG, {"overlap": Version("0.1.0"), "base": Version("0.2.0")}, ["overlap"]) is None
 

@@ -1,4 +1,4 @@
-"""Released versions are found by tag, else by the commit that set them, anywhere in the history."""
+"""Released versions are found by tag, else where the release command or a branch itself set them."""
 
 from small_repository import commit, write_package
 
@@ -47,6 +47,31 @@ def test_versions_of_merged_branches_are_found_though_the_merge_took_nothing_of_
     versions = found(repository, UPPER)
     assert versions["0.1.1"] == (fixed, False)
     assert versions["0.2.0"] == (newest, False)
+
+
+def test_a_feature_branch_that_sets_a_version_is_no_release_but_its_merge_is(repository):
+    git(repository, "switch", "--quiet", "-c", "feature")
+    write_package(repository, "lower", "0.1.1", entries="## 0.1.1 (2026-01-01)\n\n## 0.1.0\n")
+    write_package(repository, "upper", "0.2.0", "lower>=0.1.1,<0.2", entries="## 0.2.0 (2026-01-01)\n")
+    commit(repository, "upper: a new thing, which needs lower 0.1.1")
+    write_package(repository, "lower", "0.2.0", entries="## 0.2.0 (2026-01-01)\n\n## 0.1.0\n")
+    write_package(repository, "upper", "0.2.0", "lower>=0.2,<1", entries="## 0.2.0 (2026-01-01)\n")
+    commit(repository, "lower 0.1.1 became 0.2.0")
+    git(repository, "switch", "--quiet", "main")
+    git(repository, "merge", "--quiet", "--no-ff", "-m", "Merge branch 'feature'", "feature")
+    merge = git(repository, "rev-parse", "HEAD").strip()
+    assert found(repository, UPPER)["0.2.0"] == (merge, False)
+    assert list(found(repository, LOWER)) == ["0.1.0", "0.2.0"]
+
+
+def test_a_release_on_a_branch_is_where_the_command_made_it_and_not_its_merge(repository):
+    git(repository, "switch", "--quiet", "-c", "release")
+    write_package(repository, "lower", "0.2.0", entries="## 0.2.0 (2026-01-01)\n\n## 0.1.0\n")
+    released = commit(repository, "lower 0.2.0")
+    git(repository, "switch", "--quiet", "main")
+    commit(repository, "other work")
+    git(repository, "merge", "--quiet", "--no-ff", "-m", "Merge branch 'release'", "release")
+    assert found(repository, LOWER)["0.2.0"] == (released, False)
 
 
 def test_a_tag_says_more_than_the_history(repository):

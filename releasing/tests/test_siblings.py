@@ -77,6 +77,63 @@ def known_versions():
     )
 
 
+def test_the_short_form_runs_the_ends_of_each_range_and_builds_nothing_else(repository, tmp_path):
+    for number in (2, 3, 4):
+        write_package(repository, "lower", f"0.{number}.0", entries=f"## 0.{number}.0\n")
+        commit(repository, f"lower 0.{number}.0")
+        write_package(
+            repository, "upper", f"0.{number}.0", f"lower>=0.{number - 1},<1", entries=f"## 0.{number}.0\n"
+        )
+        commit(repository, f"upper 0.{number}.0")
+    source = repository / "packages/lower/src/lower/__init__.py"
+    source.write_text(source.read_text() + "CHANGED = True\n")
+    known = collect(repository, tmp_path, siblings.wanted_for_pairs)
+    pairs = [
+        (str(pair.dependant_version), str(pair.sibling_version))
+        for pair in siblings.pairs_to_run(known, full=False)
+    ]
+    assert pairs == [
+        ("0.4.0", "0.3.0"),
+        ("0.4.0", "0.4.0"),
+        ("0.4.0", "0.4.0+tree"),
+        ("0.1.0", "0.4.0+tree"),
+    ]
+    assert {tuple(path.name.split("-")[:2]) for path in tmp_path.glob("*.whl")} == {
+        *(("lower", version) for version in ("0.3.0", "0.4.0", "0.4.0+tree")),
+        *(("upper", version) for version in ("0.1.0", "0.4.0")),
+    }
+
+
+def test_the_short_form_takes_the_next_version_for_one_that_cannot_be_built(repository, tmp_path):
+    for number in (2, 3):
+        write_package(repository, "lower", f"0.{number}.0", entries=f"## 0.{number}.0\n")
+        if number == 2:
+            pyproject = repository / "packages/lower/pyproject.toml"
+            pyproject.write_text(pyproject.read_text().replace('"hatchling.build"', '"hatchling.gone"'))
+        commit(repository, f"lower 0.{number}.0")
+    write_package(repository, "upper", "0.1.1", "lower>=0.2,<1", entries="## 0.1.1\n")
+    commit(repository, "upper 0.1.1")
+    known = collect(repository, tmp_path, siblings.wanted_for_pairs)
+    assert list(known.missing) == ["lower 0.2.0"]
+    pairs = siblings.pairs_to_run(known, full=False)
+    newest = [pair for pair in pairs if pair.dependant_version == Version("0.1.1")]
+    assert [str(pair.sibling_version) for pair in newest] == ["0.3.0"]
+
+
+def test_tests_of_an_earlier_run_stay_where_none_are_run(monkeypatch, tmp_path):
+    written = []
+    monkeypatch.setattr(siblings, "collect", lambda *arguments: known_versions())
+    monkeypatch.setattr(siblings, "run_pairs", lambda *arguments, **options: [])
+    monkeypatch.setattr(siblings, "run_tests", lambda *arguments: [])
+    monkeypatch.setattr(siblings.recorded, "write", lambda name, result: written.append((name, list(result))))
+    arguments = ["--wheels", str(tmp_path), "--full", "--record"]
+    assert siblings.main([*arguments, "--no-tests"]) == 0
+    assert [name for name, _ in written] == ["siblings"]
+    assert siblings.main(arguments) == 0
+    assert [name for name, _ in written[1:]] == ["siblings", "sibling-tests"]
+    assert "tests" not in written[0][1]
+
+
 def test_the_full_form_runs_oldest_and_newest_siblings_and_released_dependants():
     assert siblings.test_sets(known_versions()) == [
         ("upper", NEW, {"upper": NEW, "lower": OLD}),

@@ -1,5 +1,8 @@
 """What a wheel of the checkout is called, and what reaches the programs that try it."""
 
+import dataclasses
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -7,10 +10,10 @@ import pytest
 from packaging.version import Version
 from small_repository import commit, write_package
 
-from releasing.commands import git
+from releasing.commands import CommandError, git
 from releasing.released import releases
 from releasing.trials import Environment
-from releasing.wheels import version_in_tree
+from releasing.wheels import released_wheel, version_in_tree
 from releasing.workspace import Package
 
 LOWER = Package("lower")
@@ -38,6 +41,33 @@ def test_whatever_changes_the_wheel_makes_another_version(repository, file, vers
 def test_a_number_without_an_entry_is_the_checkouts_own(repository):
     write_package(repository, "lower", "0.2.0", entries="## 0.1.0\n")
     assert version_in_tree(repository, LOWER, releases(repository, LOWER)) == Version("0.2.0")
+
+
+def test_wheels_of_tagged_versions_come_from_the_index_where_it_has_them(
+    repository, tmp_path, monkeypatch, capsys
+):
+    write_package(repository, "lower", "0.2.0", entries="## 0.2.0\n")
+    commit(repository, "lower 0.2.0")
+    old, new = releases(repository, LOWER)
+    cache, index = tmp_path / "cache", tmp_path / "index"
+    index.mkdir()
+    uploaded = shutil.copy2(released_wheel(repository, old, cache), index)
+    monkeypatch.setenv("RELEASED_FROM_INDEX", "1")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    assert released_wheel(repository, old, cache).parent.name == old.commit, "not asked: it has no tag"
+    old, new = (dataclasses.replace(one, tagged=True) for one in (old, new))
+    wheel = released_wheel(repository, old, cache)
+    assert wheel.parent.name == f"{old.commit}-from-index"
+    assert wheel.read_bytes() == Path(uploaded).read_bytes()
+    assert released_wheel(repository, new, cache).parent.name == new.commit
+    said = capsys.readouterr().out.splitlines()
+    built = f"lower==0.2.0: not on the index, built from {new.commit[:12]}"
+    assert said == ["lower==0.1.0: from the index", built]
+    monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "no number")
+    with pytest.raises(CommandError, match="no number"):
+        released_wheel(repository, new, cache)
 
 
 def test_tests_of_a_wheel_run_without_the_variables_of_the_calling_session(tmp_path, monkeypatch):

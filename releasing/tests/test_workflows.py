@@ -6,13 +6,16 @@ import sys
 
 import pytest
 import yaml
+from small_repository import commit, write_package
 
+from releasing.commands import git
 from releasing.publish import package_of_tag
 from releasing.workspace import ROOT, metadata, packages, tomllib
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 # Sessions for a person, who reads what they print or keeps what they write. ``release`` calls ``wheels``.
 BY_HAND = {"compatibility", "demo", "release", "wheels"}
+GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 INSTALL = 'python -m pip install "nox[uv]"'
 
 
@@ -80,8 +83,7 @@ def test_the_matrix_has_the_torches_and_pythons_that_the_packages_support():
 
 
 def test_the_compatibility_page_has_the_versions_of_frameworks():
-    noxfile = (ROOT / "noxfile.py").read_text()
-    pins = re.findall(r'"([^"]+)"', re.search(r"FRAMEWORKS = \[(.+)]", noxfile)[1])
+    pins = GROUPS["frameworks"]
     page = (ROOT / "docs" / "compatibility.md").read_text()
     assert pins
     assert [pin for pin in pins if f"`{pin}`" not in page] == []
@@ -103,12 +105,51 @@ def test_packages_share_the_settings_of_tests_and_the_place_of_the_sources():
     assert len(sources) == 1, sources
 
 
-def test_a_tag_must_be_of_a_package_and_of_its_version(repository):
-    assert package_of_tag("upper-v0.1.0", repository).name == "upper"
-    for tag, problem in (
-        ("upper-v0.2.0", "version 0.1.0"),
-        ("other-v0.1.0", "upper"),
-        ("upper-0.1.0", "NAME-v"),
-    ):
+def test_what_sessions_need_is_pinned_where_dependabot_looks():
+    updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
+    (folders,) = (update["directories"] for update in updates if update["package-ecosystem"] == "pip")
+    assert "/" in folders
+    assert '=="' not in re.sub(r'f"torch=="?', "", (ROOT / "noxfile.py").read_text())
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert [hook["additional_dependencies"] for hook in hooks] == [GROUPS["lint"]] * len(hooks)
+
+
+def test_workflows_take_torch_for_cpus_and_one_job_alone_may_upload():
+    for file in WORKFLOWS:
+        assert yaml.safe_load(file.read_text())["env"]["UV_TORCH_BACKEND"] == "cpu", file.name
+    uploading = {where for where, job in jobs() if "id-token" in job.get("permissions", {})}
+    assert uploading == {"publish.yml upload"}
+
+
+def test_files_that_the_weekly_run_names_exist():
+    (command,) = (
+        step["run"] for _, job in jobs() for step in job["steps"] if "--files" in step.get("run", "")
+    )
+    names = command.split("--files ")[1].split()
+    there = {path.name for path in ROOT.glob("packages/*/tests/test_*.py")}
+    assert set(names) <= there
+
+
+def test_a_tag_must_be_of_a_package_and_of_its_release(repository):
+    def refused(tag, problem):
         with pytest.raises(ValueError, match=problem):
             package_of_tag(tag, repository)
+
+    assert package_of_tag("upper-v0.1.0", repository).name == "upper"
+    refused("upper-v0.2.0", "version 0.1.0")
+    refused("other-v0.1.0", "upper")
+    refused("upper-0.1.0", "NAME-v")
+
+    write_package(repository, "upper", "0.2.0", entries="## 0.1.0\n")
+    commit(repository, "the number alone")
+    refused("upper-v0.2.0", "has no entry")
+    write_package(repository, "upper", "0.2.0", entries="## 0.2.0 (2026-01-01)\n")
+    released = commit(repository, "upper 0.2.0")
+    assert package_of_tag("upper-v0.2.0", repository).name == "upper"
+    (repository / "packages/upper/changelog.d/+later.fixed.md").write_text("Later.\n")
+    commit(repository, "a note")
+    refused("upper-v0.2.0", r"\+later\.fixed\.md came after")
+    git(repository, "rm", "--quiet", "packages/upper/changelog.d/+later.fixed.md")
+    later = commit(repository, "no note, but later")
+    git(repository, "tag", "upper-v0.2.0")
+    refused("upper-v0.2.0", f"is on {later[:12]}, but 0.2.0 was released from {released[:12]}")

@@ -107,7 +107,7 @@ def all_reduce(
                 arrivals.append(_start(state, pack, mean=mean))
                 if not async_op:
                     arrivals.pop().wait()
-    return _result(_when_all_have(arrivals, like), tensor) if async_op else None
+    return _result(ring.when_all_have(arrivals or [completed_future(like)]), tensor) if async_op else None
 
 
 def _agree(state: CompressState, tensors: Sequence[torch.Tensor], *, mean: bool) -> None:
@@ -148,16 +148,6 @@ def _start(state: CompressState, pack: Pack, *, mean: bool) -> _Future:
 
 def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
-
-
-def _when_all_have(arrivals: list[_Future], like: torch.Tensor) -> _Future:
-    if not arrivals:
-        return completed_future(like)
-
-    def last(done: torch.futures.Future[list[_Future]]) -> torch.Tensor:
-        return [arrival.value() for arrival in done.value()][-1]
-
-    return torch.futures.collect_all(arrivals).then(last)
 
 
 def _result(done: _Future, tensor: Tensors) -> torch.futures.Future[Any]:

@@ -133,7 +133,7 @@ class Feedback:
             turned = {
                 id(residual)
                 for residual in _residuals_of(ended)
-                if residual.last is not None and not bool(ended.not_finite_on(residual.last.device))
+                if residual.last is not None and not bool(ended.outcome.any_not_finite(residual.last.device))
             }
         return lambda residual: residual.next if id(residual) in turned else residual.last
 

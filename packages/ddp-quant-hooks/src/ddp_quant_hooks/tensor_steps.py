@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 
@@ -13,8 +12,6 @@ from ddp_quant_hooks.passes import BackwardPass, UnusedPart
 from dist_utils import torch_compat
 
 __all__ = ["TensorStep"]
-
-T = TypeVar("T")
 
 _OUTSIDE = -1
 
@@ -89,11 +86,6 @@ class TensorStep(BackwardPass):
         """End an explicit step."""
         self.open = False
         self._ended_well[_OUTSIDE] = ended_well
-
-    def note(self, done: torch.futures.Future[T]) -> T:
-        """Return the value of a call's future; an error is one of this step."""
-        with self.watching():
-            return done.value()
 
     def unused_part(self, parameters: Sequence[torch.Tensor]) -> list[UnusedPart]:  # noqa: ARG002
         """Return nothing: every tensor that comes is used."""

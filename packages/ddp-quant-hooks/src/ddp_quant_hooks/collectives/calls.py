@@ -87,13 +87,13 @@ def run(
     with torch_compat.profiler_range(f"ddp_quant_hooks.{name}"), torch.inference_mode(False):
         if filled and state.process_group.size() > 1:
             try:
-                with step.watching():
-                    state.agree_on_call(name, terms, filled)
+                with step.outcome.watching():
+                    state.agreement.on_call(state.worker, name, terms, filled)
             except RuntimeError as error:
                 if result is None:
                     raise
                 return failed_future(error, like)
-            started = [future.then(step.note) for future in start()]
+            started = [future.then(step.outcome.of) for future in start()]
         if result is None:
             for future in started:
                 future.wait()

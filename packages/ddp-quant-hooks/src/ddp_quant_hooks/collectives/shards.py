@@ -108,7 +108,7 @@ def reduce_scatter_tensor(
             )
             step.kept.append(residuals)
             kept = residuals.own
-        failed = None if state.error_feedback == "none" else step.failed
+        failed = None if state.error_feedback == "none" else step.outcome.not_finite
 
         def job(group: dist.ProcessGroup) -> torch.Tensor:
             shard = _real(target)

@@ -130,16 +130,17 @@ def _start(
     decision = state.decisions.decide(group, step, bucket)
     with_feedback = state.error_feedback != "none"
     if not decision.quantized:
-        state.counter.add(nbytes, world_size, ring_bytes(nbytes, world_size), quantized=False)
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         reduced = ddp_compress_hooks.all_reduce(tensors, op, group, async_op=True)
+        counter, outcome = state.counter, step.outcome
 
         def finish(done: Future) -> torch.Tensor:
             done.value()  # raises what went wrong
             if with_feedback:
                 for tensor in tensors:
-                    step.failed(~tensor.isfinite().all())
+                    outcome.not_finite(~tensor.isfinite().all())
             _put_back(tensors, originals)
+            counter.add(nbytes, world_size, ring_bytes(nbytes, world_size), quantized=False)
             return tensors[0]
 
         finished = reduced.then(finish)
@@ -148,7 +149,7 @@ def _start(
         return finished
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-        failed = step.failed if with_feedback else None
+        failed = step.outcome.not_finite if with_feedback else None
         sent, error = average(private_group, decision, state.route, failed)
         if not mean:
             assert decision.values is not None
