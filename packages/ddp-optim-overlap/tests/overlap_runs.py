@@ -96,7 +96,7 @@ _together = itertools.cycle((1, 6000, 4 * 2**20))
 
 
 def step_buckets_of(size=1):
-    """Let buckets wait for each other until they have so many bytes: one does by itself, all of them, some."""
+    """Let buckets wait for each other until they have so many bytes; each is stepped by itself with 1."""
     bucket_steps._TOGETHER = size
 
 

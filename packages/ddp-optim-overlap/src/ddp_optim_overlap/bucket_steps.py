@@ -99,7 +99,10 @@ class BucketSteps:
 
     def _are_enough(self, buckets: Sequence[HandedOver]) -> bool:
         """Whether buckets are worth a step, or must not be stepped with others."""
-        return not self._stepper.takes_buckets_together or sum(map(_size, buckets)) >= _TOGETHER
+        together = (
+            self._stepper.takes_buckets_together and self._watch is None
+        )  # it is to find what can be found
+        return not together or sum(map(_size, buckets)) >= _TOGETHER
 
     def _announce(self, worker: OrderedWorker, current: BackwardPass) -> None:
         """Let the worker step what is waiting."""

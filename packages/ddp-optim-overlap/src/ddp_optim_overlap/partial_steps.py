@@ -126,7 +126,6 @@ class PartialSteps:
             with self._around[place](other):
                 step_without_hooks(other)
 
-
     def _places(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[int, list[int]]]:
         """Return, by optimizer and group, the positions of parameters; known for those that came before."""
         key = tuple(map(id, parameters))
