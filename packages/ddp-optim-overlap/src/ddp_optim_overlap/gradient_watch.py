@@ -23,12 +23,14 @@ class GradientWatch:
     Attributes:
         new: Which parameters got a gradient since this was cleared, or had one at the beginning.
         step_stands: Whether the last pass has stepped and no gradient has come since.
+        arrives: Called with a parameter that has got a gradient, before DDP reads it.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         parameters = list(parameters)
         self.new = {parameter for parameter in parameters if parameter.grad is not None}
         self.step_stands = False
+        self.arrives: Callable[[torch.Tensor], None] | None = None
         self._used: dict[torch.Tensor, tuple[int, int]] = {}
         self._adds_to_used: set[torch.Tensor] = set()
         self._hooks: dict[torch.Tensor, list[Any]] = {}
@@ -89,6 +91,8 @@ class GradientWatch:
             self._adds_to_used.discard(parameter)
 
     def _got_gradient(self, parameter: torch.Tensor) -> None:
+        if self.arrives is not None:
+            self.arrives(parameter)
         if parameter in self._adds_to_used:
             raise DoubleBackwardError(
                 "backward() adds to gradients that a step has already used: call zero_grad() after each "
