@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -13,14 +14,14 @@ import torch.distributed as dist
 from ddp_optim_overlap.backward_pass import BackwardPass
 from ddp_optim_overlap.bucket_gradients import BucketGradients
 from ddp_optim_overlap.bucket_memory import BucketMemory
-from ddp_optim_overlap.errors import CommunicationError, ConfigError
+from ddp_optim_overlap.errors import ConfigError
 from dist_utils.torch_compat import default_group_timeout, group_timeout
 
 __all__ = ["GradientRelease", "require_owned", "require_readable"]
 
 _IN_FLIGHT = 2
-"""Buckets whose average or step backward() does not wait for. With the one that fills up, and the gradient that
-is copied there, four of them are there at once; with 3, five. Gloo averages two at a time."""
+"""Buckets whose average or step backward() does not wait for. With the one that fills up, and the gradient
+that is copied there, four of them are there at once; with 3, five. Gloo averages two at a time."""
 
 _PART_BYTES = 2**25
 """Of a bucket, to step at once. DDP's buckets have 25 MiB, but in its first pass one has the whole model."""
@@ -55,6 +56,7 @@ class GradientRelease:
         self._owned, self._may_leave_out = owned, may_leave_out
         self._places = threading.Semaphore(_IN_FLIGHT)
         self._events: deque[Any] = deque()
+        self._limited = True
 
     def begin(self, averaged: Collection[torch.Tensor]) -> None:
         """A backward pass that steps begins.
@@ -84,9 +86,6 @@ class GradientRelease:
         Args:
             done: Ends when the bucket that was just handed over is stepped, or has failed.
             device: Of the bucket.
-
-        Raises:
-            CommunicationError: Too many are still there at the process group's timeout.
         """
         places = self._places
         if done.done():  # on an accelerator a callback would take a stream
@@ -94,11 +93,14 @@ class GradientRelease:
         else:
             done.add_done_callback(lambda _: places.release())
         timeout = group_timeout(self._process_group, device) or default_group_timeout()
-        if not places.acquire(timeout=timeout.total_seconds()):
-            raise CommunicationError(
-                f"the bucket {_IN_FLIGHT} before this one was not averaged within {timeout}, and with "
-                "release_gradients=True backward() waits for it: the communication hook must not wait for "
-                "later buckets"
+        if self._limited and not places.acquire(timeout=timeout.total_seconds()):
+            # An average that takes longer fails. The hook must see the other buckets, or DDP waits for ever.
+            self._limited = False
+            warnings.warn(
+                f"a bucket was not averaged within {timeout}: the communication hook seems to wait for later "
+                "ones, so that release_gradients=True saves little. backward() no longer waits for it",
+                RuntimeWarning,
+                stacklevel=2,
             )
         while len(self._events) > _IN_FLIGHT:
             self._events.popleft().synchronize()

@@ -101,10 +101,10 @@ def require_options(
         )
 
 
-def averaged_parameters(ddp: DistributedDataParallel) -> set[torch.Tensor]:
-    """Return the parameters that a model averages, and those that it would if they were not frozen."""
+def averaged_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
+    """Return the parameters that a model averages, or would if they were not frozen, with their names."""
     return {
-        parameter
+        parameter: name
         for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
         if name not in ddp.parameters_to_ignore
     }
