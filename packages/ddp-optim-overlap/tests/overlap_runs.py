@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import bucket_steps, overlap_optimizer
+from ddp_optim_overlap.bucket_memory import PageMemory, StorageMemory
 from dist_utils.testing import same_bits as same
 
 OPTIMIZERS = {
@@ -100,6 +101,39 @@ def step_buckets_of(size=1):
     bucket_steps._TOGETHER = size
 
 
+class PoisonedPages(PageMemory):
+    """Gives pages back, and fills what is left with NaN: small buckets have no whole page."""
+
+    def give_back_part(self, views):
+        super().give_back_part(views)
+        for view in views:
+            view.fill_(torch.nan)
+
+    def give_back(self, gradients, *, alone):
+        value, views = super().give_back(gradients, alone=alone)
+        gradients.buffer.fill_(torch.nan)
+        return value, views
+
+
+def begin_overlap(ddp, optimizers, *, memory=None, **options):
+    """Overlap, with a way to give gradients' memory back that may not be this device's own."""
+    handle = overlap_optimizer(ddp, optimizers, release_gradients=memory is not None, **options)
+    if memory is not None:
+        engine = handle._engine
+        engine.release.memory = memory()
+        engine.gradients.tell(engine.release.memory.restore)
+    return handle
+
+
+def ways_to_release(arguments, ways=(PoisonedPages, StorageMemory)):
+    """Return those of some ways to give memory back that are for such a run."""
+    storage = not any(
+        arguments.get(name) for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+    )
+    on_host = rank_device().type == "cpu"
+    return [way for way in ways if (storage if way is StorageMemory else on_host)]
+
+
 def train(  # noqa: C901 - every way to write the loop
     make_optimizers,
     *,
@@ -130,7 +164,7 @@ def train(  # noqa: C901 - every way to write the loop
     handle = None
     if overlap:
         step_buckets_of(next(_together))
-        handle = overlap_optimizer(ddp, optimizers, comm_hook=hook, comm_state=state, **(options or {}))
+        handle = begin_overlap(ddp, optimizers, comm_hook=hook, comm_state=state, **(options or {}))
     elif hook is not None:
         ddp.register_comm_hook(state, hook)
     count = steps + join * dist.get_rank()
@@ -185,18 +219,29 @@ def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_scheduler
     optimizers = make_optimizers(ddp)
     schedulers = make_schedulers(optimizers)
     if handle is not None:
-        handle = overlap_optimizer(ddp, optimizers, **options)
+        handle = begin_overlap(ddp, optimizers, **options)
     for one, state in zip((*optimizers, *schedulers), saved, strict=True):
         one.load_state_dict(state)
     return optimizers, schedulers, handle
 
 
-def differences(make_optimizers, **arguments):
-    """Return what differs between the ordinary and the overlapped run."""
-    options = arguments.pop("options", None)
+def differences(make_optimizers, *, released=(), **arguments):
+    """Return what differs between the ordinary and the overlapped run.
+
+    ``released``: ways to give memory back, each for a run more, without gradients at its end.
+    """
+    options = arguments.pop("options", None) or {}
     ordinary = train(make_optimizers, overlap=False, **arguments)
     overlapped = train(make_optimizers, overlap=True, options=options, **arguments)
-    return [key for key in ordinary if not same(ordinary[key], overlapped[key])]
+    different = [key for key in ordinary if not same(ordinary[key], overlapped[key])]
+    if released and not arguments.get("set_to_none", True):  # what is None is not set to zero
+        ordinary = train(make_optimizers, overlap=False, **{**arguments, "set_to_none": True})
+    for way in released:
+        run = train(make_optimizers, overlap=True, options={**options, "memory": way}, **arguments)
+        gradients = run.pop("gradients")
+        different += [(way.__name__, key) for key in run if not same(ordinary[key], run[key])]
+        different += [(way.__name__, "a gradient is left") for one in gradients if one is not None]
+    return different
 
 
 def both(run):

@@ -18,6 +18,7 @@ from ddp_optim_overlap.bucket_gradients import BucketGradients, lent
 from ddp_optim_overlap.bucket_jobs import as_outside_of_backward, not_averaged, text_of, used_anywhere
 from ddp_optim_overlap.errors import OverlapError, StepError, UnsupportedOptimizerError
 from ddp_optim_overlap.gradient_contents import GradientContents
+from ddp_optim_overlap.gradient_release import GradientRelease
 from ddp_optim_overlap.stepper import Stepper
 from ddp_optim_overlap.weight_reuse import WeightWatch
 from dist_utils import OrderedWorker
@@ -56,14 +57,22 @@ class BucketSteps:
         stepper: Steps.
         contents: Keeps what gradients were when they were used.
         watch: Told of stepped weights, if anybody is.
+        release: Takes gradients away when they were used, if anybody does.
         name: What a profiler's ranges begin with.
     """
 
     def __init__(
-        self, stepper: Stepper, contents: GradientContents, watch: WeightWatch | None, name: str
+        self,
+        stepper: Stepper,
+        contents: GradientContents,
+        watch: WeightWatch | None,
+        release: GradientRelease | None,
+        name: str,
     ) -> None:
-        self._stepper, self._contents, self._watch = stepper, contents, watch
+        self._stepper, self._contents, self._watch, self._release = stepper, contents, watch, release
         self._name = name
+        # A watch is to find whatever may happen in some run; and memory is given back as early as can be.
+        self._together = _TOGETHER if watch is None and release is None else 0
         self._waiting: deque[HandedOver] = deque()
         self._unannounced: list[HandedOver] = []
         self._newest_job: torch.futures.Future[None] | None = None
@@ -98,11 +107,8 @@ class BucketSteps:
         return result
 
     def _are_enough(self, buckets: Sequence[HandedOver]) -> bool:
-        """Whether buckets are worth a step, or must not be stepped with others."""
-        together = (
-            self._stepper.takes_buckets_together and self._watch is None
-        )  # it is to find what can be found
-        return not together or sum(map(_size, buckets)) >= _TOGETHER
+        """Whether buckets are worth a step."""
+        return sum(map(_size, buckets)) >= self._together
 
     def _announce(self, worker: OrderedWorker, current: BackwardPass) -> None:
         """Let the worker step what is waiting."""
@@ -126,8 +132,8 @@ class BucketSteps:
 
     def _step_one(self, current: BackwardPass, bucket: HandedOver, group: dist.ProcessGroup) -> torch.Tensor:
         self._await(current, bucket, group)
-        self._step(current, [bucket])
-        return bucket.gradients.buffer
+        (average,) = self._step(current, [bucket])
+        return average
 
     def _step_until(
         self,
@@ -147,9 +153,9 @@ class BucketSteps:
                 self._await(current, bucket, group)
                 if self._are_enough(together):
                     break
-            self._step(current, together)
-            for bucket in together:
-                bucket.done.set_result(bucket.gradients.buffer)
+            averages = self._step(current, together)
+            for bucket, average in zip(together, averages, strict=True):
+                bucket.done.set_result(average)
 
     def _await(self, current: BackwardPass, bucket: HandedOver, group: dist.ProcessGroup) -> None:
         try:
@@ -159,30 +165,37 @@ class BucketSteps:
         except Exception as error:
             raise not_averaged(bucket.index, error, current) from error
 
-    def _step(self, current: BackwardPass, buckets: Sequence[HandedOver]) -> None:
-        if not current.steps:
-            return
-        with current.stepping:
-            if not current.cancelled:
-                self._step_now(current, buckets)
+    def _step(self, current: BackwardPass, buckets: Sequence[HandedOver]) -> list[torch.Tensor]:
+        """Return what DDP is to take for the averages."""
+        if current.steps:
+            with current.stepping:
+                if not current.cancelled:
+                    return self._step_now(current, buckets)
+        return [bucket.gradients.buffer for bucket in buckets]
 
-    def _step_now(self, current: BackwardPass, buckets: Sequence[HandedOver]) -> None:
+    def _step_now(self, current: BackwardPass, buckets: Sequence[HandedOver]) -> list[torch.Tensor]:
         indices = [bucket.index for bucket in buckets]
         device = buckets[0].gradients.buffer.device
+        averages = [bucket.gradients.buffer for bucket in buckets]
         parameters: list[torch.Tensor] = []
         averaged: list[torch.Tensor | None] = []
         for bucket in buckets:
             parameters += bucket.gradients.parameters
             averaged += _averaged(bucket)
-        which = "_".join(map(str, indices))
+        name = f"overlapped step:bucket_{'_'.join(map(str, indices))}"
         began = time.perf_counter()
         try:
-            with (
-                as_outside_of_backward(device, f"overlapped step:bucket_{which}"),
-                lent(parameters, averaged) as own,
-            ):
-                self._stepper.step(parameters)
-                self._keep(buckets, own)
+            with as_outside_of_backward(device, name), lent(parameters, averaged) as own:
+                for bucket in buckets:
+                    self._stepper.prepare(bucket.gradients.parameters)
+                if self._release is None:
+                    self._stepper.step(parameters)
+                    self._keep(buckets, own)
+                else:
+                    for part in self._release.parts(buckets[0].gradients):
+                        self._stepper.step(part)
+            if self._release is not None:
+                averages = [self._release.give_back(current, buckets[0].gradients, averaged)]
         except BaseException as error:  # sys.exit() too: it would end a thread, and nobody would know
             current.partial = tuple(indices)
             kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
@@ -191,6 +204,7 @@ class BucketSteps:
         current.count_step(indices, time.perf_counter() - began, on_host=device.type == "cpu")
         if self._watch is not None:
             self._watch.stepped(parameters)
+        return averages
 
     def _keep(self, buckets: Sequence[HandedOver], own: Sequence[torch.Tensor | None]) -> None:
         begin = 0

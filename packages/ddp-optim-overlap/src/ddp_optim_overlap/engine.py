@@ -30,6 +30,7 @@ from ddp_optim_overlap.errors import (
 )
 from ddp_optim_overlap.first_error import FirstError
 from ddp_optim_overlap.gradient_contents import GradientContents
+from ddp_optim_overlap.gradient_release import GradientRelease
 from ddp_optim_overlap.gradient_watch import GradientWatch
 from ddp_optim_overlap.report import StepReport
 from ddp_optim_overlap.stepper import Stepper
@@ -57,6 +58,7 @@ class Engine:
         unused_possible: Returns whether parameters may be left out of a backward pass. Then the ranks tell
             each other which ones got a gradient. Asked when a pass begins.
         check: Watch for stepped weights that the same backward pass reads.
+        release: Takes the gradients of every bucket away when it is stepped.
     """
 
     def __init__(
@@ -69,12 +71,18 @@ class Engine:
         *,
         unused_possible: Callable[[], bool] = lambda: False,
         check: bool = False,
+        release: GradientRelease | None = None,
     ) -> None:
         self.gradients = GradientWatch(parameters)
+        self.release = release
+        if release is not None and not release.memory.stays_readable:
+            self.gradients.tell(release.memory.restore)
         self.contents = GradientContents()
         self.paused = False
         self.averaged: set[torch.Tensor] = set()
         """Whose gradients have been in a bucket."""
+        self.passes = 0
+        """How many have stepped, or were to."""
         self._stepper = stepper
         self._comm_hook = comm_hook
         self._comm_state = comm_state
@@ -82,13 +90,12 @@ class Engine:
         self._unused_possible = False
         self._watch = WeightWatch() if check else None
         self._known = KnownBuckets()
-        self._by_bucket = BucketSteps(stepper, self.contents, self._watch, _NAME)
+        self._by_bucket = BucketSteps(stepper, self.contents, self._watch, release, _NAME)
         self._whole = WholeStep(stepper, self.contents) if stepper.whole else None
         worker = OrderedWorker(process_group, name=_NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
         self._failure = FirstError(worker)
         self._pass: BackwardPass | None = None
-        self._passes = 0
         self._report = StepReport()
         self._agreement: torch.futures.Future[None] | None = None
         self._stepped_before_closure = False
@@ -131,15 +138,21 @@ class Engine:
             self.averaged.update(gradients.parameters)
         self._require_observed(gradients.parameters)
         used = None
-        if self._unused_possible or self._whole is not None:
+        if self._unused_possible or self._whole is not None or self.release is not None:
             used = [self.gradients.has_come(parameter) for parameter in gradients.parameters]
         if last:
             self.gradients.forget_arrivals()
         reduced = self._communicate(bucket, current)
         if self._whole is None:
+            release = self.release if current.steps else None
+            if release is not None:
+                current.only_bucket = last and current.buckets == 1
+                release.hand_over(current, gradients, used)
             told = used if self._unused_possible else None
             handed_over = HandedOver(bucket.index(), gradients, told, reduced)
             done = self._by_bucket.take(self._worker, current, handed_over, last=last)
+            if release is not None:
+                release.limit_backward(done, gradients.buffer.device)
         else:
             # A callback may be dropped last by Gloo's thread, which must not end its own process group.
             keep: weakref.WeakMethod[Any] = weakref.WeakMethod(self._first_of)
@@ -202,6 +215,8 @@ class Engine:
             self.gradients.stop()
         if self._watch is not None:
             self._watch.end()
+        if self.release is not None:
+            self.release.restore()
         self.gradients.forget_used()
         worker, self._worker = self._worker, None
         if worker is not None:
@@ -244,12 +259,21 @@ class Engine:
         if steps:
             self.contents.clear()
             self._stepper.begin(self)
+            if self.release is not None:
+                self.release.begin(self.averaged)
             if self._watch is not None:
                 self._watch.begin()
-        self._passes += steps
-        self._pass = BackwardPass(self._passes, steps)
+        self.passes += steps
+        self._pass = BackwardPass(self.passes, steps)
         if steps:
-            after_backward(CancelUnlessCalled(self._pass))
+            then = (lambda: None) if self.release is None else partial(self._drop_gradients, self._pass)
+            after_backward(CancelUnlessCalled(self._pass, then))
+
+    def _drop_gradients(self, current: BackwardPass) -> None:
+        if self._watch is not None:
+            self._watch.end()  # it would not let .grad be written
+        if self.release is not None:
+            self.release.end(current)
 
     def _terms(self) -> dict[str, object]:
         hook = getattr(self._comm_hook, "__qualname__", type(self._comm_hook).__qualname__)

@@ -57,6 +57,10 @@ class GradientWatch:
     def __del__(self) -> None:
         self.stop()
 
+    def tell(self, told: Callable[[torch.Tensor], None]) -> None:
+        """Call this with every parameter that has got a gradient, before DDP reads it."""
+        self._arrivals.told = told
+
     def watches(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether these parameters, all of them, are watched."""
         return all(parameter in self._positions for parameter in parameters)
@@ -96,6 +100,10 @@ class GradientWatch:
         """Whether a parameter has got a gradient since :meth:`forget_arrivals`, and still has it."""
         position = self._positions.get(parameter)
         return position is not None and bool(self._arrivals.came[position]) and parameter.grad is not None
+
+    def some_have_come(self) -> bool:
+        """Whether any gradient has come since :meth:`forget_arrivals`."""
+        return any(self._arrivals.came)
 
     def forget_arrivals(self) -> None:
         """A pass has handed over all its gradients."""
@@ -150,6 +158,7 @@ class _Arrivals:
     came: bytearray = field(default_factory=bytearray)
     adds_to_used: set[int] = field(default_factory=set)
     first_is_open: bool = True
+    told: Callable[[torch.Tensor], None] | None = None
 
 
 def _after_gradient(
@@ -163,6 +172,8 @@ def _after_gradient(
             if owner is not None:
                 owner._after_gradient(position, parameter)  # noqa: SLF001 - one thing with its hooks
         arrivals.came[position] = True
+        if arrivals.told is not None:
+            arrivals.told(parameter)
 
     return after
 

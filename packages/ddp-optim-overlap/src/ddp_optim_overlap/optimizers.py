@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,7 +14,7 @@ from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_unused_loss
-from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own
+from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own, parameters_of
 from ddp_optim_overlap.replaced_step import ReplacedStep, has_pre_hooks
 from ddp_optim_overlap.step_inputs import Options, StepInputs, options_of
 from ddp_optim_overlap.stepper import Stepper
@@ -60,7 +60,6 @@ class OverlappedOptimizers(Stepper):
         self._scaler = scaler
         self._only = only
         self._tried = tried
-        self.takes_buckets_together = clip is None
         self.changes_gradients = clip is not None or scaler is not None
         self._partial = PartialSteps(
             optimizers, [one.parallel for one in tried], [one.checks.around for one in tried]
@@ -112,6 +111,10 @@ class OverlappedOptimizers(Stepper):
         engine = self._engine()
         if engine is not None and engine.removed:
             engine.gradients.stop()
+
+    def owned(self) -> Collection[torch.Tensor]:
+        """Return the parameters that are stepped."""
+        return self._partial.owned
 
     @property
     def norm(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -211,13 +214,16 @@ class OverlappedOptimizers(Stepper):
                     "run after they were used: use OverlapMode.AFTER_REDUCE"
                 )
 
+    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Limit a bucket's gradients."""
+        if self._clip is not None:
+            self._clip.clip(parameters)
+
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Step a bucket's parameters; everything, if :attr:`whole`."""
+        """Step parameters of a bucket; everything, if :attr:`whole`."""
         if self.whole:
             self._step_whole()
             return
-        if self._clip is not None:
-            self._clip.clip(parameters)
         versions = self._gradient_versions(parameters)
         self._partial.step([one for one in parameters if self._only is None or one in self._only])
         self._writes_gradients |= self._gradient_versions(parameters) != versions
@@ -303,6 +309,7 @@ class OverlappedOptimizers(Stepper):
         if not engine.gradients.step_is_newest and engine.removed:
             self._leave()
         if not self._has_stepped(engine, optimizer):
+            self._refuse_without_gradients(engine, optimizer)
             return False  # an ordinary step, after pause() or no_sync() or once more
         if given:
             raise ConfigError(
@@ -320,6 +327,16 @@ class OverlappedOptimizers(Stepper):
         if not self.whole and (step_pre_hooks(optimizer) or step_post_hooks(optimizer)):  # else they have run
             _run_step_hooks(optimizer)
         return True
+
+    def _refuse_without_gradients(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an ordinary step would find no gradients because they were taken away."""
+        if engine.release is None or not engine.passes or engine.gradients.some_have_come():
+            return
+        if all(parameter.grad is None for parameter in parameters_of(optimizer)):
+            raise ConfigError(
+                "step() was called once more, and with release_gradients=True the gradients are gone: leave "
+                "that out to step with them again"
+            )
 
     def _refuse_late_calls(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if more was stepped than this call of ``step()`` stands for, or in another order."""

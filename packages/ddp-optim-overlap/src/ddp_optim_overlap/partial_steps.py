@@ -82,6 +82,11 @@ class PartialSteps:
         self._some_shared = any(len({place for place, *_ in owners}) > 1 for owners in self._owners.values())
 
     @property
+    def owned(self) -> Collection[torch.Tensor]:
+        """All parameters of the optimizers, fast to search."""
+        return self._owners.keys()
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """All parameters of the optimizers."""
         return list(self._owners)

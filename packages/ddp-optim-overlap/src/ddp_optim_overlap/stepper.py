@@ -19,7 +19,6 @@ class Stepper:
     Attributes:
         whole: Whether :meth:`step` is called once, without parameters, when DDP has written all averages
             into ``.grad``; else for every bucket.
-        takes_buckets_together: Whether :meth:`step` may get the parameters of several buckets at once.
         norm: The norm that :meth:`step` has computed on the way.
         begun: If ``whole``, the steps of how many optimizers have begun, in their order.
         changes_gradients: If ``whole``, whether :meth:`step` scales gradients before it uses them.
@@ -27,7 +26,6 @@ class Stepper:
 
     whole = False
     changes_gradients = False
-    takes_buckets_together = True
     norm: torch.Tensor | None = None
     begun = 1
 
@@ -37,6 +35,9 @@ class Stepper:
 
     def begin(self, engine: Engine) -> None:
         """A backward pass hands over its first bucket, before any communication. May raise."""
+
+    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Unless :attr:`whole`: do to the ``.grad`` of a bucket's parameters what needs all of them."""
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step those of ``parameters`` that are to be stepped, with their ``.grad``."""
