@@ -11,7 +11,7 @@ from dist_utils.testing import run_ranks, same_bits
 
 LAYERS = 6
 
-_seen = {"sizes": [], "fails": False}
+_seen = {"sizes": [], "fails": False, "limited": []}
 """What a rank's optimizer has seen, and is to do."""
 
 
@@ -23,6 +23,14 @@ class Counts(torch.optim.SGD):
         if _seen["fails"]:
             raise ValueError("no step today")
         return super().step(closure)
+
+
+class Noted(PerBucketNorm):
+    """Notes of how many parameters it limits the gradients."""
+
+    def clip(self, parameters):
+        _seen["limited"].append(len(parameters))
+        super().clip(parameters)
 
 
 def _start(size, comm_hook=None, comm_state=None, **options):
@@ -57,10 +65,11 @@ def _sizes(_):
         report = handle.wait()
         assert report.stepped == tuple(range(LAYERS))
         found[size // BUCKET] = _seen["sizes"][:]
-    ddp, optimizer, handle = _start(1000 * BUCKET, clip=PerBucketNorm(1e-3))
+    ddp, optimizer, handle = _start(1000 * BUCKET, clip=Noted(1e-3))
+    _seen["limited"].clear()
     _pass(ddp, optimizer)
     handle.wait()
-    found["clipped"] = _seen["sizes"][:]
+    found["limited"] = _seen["limited"]
     return found
 
 
@@ -72,7 +81,7 @@ def test_small_buckets_are_stepped_together_and_the_last_one_alone():
         assert found[2][-1] in (2, 4)
         assert max(found[2]) == 4
         assert found[1000] in ([2 * LAYERS - 2, 2], [2 * LAYERS])
-        assert found["clipped"] == [2] * LAYERS, "a limit for every bucket"
+        assert found["limited"] == [2] * LAYERS, "every bucket has a norm of its own"
 
 
 def _bits(_):
@@ -110,7 +119,7 @@ def _a_hook_fails(_):
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
-    state = {"fails": False}
+    state = {"fails": False, "limited": []}
     ddp, optimizer, handle = _start(1000 * BUCKET, hook, state)
     state["fails"] = True
     with pytest.raises(RuntimeError, match="a bad hook"):

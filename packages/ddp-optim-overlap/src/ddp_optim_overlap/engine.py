@@ -137,22 +137,14 @@ class Engine:
         if not self.averaged.issuperset(gradients.parameters):
             self.averaged.update(gradients.parameters)
         self._require_observed(gradients.parameters)
-        used = None
-        if self._unused_possible or self._whole is not None or self.release is not None:
-            used = [self.gradients.has_come(parameter) for parameter in gradients.parameters]
+        used = self._used(gradients.parameters)
         if last:
             self.gradients.forget_arrivals()
         reduced = self._communicate(bucket, current)
         if self._whole is None:
-            release = self.release if current.steps else None
-            if release is not None:
-                current.only_bucket = last and current.buckets == 1
-                release.hand_over(current, gradients, used)
             told = used if self._unused_possible else None
             handed_over = HandedOver(bucket.index(), gradients, told, reduced)
-            done = self._by_bucket.take(self._worker, current, handed_over, last=last)
-            if release is not None:
-                release.limit_backward(done, gradients.buffer.device)
+            done = self._step_bucket(self._worker, current, handed_over, used, last=last)
         else:
             # A callback may be dropped last by Gloo's thread, which must not end its own process group.
             keep: weakref.WeakMethod[Any] = weakref.WeakMethod(self._first_of)
@@ -160,6 +152,24 @@ class Engine:
             done = self._whole.take(current, bucket.index(), gradients, reduced, used=everything, keep=keep)
         if last:
             self._end_of_buckets(current, gradients.buffer.device)
+        return done
+
+    def _step_bucket(
+        self,
+        worker: OrderedWorker,
+        current: BackwardPass,
+        bucket: HandedOver,
+        used: list[bool] | None,
+        *,
+        last: bool,
+    ) -> torch.futures.Future[torch.Tensor]:
+        release = self.release if current.steps else None
+        if release is not None and used is not None:
+            current.only_bucket = last and current.buckets == 1
+            release.hand_over(current, bucket.gradients, used)
+        done = self._by_bucket.take(worker, current, bucket, last=last)
+        if release is not None:
+            release.limit_backward(done, bucket.gradients.buffer.device)
         return done
 
     def wait(self, timeout: float | None = None) -> StepReport:
@@ -224,6 +234,12 @@ class Engine:
             self._failure.forget_worker()
         self._known.forget()
         self._pass = None
+
+    def _used(self, parameters: Sequence[torch.Tensor]) -> list[bool] | None:
+        """Return which parameters of a bucket got a gradient here, if anybody asks."""
+        if self._unused_possible or self._whole is not None or self.release is not None:
+            return [self.gradients.has_come(parameter) for parameter in parameters]
+        return None
 
     def _require_observed(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise if a parameter would count as unused because nobody has looked."""
