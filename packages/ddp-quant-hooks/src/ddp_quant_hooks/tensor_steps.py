@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Sequence
 
@@ -32,7 +31,6 @@ class TensorStep(BackwardPass):
         self.open = explicit
         self._keys: set[str] = set()
         self._root: weakref.ref[torch.Tensor] | None = None  # of the outermost pass
-        self._beside: list[torch.futures.Future[torch.Tensor]] = []
         if explicit:
             self._ended_well[_OUTSIDE] = False
 
@@ -70,17 +68,6 @@ class TensorStep(BackwardPass):
         self._last_index += 1
         self._buckets += 1
         return self._last_index
-
-    def add_beside(self, done: torch.futures.Future[torch.Tensor]) -> None:
-        """Note what the state's worker does not wait for."""
-        self._beside.append(done)
-
-    def wait_beside(self) -> None:
-        """Return when all of that is done, whatever came out."""
-        for done in self._beside:
-            with contextlib.suppress(Exception):
-                done.wait()
-        self._beside.clear()
 
     def close(self, *, ended_well: bool) -> None:
         """End an explicit step."""
