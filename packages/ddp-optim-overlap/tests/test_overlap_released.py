@@ -1,8 +1,10 @@
 """``release_gradients=True``: the same bits, no gradients left, and what cannot be so is refused."""
 
+import ctypes
 import mmap
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -426,6 +428,48 @@ def _three(_):
 
 def test_three_ranks():
     assert run_ranks(_three, 3, timeout=120) == [[[], []]] * 3
+
+
+BUCKETS, WIDTH = 12, 1024
+
+
+def _resident():
+    """Return the bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def _most_resident(_, released):
+    """Return the most memory that is in use when a bucket is handed over, above a model without gradients."""
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+    seen = []
+
+    def hook(_, bucket):
+        seen.append(_resident())
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    layers = [torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BUCKETS)]
+    ddp = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=4, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    overlap_optimizer(ddp, optimizer, comm_hook=hook, release_gradients=released)
+    before = _resident()
+    for _ in range(4):
+        backward(ddp, torch.ones(1, WIDTH))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert len(seen) == 1 + 3 * BUCKETS
+    return max(seen[1:]) - before
+
+
+@pytest.mark.skipif(not PageMemory.works(), reason="no pages are given back here")
+def test_four_buckets_are_in_memory_and_not_all():
+    """Two on their way, one that fills up, and a gradient: 16 MiB, and as much for code and threads."""
+    bucket = 4 * WIDTH * WIDTH
+    for most in run_ranks(_most_resident, 2, True):
+        assert most < 4 * bucket + 2**24
+    for most in run_ranks(_most_resident, 2, False):
+        assert most >= BUCKETS * bucket
 
 
 class _Bucket:
