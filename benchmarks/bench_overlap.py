@@ -1,16 +1,19 @@
 """Overlapped optimizer steps against the ordinary loop and PyTorch's overlap: time, launch cost, memory.
 
-    python benchmarks/bench_overlap.py             # everything, a quarter of an hour; hosts need root
-    python benchmarks/bench_overlap.py loopback --megabytes 10 --repeats 20
-    python benchmarks/bench_overlap.py hosts | launch | memory
+    python benchmarks/bench_overlap.py             # everything, half an hour; hosts need root
+    python benchmarks/bench_overlap.py loopback --models 10MB --repeats 20
+    python benchmarks/bench_overlap.py hosts | compressed | launch | memory
 
-Two ranks on Gloo, a stack of square linear layers with biases, AdamW. Writes results/overlap.json and .png
+Two ranks on Gloo, AdamW, and a stack of square linear layers with biases, or a small transformer: 1.4 million
+parameters in 75 tensors. Writes results/overlap.json and .png
 beside this file; a part that is run alone replaces only its own numbers. Times are of the slowest rank, for
 zero_grad, forward, backward and step; every repeat runs all sides, in turns forwards and backwards. The
 allocator keeps what is freed: new pages cost more than what is compared, now on this side, now on that.
 
 One side is the ordinary loop with PyTorch's allreduce_hook, which averages as DDP does without a hook: what
 any communication hook in Python costs, before anything is overlapped.
+
+The part "compressed" has gradients in 8 bits on both sides, with 1 Gbit/s between two hosts.
 
 With T0 the ordinary loop's time, T ours, O the optimizer's own step and n the number of buckets, all but
 the last bucket's step can be hidden: the efficiency is (T0 - T) / (O - O / n).
@@ -20,14 +23,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import itertools
 import json
 import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_optim_overlap import OverlapMode, overlap_optimizer
 from ddp_optim_overlap.bucket_gradients import lent
 from ddp_optim_overlap.partial_steps import PartialSteps
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
@@ -54,25 +57,63 @@ ORDINARY, HOOKED, PYTORCH, OURS, AFTER = (
     "ours: BUCKET",
     "ours: AFTER_REDUCE",
 )
-SIDES = (ORDINARY, HOOKED, PYTORCH, OURS, AFTER)
+QUANTIZED, BOTH = "8 bits", "8 bits, ours: BUCKET"
+SIDES = {
+    "loopback": (ORDINARY, HOOKED, PYTORCH, OURS, AFTER),
+    "hosts": (ORDINARY, HOOKED, PYTORCH, OURS, AFTER),
+    "compressed": (ORDINARY, QUANTIZED, BOTH),
+}
 STEP = "optimizer.step() alone"
-MODELS = {10: (256, 40, 10), 60: (512, 60, 15)}
-"""Of a model of so many MB: the width and the number of its layers, and the number of its buckets."""
-BATCHES = {"loopback": (8, 64), "hosts": (8,)}
+BUCKETS = {"10MB": 10, "60MB": 15, "transformer": 10}
+LAYERS = {"10MB": (256, 40), "60MB": (512, 60)}
+"""Of a stack: the width and the number of its layers."""
+CASES: dict[str, dict[str, tuple[int, ...]]] = {
+    "loopback": {"10MB": (8, 64), "60MB": (8, 64), "transformer": (8,)},
+    "hosts": {"10MB": (8,), "60MB": (8,)},
+    "compressed": {"10MB": (8,), "60MB": (8,), "transformer": (8,)},
+}
+"""The rows of a batch for each model."""
 KINDS = ("fused", "foreach")
+WORDS, WORDS_IN_ROW = 500, 32
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # names of numbers in glibc's malloc.h
 
 
-def make_net(megabytes: int) -> nn.Sequential:
-    """Return a stack of linear layers."""
-    width, count, _ = MODELS[megabytes]
+class Transformer(nn.Module):
+    """A small encoder over words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 128)
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+        self.out = nn.Linear(128, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a score of every word at every place."""
+        scores: torch.Tensor = self.out(self.layers(self.words(x)))
+        return scores
+
+
+def make_net(model: str) -> nn.Module:
+    """Return a stack of linear layers, or a transformer."""
     torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(width, width) for _ in range(count)])
-    for layer in net:
+    if model not in LAYERS:
+        return Transformer()
+    width, count = LAYERS[model]
+    layers = [nn.Linear(width, width) for _ in range(count)]
+    for layer in layers:
         # Gradients keep their size then. Where they vanish, their squares are denormal numbers, with which a
         # step takes four times as long.
         nn.init.xavier_uniform_(layer.weight)
-    return net
+    return nn.Sequential(*layers)
+
+
+def make_batch(model: str, rows: int, seed: int) -> torch.Tensor:
+    """Return what the model trains with."""
+    generator = torch.Generator().manual_seed(seed)
+    if model in LAYERS:
+        return torch.randn(rows, LAYERS[model][0], generator=generator)
+    return torch.randint(0, WORDS, (rows, WORDS_IN_ROW), generator=generator)
 
 
 def make_ddp(net: nn.Module, buckets: int, **options: Any) -> DistributedDataParallel:
@@ -81,13 +122,17 @@ def make_ddp(net: nn.Module, buckets: int, **options: Any) -> DistributedDataPar
     return DistributedDataParallel(net, bucket_cap_mb=size / buckets / 2**20, **options)
 
 
-def sides(megabytes: int, kind: str) -> dict[str, tuple[DistributedDataParallel, Any, Any]]:
+def make_sides(
+    names: Sequence[str], model: str, kind: str
+) -> dict[str, tuple[DistributedDataParallel, Any, Any]]:
     """Return the models, with the optimizer that the loop steps and the handle of an overlap, if any."""
     made: dict[str, tuple[DistributedDataParallel, Any, Any]] = {}
-    for name in SIDES:
-        ddp = make_ddp(make_net(megabytes), MODELS[megabytes][-1])
+    for name in names:
+        ddp = make_ddp(make_net(model), BUCKETS[model])
         if name == HOOKED:
             ddp.register_comm_hook(None, allreduce_hook)
+        if name == QUANTIZED:
+            ddp.register_comm_hook(QuantizedAllreduceState(), quantized_allreduce_hook)
         if name == PYTORCH:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # its functional optimizers are deprecated
@@ -99,18 +144,23 @@ def sides(megabytes: int, kind: str) -> dict[str, tuple[DistributedDataParallel,
         if name in (OURS, AFTER):
             mode = OverlapMode.BUCKET if name == OURS else OverlapMode.AFTER_REDUCE
             handle = overlap_optimizer(ddp, optimizer, mode=mode)
+        if name == BOTH:
+            state = QuantizedAllreduceState()
+            handle = overlap_optimizer(ddp, optimizer, comm_hook=quantized_allreduce_hook, comm_state=state)
         made[name] = ddp, optimizer, handle
     return made
 
 
-def measure(rank: int, megabytes: int, kind: str, batch: int, repeats: int) -> dict[str, list[float]]:
+def measure(
+    rank: int, names: Sequence[str], model: str, kind: str, batch: int, repeats: int
+) -> dict[str, list[float]]:
     """Return the seconds of every side's every step, the optimizer's own share, and the buckets."""
     torch.set_num_threads(1)
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, 2**25)
     libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-    everyone = sides(megabytes, kind)
-    x = torch.randn(batch, MODELS[megabytes][0], generator=torch.Generator().manual_seed(rank))
+    everyone = make_sides(names, model, kind)
+    x = make_batch(model, batch, seed=rank)
     seconds: dict[str, list[float]] = {name: [] for name in (*everyone, STEP)}
     for repeat in range(-3, repeats):  # DDP rebuilds its buckets, and memory is allocated
         for name in list(everyone) if repeat % 2 else reversed(list(everyone)):
@@ -127,7 +177,9 @@ def measure(rank: int, megabytes: int, kind: str, batch: int, repeats: int) -> d
                 seconds[name].append(ended - began)
                 if name == ORDINARY:
                     seconds[STEP].append(ended - averaged)
-    seconds["buckets"] = [everyone[OURS][2].wait().buckets]
+    (seconds["buckets"], *_) = [
+        [handle.wait().buckets] for _, _, handle in everyone.values() if handle is not None
+    ]
     return seconds
 
 
@@ -136,7 +188,8 @@ def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
     (buckets,) = ranks[0]["buckets"]
     times = {
         name: [1e3 * max(repeat) for repeat in zip(*(rank[name] for rank in ranks), strict=True)]
-        for name in (*SIDES, STEP)
+        for name in ranks[0]
+        if name != "buckets"
     }
     load = [round(value, 1) for value in os.getloadavg()]
     summary: dict[str, Any] = {
@@ -153,19 +206,21 @@ def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
         }
     step = statistics.median(times[STEP])
     hideable = step - step / buckets
-    for name in SIDES[1:]:
+    for name in times:
+        if name in (ORDINARY, STEP):
+            continue
         # Of the same turn: what slows the machine for a while slows both.
         saved = [plain - other for plain, other in zip(times[ORDINARY], times[name], strict=True)]
         ratios = {
             base: statistics.median(other / one for one, other in zip(times[base], times[name], strict=True))
-            for base in (ORDINARY, PYTORCH)
+            for base in (ORDINARY, HOOKED, PYTORCH, QUANTIZED)
+            if base in times
         }
         low, median, high = statistics.quantiles(saved, n=4)
         summary["sides"][name] |= {
             "saved_ms": round(median, 2),
             "saved_quartiles_ms": [round(low, 2), round(high, 2)],
-            "of_ordinary": round(ratios[ORDINARY], 3),
-            "of_pytorch": round(ratios[PYTORCH], 3),
+            "share_of": {base: round(ratio, 3) for base, ratio in ratios.items()},
             "efficiency": round(median / hideable, 3),
         }
     return summary
@@ -286,8 +341,8 @@ def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
     """Be one rank on an emulated host."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    (size,), (kind,), (batch,) = options.megabytes, options.kinds, options.batches
-    seen = measure(rank, size, kind, batch, options.repeats)
+    (model,), (kind,), (batch,), (sides,) = options.models, options.kinds, options.batches, options.sides
+    seen = measure(rank, SIDES[sides], model, kind, batch, options.repeats)
     (folder / f"{rank}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
@@ -296,22 +351,28 @@ def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
 def time_everything(where: str, options: argparse.Namespace) -> dict[str, Any]:
     """Return the summaries of every model and kind of step, on loopback or on two emulated hosts."""
     found = {}
-    cases = itertools.product(options.megabytes, options.kinds, options.batches or BATCHES[where])
-    for size, kind, batch in cases:
+    cases = [
+        (model, kind, batch)
+        for model, batches in CASES[where].items()
+        for kind in options.kinds
+        for batch in options.batches or batches
+        if model in options.models
+    ]
+    for model, kind, batch in cases:
         if where == "loopback":
-            ranks = run_ranks(measure, 2, size, kind, batch, options.repeats, timeout=900)
+            ranks = run_ranks(measure, 2, SIDES[where], model, kind, batch, options.repeats, timeout=900)
         else:
-            arguments = [f"--megabytes={size}", f"--kinds={kind}", f"--batches={batch}"]
+            arguments = [f"--models={model}", f"--kinds={kind}", f"--batches={batch}", f"--sides={where}"]
             arguments += [f"--repeats={options.repeats}"]
             ranks = run_on_hosts([__file__, "rank"], arguments, 2, rate="1gbit")
-        case = f"{size} MB, {kind}, batch {batch}"
+        case = f"{model}, {kind}, batch {batch}"
         found[case] = summary = summarize(ranks)
         print(f"{where}, {case}, {summary['buckets']} buckets, load {summary['load_1_5_15_min']}")
         for name, side in summary["sides"].items():
             line = f"  {name:<24}{side['median_ms']:>9} ms {side['quartiles_ms']}"
             if "saved_ms" in side:
-                line += f"{side['saved_ms']:>8} saved, {side['of_ordinary']} of ordinary, "
-                line += f"{side['of_pytorch']} of PyTorch's, efficiency {side['efficiency']}"
+                shares = ", ".join(f"{share} of {base}" for base, share in side["share_of"].items())
+                line += f"{side['saved_ms']:>8} saved, {shares}, efficiency {side['efficiency']}"
             print(line, flush=True)
     return found
 
@@ -321,13 +382,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ("all", "loopback", "hosts", "launch", "memory", "rank")
+    parts = ("all", *CASES, "launch", "memory", "rank")
     parser.add_argument("part", nargs="?", default="all", choices=parts)
     parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[10, 60], choices=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=list(BUCKETS), choices=list(BUCKETS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--batches", type=int, nargs="+", help="rows; default: 8, on loopback 64 too")
-    parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument(
+        "--batches", type=int, nargs="+", help="rows; default: 8, for stacks on loopback 64 too"
+    )
+    parser.add_argument("--sides", nargs="+", default=["hosts"], choices=list(CASES), help="of a rank")
+    parser.add_argument("--repeats", type=int, default=41)
     parser.add_argument("--runs", type=int, default=3, help="for memory")
     options = parser.parse_args()
     if options.part == "rank":
@@ -335,8 +399,8 @@ def main() -> None:
         return
     path = RESULTS / "overlap.json"
     results = json.loads(path.read_text()) if path.exists() else {}
-    for part in ("loopback", "hosts") if options.part == "all" else [options.part]:
-        if part in ("loopback", "hosts"):
+    for part in CASES if options.part == "all" else [options.part]:
+        if part in CASES:
             try:
                 found = time_everything(part, options)
             except EmulationUnavailableError as error:
@@ -357,7 +421,7 @@ def main() -> None:
             for name, side in summary["sides"].items()
             if name != STEP
         }
-        for part in ("hosts", "loopback")
+        for part in ("hosts", "compressed", "loopback")
         for case, summary in results.get(part, {}).get("cases", {}).items()
     }
     if panels:

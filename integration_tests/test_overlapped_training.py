@@ -40,10 +40,14 @@ def test_quantized_hook_overlapped_adamw_cosine_schedule_and_restart(launch):
 
 
 def _quantized(rank):
-    """Train with and without the overlap, on the same hook."""
+    """Train without the overlap, with it, and with gradients given back, on the same hook."""
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
     found = []
-    for mode in (None, *OverlapMode):
+    for mode, released in (
+        (None, False),
+        *((mode, False) for mode in OverlapMode),
+        (OverlapMode.BUCKET, True),
+    ):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(
             torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).to(device), bucket_cap_mb=0.01
@@ -53,7 +57,14 @@ def _quantized(rank):
         if mode is None:
             ddp.register_comm_hook(state, quantized_allreduce_hook)
         else:
-            overlap_optimizer(ddp, optimizer, mode=mode, comm_hook=quantized_allreduce_hook, comm_state=state)
+            overlap_optimizer(
+                ddp,
+                optimizer,
+                mode=mode,
+                comm_hook=quantized_allreduce_hook,
+                comm_state=state,
+                release_gradients=released,
+            )
         generator = torch.Generator().manual_seed(rank)
         for _ in range(10):
             optimizer.zero_grad()
@@ -64,4 +75,4 @@ def _quantized(rank):
 
 
 def test_the_bits_of_the_ordinary_loop_with_a_quantized_hook(launch):
-    assert launch(_quantized, timeout=120) == [[True, True]] * launch.world_size
+    assert launch(_quantized, timeout=120) == [[True, True, True]] * launch.world_size

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 import traceback
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap import overlap_optimizer
+from ddp_optim_overlap import bucket_steps, overlap_optimizer
+from ddp_optim_overlap.bucket_memory import PageMemory, StorageMemory
 from dist_utils.testing import same_bits as same
 
 OPTIMIZERS = {
@@ -83,12 +85,62 @@ def rank_device():
     return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
 
 
+def complex_if_sent():
+    """Return what the parameters are of: DDP broadcasts them, and Gloo takes no complex ones in torch 2.6."""
+    try:
+        dist.broadcast(torch.zeros(1, dtype=torch.complex64), 0)
+    except RuntimeError:
+        return torch.float32
+    return torch.complex64
+
+
 def make_ddp(*, tied=False, bucket_cap_mb=0.002, **options):
     return DistributedDataParallel(Net(tied=tied).to(rank_device()), bucket_cap_mb=bucket_cap_mb, **options)
 
 
 def one_group(make, options):
     return lambda ddp: [make(ddp.parameters(), **options)]
+
+
+_together = itertools.cycle((1, 6000, 4 * 2**20))
+
+
+def step_buckets_of(size=1):
+    """Let buckets wait for each other until they have so many bytes; each is stepped by itself with 1."""
+    bucket_steps._TOGETHER = size
+
+
+class PoisonedPages(PageMemory):
+    """Gives pages back, and fills what is left with NaN: small buckets have no whole page."""
+
+    def give_back_part(self, views):
+        super().give_back_part(views)
+        for view in views:
+            view.fill_(torch.nan)
+
+    def give_back(self, gradients, *, alone):
+        value, views = super().give_back(gradients, alone=alone)
+        gradients.buffer.fill_(torch.nan)
+        return value, views
+
+
+def begin_overlap(ddp, optimizers, *, memory=None, **options):
+    """Overlap, with a way to give gradients' memory back that may not be this device's own."""
+    handle = overlap_optimizer(ddp, optimizers, release_gradients=memory is not None, **options)
+    if memory is not None:
+        engine = handle._engine
+        engine.release.memory = memory()
+        engine.gradients.tell(engine.release.memory.restore)
+    return handle
+
+
+def ways_to_release(arguments, ways=(PoisonedPages, StorageMemory)):
+    """Return those of some ways to give memory back that are for such a run."""
+    storage = not any(
+        arguments.get(name) for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+    )
+    on_host = rank_device().type == "cpu"
+    return [way for way in ways if (storage if way is StorageMemory else on_host)]
 
 
 def train(  # noqa: C901 - every way to write the loop
@@ -120,7 +172,8 @@ def train(  # noqa: C901 - every way to write the loop
     hook, state = comm() if comm is not None else (None, None)
     handle = None
     if overlap:
-        handle = overlap_optimizer(ddp, optimizers, comm_hook=hook, comm_state=state, **(options or {}))
+        step_buckets_of(next(_together))
+        handle = begin_overlap(ddp, optimizers, comm_hook=hook, comm_state=state, **(options or {}))
     elif hook is not None:
         ddp.register_comm_hook(state, hook)
     count = steps + join * dist.get_rank()
@@ -175,18 +228,29 @@ def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_scheduler
     optimizers = make_optimizers(ddp)
     schedulers = make_schedulers(optimizers)
     if handle is not None:
-        handle = overlap_optimizer(ddp, optimizers, **options)
+        handle = begin_overlap(ddp, optimizers, **options)
     for one, state in zip((*optimizers, *schedulers), saved, strict=True):
         one.load_state_dict(state)
     return optimizers, schedulers, handle
 
 
-def differences(make_optimizers, **arguments):
-    """Return what differs between the ordinary and the overlapped run."""
-    options = arguments.pop("options", None)
+def differences(make_optimizers, *, released=(), **arguments):
+    """Return what differs between the ordinary and the overlapped run.
+
+    ``released``: ways to give memory back, each for a run more, without gradients at its end.
+    """
+    options = arguments.pop("options", None) or {}
     ordinary = train(make_optimizers, overlap=False, **arguments)
     overlapped = train(make_optimizers, overlap=True, options=options, **arguments)
-    return [key for key in ordinary if not same(ordinary[key], overlapped[key])]
+    different = [key for key in ordinary if not same(ordinary[key], overlapped[key])]
+    if released and not arguments.get("set_to_none", True):  # what is None is not set to zero
+        ordinary = train(make_optimizers, overlap=False, **{**arguments, "set_to_none": True})
+    for way in released:
+        run = train(make_optimizers, overlap=True, options={**options, "memory": way}, **arguments)
+        gradients = run.pop("gradients")
+        different += [(way.__name__, key) for key in run if not same(ordinary[key], run[key])]
+        different += [(way.__name__, "a gradient is left") for one in gradients if one is not None]
+    return different
 
 
 def both(run):

@@ -6,7 +6,15 @@ import math
 import warnings
 
 import torch
-from overlap_runs import FUSED, OPTIMIZERS, differences, one_group, rank_device
+from overlap_runs import (
+    FUSED,
+    OPTIMIZERS,
+    PoisonedPages,
+    differences,
+    one_group,
+    rank_device,
+    ways_to_release,
+)
 
 from ddp_optim_overlap import OverlapMode
 
@@ -110,12 +118,16 @@ MODES = {
 
 
 def every_optimizer(_, modes=tuple(MODES)):
-    """Every optimizer in every implementation in these modes; the optimizer's own step needs less proof."""
+    """Every optimizer in every implementation in these modes, its gradients kept and given back.
+
+    The optimizer's own step needs less proof.
+    """
     seen = {}
     with _no_scheduler_warns():
         for name in OPTIMIZERS:
             for (kind, make), mode in itertools.product(_implementations(name), modes):
-                seen[name, kind, mode] = differences(make, **MODES[mode])
+                released = ways_to_release(MODES[mode], [PoisonedPages])
+                seen[name, kind, mode] = differences(make, released=released, **MODES[mode])
             for mode in ("plain", "bucket view"):
                 after = {"mode": OverlapMode.AFTER_REDUCE}
                 seen[name, "AFTER_REDUCE", mode] = differences(
@@ -125,12 +137,13 @@ def every_optimizer(_, modes=tuple(MODES)):
 
 
 def every_mode(_):
-    """Every mode with parameter groups, with two optimizers, and after the reduction."""
+    """Every mode with groups, with two optimizers, with gradients given back, and after the reduction."""
     seen = {}
     with _no_scheduler_warns():
         for name, arguments in MODES.items():
-            seen["groups", name] = differences(_groups, **arguments)
-            seen["two optimizers", name] = differences(_two, **arguments)
+            released = ways_to_release(arguments)
+            seen["groups", name] = differences(_groups, released=released, **arguments)
+            seen["two optimizers", name] = differences(_two, released=released, **arguments)
             for kind, make in {"AdamW": ADAMW, "groups": _groups, "two optimizers": _two}.items():
                 after = {"mode": OverlapMode.AFTER_REDUCE}
                 seen["AFTER_REDUCE", kind, name] = differences(make, **arguments, options=after)

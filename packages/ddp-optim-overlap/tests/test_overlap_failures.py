@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import Net, batches, changed, same, snapshot
+from overlap_runs import Net, batches, changed, same, snapshot, step_buckets_of
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
@@ -64,7 +64,8 @@ class RaisesOnce(torch.optim.SGD):
 
 
 def _start(mode, net=Net, make=torch.optim.SGD, comm_hook=allreduce_hook, comm_state=None):
-    """Train two steps, so that DDP has rebuilt its buckets."""
+    """Train two steps, so that DDP has rebuilt its buckets, each of which is stepped by itself."""
+    step_buckets_of(1)
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.002)
     optimizer = make(ddp.parameters(), lr=0.1)
     ddp.in_bucket = {}

@@ -19,6 +19,7 @@ from overlap_runs import (
     run_parts,
     same,
     snapshot,
+    step_buckets_of,
 )
 from torch.nn.parallel import DistributedDataParallel
 
@@ -253,6 +254,7 @@ def _late_pre_hook(seen):
 
 def _incomplete_backward(seen):
     """A layer without gradients, and DDP not told: some buckets never come."""
+    step_buckets_of(1)
     ddp = make_ddp()
     optimizer = adamw(ddp)
     overlap_optimizer(ddp, optimizer)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from overlap_runs import step_buckets_of
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
@@ -12,6 +13,7 @@ from dist_utils.torch_compat import every_thread
 
 def _watch(rank):
     """Return, for each mode, a report, the names of the overlap's ranges in one pass, and their threads."""
+    step_buckets_of(1)
     found = []
     for mode in OverlapMode:
         torch.manual_seed(rank)

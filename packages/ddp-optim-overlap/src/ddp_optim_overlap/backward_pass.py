@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,10 @@ class BackwardPass:
     maybe_exposed: float = 0.0
     norm: torch.Tensor | None = None
     cancelled: bool = False
+    over: bool = False
+    only_bucket: bool = False
+    handed_over: list[torch.Tensor] = field(default_factory=list)
+    """Parameters whose gradients go at the end of the pass."""
     stepping: threading.Lock = field(default_factory=threading.Lock)
 
     def cancel(self) -> None:
@@ -66,15 +70,23 @@ class BackwardPass:
 
 
 class CancelUnlessCalled:
-    """A callback for the end of a backward pass. If that fails, torch drops its callbacks uncalled."""
+    """A callback for the end of a backward pass. If that fails, torch drops its callbacks uncalled.
 
-    def __init__(self, current: BackwardPass) -> None:
+    Args:
+        current: The backward pass.
+        then: Called at its end, well or not.
+    """
+
+    def __init__(self, current: BackwardPass, then: Callable[[], None] = lambda: None) -> None:
         self._pass: BackwardPass | None = current
+        self._then = then
 
     def __call__(self) -> None:
         """End well."""
         self._pass = None
+        self._then()
 
     def __del__(self) -> None:
         if self._pass is not None:
             self._pass.cancel()  # before backward() raises
+            self._then()

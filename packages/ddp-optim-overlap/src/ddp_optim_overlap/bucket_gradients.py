@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from dist_utils.torch_compat import GradBucket
 
-__all__ = ["BucketGradients", "average_of", "lent"]
+__all__ = ["BucketGradients", "KnownBuckets", "average_of", "lent"]
 
 
 class BucketGradients:
@@ -48,6 +49,38 @@ class BucketGradients:
             # It may belong to the hook's stream, and is read on this one.
             first.record_stream(torch.get_device_module(first.device).current_stream(first.device))
         self.buffer.copy_(first if self.buffer.is_sparse else first.view_as(self.buffer))
+
+
+class KnownBuckets:
+    """The gradients of buckets that have come before: making views takes as long as a small step.
+
+    DDP keeps the buffers of its buckets until it forms other ones, once, after the first pass. Nothing here
+    keeps memory that it has let go: a buffer is only kept when it has come again.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._known: dict[int, BucketGradients] = {}
+
+    def gradients(self, bucket: GradBucket) -> BucketGradients:
+        """Return those of a bucket, as DDP hands it to the communication hook."""
+        index, buffer = bucket.index(), bucket.buffer()
+        known = self._known.get(index)
+        if known is not None and known.buffer is buffer:  # other buckets have buffers of their own
+            return known
+        made = BucketGradients(bucket)
+        seen = self._seen.get(index)
+        if seen is not None and seen() is buffer:
+            self._known[index] = made
+        else:
+            self._seen[index] = weakref.ref(buffer)
+            self._known.pop(index, None)
+        return made
+
+    def forget(self) -> None:
+        """Let go of all memory."""
+        self._seen.clear()
+        self._known.clear()
 
 
 def average_of(buffer: torch.Tensor, done: torch.futures.Future[Any]) -> torch.Tensor:

@@ -34,8 +34,15 @@ def as_outside_of_backward(device: torch.device, name: str) -> Iterator[None]:
         device: Of the parameters.
         name: What a profiler calls it.
     """
-    with torch.no_grad(), torch.autocast(device.type, enabled=False), profiler_range(name):
+    with torch.no_grad(), _no_autocast(device), profiler_range(name):
         yield
+
+
+def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """On the worker's thread there is none: it takes as long to enter as all the rest here."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def not_averaged(index: int, error: Exception, current: BackwardPass) -> CommunicationError:
@@ -67,7 +74,7 @@ def meet_peers(current: BackwardPass, group: dist.ProcessGroup) -> None:
     if group.size() == 1:
         return
     try:
-        dist.all_reduce(torch.zeros(1, dtype=torch.float32), group=group)
+        group.allreduce([torch.zeros(1, dtype=torch.float32)]).wait()
     except Exception as error:
         raise CommunicationError(
             f"another rank failed in this step: {text_of(error)}", current.report()

@@ -23,7 +23,7 @@ from ddp_optim_overlap.shared_memory import require_separate_memory
 from ddp_optim_overlap.stepper import Stepper
 from ddp_optim_overlap.tried import Tried
 from dist_utils.comm_hooks import CommHook
-from dist_utils.torch_compat import GradBucket
+from dist_utils.torch_compat import GradBucket, gradient_marks
 
 __all__ = ["FunctionalOptimizer", "OptimizerHookState", "hook_then_optimizer", "register_fused_optim"]
 
@@ -107,7 +107,7 @@ class _StepFunctions(Stepper):
             refuse_kept_gradients(type(self._functional).__name__, tensors, gradients)
 
     def finish(self, engine: Engine) -> None:
-        engine.gradients.used(self._stepped)
+        engine.gradients.take_as_used(self._stepped, gradient_marks(self._stepped))
         self._stepped = []
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_optim_overlap.backward_pass import BackwardPass, CancelUnlessCalled
-from ddp_optim_overlap.bucket_gradients import BucketGradients, average_of
+from ddp_optim_overlap.bucket_gradients import KnownBuckets, average_of
 from ddp_optim_overlap.bucket_jobs import (
     failed,
     meet_peers,
@@ -21,7 +21,7 @@ from ddp_optim_overlap.bucket_jobs import (
     text_of,
     wait_for_all,
 )
-from ddp_optim_overlap.bucket_steps import BucketSteps
+from ddp_optim_overlap.bucket_steps import BucketSteps, HandedOver
 from ddp_optim_overlap.errors import (
     CommunicationError,
     ConfigError,
@@ -30,6 +30,7 @@ from ddp_optim_overlap.errors import (
 )
 from ddp_optim_overlap.first_error import FirstError
 from ddp_optim_overlap.gradient_contents import GradientContents
+from ddp_optim_overlap.gradient_release import GradientRelease
 from ddp_optim_overlap.gradient_watch import GradientWatch
 from ddp_optim_overlap.report import StepReport
 from ddp_optim_overlap.stepper import Stepper
@@ -57,6 +58,7 @@ class Engine:
         unused_possible: Returns whether parameters may be left out of a backward pass. Then the ranks tell
             each other which ones got a gradient. Asked when a pass begins.
         check: Watch for stepped weights that the same backward pass reads.
+        release: Takes the gradients of every bucket away when it is stepped.
     """
 
     def __init__(
@@ -69,27 +71,32 @@ class Engine:
         *,
         unused_possible: Callable[[], bool] = lambda: False,
         check: bool = False,
+        release: GradientRelease | None = None,
     ) -> None:
         self.gradients = GradientWatch(parameters)
+        self.release = release
+        if release is not None and not release.memory.stays_readable:
+            self.gradients.tell(release.memory.restore)
         self.contents = GradientContents()
         self.paused = False
         self.averaged: set[torch.Tensor] = set()
         """Whose gradients have been in a bucket."""
+        self.passes = 0
+        """How many have stepped, or were to."""
         self._stepper = stepper
         self._comm_hook = comm_hook
         self._comm_state = comm_state
         self._ask_unused_possible = unused_possible
         self._unused_possible = False
         self._watch = WeightWatch() if check else None
-        self._by_bucket = BucketSteps(stepper, self.contents, self._watch)
+        self._known = KnownBuckets()
+        self._by_bucket = BucketSteps(stepper, self.contents, self._watch, release, _NAME)
         self._whole = WholeStep(stepper, self.contents) if stepper.whole else None
         worker = OrderedWorker(process_group, name=_NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
         self._failure = FirstError(worker)
         self._pass: BackwardPass | None = None
-        self._passes = 0
         self._report = StepReport()
-        self._last_job: torch.futures.Future[torch.Tensor] | None = None
         self._agreement: torch.futures.Future[None] | None = None
         self._stepped_before_closure = False
 
@@ -110,6 +117,7 @@ class Engine:
         except OverlapError as error:
             # Raised here, it would leave DDP in the middle of a pass, and the model of no use any more.
             self._failure.refusal = error
+            self._by_bucket.give_up(error)
             return failed(error)
 
     def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -120,30 +128,48 @@ class Engine:
             return failed(self._failure.refusal)
         current, last = self._pass, bucket.is_last()
         if current is None or self._worker is None:
-            self.gradients.averaged_anew(bucket.parameters())
+            self.gradients.take_as_new(bucket.parameters())
             if last:
-                self.gradients.new.clear()
+                self.gradients.forget_arrivals()
             return self._comm_hook(self._comm_state, bucket).then(partial(average_of, bucket.buffer()))
         current.buckets += 1
-        gradients = BucketGradients(bucket)
-        self.averaged.update(gradients.parameters)
+        gradients = self._known.gradients(bucket)
+        if not self.averaged.issuperset(gradients.parameters):
+            self.averaged.update(gradients.parameters)
         self._require_observed(gradients.parameters)
-        used = [self.gradients.is_new(parameter) for parameter in gradients.parameters]
+        used = self._used(gradients.parameters)
         if last:
-            self.gradients.new.clear()
+            self.gradients.forget_arrivals()
         reduced = self._communicate(bucket, current)
         if self._whole is None:
-            asked = used if self._unused_possible else None
-            index, device = bucket.index(), gradients.buffer.device
-            job = partial(self._by_bucket.job, current, index, gradients, asked, reduced)
-            done = self._worker.submit(job, device=device, name=f"{_NAME}:bucket_{index}")
-            self._last_job = done
+            told = used if self._unused_possible else None
+            handed_over = HandedOver(bucket.index(), gradients, told, reduced)
+            done = self._step_bucket(self._worker, current, handed_over, used, last=last)
         else:
             # A callback may be dropped last by Gloo's thread, which must not end its own process group.
             keep: weakref.WeakMethod[Any] = weakref.WeakMethod(self._first_of)
-            done = self._whole.take(current, bucket.index(), gradients, reduced, used=all(used), keep=keep)
+            everything = used is not None and all(used)
+            done = self._whole.take(current, bucket.index(), gradients, reduced, used=everything, keep=keep)
         if last:
             self._end_of_buckets(current, gradients.buffer.device)
+        return done
+
+    def _step_bucket(
+        self,
+        worker: OrderedWorker,
+        current: BackwardPass,
+        bucket: HandedOver,
+        used: list[bool] | None,
+        *,
+        last: bool,
+    ) -> torch.futures.Future[torch.Tensor]:
+        release = self.release if current.steps else None
+        if release is not None and used is not None:
+            current.only_bucket = last and current.buckets == 1
+            release.hand_over(current, bucket.gradients, used)
+        done = self._by_bucket.take(worker, current, bucket, last=last)
+        if release is not None:
+            release.limit_backward(done, bucket.gradients.buffer.device)
         return done
 
     def wait(self, timeout: float | None = None) -> StepReport:
@@ -164,9 +190,7 @@ class Engine:
     def require_complete(self) -> None:
         """Raise if a backward pass has begun to hand over buckets and has not ended."""
         if self._pass is not None and self._pass.steps:
-            if self._last_job is not None:
-                with contextlib.suppress(Exception):
-                    self._last_job.wait()  # what is in progress ends first, or the report would miss it
+            self._by_bucket.wait()  # what is in progress ends first, or the report would miss it
             self._pass.cancel()
             self.raise_error()
             raise StepError(
@@ -197,16 +221,25 @@ class Engine:
 
     def remove(self) -> None:
         """From now on only average."""
-        if not self.gradients.step_stands:  # else step() is still to come, unless a gradient comes first
+        if not self.gradients.step_is_newest:  # else step() is still to come, unless a gradient comes first
             self.gradients.stop()
         if self._watch is not None:
             self._watch.end()
-        self.gradients.forget()
+        if self.release is not None:
+            self.release.restore()
+        self.gradients.forget_used()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
             self._failure.forget_worker()
+        self._known.forget()
         self._pass = None
+
+    def _used(self, parameters: Sequence[torch.Tensor]) -> list[bool] | None:
+        """Return which parameters of a bucket got a gradient here, if anybody asks."""
+        if self._unused_possible or self._whole is not None or self.release is not None:
+            return [self.gradients.has_come(parameter) for parameter in parameters]
+        return None
 
     def _require_observed(self, parameters: Sequence[torch.Tensor]) -> None:
         """Raise if a parameter would count as unused because nobody has looked."""
@@ -218,6 +251,7 @@ class Engine:
 
     def _begin(self) -> None:
         self._pass = None
+        self._by_bucket.begin()
         if self._whole is not None:
             self._whole.begin()
         if self._worker is None:
@@ -241,12 +275,21 @@ class Engine:
         if steps:
             self.contents.clear()
             self._stepper.begin(self)
+            if self.release is not None:
+                self.release.begin(self.averaged)
             if self._watch is not None:
                 self._watch.begin()
-        self._passes += steps
-        self._pass = BackwardPass(self._passes, steps)
+        self.passes += steps
+        self._pass = BackwardPass(self.passes, steps)
         if steps:
-            after_backward(CancelUnlessCalled(self._pass))
+            then = (lambda: None) if self.release is None else partial(self._drop_gradients, self._pass)
+            after_backward(CancelUnlessCalled(self._pass, then))
+
+    def _drop_gradients(self, current: BackwardPass) -> None:
+        if self._watch is not None:
+            self._watch.end()  # it would not let .grad be written
+        if self.release is not None:
+            self.release.end(current)
 
     def _terms(self) -> dict[str, object]:
         hook = getattr(self._comm_hook, "__qualname__", type(self._comm_hook).__qualname__)
@@ -275,8 +318,8 @@ class Engine:
             self._meet_peers(current, device)
         current.norm = self._stepper.norm
         self._report = current.report()
-        self._pass = self._last_job = None  # the job's future has a bucket, which DDP may be about to replace
-        self.gradients.step_stands = True
+        self._pass = None
+        self.gradients.step_is_newest = True
         self._stepper.finish(self)
 
     def _step_whole(self, whole: WholeStep, current: BackwardPass, device: torch.device) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ddp_optim_overlap.bucket_gradients import BucketGradients
+
 __all__ = ["GradientContents"]
 
 _ROWS, _COLUMNS = 127, 65
@@ -21,39 +23,39 @@ class GradientContents:
     """
 
     def __init__(self) -> None:
+        self._buckets: list[tuple[BucketGradients, _Memory]] = []
         self._of: dict[torch.Tensor, tuple[torch.Tensor, _Memory]] = {}
 
     def clear(self) -> None:
         """Forget the pass, and let go of its buckets."""
+        self._buckets.clear()
         self._of.clear()
 
     def keep(
-        self,
-        parameters: Sequence[torch.Tensor],
-        used: Sequence[torch.Tensor | None],
-        own: Sequence[torch.Tensor | None],
-        buffer: torch.Tensor,
+        self, bucket: BucketGradients, used: Sequence[bool] | None, own: Sequence[torch.Tensor | None]
     ) -> None:
         """Take notice of a bucket that was stepped.
 
         Args:
-            parameters: Of the bucket.
-            used: The gradients that the step has used.
+            bucket: Its views are what the step has used.
+            used: Which of them; ``None`` for all.
             own: What the parameters have in ``.grad``, which will be the same.
-            buffer: The bucket's memory.
 
         Cost:
             Reads the memory once, if ``.grad`` lies in it.
         """
-        if buffer.layout is not torch.strided:
+        if bucket.buffer.layout is not torch.strided:
             return
-        pairs = [pair for pair in zip(used, own, strict=True) if None not in map(_address, pair)]
-        memory = _Memory(buffer, summed=any(_address(one) == _address(other) for one, other in pairs))
-        for parameter, gradient in zip(parameters, used, strict=True):
-            if gradient is not None and memory.has(gradient):
-                self._of[parameter] = gradient, memory
-            else:  # nobody has used the parameter
-                self._keep_own(parameter, gradient)
+        begin = bucket.buffer.data_ptr()
+        end = begin + bucket.buffer.nbytes
+        inside = any(
+            begin <= one.data_ptr() < end for one in own if one is not None and one.layout is torch.strided
+        )
+        self._buckets.append((bucket, _Memory(bucket.buffer, summed=inside)))
+        if used is not None:  # a parameter that nobody has used keeps what it has
+            for parameter, gradient, is_used in zip(bucket.parameters, own, used, strict=True):
+                if not is_used:
+                    self._keep_own(parameter, gradient)
 
     def keep_own(self, parameters: Sequence[torch.Tensor]) -> None:
         """Take notice of what is in ``.grad`` now, wherever it lies. Reads all of it once."""
@@ -66,6 +68,10 @@ class GradientContents:
 
     def are_unchanged(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether all of these have the gradients that the step has used. Reads them."""
+        for bucket, memory in self._buckets:
+            for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+                self._of.setdefault(parameter, (view, memory))
+        self._buckets.clear()
         checked: dict[int, bool] = {}
         for parameter in parameters:
             if parameter not in self._of or parameter.grad is None:
@@ -85,16 +91,8 @@ class _Memory:
         self._tensor = tensor
         self._sums = _sums(tensor) if summed else None
 
-    def has(self, tensor: torch.Tensor) -> bool:
-        begin = self._tensor.data_ptr()
-        return tensor.layout is torch.strided and begin <= tensor.data_ptr() <= begin + self._tensor.nbytes
-
     def is_unchanged(self) -> bool:
         return self._sums is None or all(map(torch.equal, self._sums, _sums(self._tensor)))
-
-
-def _address(tensor: torch.Tensor | None) -> int | None:
-    return tensor.data_ptr() if tensor is not None and tensor.layout is torch.strided else None
 
 
 def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

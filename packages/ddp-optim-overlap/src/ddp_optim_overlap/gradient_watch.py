@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from ddp_optim_overlap.errors import DoubleBackwardError
-from ddp_optim_overlap.step_inputs import gradient_mark, gradient_marks
+from dist_utils.torch_compat import gradient_marks
 
 __all__ = ["GradientWatch"]
+
+GradientMark = tuple[int, int] | None
 
 
 class GradientWatch:
@@ -20,105 +22,184 @@ class GradientWatch:
     No gradients are kept, so that setting them to ``None`` frees them: only where each one lies in memory,
     and its version, which every write in place raises.
 
-    Attributes:
-        new: Which parameters got a gradient since this was cleared, or had one at the beginning.
-        step_stands: Whether the last pass has stepped and no gradient has come since.
+    Each parameter has one hook, which sees a gradient when it has been added. When the first one of a pass
+    comes, the gradients that a step has used are gone, as a rule, or zeros. A parameter that still has its
+    own gets a second hook, which looks before a gradient is added; so does the parameter of the first one.
+
+    Args:
+        parameters: To watch from the beginning.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        parameters = list(parameters)
-        self.new = {parameter for parameter in parameters if parameter.grad is not None}
-        self.step_stands = False
-        self._used: dict[torch.Tensor, tuple[int, int]] = {}
-        self._adds_to_used: set[torch.Tensor] = set()
-        self._hooks: dict[torch.Tensor, list[Any]] = {}
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self._parameters: list[torch.Tensor] = []
+        self._positions: dict[torch.Tensor, int] = {}
+        self._arrivals = _Arrivals()
+        self._used: Sequence[tuple[torch.Tensor, GradientMark]] = ()
+        self._looks_before: set[int] = set()
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._step_is_newest = False
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take notice of the gradients of these parameters."""
         for parameter in parameters:
-            if parameter in self._hooks or not (parameter.is_floating_point() or parameter.is_complex()):
+            if parameter in self._positions or not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
+            position = self._positions[parameter] = len(self._parameters)
+            self._parameters.append(parameter)
+            self._arrivals.came.append(parameter.grad is not None)
+            after = _after_gradient(weakref.ref(self), self._arrivals, position)
             trained = parameter.requires_grad
             parameter.requires_grad_()  # or torch takes no hook; it keeps those of frozen ones
-            before = _hook(GradientWatch._gradient_comes, weakref.ref(self), weakref.ref(parameter))
-            after = _hook(GradientWatch._got_gradient, weakref.ref(self), weakref.ref(parameter))
-            self._hooks[parameter] = [
-                parameter.register_hook(before),  # type: ignore[no-untyped-call]
-                parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
-            ]
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
             parameter.requires_grad_(trained)
 
     def __del__(self) -> None:
         self.stop()
 
+    def tell(self, told: Callable[[torch.Tensor], None]) -> None:
+        """Call this with every parameter that has got a gradient, before DDP reads it."""
+        self._arrivals.told = told
+
     def watches(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether these parameters, all of them, are watched."""
-        return all(parameter in self._hooks for parameter in parameters)
+        return all(parameter in self._positions for parameter in parameters)
 
     def stop(self) -> None:
         """Take notice of no gradients any more."""
         while self._hooks:
-            for hook in self._hooks.popitem()[1]:
-                hook.remove()
+            self._hooks.pop().remove()
+        self._parameters, self._positions = [], {}
+        self.forget_used()
 
-    def used(self, parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[int, int]]:
-        """Take the gradients of these, and no others, as used up; return the mark of each."""
-        marks = gradient_marks(parameters)
-        self._used = dict(marks)
-        return marks
+    @property
+    def step_is_newest(self) -> bool:
+        """Whether the last pass has stepped and no gradient has come since."""
+        return self._step_is_newest
 
-    def is_new(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has got a gradient, and it was not taken away since."""
-        return parameter in self.new and parameter.grad is not None
+    @step_is_newest.setter
+    def step_is_newest(self, newest: bool) -> None:
+        self._step_is_newest = newest
+        self._arrivals.first_is_open = newest or self._arrivals.first_is_open
 
-    def averaged_anew(self, parameters: Iterable[torch.Tensor]) -> None:
+    def take_as_used(self, parameters: Sequence[torch.Tensor], marks: Sequence[GradientMark]) -> None:
+        """Take the gradients of these parameters, which have these marks, and no others, as used up."""
+        self._used = list(zip(parameters, marks, strict=True))
+        self._arrivals.first_is_open = True
+
+    def take_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take the gradients of these, which DDP is about to write, as not used."""
-        for parameter in parameters:
-            self._used.pop(parameter, None)
+        new = set(map(id, parameters))
+        self._used = [pair for pair in self._used if id(pair[0]) not in new]
 
-    def forget(self) -> None:
+    def forget_used(self) -> None:
         """Take none as used up."""
-        self._used.clear()
+        self._used = ()
 
-    def _gradient_comes(self, parameter: torch.Tensor) -> None:
-        """Look at ``parameter.grad`` before a gradient is added; ``torch.autograd.grad`` will add none."""
-        if self._is_used_up(parameter):
-            self._adds_to_used.add(parameter)
-        else:
-            self._adds_to_used.discard(parameter)
+    def has_come(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter has got a gradient since :meth:`forget_arrivals`, and still has it."""
+        position = self._positions.get(parameter)
+        return position is not None and bool(self._arrivals.came[position]) and parameter.grad is not None
 
-    def _got_gradient(self, parameter: torch.Tensor) -> None:
-        if parameter in self._adds_to_used:
+    def some_have_come(self) -> bool:
+        """Whether any gradient has come since :meth:`forget_arrivals`."""
+        return any(self._arrivals.came)
+
+    def forget_arrivals(self) -> None:
+        """A pass has handed over all its gradients."""
+        self._arrivals.came[:] = bytes(len(self._arrivals.came))
+
+    def _after_gradient(self, position: int, parameter: torch.Tensor) -> None:
+        """Look at the first gradient since a step, or one that was added to a used one."""
+        first = self._arrivals.first_is_open and bool(self._parameters)
+        used = position in self._arrivals.adds_to_used
+        if first and position not in self._looks_before:  # too late to look before, this time
+            used = _was_added_to(self._mark(parameter), parameter)
+            self._look_before_it_comes(position)
+        if used:
             raise DoubleBackwardError(
                 "backward() adds to gradients that a step has already used: call zero_grad() after each "
                 "step, and accumulate with no_sync() or pause()"
             )
-        self.step_stands = False
-        self._used.pop(parameter, None)
-        self.new.add(parameter)
+        if first:
+            self._arrivals.first_is_open = False
+            self._step_is_newest = False
+            self._used = [
+                (one, mark) for one, mark in self._used if one is not parameter and _is_used_up(one, mark)
+            ]
+            for one, _ in self._used:
+                if (left := self._positions.get(one)) is not None:
+                    self._look_before_it_comes(left)
 
-    def _is_used_up(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter.grad`` is what a step has used, changed or not, and not zeros."""
-        gradient = parameter.grad
-        if gradient is None or parameter not in self._used:
-            return False
-        if gradient.device.type != "cpu":  # reading it would block the host: a changed one passes for zeros
-            return gradient_mark(gradient) == self._used[parameter]
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        return bool(values.count_nonzero())  # ten times as fast as any()
+    def _mark(self, parameter: torch.Tensor) -> GradientMark:
+        return next((mark for one, mark in self._used if one is parameter), None)
+
+    def _look_before_it_comes(self, position: int) -> None:
+        if position not in self._looks_before:
+            self._looks_before.add(position)
+            parameter = self._parameters[position]
+            before = _before_gradient(weakref.ref(self), weakref.ref(parameter), position)
+            self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+
+    def _before_gradient(self, position: int, parameter: torch.Tensor) -> None:
+        """Look at ``parameter.grad`` before a gradient is added; ``torch.autograd.grad`` will add none."""
+        if _is_used_up(parameter, self._mark(parameter)):
+            self._arrivals.adds_to_used.add(position)
+            return
+        self._arrivals.adds_to_used.discard(position)
+        if not self._arrivals.first_is_open:
+            self.take_as_new([parameter])
 
 
-def _hook(
-    method: Callable[[GradientWatch, torch.Tensor], None],
-    watch: weakref.ref[GradientWatch],
-    parameter: weakref.ref[torch.Tensor],
+@dataclass
+class _Arrivals:
+    """What the hooks of all parameters write, by position."""
+
+    came: bytearray = field(default_factory=bytearray)
+    adds_to_used: set[int] = field(default_factory=set)
+    first_is_open: bool = True
+    told: Callable[[torch.Tensor], None] | None = None
+
+
+def _after_gradient(
+    watch: weakref.ref[GradientWatch], arrivals: _Arrivals, position: int
+) -> Callable[[torch.Tensor], None]:
+    """Return a hook on a parameter that keeps neither the watch nor a parameter alive."""
+
+    def after(parameter: torch.Tensor) -> None:
+        if arrivals.first_is_open or position in arrivals.adds_to_used:
+            owner = watch()
+            if owner is not None:
+                owner._after_gradient(position, parameter)  # noqa: SLF001 - one thing with its hooks
+        arrivals.came[position] = True
+        if arrivals.told is not None:
+            arrivals.told(parameter)
+
+    return after
+
+
+def _before_gradient(
+    watch: weakref.ref[GradientWatch], parameter: weakref.ref[torch.Tensor], position: int
 ) -> Callable[[torch.Tensor | None], None]:
-    """Return a hook on a parameter that keeps neither alive."""
+    def before(gradient: torch.Tensor | None) -> None:
+        owner, alive = watch(), parameter()
+        if owner is not None and alive is not None and gradient is not None:
+            owner._before_gradient(position, alive)  # noqa: SLF001
 
-    def notice(gradient: torch.Tensor | None) -> None:
-        alive, owner = watch(), parameter()
-        if alive is not None and owner is not None and gradient is not None:
-            method(alive, owner)
+    return before
 
-    return notice
+
+def _is_used_up(parameter: torch.Tensor, mark: GradientMark) -> bool:
+    """Whether ``parameter.grad`` is what a step has used, changed or not, and not zeros."""
+    gradient = parameter.grad
+    if gradient is None or mark is None:
+        return False
+    if gradient.device.type != "cpu":  # reading it would block the host: a changed one passes for zeros
+        return gradient_marks([parameter]) == [mark]
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return bool(values.count_nonzero())  # ten times as fast as any()
+
+
+def _was_added_to(mark: GradientMark, parameter: torch.Tensor) -> bool:
+    """Whether a parameter's gradient is one that had this mark, and something was added to it, once."""
+    return mark is not None and gradient_marks([parameter]) == [(mark[0] + 1, mark[1])]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,12 +14,12 @@ from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_unused_loss
-from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own
+from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own, parameters_of
 from ddp_optim_overlap.replaced_step import ReplacedStep, has_pre_hooks
 from ddp_optim_overlap.step_inputs import Options, StepInputs, options_of
 from ddp_optim_overlap.stepper import Stepper
 from ddp_optim_overlap.tried import Tried
-from dist_utils.torch_compat import mark_stepped, step_post_hooks, tensor_version
+from dist_utils.torch_compat import mark_stepped, step_post_hooks, step_pre_hooks, tensor_version
 
 __all__ = ["OverlappedOptimizers"]
 
@@ -65,6 +65,8 @@ class OverlappedOptimizers(Stepper):
             optimizers, [one.parallel for one in tried], [one.checks.around for one in tried]
         )
         self._engine: Callable[[], Engine | None] = lambda: None
+        self._looked_at = (0, 0)
+        self._not_averaged: list[torch.Tensor] = []
         self._stepping_now = False
         self._reads_gradients_only = all(map(is_torchs_own, optimizers))
         self._writes_gradients = False
@@ -99,7 +101,7 @@ class OverlappedOptimizers(Stepper):
     def remove(self) -> None:
         """Leave ``optimizer.step()`` as it was; one that is done already stays done."""
         engine = self._engine()
-        if not (self._stepped and engine is not None and engine.gradients.step_stands):
+        if not (self._stepped and engine is not None and engine.gradients.step_is_newest):
             self._leave()
 
     def _leave(self) -> None:
@@ -110,6 +112,10 @@ class OverlappedOptimizers(Stepper):
         if engine is not None and engine.removed:
             engine.gradients.stop()
 
+    def owned(self) -> Collection[torch.Tensor]:
+        """Return the parameters that are stepped."""
+        return self._partial.owned
+
     @property
     def norm(self) -> torch.Tensor | None:  # type: ignore[override]
         """Of the last step's gradients, before clipping."""
@@ -119,14 +125,18 @@ class OverlappedOptimizers(Stepper):
         """A backward pass that has stepped is over."""
         if not self.whole:
             self._partial.finish()
-        marks = engine.gradients.used(self._partial.parameters)
         self._stepped = {
             # The step of all may change options, that of parts reads them when its gradients come.
             optimizer: StepInputs(
-                optimizer, marks, options_of(optimizer) if self.whole else self._options[optimizer]
+                optimizer, options_of(optimizer) if self.whole else self._options[optimizer]
             )
             for optimizer in self._optimizers
         }
+        everything = list(self._stepped.values())
+        engine.gradients.take_as_used(
+            [parameter for inputs in everything for parameter in inputs.parameters],
+            [mark for inputs in everything for mark in inputs.marks],
+        )
         for optimizer in self._optimizers:
             mark_stepped(optimizer)
 
@@ -179,9 +189,11 @@ class OverlappedOptimizers(Stepper):
         """Raise if the optimizers have got parameters that DDP does not average."""
         if not engine.averaged:  # in the first pass nobody knows
             return
-        for parameter in self._partial.parameters:
-            if parameter in engine.averaged:
-                continue
+        looked_at = self._partial.renewals, len(engine.averaged)
+        if looked_at != self._looked_at:
+            self._looked_at = looked_at
+            self._not_averaged = [one for one in self._partial.parameters if one not in engine.averaged]
+        for parameter in self._not_averaged:
             if parameter.requires_grad or parameter.grad is not None:
                 raise ConfigError(
                     f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
@@ -202,13 +214,16 @@ class OverlappedOptimizers(Stepper):
                     "run after they were used: use OverlapMode.AFTER_REDUCE"
                 )
 
+    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Limit a bucket's gradients."""
+        if self._clip is not None:
+            self._clip.clip(parameters)
+
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Step a bucket's parameters; everything, if :attr:`whole`."""
+        """Step parameters of a bucket; everything, if :attr:`whole`."""
         if self.whole:
             self._step_whole()
             return
-        if self._clip is not None:
-            self._clip.clip(parameters)
         versions = self._gradient_versions(parameters)
         self._partial.step([one for one in parameters if self._only is None or one in self._only])
         self._writes_gradients |= self._gradient_versions(parameters) != versions
@@ -266,7 +281,7 @@ class OverlappedOptimizers(Stepper):
         self._loss_unused.add(optimizer)
 
     def _has_stepped(self, engine: Engine, optimizer: torch.optim.Optimizer) -> bool:
-        return engine.gradients.step_stands and optimizer in self._stepped
+        return engine.gradients.step_is_newest and optimizer in self._stepped
 
     def _is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last pass has stepped an optimizer whose ``step()`` was not called since."""
@@ -291,9 +306,10 @@ class OverlappedOptimizers(Stepper):
         if not engine.removed:
             engine.raise_error()
             engine.require_complete()
-        if not engine.gradients.step_stands and engine.removed:
+        if not engine.gradients.step_is_newest and engine.removed:
             self._leave()
         if not self._has_stepped(engine, optimizer):
+            self._refuse_without_gradients(engine, optimizer)
             return False  # an ordinary step, after pause() or no_sync() or once more
         if given:
             raise ConfigError(
@@ -304,13 +320,23 @@ class OverlappedOptimizers(Stepper):
         self._steps_called = True
         del self._stepped[optimizer]
         if not self._stepped:
-            engine.gradients.step_stands = False
+            engine.gradients.step_is_newest = False
             engine.contents.clear()
             if engine.removed:
                 self._leave()
-        if not self.whole:  # else they have run
+        if not self.whole and (step_pre_hooks(optimizer) or step_post_hooks(optimizer)):  # else they have run
             _run_step_hooks(optimizer)
         return True
+
+    def _refuse_without_gradients(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if an ordinary step would find no gradients because they were taken away."""
+        if engine.release is None or not engine.passes or engine.gradients.some_have_come():
+            return
+        if all(parameter.grad is None for parameter in parameters_of(optimizer)):
+            raise ConfigError(
+                "step() was called once more, and with release_gradients=True the gradients are gone: leave "
+                "that out to step with them again"
+            )
 
     def _refuse_late_calls(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if more was stepped than this call of ``step()`` stands for, or in another order."""

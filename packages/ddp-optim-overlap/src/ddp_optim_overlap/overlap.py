@@ -14,11 +14,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.averaging import average_like_ddp
+from ddp_optim_overlap.bucket_memory import memory_of
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.gradient_release import GradientRelease, require_owned, require_readable
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.refusals import (
+    averaged_parameters,
     require_ddp_options,
     require_group,
     require_kinds,
@@ -157,6 +160,7 @@ def overlap_optimizer(
     scaler: torch.amp.grad_scaler.GradScaler | None = None,
     unused: Literal["skip", "step"] = "skip",
     check: bool = False,
+    release_gradients: bool = False,
 ) -> OverlapHandle:
     """Step an optimizer inside ``backward()``, each bucket when it is averaged, bitwise as an ordinary loop.
 
@@ -191,6 +195,12 @@ def overlap_optimizer(
             all-reduce per bucket.
         check: Raise :class:`WeightReuseError` if a checkpointed block reads a parameter after its step.
             For finding out; costs a little with every parameter.
+        release_gradients: Take a bucket's gradients away as soon as it is stepped, and give its memory back
+            until the next pass needs it. In ``BUCKET`` mode only, and if the optimizers have all of the
+            model's trained parameters. After ``backward()`` every ``.grad`` is ``None``, as after
+            ``zero_grad()``. Where memory is not given back page by page (accelerators, and CPUs elsewhere
+            than on Linux), ``gradient_as_bucket_view``, ``find_unused_parameters`` and ``static_graph`` must
+            be off.
 
     Returns:
         A handle. It need not be kept.
@@ -206,9 +216,10 @@ def overlap_optimizer(
 
     Cost:
         One thread, and one process group of its own, made by the first backward pass. No memory beside the
-        optimizer's own, and none saved; a few MiB and a fraction of a second for the trial. One all-reduce of
-        a single value per step; with unused parameters
-        possible, one of a value per parameter for every bucket.
+        optimizer's own; a few MiB and a fraction of a second for the trial. One all-reduce of a single value
+        per step; with unused parameters possible, one of a value per parameter for every bucket. With
+        ``release_gradients`` there are gradients of four buckets at a time instead of all, from the second
+        pass on; ``backward()`` waits when it would be further ahead, and new memory is taken in every pass.
 
     Example:
         >>> optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)  # doctest: +SKIP
@@ -232,7 +243,7 @@ def overlap_optimizer(
     if not isinstance(mode, OverlapMode):
         raise TypeError(f"mode must be an OverlapMode, got {mode!r}")
     whole = mode is OverlapMode.AFTER_REDUCE
-    require_options(whole=whole, clip=clip, scaler=scaler, unused=unused)
+    require_options(whole=whole, clip=clip, scaler=scaler, unused=unused, release_gradients=release_gradients)
     require_own_parameters(ddp, optimizers)
     if comm_hook is not None:
         require_group(ddp, comm_hook, comm_state)
@@ -249,6 +260,7 @@ def overlap_optimizer(
         scaler=scaler,
     )
     calls.refuse_pre_hooks()
+    release = _release(ddp, calls) if release_gradients else None
     engine = Engine(
         ddp.process_group,
         list(ddp.parameters()),
@@ -257,6 +269,7 @@ def overlap_optimizer(
         ddp.process_group if comm_hook is None else comm_state,
         unused_possible=partial(_may_leave_out, weakref.ref(ddp), told=unused == "skip" and not whole),
         check=check,
+        release=release,
     )
     if slot is None:
         _register(ddp, engine)
@@ -272,6 +285,14 @@ def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]", *, told: bool) -
     """Whether the ranks have to tell which parameters got a gradient. A graph may be made static later."""
     model = ddp()
     return told and model is not None and (model.find_unused_parameters or model.static_graph)
+
+
+def _release(ddp: DistributedDataParallel, calls: OverlappedOptimizers) -> GradientRelease:
+    memory = memory_of(list(ddp.parameters()))
+    may_leave_out = partial(_may_leave_out, weakref.ref(ddp), told=True)
+    require_readable(memory, may_leave_out=may_leave_out(), as_view=ddp.gradient_as_bucket_view)
+    require_owned(averaged_parameters(ddp), calls.owned())
+    return GradientRelease(memory, ddp.process_group, owned=calls.owned, may_leave_out=may_leave_out)
 
 
 def _register(ddp: DistributedDataParallel, engine: Engine) -> None:

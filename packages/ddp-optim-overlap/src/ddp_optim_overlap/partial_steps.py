@@ -55,7 +55,10 @@ class PartialSteps:
         )
         self._around = around or [contextlib.nullcontext] * len(optimizers)
         self._members: list[list[list[int]]] = []
+        self.renewals = 0
+        """How often parameters were added or moved."""
         self._owners: dict[torch.Tensor, list[tuple[int, int, int]]] = {}
+        self._known_places: dict[tuple[int, ...], dict[int, dict[int, list[int]]]] = {}
         self._some_shared = False
         self._states_in_order = [0] * len(optimizers)
         self.refresh()
@@ -69,12 +72,19 @@ class PartialSteps:
         if members == self._members:
             return
         self._members = members
+        self.renewals += 1
         self._owners = {}
+        self._known_places = {}
         for place, optimizer in enumerate(self._optimizers):
             for number, group in enumerate(optimizer.param_groups):
                 for position, parameter in enumerate(group["params"]):
                     self._owners.setdefault(parameter, []).append((place, number, position))
         self._some_shared = any(len({place for place, *_ in owners}) > 1 for owners in self._owners.values())
+
+    @property
+    def owned(self) -> Collection[torch.Tensor]:
+        """All parameters of the optimizers, fast to search."""
+        return self._owners.keys()
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -105,10 +115,7 @@ class PartialSteps:
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step those of ``parameters`` that an optimizer has, with their ``.grad``."""
-        parts: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
-        for parameter in parameters:
-            for place, number, position in self._owners.get(parameter, ()):
-                parts[place][number].append(position)
+        parts = self._places(parameters)
         for place in sorted(parts):
             optimizer = self._optimizers[place]
             # A step may ask for a group by its number: those without anything to step stay, empty.
@@ -123,6 +130,17 @@ class PartialSteps:
             other = stand_in(optimizer, groups)
             with self._around[place](other):
                 step_without_hooks(other)
+
+    def _places(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[int, list[int]]]:
+        """Return, by optimizer and group, the positions of parameters; known for those that came before."""
+        key = tuple(map(id, parameters))
+        places = self._known_places.get(key)
+        if places is None:
+            places = self._known_places[key] = defaultdict(lambda: defaultdict(list))
+            for parameter in parameters:
+                for place, number, position in self._owners.get(parameter, ()):
+                    places[place][number].append(position)
+        return places
 
 
 def part_of(group: dict[str, Any], positions: Sequence[int], parallel: Collection[str]) -> dict[str, Any]:

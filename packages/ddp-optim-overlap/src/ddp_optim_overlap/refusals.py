@@ -16,6 +16,7 @@ from dist_utils import resolve_group
 from dist_utils.process_groups import group_of_model
 
 __all__ = [
+    "averaged_parameters",
     "require_ddp_options",
     "require_group",
     "require_kinds",
@@ -73,7 +74,12 @@ def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: o
 
 
 def require_options(
-    *, whole: bool, clip: ClipPolicy | None, scaler: torch.amp.grad_scaler.GradScaler | None, unused: str
+    *,
+    whole: bool,
+    clip: ClipPolicy | None,
+    scaler: torch.amp.grad_scaler.GradScaler | None,
+    unused: str,
+    release_gradients: bool,
 ) -> None:
     """Raise if the options contradict each other; ``whole`` is ``OverlapMode.AFTER_REDUCE``."""
     if not whole and clip is not None and clip.needs_all_gradients:
@@ -88,17 +94,27 @@ def require_options(
         )
     if unused == "step" and whole:
         raise ConfigError("unused='step' is for OverlapMode.BUCKET: the optimizer's own step skips them")
+    if release_gradients and whole:
+        raise ConfigError(
+            "release_gradients=True is for OverlapMode.BUCKET: AFTER_REDUCE, which GlobalNorm and a "
+            "GradScaler need, steps when all gradients are there at once"
+        )
+
+
+def averaged_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
+    """Return the parameters that a model averages, or would if they were not frozen, with their names."""
+    return {
+        parameter: name
+        for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
+        if name not in ddp.parameters_to_ignore
+    }
 
 
 def require_own_parameters(
     ddp: DistributedDataParallel, optimizers: tuple[torch.optim.Optimizer, ...]
 ) -> None:
     """Raise if an optimizer has parameters that this model does not average."""
-    averaged = {
-        parameter
-        for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
-        if name not in ddp.parameters_to_ignore
-    }
+    averaged = averaged_parameters(ddp)
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for place, parameter in enumerate(group["params"]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ import torch
 from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.partial_steps import parameters_of
-from dist_utils.torch_compat import tensor_version
+from dist_utils.torch_compat import gradient_marks, tensor_version, tensor_versions
 
-__all__ = ["Options", "StepInputs", "gradient_mark", "gradient_marks", "options_of"]
+__all__ = ["Options", "StepInputs", "options_of"]
 
 Options = list[dict[str, Any]]
 """Of every group, what ``==`` may compare."""
@@ -27,23 +27,23 @@ class StepInputs:
 
     Args:
         optimizer: It has just been stepped.
-        gradients: The marks of its parameters' gradients, and perhaps of others.
         options: Those that the step has read.
+
+    Attributes:
+        parameters: Of all its groups, in order.
+        marks: Those of their gradients.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        gradients: Mapping[torch.Tensor, tuple[int, int]],
         options: Options,
     ) -> None:
         self._groups = options
         self._state = optimizer.state
-        parameters = parameters_of(optimizer)
-        self._versions = [tensor_version(parameter) for parameter in parameters]
-        self._gradients = {
-            parameter: gradients[parameter] for parameter in parameters if parameter in gradients
-        }
+        self.parameters = parameters = parameters_of(optimizer)
+        self._versions = tensor_versions(parameters)
+        self.marks = gradient_marks(parameters)
         every = max(1, len(parameters) // _SAMPLED)
         self._sample = [(one, _contents(one, optimizer)) for one in parameters[::every]]
 
@@ -65,14 +65,18 @@ class StepInputs:
                 if value is not other and not equal(value, other):
                     return f"{name} of parameter group {number} was changed"
         parameters = parameters_of(optimizer)
-        if [tensor_version(parameter) for parameter in parameters] != self._versions:
+        if tensor_versions(parameters) != self._versions:
             return "parameters were changed"
         sampled = [(before, _contents(parameter, optimizer)) for parameter, before in self._sample]
         for place, what in enumerate(("parameters were", "the optimizer's state was")):
             if any(before[place] != now[place] for before, now in sampled):
                 return f"{what} changed"
         marks = gradient_marks(parameters)
-        written = [one for one in parameters if marks.get(one) != self._gradients.get(one)]
+        written = [
+            parameter
+            for parameter, now, before in zip(parameters, marks, self.marks, strict=True)
+            if now != before
+        ]
         if (written and (contents is None or not contents.are_unchanged(written))) or any(
             before[2] != now[2] for before, now in sampled
         ):
@@ -116,20 +120,6 @@ def _first_bytes(tensor: torch.Tensor | None) -> bytes:
 
     Torch's operators take ten times as long, and this is done while nothing hides it.
     """
-    if tensor is None or tensor.device.type != "cpu" or tensor.is_sparse or not tensor.is_contiguous():
+    if tensor is None or not tensor.is_cpu or tensor.is_sparse or not tensor.is_contiguous():
         return b""
     return ctypes.string_at(tensor.data_ptr(), min(_SAMPLED_BYTES, tensor.nbytes))
-
-
-def gradient_mark(gradient: torch.Tensor) -> tuple[int, int]:
-    """Return what every write in place and every other gradient changes."""
-    return tensor_version(gradient), 0 if gradient.is_sparse else gradient.data_ptr()
-
-
-def gradient_marks(parameters: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[int, int]]:
-    """Return the marks of the gradients that there are."""
-    return {
-        parameter: gradient_mark(gradient)
-        for parameter in parameters
-        if (gradient := parameter.grad) is not None
-    }

@@ -36,6 +36,9 @@ class Stepper:
     def begin(self, engine: Engine) -> None:
         """A backward pass hands over its first bucket, before any communication. May raise."""
 
+    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Unless :attr:`whole`: do to the ``.grad`` of a bucket's parameters what needs all of them."""
+
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step those of ``parameters`` that are to be stepped, with their ``.grad``."""
         raise NotImplementedError

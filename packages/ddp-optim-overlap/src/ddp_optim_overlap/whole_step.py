@@ -92,7 +92,7 @@ class WholeStep:
         for gradients, used in self._buckets:
             own = [parameter.grad for parameter in gradients.parameters]
             if used and not self._stepper.changes_gradients:
-                self._contents.keep(gradients.parameters, gradients.views, own, gradients.buffer)
+                self._contents.keep(gradients, None, own)
             else:
                 self._contents.keep_own(gradients.parameters)
         self._buckets = []

@@ -61,11 +61,13 @@ from dist_utils.torch_compat.sharding import (
 )
 from dist_utils.torch_compat.tensors import (
     function_transforms_active,
+    gradient_marks,
     is_batched_gradient,
     keep_versions,
     outside_function_transforms,
     saved_tensor_hooks,
     tensor_version,
+    tensor_versions,
     transformed_as,
 )
 
@@ -89,6 +91,7 @@ __all__ = [
     "functional_all_gather",
     "functional_all_reduce",
     "functional_all_to_all_single",
+    "gradient_marks",
     "graph_task_id",
     "group_timeout",
     "hands_over_buckets",
@@ -118,6 +121,7 @@ __all__ = [
     "step_pre_hooks",
     "step_without_hooks",
     "tensor_version",
+    "tensor_versions",
     "traceable_collectives",
     "transformed_as",
     "without_step_hooks",

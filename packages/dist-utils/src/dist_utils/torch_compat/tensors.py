@@ -13,11 +13,13 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 __all__ = [
     "function_transforms_active",
+    "gradient_marks",
     "is_batched_gradient",
     "keep_versions",
     "outside_function_transforms",
     "saved_tensor_hooks",
     "tensor_version",
+    "tensor_versions",
     "transformed_as",
 ]
 
@@ -34,6 +36,24 @@ is_batched_gradient: Callable[[torch.Tensor], bool] = torch._C._functorch.is_leg
 def tensor_version(tensor: torch.Tensor) -> int:
     """Return how often a tensor's memory was written in place. No public way to read it up to torch 2.15."""
     return tensor._version  # noqa: SLF001
+
+
+def tensor_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return the :func:`tensor_version` of each, in half the time."""
+    return [tensor._version for tensor in tensors]  # noqa: SLF001
+
+
+def gradient_marks(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int] | None]:
+    """Return, for each parameter, what every write in place and every other gradient changes.
+
+    The version of its ``.grad`` and where that lies (0 for a sparse one); ``None`` without a gradient.
+    """
+    return [
+        None
+        if (gradient := parameter.grad) is None
+        else (gradient._version, 0 if gradient.is_sparse else gradient.data_ptr())  # noqa: SLF001
+        for parameter in parameters
+    ]
 
 
 def saved_tensor_hooks() -> object:

@@ -1,0 +1,138 @@
+"""Small buckets that wait for each other, and are stepped together."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from overlap_runs import step_buckets_of
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_optim_overlap import CommunicationError, PerBucketNorm, StepError, overlap_optimizer
+from dist_utils.testing import run_ranks, same_bits
+
+LAYERS = 6
+
+_seen = {"sizes": [], "fails": False, "limited": []}
+"""What a rank's optimizer has seen, and is to do."""
+
+
+class Counts(torch.optim.SGD):
+    """Notes how many parameters every step has; fails if told to."""
+
+    def step(self, closure=None):
+        _seen["sizes"].append(sum(len(group["params"]) for group in self.param_groups))
+        if _seen["fails"]:
+            raise ValueError("no step today")
+        return super().step(closure)
+
+
+class Noted(PerBucketNorm):
+    """Notes of how many parameters it limits the gradients."""
+
+    def clip(self, parameters):
+        _seen["limited"].append(len(parameters))
+        super().clip(parameters)
+
+
+def _start(size, comm_hook=None, comm_state=None, **options):
+    """Train until DDP has its final buckets, one for each layer."""
+    step_buckets_of(size)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(20, 20) for _ in range(LAYERS)])
+    ddp = DistributedDataParallel(net, bucket_cap_mb=20 * 21 * 4 / 2**20)
+    optimizer = Counts(ddp.parameters(), lr=0.1)
+    handle = overlap_optimizer(ddp, optimizer, comm_hook=comm_hook, comm_state=comm_state, **options)
+    for seed in range(3):
+        _pass(ddp, optimizer, seed)
+    _seen["sizes"].clear()
+    return ddp, optimizer, handle
+
+
+def _pass(ddp, optimizer, seed=5):
+    optimizer.zero_grad()
+    x = torch.randn(4, 20, generator=torch.Generator().manual_seed(seed + 100 * dist.get_rank()))
+    ddp(x).square().mean().backward()
+
+
+BUCKET = 20 * 21 * 4
+"""Bytes."""
+
+
+def _sizes(_):
+    found = {}
+    for size in (1, 2 * BUCKET, 1000 * BUCKET):
+        ddp, optimizer, handle = _start(size)
+        _pass(ddp, optimizer)
+        report = handle.wait()
+        assert report.stepped == tuple(range(LAYERS))
+        found[size // BUCKET] = _seen["sizes"][:]
+    ddp, optimizer, handle = _start(1000 * BUCKET, clip=Noted(1e-3))
+    _seen["limited"].clear()
+    _pass(ddp, optimizer)
+    handle.wait()
+    found["limited"] = _seen["limited"]
+    return found
+
+
+def test_small_buckets_are_stepped_together_and_the_last_one_alone():
+    for found in run_ranks(_sizes, 2):
+        # Those that are ready may be stepped with others that wait, also one by one; never the last one.
+        assert sum(found[0]) == sum(found[2]) == sum(found[1000]) == 2 * LAYERS
+        assert found[0] == [2] * LAYERS
+        assert found[2][-1] in (2, 4)
+        assert max(found[2]) == 4
+        assert found[1000] in ([2 * LAYERS - 2, 2], [2 * LAYERS])
+        assert found["limited"] == [2] * LAYERS, "every bucket has a norm of its own"
+
+
+def _bits(_):
+    ends = []
+    for size in (1, 3 * BUCKET, 1000 * BUCKET):
+        ddp, optimizer, handle = _start(size)
+        for seed in range(4):
+            _pass(ddp, optimizer, seed)
+        handle.wait()
+        ends.append(list(ddp.parameters()))
+    return all(same_bits(one, other) for end in ends[1:] for one, other in zip(ends[0], end, strict=True))
+
+
+def test_the_bits_do_not_depend_on_what_is_stepped_together():
+    assert run_ranks(_bits, 3) == [True] * 3
+
+
+def _a_step_fails(_):
+    ddp, optimizer, handle = _start(1000 * BUCKET)
+    _seen["fails"] = True
+    with pytest.raises(RuntimeError, match=r"the step of bucket 0, 1, 2, 3, 4.* failed: ValueError"):
+        _pass(ddp, optimizer)
+    with pytest.raises(StepError) as caught:
+        handle.wait()
+    report = caught.value.report
+    return report.stepped == () and report.partial in (tuple(range(LAYERS - 1)), tuple(range(LAYERS)))
+
+
+def _a_hook_fails(_):
+    """While earlier buckets still wait for others: DDP waits for all of them."""
+
+    def hook(state, bucket):
+        if state["fails"] and bucket.index() == 3:
+            raise ValueError("a bad hook")
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+
+    state = {"fails": False, "limited": []}
+    ddp, optimizer, handle = _start(1000 * BUCKET, hook, state)
+    state["fails"] = True
+    with pytest.raises(RuntimeError, match="a bad hook"):
+        _pass(ddp, optimizer)
+    with pytest.raises(CommunicationError, match="a bad hook") as caught:
+        handle.wait()
+    handle.remove()
+    state["fails"] = False
+    handle = overlap_optimizer(ddp, optimizer)
+    _pass(ddp, optimizer)
+    return caught.value.report.stepped == () and len(handle.wait().stepped) == LAYERS
+
+
+def test_an_error_reaches_the_buckets_that_wait_for_others():
+    assert run_ranks(_a_step_fails, 2) == [True] * 2
+    assert all(run_ranks(_a_hook_fails, 2, group_timeout=60))
