@@ -55,6 +55,12 @@ def _refusals(_):
         _refused(ValueError, "were reduced in a micro-batch and", backward, other, 1)
     finally:
         other.layers[0].bias.requires_grad_(True)
+    if hasattr(other, "reset_iter_state"):
+        other.reset_iter_state()
+    # FSDP would call it with zeros.
+    other.layers[2].bias.register_post_accumulate_grad_hook(print)
+    other.set_requires_all_reduce(False)
+    _refused(ValueError, "'layers.2' has a post-accumulate hook, which would get zeros", backward, other, 0)
     scatter_needs = "is sharded over ranks .* but the state's process group has"
     _refused(ValueError, scatter_needs, quantize_reduce_scatter, plain, whole)
     _refused(ValueError, scatter_needs, quantize_reduce_scatter, sharded(one_shard["shard"]), whole)

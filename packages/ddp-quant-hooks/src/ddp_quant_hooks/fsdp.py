@@ -64,7 +64,8 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     One ``backward()`` is one step, with error feedback: not inside of ``state.step()``. Of several
     micro-batches none is averaged during ``set_requires_gradient_sync(False)`` or
     ``set_requires_all_reduce(False)``, and the last one averages their sum. With the latter, what was reduced
-    waits beside the gradients, which stay as they are.
+    waits beside the gradients, which stay as they are; if a pass fails, or FSDP's ``reset_iter_state()`` is
+    called, it is forgotten, and the step begins again.
 
     Args:
         model: An FSDP module, or a module with such inside. Neither on a mesh for HSDP nor from
@@ -98,6 +99,7 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     for key, module in modules.items():
         module.set_all_reduce_hook(averages.hook_of(key, module, handle))
         handle._undo.append(partial(module.set_all_reduce_hook, None))  # noqa: SLF001 - its maker
+        handle._undo.append(partial(setattr, module, "waiting_sum", None))  # noqa: SLF001
     _handles[state] = weakref.ref(handle)
     return handle
 

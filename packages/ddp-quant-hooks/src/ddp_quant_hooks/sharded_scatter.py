@@ -51,6 +51,7 @@ def reduce_scatter_class(state: QuantizedAllreduceState) -> Callable[[str, objec
                     "but for a sum of scaled gradients: call set_force_sum_reduction_for_comms(True) "
                     "where a divide factor is set"
                 )
+            keys.begin()
             reduce_scatter_tensor(output_tensor, input_tensor, op, state, key=keys.next(self._key))
 
     return QuantizedReduceScatter

@@ -87,6 +87,24 @@ class ShardedModule:
         return [parameter for parameter in sharded if parameter.requires_grad]
 
     @property
+    def waiting_sum(self) -> torch.Tensor | None:
+        """What was reduced and waits for a later micro-batch, where FSDP keeps that on meshes for HSDP.
+
+        ``FSDPModule.reset_iter_state`` empties the place, and so does every other reduction.
+        """
+        waiting: torch.Tensor | None = self._group._partial_reduce_output  # noqa: SLF001
+        return waiting
+
+    @waiting_sum.setter
+    def waiting_sum(self, waiting: torch.Tensor | None) -> None:
+        self._group._partial_reduce_output = waiting  # noqa: SLF001
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether a post-accumulate hook takes the gradient of one of its parameters."""
+        return any(map(_has_post_accumulate_hook, self.parameters))
+
+    @property
     def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
         """The hook that gets reduced gradients."""
         hook: Callable[[torch.Tensor], None] | None = self._group._all_reduce_hook  # noqa: SLF001
@@ -117,12 +135,24 @@ class ShardedModule:
         return not any(
             kept.offload_to_cpu
             or kept.sharded_param.grad is not None
-            or getattr(kept.sharded_param, "_post_accumulate_grad_hooks", None)
+            or _has_post_accumulate_hook(kept.sharded_param)
             or kept.sharded_param.dtype != reduced.dtype
             or getattr(kept, "sharded_grad_dtype", None) not in (None, reduced.dtype)
             for kept in self._group.fsdp_params
             if kept.sharded_param.requires_grad
         )
+
+    def zero_gradients_in(self, reduced: torch.Tensor) -> None:
+        """Set to zero what is there of gradients that are views of ``reduced``."""
+        memory = reduced.untyped_storage().data_ptr()
+        for parameter in self.parameters:
+            gradient: Any = parameter.grad
+            if gradient is not None and gradient.to_local().untyped_storage().data_ptr() == memory:
+                gradient.zero_()
+
+
+def _has_post_accumulate_hook(parameter: torch.Tensor) -> bool:
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def require_fsdp_method(method: str) -> None:
