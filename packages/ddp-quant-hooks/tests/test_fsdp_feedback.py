@@ -2,7 +2,9 @@
 
 import copy
 
+import pytest
 import torch
+import torch.distributed as dist
 from fsdp_models import (
     EXACT,
     all_equal,
@@ -54,8 +56,26 @@ def _resumed(make, mesh, accumulate):
     return results
 
 
+def _files_of_other_shards(mesh):
+    """They have as many values, and the same rank in the state's group."""
+    net, state = _averaging(mesh)
+    backward(net, 0)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, state.state_dict())
+    other = everyone[dist.get_rank() ^ 1]
+    with pytest.raises(
+        ValueError, match=r"residuals are of shards \['\(\d,\) of \(2,\)'\], but this rank has"
+    ):
+        state.load_state_dict(other)
+    before = state_between(mesh, bits=4)
+    before.load_state_dict(other)
+    with pytest.raises(ValueError, match=r"state has residuals of shards .*, but this rank has"):
+        quantize_all_reduce(sharded(mesh["shard"]), before)
+
+
 def _resumes(_):
     mesh, outcomes = nodes_and_shards(), []
+    _files_of_other_shards(mesh)
     for make in (_averaging, _scattering):
         for accumulate in (None, "set_requires_all_reduce") if make is _averaging else (None,):
             wanted, resumed, without = _resumed(make, mesh, accumulate)

@@ -26,6 +26,13 @@ def _modules(rank):
     assert found["0"].shard_ranks == [0, 1]
     assert found["0"].shard_of == (rank, 2)
     assert found["0.1"].shard_ranks == [rank]
+    assert found["0.1"].shapes == [("weight", (4, 4)), ("bias", (4,))]
+    assert [module.places for module in found.values()] == [
+        [f"({rank},) of (2,)"],
+        ["(0,) of (1,)"],
+        ["(0,) of (1,)"],
+        [f"({rank}, 0) of (2, 1)"],
+    ]
     assert [len(module.parameters) for module in found.values()] == [1, 2, 4, 2]
     assert all(module.all_reduce_wanted for module in found.values())
     net.set_requires_all_reduce(False)

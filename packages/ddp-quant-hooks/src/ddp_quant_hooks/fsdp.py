@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
+from ddp_quant_hooks.hierarchical import HierarchicalAllreduceState
 from ddp_quant_hooks.sharded_averages import ShardAverages
+from ddp_quant_hooks.sharded_models import agreed_modules, refuse_for_all_reduce, refuse_for_reduce_scatter
 from ddp_quant_hooks.sharded_scatter import reduce_scatter_class
 from ddp_quant_hooks.state import QuantizedAllreduceState
-from dist_utils import torch_compat
-from dist_utils.process_groups import require_same_terms
 from dist_utils.torch_compat import ShardedModule
 
 __all__ = ["Handle", "quantize_all_reduce", "quantize_reduce_scatter"]
@@ -78,9 +78,10 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     Raises:
         TypeError: An argument is of another type.
         ValueError: There is no FSDP module; one averages between nodes itself or has an all-reduce hook;
-            the state is used for a model, or its group has other ranks of this node. The other ranks of the
-            group get an AgreementError.
-        AgreementError: The ranks of the group have other models, or different shards.
+            the state is used for a model, has ``exact_1d`` or the residuals of other shards, or its group has
+            other ranks of this node. The other ranks of the group get an AgreementError.
+        AgreementError: The ranks of the group have other models, or different shards, also those of tensor
+            parallelism.
         RuntimeError: This torch has no ``FSDPModule.set_all_reduce_hook`` (2.6). ``backward()`` raises it
             when a peer fails: the state must be closed then, on every rank.
 
@@ -94,12 +95,12 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
         >>> quantize_all_reduce(model, QuantizedAllreduceState(mesh["node"]))  # doctest: +SKIP
     """
     name = "quantize_all_reduce"
-    modules = _agreed(name, model, state, "set_all_reduce_hook", _refuse_for_all_reduce)
+    modules = agreed_modules(name, model, state, "set_all_reduce_hook", refuse_for_all_reduce, in_use=_in_use)
     averages, handle = ShardAverages(state), Handle(state, list(modules))
     for key, module in modules.items():
-        module.set_all_reduce_hook(averages.hook_of(key, module, handle))
-        handle._undo.append(partial(module.set_all_reduce_hook, None))  # noqa: SLF001 - its maker
-        handle._undo.append(partial(setattr, module, "waiting_sum", None))  # noqa: SLF001
+        hook = averages.hook_of(key, module, handle)
+        module.set_all_reduce_hook(hook)
+        handle._undo.append(partial(_take_hook_away, module, hook))  # noqa: SLF001 - its maker
     _handles[state] = weakref.ref(handle)
     return handle
 
@@ -120,8 +121,9 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
         A handle, to end it with ``remove()``.
 
     Raises:
-        TypeError, ValueError, AgreementError, RuntimeError: As :func:`quantize_all_reduce`. ``backward()``
-            raises a ValueError if a divide factor asks for an operation that is neither sum nor mean.
+        TypeError, ValueError, AgreementError, RuntimeError: As :func:`quantize_all_reduce`; or a module
+            has the reduce-scatter of another state. ``backward()`` raises a ValueError if a divide factor
+            asks for an operation that is neither sum nor mean.
 
     Cost:
         Collective, over the store. Each ``backward()`` takes what
@@ -132,80 +134,34 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
         >>> quantize_reduce_scatter(model, QuantizedAllreduceState())  # doctest: +SKIP
     """
     name = "quantize_reduce_scatter"
-    modules = _agreed(name, model, state, "set_custom_reduce_scatter", _refuse_for_reduce_scatter)
+    if isinstance(state, HierarchicalAllreduceState):
+        raise TypeError(f"{name} knows no hierarchy: give a QuantizedAllreduceState")
+    modules = agreed_modules(
+        name, model, state, "set_custom_reduce_scatter", refuse_for_reduce_scatter, in_use=_in_use
+    )
     reduce_scatter, handle = reduce_scatter_class(state), Handle(state, list(modules))
     for key, module in modules.items():
-        handle._undo.append(partial(module.set_reduce_scatter, module.reduce_scatter))  # noqa: SLF001
-        module.set_reduce_scatter(reduce_scatter(key, handle))
+        ours, before = reduce_scatter(key, handle), module.reduce_scatter
+        module.set_reduce_scatter(ours)
+        handle._undo.append(partial(_put_reduce_scatter_back, module, ours, before))  # noqa: SLF001
     _handles[state] = weakref.ref(handle)
     return handle
 
 
-def _agreed(
-    name: str,
-    model: torch.nn.Module,
-    state: QuantizedAllreduceState,
-    method: str,
-    refuse: Callable[[ShardedModule, list[int]], None],
-) -> dict[str, ShardedModule]:
-    """Return the model's FSDP modules by key, if nothing speaks against it on any rank."""
-    if not isinstance(state, QuantizedAllreduceState):
-        raise TypeError(f"{name}: state must be a QuantizedAllreduceState, got {type(state).__name__}")
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"{name}: model must be a module, got {type(model).__name__}")
-    torch_compat.require_fsdp_method(method)
-    problem, modules = None, {}
-    try:
-        modules = _checked_modules(model, state, refuse)
-    except ValueError as error:  # of which the other ranks must hear
-        problem = ValueError(f"{name}: {error}")
-    # Ranks that scatter hold different shards, ranks that average the same.
-    shards = {
-        key: module.shard_of if method == "set_all_reduce_hook" else () for key, module in modules.items()
-    }
-    require_same_terms(state.process_group, name, {"shards of modules": shards}, problem=problem)
-    return modules
+def _in_use(state: QuantizedAllreduceState) -> bool:
+    """Tell whether a model uses the state. FSDP's modules refer to each other: a deleted one may linger."""
+    handle = _handles.get(state)
+    if handle is not None and handle() is not None:
+        gc.collect()
+    return handle is not None and handle() is not None
 
 
-def _checked_modules(
-    model: torch.nn.Module, state: QuantizedAllreduceState, refuse: Callable[[ShardedModule, list[int]], None]
-) -> dict[str, ShardedModule]:
-    if _handles.get(state, lambda: None)() is not None:
-        raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
-    modules = {_key_of(module): module for module in torch_compat.sharded_modules(model)}
-    if not modules:
-        raise ValueError("fully_shard was applied neither to the model nor to a module in it")
-    ranks = dist.get_process_group_ranks(state.process_group)
-    for module in modules.values():
-        refuse(module, ranks)
-    return modules
+def _take_hook_away(module: ShardedModule, hook: Callable[[torch.Tensor], None]) -> None:
+    if module.all_reduce_hook is hook:  # not the user's own, set later
+        module.set_all_reduce_hook(None)
+        module.waiting_sum = None
 
 
-def _key_of(module: ShardedModule) -> str:
-    return module.name or "(model)"
-
-
-def _refuse_for_all_reduce(module: ShardedModule, ranks: list[int]) -> None:
-    if module.replicated:
-        raise ValueError(
-            f"module {_key_of(module)!r} averages between nodes by itself, as on a two-dimensional mesh for "
-            "HSDP or by replicate(), and calls hooks too late: call fully_shard(module, mesh=mesh['shard']) "
-            "with one dimension, the ranks of a node (in place of replicate(): a mesh of one rank), and give "
-            "the state the other: the ranks with the same shard on all nodes"
-        )
-    if module.all_reduce_hook is not None:
-        raise ValueError(f"module {_key_of(module)!r} has an all-reduce hook")
-    shared = sorted(set(ranks) & set(module.shard_ranks) - {dist.get_rank()})
-    if shared:
-        raise ValueError(
-            f"ranks {shared} of the state's process group hold other shards of module {_key_of(module)!r}: "
-            "the group must join ranks with the same shard on different nodes"
-        )
-
-
-def _refuse_for_reduce_scatter(module: ShardedModule, ranks: list[int]) -> None:
-    if module.shard_ranks != ranks:
-        raise ValueError(
-            f"module {_key_of(module)!r} is sharded over ranks {module.shard_ranks}, but the state's process "
-            f"group has ranks {ranks}"
-        )
+def _put_reduce_scatter_back(module: ShardedModule, ours: object, before: object) -> None:
+    if module.reduce_scatter is ours:
+        module.set_reduce_scatter(before)

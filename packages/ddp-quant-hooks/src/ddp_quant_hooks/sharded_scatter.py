@@ -13,7 +13,12 @@ from ddp_quant_hooks.keys_of_pass import KeysOfPass
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from dist_utils import torch_compat
 
-__all__ = ["reduce_scatter_class"]
+__all__ = ["is_quantized", "reduce_scatter_class"]
+
+
+def is_quantized(reduce_scatter: object) -> bool:
+    """Tell whether a reduce-scatter is one of these."""
+    return bool(getattr(reduce_scatter, "quantized", False))
 
 
 def reduce_scatter_class(state: QuantizedAllreduceState) -> Callable[[str, object], Any]:
@@ -26,6 +31,8 @@ def reduce_scatter_class(state: QuantizedAllreduceState) -> Callable[[str, objec
 
     class QuantizedReduceScatter(base):  # type: ignore[misc] # torch's class, where there is one
         """The reduce-scatter of one module."""
+
+        quantized = True
 
         def __init__(self, key: str, alive: object) -> None:
             self._key = key

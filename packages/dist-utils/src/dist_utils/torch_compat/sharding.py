@@ -67,6 +67,21 @@ class ShardedModule:
         return (ranks.index(dist.get_rank()), len(ranks)) if ranks else (0, 1)
 
     @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Of its parameters, whole, with their names in the modules they are in."""
+        return [
+            (kept._module_info.param_name, tuple(kept.sharded_param.shape))  # noqa: SLF001
+            for kept in self._group.fsdp_params
+        ]
+
+    @property
+    def places(self) -> list[str]:
+        """Where this rank is in the meshes of its parameters, those of tensor parallelism included."""
+        meshes = [kept.sharded_param.device_mesh for kept in self._group.fsdp_params]
+        places = [f"{tuple(mesh.get_coordinate() or ())} of {tuple(mesh.shape)}" for mesh in meshes]
+        return list(dict.fromkeys(places))
+
+    @property
     def all_reduce_wanted(self) -> bool:
         """What ``set_requires_all_reduce`` has said, which FSDP itself heeds on meshes for HSDP only."""
         return bool(self._group.all_reduce_grads)
