@@ -132,9 +132,28 @@ def _unfit_states(_):
         del other  # whose parts refer to each other
 
 
+def _sharded_too_late(_):
+    """What fully_shard takes afterwards would not be averaged."""
+    mesh, flat = nodes_and_shards(1), init_device_mesh("cpu", (2,))
+    averaged, scattered = Net(), Net()
+    fsdp.fully_shard(averaged.layers[2], mesh=mesh["shard"])
+    fsdp.fully_shard(scattered.layers[2], mesh=flat)
+    quantize_all_reduce(averaged, state_between(mesh))
+    quantize_reduce_scatter(scattered, QuantizedAllreduceState(flat))
+    fsdp.fully_shard(averaged, mesh=mesh["shard"])
+    fsdp.fully_shard(scattered, mesh=flat)
+    for net, name in ((averaged, "quantize_all_reduce"), (scattered, "quantize_reduce_scatter")):
+        _refused(RuntimeError, rf"applied to \['\(model\)'\] after {name}", backward, net, 0)
+
+
+def _unfit(rank):
+    _unfit_states(rank)
+    _sharded_too_late(rank)
+
+
 @needs_hooks
 def test_unfit_states_are_refused_and_handles_keep_to_their_own():
-    run_ranks(_unfit_states, 2, timeout=60)
+    run_ranks(_unfit, 2, timeout=60)
 
 
 class _Halves(torch.nn.Module):

@@ -118,6 +118,22 @@ def test_feedback_makes_up_for_what_a_step_has_lost():
         assert both < none / 4
 
 
+def _other_parameters(_):
+    """Each set of parameters with gradients has residuals of its own, also after a resume."""
+    for make, mesh in ((_averaging, nodes_and_shards(1)), (_scattering, nodes_and_shards())):
+        net, state = make(mesh)
+        again, resumed = make(mesh)
+        for step, frozen in enumerate((True, False, True, False)):
+            for one in (net, again):
+                one.layers[0].bias.requires_grad_(not frozen)
+                one.zero_grad()
+                backward(one, step)
+            resumed.load_state_dict(copy.deepcopy(resumed.state_dict()))
+        assert all_equal(gradients(net), gradients(again))
+        assert len([name for name in _names(state) if name.startswith("layers.0 of ")]) == 1
+        assert _names(state) == _names(resumed)
+
+
 def _failed_pass(_):
     """A pass that a module's backward breaks changes no residual."""
     mesh = nodes_and_shards(1)
@@ -189,6 +205,7 @@ def _with_checkpoints(_):
 
 
 def _passes(rank):
+    _other_parameters(rank)
     return _failed_pass(rank), _with_checkpoints(rank)
 
 

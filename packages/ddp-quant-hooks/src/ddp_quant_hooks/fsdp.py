@@ -11,9 +11,15 @@ import torch
 
 from ddp_quant_hooks.hierarchical import HierarchicalAllreduceState
 from ddp_quant_hooks.sharded_averages import ShardAverages
-from ddp_quant_hooks.sharded_models import agreed_modules, refuse_for_all_reduce, refuse_for_reduce_scatter
-from ddp_quant_hooks.sharded_scatter import reduce_scatter_class
+from ddp_quant_hooks.sharded_models import (
+    agreed_modules,
+    key_of,
+    refuse_for_all_reduce,
+    refuse_for_reduce_scatter,
+)
+from ddp_quant_hooks.sharded_scatter import is_quantized, reduce_scatter_class
 from ddp_quant_hooks.state import QuantizedAllreduceState
+from dist_utils import torch_compat
 from dist_utils.torch_compat import ShardedModule
 
 __all__ = ["Handle", "quantize_all_reduce", "quantize_reduce_scatter"]
@@ -31,9 +37,20 @@ class Handle:
         keys: Of the model's FSDP modules, in the model's order: residuals are kept under these names.
     """
 
-    def __init__(self, state: QuantizedAllreduceState, keys: list[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: torch.nn.Module,
+        state: QuantizedAllreduceState,
+        keys: list[str],
+        has_ours: Callable[[ShardedModule], bool],
+    ) -> None:
         self.keys = keys
+        self._name = name
+        self._model = weakref.ref(model)
         self._state = state
+        self._has_ours = has_ours
+        self._complete = False
         self._undo: list[Callable[[], None]] = []
 
     def remove(self) -> None:
@@ -46,6 +63,21 @@ class Handle:
         self._undo.clear()
         if _handles.get(self._state, lambda: None)() is self:
             del _handles[self._state]
+
+    def _require_all(self) -> None:
+        """Raise if ``fully_shard`` was applied to modules since. Looks once."""
+        model = self._model()
+        if model is None or self._complete:
+            return
+        later = [
+            key_of(module) for module in torch_compat.sharded_modules(model) if not self._has_ours(module)
+        ]
+        if later:
+            raise RuntimeError(
+                f"fully_shard was applied to {later} after {self._name}, which does nothing for their "
+                "gradients: apply it before"
+            )
+        self._complete = True
 
 
 def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:
@@ -68,8 +100,9 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     called, it is forgotten, and the step begins again.
 
     Args:
-        model: An FSDP module, or a module with such inside. Neither on a mesh for HSDP nor from
-            ``replicate()``.
+        model: An FSDP module, or a module with such inside: when ``fully_shard`` has been applied to all
+            of them. Neither on a mesh for HSDP nor from ``replicate()``. Parameters outside of them are
+            averaged by nobody, as in FSDP.
         state: Its process group joins the ranks with the same shards on all nodes. One for each model.
 
     Returns:
@@ -96,11 +129,12 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     """
     name = "quantize_all_reduce"
     modules = agreed_modules(name, model, state, "set_all_reduce_hook", refuse_for_all_reduce, in_use=_in_use)
-    averages, handle = ShardAverages(state), Handle(state, list(modules))
+    handle = Handle(name, model, state, list(modules), lambda module: module.all_reduce_hook is not None)
+    averages = ShardAverages(state, handle._require_all)  # noqa: SLF001 - its maker
     for key, module in modules.items():
-        hook = averages.hook_of(key, module, handle)
+        hook = averages.hook_of(key, module)
         module.set_all_reduce_hook(hook)
-        handle._undo.append(partial(_take_hook_away, module, hook))  # noqa: SLF001 - its maker
+        handle._undo.append(partial(_take_hook_away, module, hook))  # noqa: SLF001
     _handles[state] = weakref.ref(handle)
     return handle
 
@@ -139,9 +173,10 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
     modules = agreed_modules(
         name, model, state, "set_custom_reduce_scatter", refuse_for_reduce_scatter, in_use=_in_use
     )
-    reduce_scatter, handle = reduce_scatter_class(state), Handle(state, list(modules))
+    handle = Handle(name, model, state, list(modules), lambda module: is_quantized(module.reduce_scatter))
+    reduce_scatter = reduce_scatter_class(state, handle._require_all)  # noqa: SLF001
     for key, module in modules.items():
-        ours, before = reduce_scatter(key, handle), module.reduce_scatter
+        ours, before = reduce_scatter(key), module.reduce_scatter
         module.set_reduce_scatter(ours)
         handle._undo.append(partial(_put_reduce_scatter_back, module, ours, before))  # noqa: SLF001
     _handles[state] = weakref.ref(handle)

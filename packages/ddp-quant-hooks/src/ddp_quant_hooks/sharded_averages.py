@@ -26,21 +26,24 @@ class ShardAverages:
 
     Args:
         state: What averages.
+        before_first: Called before anything is averaged. Lives as long as the hooks.
     """
 
-    def __init__(self, state: QuantizedAllreduceState) -> None:
+    def __init__(self, state: QuantizedAllreduceState, before_first: Callable[[], None]) -> None:
         self.state = state
+        self._before_first = before_first
         self.keys = KeysOfPass()
         self.at_end = EndOfBackward(self.put_sums_back)
         self._hooks: list[_Hook] = []
 
-    def hook_of(self, key: str, module: ShardedModule, alive: object) -> Callable[[torch.Tensor], None]:
-        """Return the all-reduce hook of a module, which keeps ``alive`` alive."""
-        self._hooks.append(_Hook(self, key, module, alive))
+    def hook_of(self, key: str, module: ShardedModule) -> Callable[[torch.Tensor], None]:
+        """Return the all-reduce hook of a module."""
+        self._hooks.append(_Hook(self, key, module))
         return self._hooks[-1]
 
     def begin(self) -> None:
         """Note that a module has reduced its gradients: perhaps the first one of a pass."""
+        self._before_first()
         if self.keys.begin():
             for hook in self._hooks:
                 hook.begin_pass(last_ended_well=self.keys.last_ended_well)
@@ -60,11 +63,9 @@ class _Hook:
         averages: Of the model.
         key: The module's.
         module: The module.
-        alive: What must live as long as the hook.
     """
 
-    def __init__(self, averages: ShardAverages, key: str, module: ShardedModule, alive: object) -> None:
-        self._alive = alive
+    def __init__(self, averages: ShardAverages, key: str, module: ShardedModule) -> None:
         self._averages = averages
         self._key = key
         self._module = module
@@ -75,6 +76,8 @@ class _Hook:
     def __call__(self, reduced: torch.Tensor) -> None:
         """Average what was reduced, in place, or keep it for a later micro-batch."""
         self._averages.begin()
+        if reduced.device.type != "cpu":  # made on FSDP's reduce-scatter stream, whose memory it is
+            reduced.record_stream(torch.get_device_module(reduced.device).current_stream(reduced.device))
         if self._not_averaged is not None and self._not_averaged.shape != reduced.shape:
             raise ValueError(
                 f"quantize_all_reduce: module {self._key!r}: {self._not_averaged.numel()} values were "
@@ -125,7 +128,7 @@ class _Hook:
         averages, module = self._averages, self._module
         # A factor divides the sum over all ranks, as on a mesh for HSDP.
         op = dist.ReduceOp.AVG if module.divide_factor is None else dist.ReduceOp.SUM
-        key = averages.keys.next(self._key)
+        key = averages.state.stand_ins.key_for(averages.keys.next(self._key), reduced)
         beside = (
             reduced.device.type == "cpu"
             and torch_compat.inside_backward()
@@ -137,8 +140,6 @@ class _Hook:
             averages.at_end.add(self._wait)
             return
         self._wait()  # used twice in this pass: FSDP adds to what the first use is still averaging
-        if reduced.device.type != "cpu":  # made on FSDP's reduce-scatter stream, whose memory it is
-            reduced.record_stream(torch.get_device_module(reduced.device).current_stream(reduced.device))
         all_reduce(reduced, op, averages.state, key=key)
 
     def _wait(self) -> None:

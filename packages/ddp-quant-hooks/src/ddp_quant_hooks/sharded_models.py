@@ -13,7 +13,7 @@ from dist_utils import torch_compat
 from dist_utils.process_groups import require_same_terms
 from dist_utils.torch_compat import ShardedModule
 
-__all__ = ["agreed_modules", "refuse_for_all_reduce", "refuse_for_reduce_scatter"]
+__all__ = ["agreed_modules", "key_of", "refuse_for_all_reduce", "refuse_for_reduce_scatter"]
 
 
 def agreed_modules(
@@ -68,7 +68,7 @@ def _checked_modules(
         raise ValueError(
             "exact_1d does not work: FSDP hands over all parameters of a module as one flat tensor"
         )
-    modules = {_key_of(module): module for module in torch_compat.sharded_modules(model)}
+    modules = {key_of(module): module for module in torch_compat.sharded_modules(model)}
     if not modules:
         raise ValueError("fully_shard was applied neither to the model nor to a module in it")
     ranks = dist.get_process_group_ranks(state.process_group)
@@ -83,7 +83,8 @@ def _places(modules: dict[str, ShardedModule]) -> list[str]:
     return sorted({place for module in modules.values() for place in module.places})
 
 
-def _key_of(module: ShardedModule) -> str:
+def key_of(module: ShardedModule) -> str:
+    """Return the name under which a module's residuals are kept."""
     return module.name or "(model)"
 
 
@@ -91,17 +92,17 @@ def refuse_for_all_reduce(module: ShardedModule, ranks: list[int]) -> None:
     """Raise unless ``ranks`` can average what this module has reduced."""
     if module.replicated:
         raise ValueError(
-            f"module {_key_of(module)!r} averages between nodes by itself, as on a two-dimensional mesh for "
+            f"module {key_of(module)!r} averages between nodes by itself, as on a two-dimensional mesh for "
             "HSDP or by replicate(), and calls hooks too late: call fully_shard(module, mesh=mesh['shard']) "
             "with one dimension, the ranks of a node (in place of replicate(): a mesh of one rank), and give "
             "the state the other: the ranks with the same shard on all nodes"
         )
     if module.all_reduce_hook is not None:
-        raise ValueError(f"module {_key_of(module)!r} has an all-reduce hook")
+        raise ValueError(f"module {key_of(module)!r} has an all-reduce hook")
     shared = sorted(set(ranks) & set(module.shard_ranks) - {dist.get_rank()})
     if shared:
         raise ValueError(
-            f"ranks {shared} of the state's process group hold other shards of module {_key_of(module)!r}: "
+            f"ranks {shared} of the state's process group hold other shards of module {key_of(module)!r}: "
             "the group must join ranks with the same shard on different nodes"
         )
 
@@ -109,9 +110,9 @@ def refuse_for_all_reduce(module: ShardedModule, ranks: list[int]) -> None:
 def refuse_for_reduce_scatter(module: ShardedModule, ranks: list[int]) -> None:
     """Raise unless ``ranks`` are those that this module is sharded over."""
     if is_quantized(module.reduce_scatter):
-        raise ValueError(f"module {_key_of(module)!r} has the reduce-scatter of another state")
+        raise ValueError(f"module {key_of(module)!r} has the reduce-scatter of another state")
     if module.shard_ranks != ranks:
         raise ValueError(
-            f"module {_key_of(module)!r} is sharded over ranks {module.shard_ranks}, but the state's process "
+            f"module {key_of(module)!r} is sharded over ranks {module.shard_ranks}, but the state's process "
             f"group has ranks {ranks}"
         )

@@ -21,10 +21,14 @@ def is_quantized(reduce_scatter: object) -> bool:
     return bool(getattr(reduce_scatter, "quantized", False))
 
 
-def reduce_scatter_class(state: QuantizedAllreduceState) -> Callable[[str, object], Any]:
-    """Return the class of the reduce-scatters of one model.
+def reduce_scatter_class(
+    state: QuantizedAllreduceState, before_first: Callable[[], None]
+) -> Callable[[str], Any]:
+    """Return the class of the reduce-scatters of one model. Its instances take the key of a module.
 
-    Its instances take the key of a module, and something to keep alive.
+    Args:
+        state: What reduces.
+        before_first: Called before anything is reduced. Lives as long as the class.
     """
     base: Any = torch_compat.reduce_scatter_base()
     keys = KeysOfPass()
@@ -34,9 +38,8 @@ def reduce_scatter_class(state: QuantizedAllreduceState) -> Callable[[str, objec
 
         quantized = True
 
-        def __init__(self, key: str, alive: object) -> None:
+        def __init__(self, key: str) -> None:
             self._key = key
-            self._alive = alive
 
         def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             """Return memory for what goes in or comes out."""
@@ -58,7 +61,9 @@ def reduce_scatter_class(state: QuantizedAllreduceState) -> Callable[[str, objec
                     "but for a sum of scaled gradients: call set_force_sum_reduction_for_comms(True) "
                     "where a divide factor is set"
                 )
+            before_first()
             keys.begin()
-            reduce_scatter_tensor(output_tensor, input_tensor, op, state, key=keys.next(self._key))
+            key = state.stand_ins.key_for(keys.next(self._key), input_tensor)
+            reduce_scatter_tensor(output_tensor, input_tensor, op, state, key=key)
 
     return QuantizedReduceScatter

@@ -14,6 +14,10 @@ _AVERAGED_DTYPES = (torch.float32, torch.bfloat16)
 """What FSDP averages while it reduces. Other dtypes are divided before and afterwards."""
 
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What ``torch.compile`` and ``checkpoint_wrapper`` put into the names of modules."""
+
+
 def reduce_scatter_base() -> Any:
     """Return the base of what ``FSDPModule.set_custom_reduce_scatter`` takes.
 
@@ -184,7 +188,7 @@ def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
     """Return the modules that ``fully_shard`` was applied to and that have parameters, in the model's order.
 
     Modules that were given to one ``fully_shard`` together are one, which has the first one's name. Names
-    are those without ``torch.compile``'s wrappers.
+    are those without the wrappers of ``torch.compile`` and of checkpoints.
 
     Raises:
         ValueError: A module has several groups of parameters, each with a mesh of its own.
@@ -193,7 +197,7 @@ def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
     for path, module in model.named_modules():
         if not isinstance(module, _fsdp_module() or ()):
             continue
-        name = ".".join(part for part in path.split(".") if part != "_orig_mod")
+        name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
         groups = _groups_of(module)
         if len(groups) > 1:
             raise ValueError(
