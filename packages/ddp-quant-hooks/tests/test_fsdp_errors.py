@@ -9,7 +9,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ddp_quant_hooks import HierarchicalAllreduceState, QuantizedAllreduceState
+from ddp_quant_hooks import HierarchicalAllreduceState, QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.fsdp import quantize_all_reduce, quantize_reduce_scatter
 from dist_utils import AgreementError
 from dist_utils.testing import run_ranks
@@ -119,6 +119,13 @@ def _unfit_states(_):
     _refused(ValueError, "has the reduce-scatter of another state", quantize_reduce_scatter, wide, second)
     first.remove()
     quantize_reduce_scatter(wide, second)
+    with_step, of_ddp = state_between(mesh, bits=4), state_between(mesh, bits=4)
+    with with_step.step():
+        _refused(ValueError, r"inside of step\(\)", quantize_all_reduce, net, with_step)
+    ddp = torch.nn.parallel.DistributedDataParallel(Net())
+    ddp.register_comm_hook(of_ddp, quantized_allreduce_hook)
+    backward(ddp, 0)
+    _refused(ValueError, "residuals of a DistributedDataParallel", quantize_all_reduce, net, of_ddp)
     # A handle takes away what it has given, and nothing else.
     calls = []
     handle = quantize_all_reduce(net, state := state_between(mesh))
@@ -210,7 +217,7 @@ def _calls_of_fsdp1(_):
         allreduce_hook,
         bf16_compress_hook,
     )
-    from ddp_quant_hooks import quantization_perchannel_hook, quantized_allreduce_hook  # noqa: PLC0415
+    from ddp_quant_hooks import quantization_perchannel_hook  # noqa: PLC0415
 
     hooks = {
         allreduce_hook: None,

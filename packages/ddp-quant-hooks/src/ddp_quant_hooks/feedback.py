@@ -111,6 +111,11 @@ class Feedback:
         return self._kind is TensorStep
 
     @property
+    def of_buckets(self) -> bool:
+        """Whether a model's buckets are averaged, and no plain tensors."""
+        return self._kind is BackwardPass
+
+    @property
     def step_is_open(self) -> bool:
         """Whether a step of plain tensors is open."""
         return isinstance(self._pass, TensorStep) and self._pass.open

@@ -64,6 +64,10 @@ def _checked_modules(
 ) -> dict[str, ShardedModule]:
     if in_use(state):
         raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
+    if state.feedback.of_buckets:
+        raise ValueError("the state has residuals of a DistributedDataParallel model: make one for each")
+    if state.feedback.step_is_open:
+        raise ValueError("inside of step(): under FSDP a backward() is a step")
     if state.exact_1d:
         raise ValueError(
             "exact_1d does not work: FSDP hands over all parameters of a module as one flat tensor"
