@@ -39,6 +39,20 @@ def _modules(rank):
     assert not any(module.all_reduce_wanted for module in found.values())
     assert all(module.divide_factor is None for module in found.values())
     assert torch_compat.sharded_modules(torch.nn.Linear(1, 1)) == []
+    one = found["0.4"]
+    one.waiting_sum = waiting = torch.ones(3)
+    assert one.waiting_sum is waiting
+    if hasattr(net, "reset_iter_state"):
+        net(torch.ones(1, 4))
+        net.reset_iter_state()
+        assert one.waiting_sum is None
+    assert not one.takes_gradients
+    one.parameters[0].register_post_accumulate_grad_hook(print)
+    assert one.takes_gradients
+    for parameter in one.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    one.zero_gradients_in(one.parameters[0].grad.to_local())
+    assert [bool(parameter.grad.to_local().any()) for parameter in one.parameters] == [False, True]
 
 
 def test_modules_of_fully_shard_are_found_with_their_shards():
