@@ -73,9 +73,26 @@ def _files_of_other_shards(mesh):
         quantize_all_reduce(sharded(mesh["shard"]), before)
 
 
+def _file_of_other_names(mesh):
+    """A module of the model that was saved is the model now."""
+    net, state = _averaging(mesh)
+    backward(net, 0)
+    layer = fully_shard(torch.nn.Sequential(torch.nn.Linear(37, 37)), mesh=mesh["shard"])
+    other = state_between(mesh, bits=4)
+    quantize_all_reduce(layer, other)
+    saved = state.state_dict()
+    saved["keys"].pop("(model)")
+    saved["own"].pop("(model)")
+    saved["buckets"] = [row for row in saved["buckets"] if row["parameters"][0][0] != "(model)"]
+    other.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match=r"are of \['layers.*but the model has \['\(model\)'\]"):
+        backward(layer, 0)
+
+
 def _resumes(_):
     mesh, outcomes = nodes_and_shards(), []
     _files_of_other_shards(mesh)
+    _file_of_other_names(mesh)
     for make in (_averaging, _scattering):
         for accumulate in (None, "set_requires_all_reduce") if make is _averaging else (None,):
             wanted, resumed, without = _resumed(make, mesh, accumulate)

@@ -65,7 +65,7 @@ class Handle:
             del _handles[self._state]
 
     def _require_all(self) -> None:
-        """Raise if ``fully_shard`` was applied to modules since. Looks once."""
+        """Raise if ``fully_shard`` was applied to modules since, or residuals of others were loaded. Once."""
         model = self._model()
         if model is None or self._complete:
             return
@@ -76,6 +76,12 @@ class Handle:
             raise RuntimeError(
                 f"fully_shard was applied to {later} after {self._name}, which does nothing for their "
                 "gradients: apply it before"
+            )
+        loaded = self._state.feedback.loaded
+        if loaded is not None and loaded.keys and not loaded.keys.keys() & {*self.keys}:
+            raise RuntimeError(
+                f"the residuals that were loaded are of {[*loaded.keys]}, but the model has {self.keys}: go "
+                "on without them, or name its modules as in the run that saved them"
             )
         self._complete = True
 
