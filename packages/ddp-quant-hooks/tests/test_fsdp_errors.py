@@ -1,6 +1,7 @@
 """FSDP2 where averages in few bits are not what was meant: errors on every rank, before communication."""
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -114,7 +115,10 @@ def _unfit_states(_):
     _refused(ValueError, flat_tensor, quantize_reduce_scatter, wide, exact_1d)
     grid = HierarchicalAllreduceState(mesh=mesh)
     _refused(TypeError, "knows no hierarchy", quantize_reduce_scatter, wide, grid)
-    first = quantize_reduce_scatter(wide, QuantizedAllreduceState(flat))
+    wide.unshard()  # all its parameters are there, in another form
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        first = quantize_reduce_scatter(wide, QuantizedAllreduceState(flat))
     second = QuantizedAllreduceState(flat)
     _refused(ValueError, "has the reduce-scatter of another state", quantize_reduce_scatter, wide, second)
     first.remove()
@@ -145,7 +149,8 @@ def _sharded_too_late(_):
     averaged, scattered = Net(), Net()
     fsdp.fully_shard(averaged.layers[2], mesh=mesh["shard"])
     fsdp.fully_shard(scattered.layers[2], mesh=flat)
-    quantize_all_reduce(averaged, state_between(mesh))
+    with pytest.warns(UserWarning, match=r"gradients of \['scale', 'layers\.0\.weight', .*: fully_shard was"):
+        quantize_all_reduce(averaged, state_between(mesh))
     quantize_reduce_scatter(scattered, QuantizedAllreduceState(flat))
     fsdp.fully_shard(averaged, mesh=mesh["shard"])
     fsdp.fully_shard(scattered, mesh=flat)

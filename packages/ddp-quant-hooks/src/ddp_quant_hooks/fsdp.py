@@ -108,7 +108,7 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     Args:
         model: An FSDP module, or a module with such inside: when ``fully_shard`` has been applied to all
             of them. Neither on a mesh for HSDP nor from ``replicate()``. Parameters outside of them are
-            averaged by nobody, as in FSDP.
+            averaged by nobody, as in FSDP; a warning names them.
         state: Its process group joins the ranks with the same shards on all nodes. One for each model.
 
     Returns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -53,7 +54,20 @@ def agreed_modules(
     }
     require_same_terms(state.process_group, name, terms, problem=problem)
     state.places = _places(modules)
+    _warn_of_others(name, model, modules)
     return modules
+
+
+def _warn_of_others(name: str, model: torch.nn.Module, modules: dict[str, ShardedModule]) -> None:
+    """Name the parameters that nobody averages, on any rank: ranks would drift apart."""
+    sharded: set[int] = set().union(*(module.parameter_ids for module in modules.values()))
+    others = [key for key, one in model.named_parameters() if one.requires_grad and id(one) not in sharded]
+    if others:
+        warnings.warn(
+            f"{name} does not average gradients of {others}: fully_shard was applied to no module that has "
+            "them, or was told to ignore them",
+            stacklevel=4,
+        )
 
 
 def _checked_modules(

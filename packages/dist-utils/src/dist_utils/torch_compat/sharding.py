@@ -106,6 +106,12 @@ class ShardedModule:
         return [parameter for parameter in sharded if parameter.requires_grad]
 
     @property
+    def parameter_ids(self) -> set[int]:
+        """The ``id`` of everything that stands for one of its parameters, sharded or gathered."""
+        forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        return {id(getattr(kept, form, None)) for kept in self._group.fsdp_params for form in forms}
+
+    @property
     def waiting_sum(self) -> torch.Tensor | None:
         """What was reduced and waits for a later micro-batch, where FSDP keeps that on meshes for HSDP.
 
