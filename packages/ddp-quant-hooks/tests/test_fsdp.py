@@ -19,6 +19,7 @@ from fsdp_models import (
     train,
 )
 from torch.distributed import fsdp
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_quant_hooks.fsdp import quantize_all_reduce
 from dist_utils import torch_compat
@@ -146,13 +147,29 @@ def _taken_in_backward(_):
     return len(taken[0]) > 0 and all_equal(*taken)
 
 
+def _memory_is_given_back(_):
+    """Nothing but a parameter keeps its gradient."""
+    net = _hooked(nodes_and_shards())
+    backward(net, 0)
+    memory = [StorageWeakRef(parameter.grad.to_local().untyped_storage()) for parameter in net.parameters()]
+    net.zero_grad()
+    return all(storage.expired() for storage in memory)
+
+
 def _small_checks(rank):
-    checks = (_between_micro_batches, _after_removal, _divided_by_a_factor, _in_fp16, _taken_in_backward)
+    checks = (
+        _between_micro_batches,
+        _after_removal,
+        _divided_by_a_factor,
+        _in_fp16,
+        _taken_in_backward,
+        _memory_is_given_back,
+    )
     return [check(rank) for check in checks]
 
 
 def test_gradients_rest_between_micro_batches_and_handles_can_be_removed():
-    assert run_ranks(_small_checks, 4, timeout=120) == [[(True, True), True, True, True, True]] * 4
+    assert run_ranks(_small_checks, 4, timeout=120) == [[(True, True), True, True, True, True, True]] * 4
 
 
 def _largest(tensor, group):

@@ -1,14 +1,16 @@
 """FSDP2 where averages in few bits are not what was meant: errors on every rank, before communication."""
 
 import os
+import warnings
 
 import pytest
 import torch
 from fsdp_models import Net, backward, needs_hooks, nodes_and_shards, sharded, state_between
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ddp_quant_hooks import QuantizedAllreduceState
+from ddp_quant_hooks import HierarchicalAllreduceState, QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.fsdp import quantize_all_reduce, quantize_reduce_scatter
 from dist_utils import AgreementError
 from dist_utils.testing import run_ranks
@@ -55,6 +57,12 @@ def _refusals(_):
         _refused(ValueError, "were reduced in a micro-batch and", backward, other, 1)
     finally:
         other.layers[0].bias.requires_grad_(True)
+    if hasattr(other, "reset_iter_state"):
+        other.reset_iter_state()
+    # FSDP would call it with zeros.
+    other.layers[2].bias.register_post_accumulate_grad_hook(print)
+    other.set_requires_all_reduce(False)
+    _refused(ValueError, "'layers.2' has a post-accumulate hook, which would get zeros", backward, other, 0)
     scatter_needs = "is sharded over ranks .* but the state's process group has"
     _refused(ValueError, scatter_needs, quantize_reduce_scatter, plain, whole)
     _refused(ValueError, scatter_needs, quantize_reduce_scatter, sharded(one_shard["shard"]), whole)
@@ -82,10 +90,107 @@ def _different_ranks(rank):
     """One rank's model is another one, or is no FSDP model: all hear of it."""
     mesh = nodes_and_shards(1)
     net = sharded(mesh["shard"], cut=(rank,))
-    _refused(AgreementError, "shards of modules.*layers", quantize_all_reduce, net, state_between(mesh))
+    _refused(
+        AgreementError,
+        r"module 'layers\.0' is not there on rank 0",
+        quantize_all_reduce,
+        net,
+        state_between(mesh),
+    )
     net = sharded(mesh["shard"]) if rank else Net()
     error = AgreementError if rank else ValueError
     _refused(error, "applied neither to the model", quantize_all_reduce, net, state_between(mesh))
+    sizes = (20, 30) if rank else (30, 20)  # as many values in another shape
+    net = fsdp.fully_shard(torch.nn.Linear(*sizes, bias=False), mesh=mesh["shard"])
+    _refused(AgreementError, r"module '\(model\)' is", quantize_all_reduce, net, state_between(mesh))
+
+
+def _unfit_states(_):
+    """Options that do not go with FSDP, a second state, and a model that is gone."""
+    mesh, flat = nodes_and_shards(1), init_device_mesh("cpu", (2,))
+    flat_tensor = "exact_1d does not work: FSDP hands over.* one flat tensor"
+    net, wide = sharded(mesh["shard"]), sharded(flat)
+    _refused(ValueError, flat_tensor, quantize_all_reduce, net, state_between(mesh, exact_1d=True))
+    exact_1d = QuantizedAllreduceState(exact_1d=True)
+    _refused(ValueError, flat_tensor, quantize_reduce_scatter, wide, exact_1d)
+    grid = HierarchicalAllreduceState(mesh=mesh)
+    _refused(TypeError, "knows no hierarchy", quantize_reduce_scatter, wide, grid)
+    wide.unshard()  # all its parameters are there, in another form
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        first = quantize_reduce_scatter(wide, QuantizedAllreduceState(flat))
+    second = QuantizedAllreduceState(flat)
+    _refused(ValueError, "has the reduce-scatter of another state", quantize_reduce_scatter, wide, second)
+    first.remove()
+    quantize_reduce_scatter(wide, second)
+    with_step, of_ddp = state_between(mesh, bits=4), state_between(mesh, bits=4)
+    with with_step.step():
+        _refused(ValueError, r"inside of step\(\)", quantize_all_reduce, net, with_step)
+    ddp = torch.nn.parallel.DistributedDataParallel(Net())
+    ddp.register_comm_hook(of_ddp, quantized_allreduce_hook)
+    backward(ddp, 0)
+    _refused(ValueError, "residuals of a DistributedDataParallel", quantize_all_reduce, net, of_ddp)
+    # A handle takes away what it has given, and nothing else.
+    calls = []
+    handle = quantize_all_reduce(net, state := state_between(mesh))
+    net.layers[0].set_all_reduce_hook(calls.append)
+    handle.remove()
+    backward(net, 0)
+    assert len(calls) == 1
+    for _ in range(2):
+        other = sharded(mesh["shard"])
+        quantize_all_reduce(other, state)
+        del other  # whose parts refer to each other
+
+
+def _sharded_too_late(_):
+    """What fully_shard takes afterwards would not be averaged."""
+    mesh, flat = nodes_and_shards(1), init_device_mesh("cpu", (2,))
+    averaged, scattered = Net(), Net()
+    fsdp.fully_shard(averaged.layers[2], mesh=mesh["shard"])
+    fsdp.fully_shard(scattered.layers[2], mesh=flat)
+    with pytest.warns(UserWarning, match=r"gradients of \['scale', 'layers\.0\.weight', .*: fully_shard was"):
+        quantize_all_reduce(averaged, state_between(mesh))
+    quantize_reduce_scatter(scattered, QuantizedAllreduceState(flat))
+    fsdp.fully_shard(averaged, mesh=mesh["shard"])
+    fsdp.fully_shard(scattered, mesh=flat)
+    for net, name in ((averaged, "quantize_all_reduce"), (scattered, "quantize_reduce_scatter")):
+        _refused(RuntimeError, rf"applied to \['\(model\)'\] after {name}", backward, net, 0)
+
+
+def _unfit(rank):
+    _unfit_states(rank)
+    _sharded_too_late(rank)
+
+
+@needs_hooks
+def test_unfit_states_are_refused_and_handles_keep_to_their_own():
+    run_ranks(_unfit, 2, timeout=60)
+
+
+class _Halves(torch.nn.Module):
+    """What tensor parallelism cuts in two."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        fsdp.fully_shard(parallelize_module(self, mesh["tensor"], plan), mesh=mesh["shard"])
+
+
+def _tensor_parallel(_):
+    """Ranks with other parts of a tensor are not those that average it."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("node", "shard", "tensor"))
+    other_parts = r"module '\(model\)' is .*\(0, 0\) of \(1, 2\).* on .*\(0, 1\) of \(1, 2\)"
+    for group in (mesh["tensor"], None):
+        state = QuantizedAllreduceState(group)
+        _refused(AgreementError, other_parts, quantize_all_reduce, _Halves(mesh), state)
+    quantize_all_reduce(_Halves(mesh), QuantizedAllreduceState(mesh["node"]))
+
+
+@needs_hooks
+def test_a_group_with_other_parts_of_tensor_parallelism_is_refused():
+    run_ranks(_tensor_parallel, 4, timeout=60)
 
 
 def _one_rank_fails(rank):
@@ -117,7 +222,7 @@ def _calls_of_fsdp1(_):
         allreduce_hook,
         bf16_compress_hook,
     )
-    from ddp_quant_hooks import quantization_perchannel_hook, quantized_allreduce_hook  # noqa: PLC0415
+    from ddp_quant_hooks import quantization_perchannel_hook  # noqa: PLC0415
 
     hooks = {
         allreduce_hook: None,

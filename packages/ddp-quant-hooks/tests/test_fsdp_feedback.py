@@ -2,7 +2,9 @@
 
 import copy
 
+import pytest
 import torch
+import torch.distributed as dist
 from fsdp_models import (
     EXACT,
     all_equal,
@@ -54,8 +56,43 @@ def _resumed(make, mesh, accumulate):
     return results
 
 
+def _files_of_other_shards(mesh):
+    """They have as many values, and the same rank in the state's group."""
+    net, state = _averaging(mesh)
+    backward(net, 0)
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, state.state_dict())
+    other = everyone[dist.get_rank() ^ 1]
+    with pytest.raises(
+        ValueError, match=r"residuals are of shards \['\(\d,\) of \(2,\)'\], but this rank has"
+    ):
+        state.load_state_dict(other)
+    before = state_between(mesh, bits=4)
+    before.load_state_dict(other)
+    with pytest.raises(ValueError, match=r"state has residuals of shards .*, but this rank has"):
+        quantize_all_reduce(sharded(mesh["shard"]), before)
+
+
+def _file_of_other_names(mesh):
+    """A module of the model that was saved is the model now."""
+    net, state = _averaging(mesh)
+    backward(net, 0)
+    layer = fully_shard(torch.nn.Sequential(torch.nn.Linear(37, 37)), mesh=mesh["shard"])
+    other = state_between(mesh, bits=4)
+    quantize_all_reduce(layer, other)
+    saved = state.state_dict()
+    saved["keys"].pop("(model)")
+    saved["own"].pop("(model)")
+    saved["buckets"] = [row for row in saved["buckets"] if row["parameters"][0][0] != "(model)"]
+    other.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match=r"are of \['layers.*but the model has \['\(model\)'\]"):
+        backward(layer, 0)
+
+
 def _resumes(_):
     mesh, outcomes = nodes_and_shards(), []
+    _files_of_other_shards(mesh)
+    _file_of_other_names(mesh)
     for make in (_averaging, _scattering):
         for accumulate in (None, "set_requires_all_reduce") if make is _averaging else (None,):
             wanted, resumed, without = _resumed(make, mesh, accumulate)
@@ -96,6 +133,22 @@ def test_feedback_makes_up_for_what_a_step_has_lost():
     for none, both in run_ranks(_mean_of_many_steps, 2, timeout=100):
         # What is lost in all is at most what the last step lost: an eighth of it in the mean.
         assert both < none / 4
+
+
+def _other_parameters(_):
+    """Each set of parameters with gradients has residuals of its own, also after a resume."""
+    for make, mesh in ((_averaging, nodes_and_shards(1)), (_scattering, nodes_and_shards())):
+        net, state = make(mesh)
+        again, resumed = make(mesh)
+        for step, frozen in enumerate((True, False, True, False)):
+            for one in (net, again):
+                one.layers[0].bias.requires_grad_(not frozen)
+                one.zero_grad()
+                backward(one, step)
+            resumed.load_state_dict(copy.deepcopy(resumed.state_dict()))
+        assert all_equal(gradients(net), gradients(again))
+        assert len([name for name in _names(state) if name.startswith("layers.0 of ")]) == 1
+        assert _names(state) == _names(resumed)
 
 
 def _failed_pass(_):
@@ -169,6 +222,7 @@ def _with_checkpoints(_):
 
 
 def _passes(rank):
+    _other_parameters(rank)
     return _failed_pass(rank), _with_checkpoints(rank)
 
 

@@ -25,6 +25,8 @@ class ResidualCheckpoints(BoundModel):
 
     feedback: Feedback
     stand_ins: StandIns
+    places: list[str] | None = None
+    """Of which shards the residuals are, if a model under ``fully_shard`` has used the state."""
 
     @abstractmethod
     def close(self) -> None:
@@ -83,7 +85,7 @@ class ResidualCheckpoints(BoundModel):
         names = {self.feedback.residuals.number(parameter): name for name, parameter in known.items()}
         written = saved_residuals.write(self.feedback, names, self._lengths, self._name_of)
         keys = {name: stand_in.numel() for name, stand_in in known.items()} if of_tensors else None
-        return {**self._identity(), **written, "keys": keys}
+        return {**self._identity(), **written, "keys": keys, "places": self.places}
 
     def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
         """Take over the residuals that another run, or this one, has saved. On every rank.
@@ -196,6 +198,8 @@ class ResidualCheckpoints(BoundModel):
         if self.feedback.step_is_open:
             raise RuntimeError("load_state_dict() inside of step(): call it between two steps")
         saved_residuals.require_equal(state, self._identity())
+        if None not in (self.places, places := state.get("places")) and places != self.places:
+            raise ValueError(f"the residuals are of shards {places!r}, but this rank has {self.places!r}")
         keys = saved_residuals.keys_of(state)
         if keys is None:
             known = self._parameters_of(model, "load_state_dict")
@@ -203,13 +207,14 @@ class ResidualCheckpoints(BoundModel):
             known = self.stand_ins.load(keys, collective_device(self.process_group))
         own_in_buckets = self.feedback.residuals.own_in_buckets
         read = saved_residuals.read(state, known, self._lengths, own_in_buckets=own_in_buckets)
-        return replace(read, keys=None if keys is None else known)
+        return replace(read, keys=None if keys is None else known, places=places)
 
     def _load(self, checked: SavedResiduals) -> None:
         self.wait_for_jobs()
         self.feedback.load(checked)
         if checked.keys is not None:
             self.stand_ins.named = dict(checked.keys)
+            self.places = checked.places or self.places
         self.close()  # the ranks compare what they have loaded when they make the next private group
 
     def _require_member(self, name: str, rank: int) -> None:

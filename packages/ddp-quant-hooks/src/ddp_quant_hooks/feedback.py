@@ -113,6 +113,11 @@ class Feedback:
         return self._kind is TensorStep
 
     @property
+    def of_buckets(self) -> bool:
+        """Whether a model's buckets are averaged, and no plain tensors."""
+        return self._kind is BackwardPass
+
+    @property
     def step_is_open(self) -> bool:
         """Whether a step of plain tensors is open."""
         return self._explicit is not None and self._explicit.open

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
 
 import torch
-import torch.distributed as dist
 
+from ddp_quant_hooks.hierarchical import HierarchicalAllreduceState
 from ddp_quant_hooks.sharded_averages import ShardAverages
-from ddp_quant_hooks.sharded_scatter import reduce_scatter_class
+from ddp_quant_hooks.sharded_models import (
+    agreed_modules,
+    key_of,
+    refuse_for_all_reduce,
+    refuse_for_reduce_scatter,
+)
+from ddp_quant_hooks.sharded_scatter import is_quantized, reduce_scatter_class
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from dist_utils import torch_compat
-from dist_utils.process_groups import require_same_terms
 from dist_utils.torch_compat import ShardedModule
 
 __all__ = ["Handle", "quantize_all_reduce", "quantize_reduce_scatter"]
@@ -31,9 +37,20 @@ class Handle:
         keys: Of the model's FSDP modules, in the model's order: residuals are kept under these names.
     """
 
-    def __init__(self, state: QuantizedAllreduceState, keys: list[str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        model: torch.nn.Module,
+        state: QuantizedAllreduceState,
+        keys: list[str],
+        has_ours: Callable[[ShardedModule], bool],
+    ) -> None:
         self.keys = keys
+        self._name = name
+        self._model = weakref.ref(model)
         self._state = state
+        self._has_ours = has_ours
+        self._complete = False
         self._undo: list[Callable[[], None]] = []
 
     def remove(self) -> None:
@@ -46,6 +63,27 @@ class Handle:
         self._undo.clear()
         if _handles.get(self._state, lambda: None)() is self:
             del _handles[self._state]
+
+    def _require_all(self) -> None:
+        """Raise if ``fully_shard`` was applied to modules since, or residuals of others were loaded. Once."""
+        model = self._model()
+        if model is None or self._complete:
+            return
+        later = [
+            key_of(module) for module in torch_compat.sharded_modules(model) if not self._has_ours(module)
+        ]
+        if later:
+            raise RuntimeError(
+                f"fully_shard was applied to {later} after {self._name}, which does nothing for their "
+                "gradients: apply it before"
+            )
+        loaded = self._state.feedback.loaded
+        if loaded is not None and loaded.keys and not loaded.keys.keys() & {*self.keys}:
+            raise RuntimeError(
+                f"the residuals that were loaded are of {[*loaded.keys]}, but the model has {self.keys}: go "
+                "on without them, or name its modules as in the run that saved them"
+            )
+        self._complete = True
 
 
 def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:
@@ -64,11 +102,13 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     One ``backward()`` is one step, with error feedback: not inside of ``state.step()``. Of several
     micro-batches none is averaged during ``set_requires_gradient_sync(False)`` or
     ``set_requires_all_reduce(False)``, and the last one averages their sum. With the latter, what was reduced
-    waits beside the gradients, which stay as they are.
+    waits beside the gradients, which stay as they are; if a pass fails, or FSDP's ``reset_iter_state()`` is
+    called, it is forgotten, and the step begins again.
 
     Args:
-        model: An FSDP module, or a module with such inside. Neither on a mesh for HSDP nor from
-            ``replicate()``.
+        model: An FSDP module, or a module with such inside: when ``fully_shard`` has been applied to all
+            of them. Neither on a mesh for HSDP nor from ``replicate()``. Parameters outside of them are
+            averaged by nobody, as in FSDP; a warning names them.
         state: Its process group joins the ranks with the same shards on all nodes. One for each model.
 
     Returns:
@@ -77,9 +117,10 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     Raises:
         TypeError: An argument is of another type.
         ValueError: There is no FSDP module; one averages between nodes itself or has an all-reduce hook;
-            the state is used for a model, or its group has other ranks of this node. The other ranks of the
-            group get an AgreementError.
-        AgreementError: The ranks of the group have other models, or different shards.
+            the state is used for a model, has ``exact_1d`` or the residuals of other shards, or its group has
+            other ranks of this node. The other ranks of the group get an AgreementError.
+        AgreementError: The ranks of the group have other models, or different shards, also those of tensor
+            parallelism.
         RuntimeError: This torch has no ``FSDPModule.set_all_reduce_hook`` (2.6). ``backward()`` raises it
             when a peer fails: the state must be closed then, on every rank.
 
@@ -93,11 +134,13 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
         >>> quantize_all_reduce(model, QuantizedAllreduceState(mesh["node"]))  # doctest: +SKIP
     """
     name = "quantize_all_reduce"
-    modules = _agreed(name, model, state, "set_all_reduce_hook", _refuse_for_all_reduce)
-    averages, handle = ShardAverages(state), Handle(state, list(modules))
+    modules = agreed_modules(name, model, state, "set_all_reduce_hook", refuse_for_all_reduce, in_use=_in_use)
+    handle = Handle(name, model, state, list(modules), lambda module: module.all_reduce_hook is not None)
+    averages = ShardAverages(state, handle._require_all)  # noqa: SLF001 - its maker
     for key, module in modules.items():
-        module.set_all_reduce_hook(averages.hook_of(key, module, handle))
-        handle._undo.append(partial(module.set_all_reduce_hook, None))  # noqa: SLF001 - its maker
+        hook = averages.hook_of(key, module)
+        module.set_all_reduce_hook(hook)
+        handle._undo.append(partial(_take_hook_away, module, hook))  # noqa: SLF001
     _handles[state] = weakref.ref(handle)
     return handle
 
@@ -118,8 +161,9 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
         A handle, to end it with ``remove()``.
 
     Raises:
-        TypeError, ValueError, AgreementError, RuntimeError: As :func:`quantize_all_reduce`. ``backward()``
-            raises a ValueError if a divide factor asks for an operation that is neither sum nor mean.
+        TypeError, ValueError, AgreementError, RuntimeError: As :func:`quantize_all_reduce`; or a module
+            has the reduce-scatter of another state. ``backward()`` raises a ValueError if a divide factor
+            asks for an operation that is neither sum nor mean.
 
     Cost:
         Collective, over the store. Each ``backward()`` takes what
@@ -130,80 +174,35 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
         >>> quantize_reduce_scatter(model, QuantizedAllreduceState())  # doctest: +SKIP
     """
     name = "quantize_reduce_scatter"
-    modules = _agreed(name, model, state, "set_custom_reduce_scatter", _refuse_for_reduce_scatter)
-    reduce_scatter, handle = reduce_scatter_class(state), Handle(state, list(modules))
+    if isinstance(state, HierarchicalAllreduceState):
+        raise TypeError(f"{name} knows no hierarchy: give a QuantizedAllreduceState")
+    modules = agreed_modules(
+        name, model, state, "set_custom_reduce_scatter", refuse_for_reduce_scatter, in_use=_in_use
+    )
+    handle = Handle(name, model, state, list(modules), lambda module: is_quantized(module.reduce_scatter))
+    reduce_scatter = reduce_scatter_class(state, handle._require_all)  # noqa: SLF001
     for key, module in modules.items():
-        handle._undo.append(partial(module.set_reduce_scatter, module.reduce_scatter))  # noqa: SLF001
-        module.set_reduce_scatter(reduce_scatter(key, handle))
+        ours, before = reduce_scatter(key), module.reduce_scatter
+        module.set_reduce_scatter(ours)
+        handle._undo.append(partial(_put_reduce_scatter_back, module, ours, before))  # noqa: SLF001
     _handles[state] = weakref.ref(handle)
     return handle
 
 
-def _agreed(
-    name: str,
-    model: torch.nn.Module,
-    state: QuantizedAllreduceState,
-    method: str,
-    refuse: Callable[[ShardedModule, list[int]], None],
-) -> dict[str, ShardedModule]:
-    """Return the model's FSDP modules by key, if nothing speaks against it on any rank."""
-    if not isinstance(state, QuantizedAllreduceState):
-        raise TypeError(f"{name}: state must be a QuantizedAllreduceState, got {type(state).__name__}")
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"{name}: model must be a module, got {type(model).__name__}")
-    torch_compat.require_fsdp_method(method)
-    problem, modules = None, {}
-    try:
-        modules = _checked_modules(model, state, refuse)
-    except ValueError as error:  # of which the other ranks must hear
-        problem = ValueError(f"{name}: {error}")
-    # Ranks that scatter hold different shards, ranks that average the same.
-    shards = {
-        key: module.shard_of if method == "set_all_reduce_hook" else () for key, module in modules.items()
-    }
-    require_same_terms(state.process_group, name, {"shards of modules": shards}, problem=problem)
-    return modules
+def _in_use(state: QuantizedAllreduceState) -> bool:
+    """Tell whether a model uses the state. FSDP's modules refer to each other: a deleted one may linger."""
+    handle = _handles.get(state)
+    if handle is not None and handle() is not None:
+        gc.collect()
+    return handle is not None and handle() is not None
 
 
-def _checked_modules(
-    model: torch.nn.Module, state: QuantizedAllreduceState, refuse: Callable[[ShardedModule, list[int]], None]
-) -> dict[str, ShardedModule]:
-    if _handles.get(state, lambda: None)() is not None:
-        raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
-    modules = {_key_of(module): module for module in torch_compat.sharded_modules(model)}
-    if not modules:
-        raise ValueError("fully_shard was applied neither to the model nor to a module in it")
-    ranks = dist.get_process_group_ranks(state.process_group)
-    for module in modules.values():
-        refuse(module, ranks)
-    return modules
+def _take_hook_away(module: ShardedModule, hook: Callable[[torch.Tensor], None]) -> None:
+    if module.all_reduce_hook is hook:  # not the user's own, set later
+        module.set_all_reduce_hook(None)
+        module.waiting_sum = None
 
 
-def _key_of(module: ShardedModule) -> str:
-    return module.name or "(model)"
-
-
-def _refuse_for_all_reduce(module: ShardedModule, ranks: list[int]) -> None:
-    if module.replicated:
-        raise ValueError(
-            f"module {_key_of(module)!r} averages between nodes by itself, as on a two-dimensional mesh for "
-            "HSDP or by replicate(), and calls hooks too late: call fully_shard(module, mesh=mesh['shard']) "
-            "with one dimension, the ranks of a node (in place of replicate(): a mesh of one rank), and give "
-            "the state the other: the ranks with the same shard on all nodes"
-        )
-    if module.all_reduce_hook is not None:
-        raise ValueError(f"module {_key_of(module)!r} has an all-reduce hook")
-    shared = sorted(set(ranks) & set(module.shard_ranks) - {dist.get_rank()})
-    if shared:
-        raise ValueError(
-            f"ranks {shared} of the state's process group hold other shards of module {_key_of(module)!r}: "
-            "the group must join ranks with the same shard on different nodes"
-        )
-
-
-def _refuse_for_reduce_scatter(module: ShardedModule, ranks: list[int]) -> None:
-    if module.shard_ranks != ranks:
-        raise ValueError(
-            f"module {_key_of(module)!r} is sharded over ranks {module.shard_ranks}, but the state's process "
-            f"group has ranks {ranks}"
-        )
+def _put_reduce_scatter_back(module: ShardedModule, ours: object, before: object) -> None:
+    if module.reduce_scatter is ours:
+        module.set_reduce_scatter(before)

@@ -4,28 +4,39 @@ from __future__ import annotations
 
 from collections import Counter
 
+from ddp_quant_hooks.tensor_steps import TensorStep
 from dist_utils import torch_compat
 
 __all__ = ["KeysOfPass"]
 
 
 class KeysOfPass:
-    """Gives each use of a module in a backward pass a key of its own, the same in every pass."""
+    """Gives each use of a module in a backward pass a key of its own, the same in every pass.
+
+    Attributes:
+        last_ended_well: Whether the pass before the present one did.
+    """
 
     def __init__(self) -> None:
+        self.last_ended_well = True
         self._uses: Counter[str] = Counter()
-        self._latest = -1
+        self._pass: TensorStep | None = None
+
+    def begin(self) -> bool:
+        """Note that a module is used now. Return whether that begins another pass.
+
+        Passes inside of a pass, as reentrant checkpoints make them, belong to it.
+        """
+        task = torch_compat.graph_task_id()
+        another = self._pass is None or not self._pass.takes(task)
+        if self._pass is None or another:
+            self.last_ended_well = self._pass is None or self._pass.complete
+            self._pass = TensorStep()
+            self._uses.clear()
+        self._pass.add_call(task)
+        return another
 
     def next(self, key: str) -> str:
-        """Return the key of a module's next use: ``key``, then ``key#2``, ``key#3``."""
-        task = torch_compat.graph_task_id()
-        if task == -1:  # each is a step of its own
-            return key
-        if task > self._latest:  # else it is the pass around those that were seen before
-            self._latest = task
-            if not torch_compat.inside_nested_backward():
-                self._uses.clear()
-            else:  # as reentrant checkpoints make them
-                torch_compat.after_surrounding_backward(self._uses.clear)
+        """Return the key of a module's next use in this pass: ``key``, then ``key#2``, ``key#3``."""
         self._uses[key] += 1
         return key if self._uses[key] == 1 else f"{key}#{self._uses[key]}"

@@ -35,6 +35,7 @@ class SavedResiduals:
         steps: How many steps were made.
         digest: Equal where buckets and steps are: on all ranks.
         keys: Of plain tensors: what stands for those of each key. ``None`` for a model.
+        places: Of FSDP's shards: where they are in the mesh.
     """
 
     own: list[tuple[torch.Tensor, torch.Tensor]]
@@ -42,6 +43,7 @@ class SavedResiduals:
     steps: int
     digest: str
     keys: Mapping[str, torch.Tensor] | None = None
+    places: list[str] | None = None
 
 
 def write(

@@ -21,18 +21,39 @@ __all__ = ["ShardAverages"]
 class ShardAverages:
     """Averages what the modules of one model have reduced.
 
+    Sums for a later micro-batch wait from pass to pass where FSDP itself would keep them. A pass takes them
+    out and puts them back at its end: one that fails loses all of them, and the step must begin again.
+
     Args:
         state: What averages.
+        before_first: Called before anything is averaged. Lives as long as the hooks.
     """
 
-    def __init__(self, state: QuantizedAllreduceState) -> None:
+    def __init__(self, state: QuantizedAllreduceState, before_first: Callable[[], None]) -> None:
         self.state = state
+        self._before_first = before_first
         self.keys = KeysOfPass()
-        self.at_end = EndOfBackward()
+        self.at_end = EndOfBackward(self.put_sums_back)
+        self._hooks: list[_Hook] = []
 
-    def hook_of(self, key: str, module: ShardedModule, alive: object) -> Callable[[torch.Tensor], None]:
-        """Return the all-reduce hook of a module, which keeps ``alive`` alive."""
-        return _Hook(self, key, module, alive)
+    def hook_of(self, key: str, module: ShardedModule) -> Callable[[torch.Tensor], None]:
+        """Return the all-reduce hook of a module."""
+        self._hooks.append(_Hook(self, key, module))
+        return self._hooks[-1]
+
+    def begin(self) -> None:
+        """Note that a module has reduced its gradients: perhaps the first one of a pass."""
+        self._before_first()
+        if self.keys.begin():
+            for hook in self._hooks:
+                hook.begin_pass(last_ended_well=self.keys.last_ended_well)
+        if torch_compat.inside_backward():
+            self.at_end.begin()
+
+    def put_sums_back(self) -> None:
+        """Let what was not averaged wait for the next pass."""
+        for hook in self._hooks:
+            hook.put_sum_back()
 
 
 class _Hook:
@@ -42,19 +63,21 @@ class _Hook:
         averages: Of the model.
         key: The module's.
         module: The module.
-        alive: What must live as long as the hook.
     """
 
-    def __init__(self, averages: ShardAverages, key: str, module: ShardedModule, alive: object) -> None:
-        self._alive = alive
+    def __init__(self, averages: ShardAverages, key: str, module: ShardedModule) -> None:
         self._averages = averages
         self._key = key
         self._module = module
         self._not_averaged: torch.Tensor | None = None
         self._in_flight: torch.futures.Future[torch.Tensor] | None = None
+        self._written: torch.Tensor | None = None  # by what is in flight
 
     def __call__(self, reduced: torch.Tensor) -> None:
         """Average what was reduced, in place, or keep it for a later micro-batch."""
+        self._averages.begin()
+        if reduced.device.type != "cpu":  # made on FSDP's reduce-scatter stream, whose memory it is
+            reduced.record_stream(torch.get_device_module(reduced.device).current_stream(reduced.device))
         if self._not_averaged is not None and self._not_averaged.shape != reduced.shape:
             raise ValueError(
                 f"quantize_all_reduce: module {self._key!r}: {self._not_averaged.numel()} values were "
@@ -63,14 +86,35 @@ class _Hook:
             )
         if not self._module.all_reduce_wanted:
             self._keep(reduced)
-            return
-        if self._not_averaged is not None:
-            reduced += self._not_averaged
-            self._not_averaged = None
-        self._average(reduced)
+        else:
+            if self._not_averaged is not None:
+                reduced += self._not_averaged
+                self._not_averaged = None
+            self._average(reduced)
+        if not torch_compat.inside_backward():
+            self._averages.put_sums_back()
+
+    def begin_pass(self, *, last_ended_well: bool) -> None:
+        """Take the sum that waits, if it does, and let a failed pass disturb gradients no more."""
+        self._not_averaged = self._module.waiting_sum if last_ended_well else None
+        self._module.waiting_sum = None
+        if self._in_flight is not None and self._written is not None:
+            with contextlib.suppress(Exception):  # it was raised in its own pass, if that came so far
+                self._in_flight.wait()
+            self._module.zero_gradients_in(self._written)
+            self._in_flight = self._written = None
+
+    def put_sum_back(self) -> None:
+        """Let what was not averaged wait for the next pass."""
+        self._module.waiting_sum = self._not_averaged
 
     def _keep(self, reduced: torch.Tensor) -> None:
         """Put the sum aside, so that FSDP adds nothing to gradients."""
+        if self._module.takes_gradients:
+            raise ValueError(
+                f"quantize_all_reduce: module {self._key!r} has a post-accumulate hook, which would get "
+                "zeros in this micro-batch: accumulate with set_requires_gradient_sync(False)"
+            )
         if self._not_averaged is None:
             self._not_averaged = reduced.clone()
         else:
@@ -84,24 +128,25 @@ class _Hook:
         averages, module = self._averages, self._module
         # A factor divides the sum over all ranks, as on a mesh for HSDP.
         op = dist.ReduceOp.AVG if module.divide_factor is None else dist.ReduceOp.SUM
-        key = averages.keys.next(self._key)
+        key = averages.state.stand_ins.key_for(averages.keys.next(self._key), reduced)
         beside = (
             reduced.device.type == "cpu"
             and torch_compat.inside_backward()
             and module.gradients_will_be(reduced)
         )
         if beside:
-            future = all_reduce(reduced, op, averages.state, async_op=True, key=key)
-            self._in_flight = future
-            averages.at_end.add(future.wait)
+            self._in_flight = all_reduce(reduced, op, averages.state, async_op=True, key=key)
+            self._written = reduced
+            averages.at_end.add(self._wait)
             return
-        # Used twice in this pass: FSDP adds to what the first use is still averaging.
-        before, self._in_flight = self._in_flight, None
-        if before is not None and not before.done():
-            before.wait()
-        if reduced.device.type != "cpu":  # made on FSDP's reduce-scatter stream, whose memory it is
-            reduced.record_stream(torch.get_device_module(reduced.device).current_stream(reduced.device))
+        self._wait()  # used twice in this pass: FSDP adds to what the first use is still averaging
         all_reduce(reduced, op, averages.state, key=key)
+
+    def _wait(self) -> None:
+        """Wait for what is in flight, and keep its memory no longer."""
+        if self._in_flight is not None:
+            self._in_flight.wait()
+        self._in_flight = self._written = None
 
 
 class EndOfBackward:
@@ -109,19 +154,26 @@ class EndOfBackward:
 
     FSDP has asked to be called then before its first gradient was reduced, so what comes here runs
     after it. Nothing is done in a pass that fails.
+
+    Args:
+        always: What is to be done in every pass.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, always: Callable[[], object]) -> None:
+        self._always = always
         self._task = -1
         self._actions: list[Callable[[], object]] = []
 
-    def add(self, action: Callable[[], object]) -> None:
-        """Do ``action`` at the end. All are done; the first error is raised."""
+    def begin(self) -> None:
+        """Note that a pass is running."""
         task = torch_compat.graph_task_id()
         if task != self._task or not self._actions:
             # A list for each pass: that of one that failed is forgotten.
-            self._task, self._actions = task, []
+            self._task, self._actions = task, [self._always]
             torch_compat.before_end_of_backward(partial(_do_all, self._actions))
+
+    def add(self, action: Callable[[], object]) -> None:
+        """Do ``action`` at the end, too. All are done; the first error is raised."""
         self._actions.append(action)
 
 

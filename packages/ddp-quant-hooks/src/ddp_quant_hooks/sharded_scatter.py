@@ -13,13 +13,22 @@ from ddp_quant_hooks.keys_of_pass import KeysOfPass
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from dist_utils import torch_compat
 
-__all__ = ["reduce_scatter_class"]
+__all__ = ["is_quantized", "reduce_scatter_class"]
 
 
-def reduce_scatter_class(state: QuantizedAllreduceState) -> Callable[[str, object], Any]:
-    """Return the class of the reduce-scatters of one model.
+def is_quantized(reduce_scatter: object) -> bool:
+    """Tell whether a reduce-scatter is one of these."""
+    return bool(getattr(reduce_scatter, "quantized", False))
 
-    Its instances take the key of a module, and something to keep alive.
+
+def reduce_scatter_class(
+    state: QuantizedAllreduceState, before_first: Callable[[], None]
+) -> Callable[[str], Any]:
+    """Return the class of the reduce-scatters of one model. Its instances take the key of a module.
+
+    Args:
+        state: What reduces.
+        before_first: Called before anything is reduced. Lives as long as the class.
     """
     base: Any = torch_compat.reduce_scatter_base()
     keys = KeysOfPass()
@@ -27,9 +36,10 @@ def reduce_scatter_class(state: QuantizedAllreduceState) -> Callable[[str, objec
     class QuantizedReduceScatter(base):  # type: ignore[misc] # torch's class, where there is one
         """The reduce-scatter of one module."""
 
-        def __init__(self, key: str, alive: object) -> None:
+        quantized = True
+
+        def __init__(self, key: str) -> None:
             self._key = key
-            self._alive = alive
 
         def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
             """Return memory for what goes in or comes out."""
@@ -51,6 +61,9 @@ def reduce_scatter_class(state: QuantizedAllreduceState) -> Callable[[str, objec
                     "but for a sum of scaled gradients: call set_force_sum_reduction_for_comms(True) "
                     "where a divide factor is set"
                 )
-            reduce_scatter_tensor(output_tensor, input_tensor, op, state, key=keys.next(self._key))
+            before_first()
+            keys.begin()
+            key = state.stand_ins.key_for(keys.next(self._key), input_tensor)
+            reduce_scatter_tensor(output_tensor, input_tensor, op, state, key=key)
 
     return QuantizedReduceScatter

@@ -79,6 +79,14 @@ class StandIns:
                     "another length need another key"
                 )
 
+    def key_for(self, key: str, tensor: torch.Tensor) -> str:
+        """Return a key for as many values: ``key``, or one of its own for another number than that came with.
+
+        What modules reduce are the parameters that have gradients, and these may change.
+        """
+        here, count = self.named.get(key), _real_count(tensor)
+        return key if here is None or here.numel() == count else f"{key} of {count} values"
+
     def load(self, counts: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
         """Return those of these names and numbers of values, new where there is no such one yet."""
         found = {}

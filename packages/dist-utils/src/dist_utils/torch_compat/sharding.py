@@ -14,6 +14,10 @@ _AVERAGED_DTYPES = (torch.float32, torch.bfloat16)
 """What FSDP averages while it reduces. Other dtypes are divided before and afterwards."""
 
 
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What ``torch.compile`` and ``checkpoint_wrapper`` put into the names of modules."""
+
+
 def reduce_scatter_base() -> Any:
     """Return the base of what ``FSDPModule.set_custom_reduce_scatter`` takes.
 
@@ -67,6 +71,21 @@ class ShardedModule:
         return (ranks.index(dist.get_rank()), len(ranks)) if ranks else (0, 1)
 
     @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Of its parameters, whole, with their names in the modules they are in."""
+        return [
+            (kept._module_info.param_name, tuple(kept.sharded_param.shape))  # noqa: SLF001
+            for kept in self._group.fsdp_params
+        ]
+
+    @property
+    def places(self) -> list[str]:
+        """Where this rank is in the meshes of its parameters, those of tensor parallelism included."""
+        meshes = [kept.sharded_param.device_mesh for kept in self._group.fsdp_params]
+        places = [f"{tuple(mesh.get_coordinate() or ())} of {tuple(mesh.shape)}" for mesh in meshes]
+        return list(dict.fromkeys(places))
+
+    @property
     def all_reduce_wanted(self) -> bool:
         """What ``set_requires_all_reduce`` has said, which FSDP itself heeds on meshes for HSDP only."""
         return bool(self._group.all_reduce_grads)
@@ -85,6 +104,30 @@ class ShardedModule:
         """Its sharded parameters that require a gradient."""
         sharded = [kept.sharded_param for kept in self._group.fsdp_params]
         return [parameter for parameter in sharded if parameter.requires_grad]
+
+    @property
+    def parameter_ids(self) -> set[int]:
+        """The ``id`` of everything that stands for one of its parameters, sharded or gathered."""
+        forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        return {id(getattr(kept, form, None)) for kept in self._group.fsdp_params for form in forms}
+
+    @property
+    def waiting_sum(self) -> torch.Tensor | None:
+        """What was reduced and waits for a later micro-batch, where FSDP keeps that on meshes for HSDP.
+
+        ``FSDPModule.reset_iter_state`` empties the place, and so does every other reduction.
+        """
+        waiting: torch.Tensor | None = self._group._partial_reduce_output  # noqa: SLF001
+        return waiting
+
+    @waiting_sum.setter
+    def waiting_sum(self, waiting: torch.Tensor | None) -> None:
+        self._group._partial_reduce_output = waiting  # noqa: SLF001
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether a post-accumulate hook takes the gradient of one of its parameters."""
+        return any(map(_has_post_accumulate_hook, self.parameters))
 
     @property
     def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
@@ -117,12 +160,24 @@ class ShardedModule:
         return not any(
             kept.offload_to_cpu
             or kept.sharded_param.grad is not None
-            or getattr(kept.sharded_param, "_post_accumulate_grad_hooks", None)
+            or _has_post_accumulate_hook(kept.sharded_param)
             or kept.sharded_param.dtype != reduced.dtype
             or getattr(kept, "sharded_grad_dtype", None) not in (None, reduced.dtype)
             for kept in self._group.fsdp_params
             if kept.sharded_param.requires_grad
         )
+
+    def zero_gradients_in(self, reduced: torch.Tensor) -> None:
+        """Set to zero what is there of gradients that are views of ``reduced``."""
+        memory = reduced.untyped_storage().data_ptr()
+        for parameter in self.parameters:
+            gradient: Any = parameter.grad
+            if gradient is not None and gradient.to_local().untyped_storage().data_ptr() == memory:
+                gradient.zero_()
+
+
+def _has_post_accumulate_hook(parameter: torch.Tensor) -> bool:
+    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def require_fsdp_method(method: str) -> None:
@@ -139,7 +194,7 @@ def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
     """Return the modules that ``fully_shard`` was applied to and that have parameters, in the model's order.
 
     Modules that were given to one ``fully_shard`` together are one, which has the first one's name. Names
-    are those without ``torch.compile``'s wrappers.
+    are those without the wrappers of ``torch.compile`` and of checkpoints.
 
     Raises:
         ValueError: A module has several groups of parameters, each with a mesh of its own.
@@ -148,7 +203,7 @@ def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
     for path, module in model.named_modules():
         if not isinstance(module, _fsdp_module() or ()):
             continue
-        name = ".".join(part for part in path.split(".") if part != "_orig_mod")
+        name = ".".join(part for part in path.split(".") if part not in _WRAPPERS)
         groups = _groups_of(module)
         if len(groups) > 1:
             raise ValueError(

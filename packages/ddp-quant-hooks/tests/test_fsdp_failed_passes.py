@@ -1,0 +1,160 @@
+"""FSDP2 after a pass that failed: what it left behind changes nothing, whatever switch was on."""
+
+import pytest
+import torch
+from fsdp_models import (
+    EXACT,
+    all_equal,
+    backward,
+    gradients,
+    needs_hooks,
+    nodes_and_shards,
+    state_between,
+)
+from torch.distributed import fsdp
+from torch.utils.checkpoint import checkpoint
+
+from ddp_quant_hooks.fsdp import quantize_all_reduce
+from dist_utils.testing import run_ranks, same_on_all_ranks
+
+pytestmark = [
+    needs_hooks,
+    pytest.mark.skipif(
+        not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"),
+        reason="FSDP cannot go on after an error in this torch (no FSDPModule.reset_iter_state)",
+    ),
+]
+
+
+class Failing(torch.autograd.Function):
+    """Raises in backward while ``failing`` is set."""
+
+    failing = False
+
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        if Failing.failing:
+            raise ZeroDivisionError
+        return gradient
+
+
+class Net(torch.nn.Module):
+    """Layers with a place in the middle where backward can fail; perhaps under reentrant checkpoints."""
+
+    def __init__(self, mesh, *, reentrant=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(37, 37) for _ in range(3))
+        self.reentrant = reentrant
+        for layer in self.layers:
+            fsdp.fully_shard(layer, mesh=mesh)
+        fsdp.fully_shard(self, mesh=mesh)
+
+    def forward(self, x):
+        if self.reentrant:
+            x.requires_grad_()
+        for index, layer in enumerate(self.layers):
+            if index == 1:
+                x = Failing.apply(x)
+            x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
+        return x
+
+
+def _fails(net, step, *, forward=False, here=True):
+    """Run a pass that fails on this rank, or on its peer; then make FSDP ready for the next."""
+    Failing.failing = here and not forward
+    handle = net.layers[2].register_forward_pre_hook(_raise) if forward else None
+    with pytest.raises(ZeroDivisionError if here else RuntimeError):
+        backward(net, step)
+    Failing.failing = False
+    if handle is not None:
+        handle.remove()
+    net.reset_iter_state()
+
+
+def _raise(*_):
+    raise ZeroDivisionError
+
+
+def _accumulated(net):
+    net.set_requires_all_reduce(False)
+    backward(net, 0)
+    net.set_requires_all_reduce(True)
+    backward(net, 1)
+    return gradients(net)
+
+
+def _interrupted_sums(_):
+    """A step begins again after its second micro-batch failed: in the sum, in the average, or in forward."""
+    mesh = nodes_and_shards(1)
+    results = []
+    for averaged, forward in ((False, False), (True, False), (False, True)):
+        nets = [Net(mesh), Net(mesh["shard"])]
+        quantize_all_reduce(nets[1], state_between(mesh, min_bytes=EXACT))
+        for net in nets:
+            net.set_requires_all_reduce(False)
+            backward(net, 5)
+            net.set_requires_all_reduce(averaged)
+            _fails(net, 6, forward=forward)
+            net.zero_grad()
+        results.append(all_equal(*map(_accumulated, nets)))
+    return results
+
+
+def _zeroed_gradients(_):
+    """The exchanges of a failed pass may still run when its gradients are set to zero."""
+    mesh = nodes_and_shards(1)
+    results = []
+    for _ in range(3):
+        nets = [Net(mesh), Net(mesh["shard"])]
+        quantize_all_reduce(nets[1], state_between(mesh, min_bytes=EXACT))
+        for net in nets:
+            _fails(net, 0)
+            net.zero_grad(set_to_none=False)
+            backward(net, 1)
+        results.append(all_equal(*map(gradients, nets)))
+    return all(results)
+
+
+def _keys(_):
+    """Under reentrant checkpoints the passes inside of one that failed are not those of the next."""
+    mesh = nodes_and_shards(1)
+    net, state = Net(mesh["shard"], reentrant=True), state_between(mesh, bits=4)
+    quantize_all_reduce(net, state)
+    _fails(net, 0)
+    net.zero_grad()
+    backward(net, 1)
+    return sorted(state.stand_ins.named)
+
+
+def _after_failures(rank):
+    return _interrupted_sums(rank), _zeroed_gradients(rank), _keys(rank)
+
+
+def test_nothing_of_a_failed_pass_comes_into_the_next():
+    wanted = ([True] * 3, True, ["layers.0", "layers.1", "layers.2"])
+    assert run_ranks(_after_failures, 2, timeout=100) == [wanted] * 2
+
+
+def _one_rank_failed(rank):
+    mesh = nodes_and_shards(1)
+    net, state = Net(mesh["shard"], reentrant=True), state_between(mesh, bits=4)
+    quantize_all_reduce(net, state)
+    backward(net, 0)
+    if rank == 1:
+        _fails(net, 1)
+        state.close()
+    else:
+        _fails(net, 1, here=False)
+        state.close()
+    net.zero_grad()
+    backward(net, 2)
+    return same_on_all_ranks(gradients(net))
+
+
+def test_close_is_a_fresh_start_under_reentrant_checkpoints():
+    assert all(run_ranks(_one_rank_failed, 2, timeout=100, group_timeout=20))
