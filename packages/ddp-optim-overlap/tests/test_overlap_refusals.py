@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import Net, batches, differences, make_ddp, one_group, same, train
+from overlap_runs import Net, batches, complex_if_sent, differences, make_ddp, one_group, same, train
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -341,7 +341,7 @@ class Odd(torch.nn.Module):
         torch.manual_seed(0)
         self.scale = torch.nn.Parameter(torch.tensor(2.0))
         self.empty = torch.nn.Parameter(torch.empty(0))
-        dtype = _complex_if_sent()
+        dtype = complex_if_sent()
         self.linear = torch.nn.Linear(8, 8, dtype=dtype)
         self.turned = torch.nn.Parameter(torch.randn(8, 4, dtype=dtype).t())
         self.phase = torch.nn.Parameter(torch.randn((), dtype=dtype))
@@ -349,15 +349,6 @@ class Odd(torch.nn.Module):
     def forward(self, x):
         values = self.linear(x.to(self.phase.dtype)) @ self.turned.t() * self.phase
         return values.abs().sum() * self.scale.exp() + self.empty.sum()
-
-
-def _complex_if_sent():
-    """Return what the parameters are of: DDP broadcasts them, and Gloo takes no complex ones in torch 2.6."""
-    try:
-        dist.broadcast(torch.zeros(1, dtype=torch.complex64), 0)
-    except RuntimeError:
-        return torch.float32
-    return torch.complex64
 
 
 def _odd_run(*, overlap, view):
