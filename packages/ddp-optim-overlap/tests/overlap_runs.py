@@ -53,6 +53,15 @@ class Net(torch.nn.Module):
         return x
 
 
+def complex_if_sent():
+    """Return what parameters may be of: DDP broadcasts them, and Gloo takes no complex ones in torch 2.6."""
+    try:
+        dist.broadcast(torch.zeros(1, dtype=torch.complex64), 0)
+    except RuntimeError:
+        return torch.float32
+    return torch.complex64
+
+
 def batches(count, rank=None, seed=0):
     generator = torch.Generator().manual_seed(100 * seed + (dist.get_rank() if rank is None else rank))
     return [torch.randn(3, 2, 4, 4, generator=generator) for _ in range(count)]

@@ -39,10 +39,12 @@ from ddp_optim_overlap import (
     PerBucketNorm,
     PreviousStepNorm,
     StepError,
+    gradient_release,
     overlap_optimizer,
 )
 from ddp_optim_overlap.bucket_memory import PageMemory, StorageMemory
 from ddp_optim_overlap.gradient_release import require_readable
+from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from dist_utils.testing import patience, run_ranks
 
 ADAMW = one_group(torch.optim.AdamW, {"lr": 0.01})
@@ -153,7 +155,7 @@ class _Late:
 
 
 class Mixed(torch.nn.Module):
-    """Sparse, complex, and of two types: buckets of three kinds, in the first pass too."""
+    """Sparse, complex, empty, and of two types: buckets of several kinds, in the first pass too."""
 
     def __init__(self):
         super().__init__()
@@ -161,10 +163,11 @@ class Mixed(torch.nn.Module):
         self.embedding = torch.nn.Embedding(10, 8, sparse=True)
         self.first, self.second = torch.nn.Linear(8, 700), torch.nn.Linear(700, 4).double()
         self.turn = torch.nn.Parameter(torch.randn(700, dtype=complex_if_sent()))
+        self.empty = torch.nn.Parameter(torch.empty(0))
 
     def forward(self, x):
         x = self.first(self.embedding(x)) * self.turn
-        return self.second((torch.view_as_real(x).sum(-1) if x.is_complex() else x).double())
+        return self.second(x.abs().double()) + self.empty.sum()
 
 
 def _buckets_of_all_kinds(seen):
@@ -186,6 +189,38 @@ def _buckets_of_all_kinds(seen):
                 return snapshot(ddp), optimizer.state_dict()
 
             seen[getattr(memory, "__name__", ""), view] = both(run)
+
+
+def _counting(step, parts):
+    def counted(calls, parameters):
+        parts.append(len(parameters))
+        step(calls, parameters)
+
+    return counted
+
+
+def _large_buckets_in_parts(seen):
+    """A part is given back before the next one is stepped, and a limit is still that of the bucket."""
+    whole, gradient_release._PART_BYTES = gradient_release._PART_BYTES, 600
+    try:
+        for name, clip in {"": None, "per bucket": PerBucketNorm(0.02)}.items():
+            runs = []
+            for memory in (None, *WAYS):
+                ddp = make_ddp(bucket_cap_mb=25)
+                optimizer = adamw(ddp)
+                parts = []
+                begin_overlap(ddp, optimizer, memory=memory, clip=clip)
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(OverlappedOptimizers, "step", _counting(OverlappedOptimizers.step, parts))
+                    for x in batches(3):
+                        backward(ddp, x)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                runs.append((snapshot(ddp), optimizer.state_dict()))
+                seen[name, str(memory)] = sum(parts) == 30 and (max(parts) < 10) is (memory is not None)
+            seen[name, "same bits"] = same(runs[0], runs[1]) and same(runs[0], runs[2])
+    finally:
+        gradient_release._PART_BYTES = whole
 
 
 def _refused_at_the_call(seen):
@@ -379,6 +414,7 @@ PARTS = named(
     _gradients_that_are_left,
     _as_with_gradients,
     _buckets_of_all_kinds,
+    _large_buckets_in_parts,
     _refused_at_the_call,
     _refused_later,
     _too_late,

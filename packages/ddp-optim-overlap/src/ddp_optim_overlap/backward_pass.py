@@ -30,7 +30,9 @@ class BackwardPass:
     norm: torch.Tensor | None = None
     cancelled: bool = False
     over: bool = False
+    """Whether DDP has ended it, well or not."""
     only_bucket: bool = False
+    """Whether there is one bucket, as before DDP has rebuilt them."""
     handed_over: list[torch.Tensor] = field(default_factory=list)
     """Parameters whose gradients go at the end of the pass."""
     stepping: threading.Lock = field(default_factory=threading.Lock)

@@ -225,13 +225,13 @@ class Engine:
             self.gradients.stop()
         if self._watch is not None:
             self._watch.end()
-        if self.release is not None:
-            self.release.restore()
         self.gradients.forget_used()
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
             self._failure.forget_worker()
+        if self.release is not None:  # now that no job gives anything back any more
+            self.release.memory.restore()
         self._known.forget()
         self._pass = None
 

@@ -153,10 +153,6 @@ class GradientRelease:
             for parameter in current.handed_over:
                 parameter.grad = None
 
-    def restore(self) -> None:
-        """Leave a model that has all of its memory."""
-        self.memory.restore()
-
 
 def require_owned(averaged: Collection[torch.Tensor], owned: Collection[torch.Tensor]) -> None:
     """Raise if a parameter would lose its gradient and is not stepped.
