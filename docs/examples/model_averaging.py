@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.algorithms.model_averaging.utils import get_params_to_average
 from torch.distributed.optim import PostLocalSGDOptimizer
 
 from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
@@ -21,7 +20,7 @@ from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 class ChangeAverager(PeriodicModelAverager):
     """Average what has changed since the last average: in few bits that loses less than parameters would.
 
-    Make it when all ranks have the same parameters.
+    Make it when all ranks have the same parameters, and of all that are to be averaged.
     """
 
     def __init__(
@@ -38,14 +37,14 @@ class ChangeAverager(PeriodicModelAverager):
     @torch.no_grad()
     def average_parameters(self, params: Iterable[Any]) -> None:
         """Count a step, and average if it is time: PostLocalSGDOptimizer calls this after its step."""
+        del params  # always all: those with gradients may be others in each step, and on each rank
         steps_since_warmup = self.step - self.warmup_steps
         self.step += 1
         if steps_since_warmup >= 0 and steps_since_warmup % self.period == 0:
-            chosen = get_params_to_average(params)  # those with gradients
-            changes = [parameter - self.shared[parameter] for parameter in chosen]
+            changes = [parameter - shared for parameter, shared in self.shared.items()]
             all_reduce(changes, dist.ReduceOp.AVG, self.state, key="changes")
-            for parameter, change in zip(chosen, changes, strict=True):
-                parameter.copy_(self.shared[parameter].add_(change))
+            for (parameter, shared), change in zip(self.shared.items(), changes, strict=True):
+                parameter.copy_(shared.add_(change))
 
 
 if __name__ == "__main__":  # every rank learns, from data of its own, what a random network computes

@@ -27,11 +27,10 @@ class _Transformers:
     def __init__(self):
         self.page = run("Transformers", definitions=True)
 
-    def train(self, callback=None, of_callback=None, folder="output", **options):
+    def train(self, callback=None, of_callback=None, folder="output", resumed=None, **options):
         """Return the parameters, and the callback."""
         from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - may be missing
 
-        resume = options.pop("resume_from_checkpoint", None)
         torch.manual_seed(0)
         sizes = {
             "hidden_size": 128,
@@ -64,9 +63,10 @@ class _Transformers:
         )
         trainer = self.page["Trainer"](net, arguments, train_dataset=data)
         if callback is not None:
-            callback = self.page[callback](trainer, **(of_callback or {}))
+            of_run = {} if resumed is None else {"resumed": resumed}
+            callback = self.page[callback](trainer, **of_run, **(of_callback or {}))
             trainer.add_callback(callback)
-        trainer.train(resume_from_checkpoint=resume)
+        trainer.train(resume_from_checkpoint=resumed)
         assert trainer.state.global_step == 6
         parameters = list(net.parameters())
         assert same_on_all_ranks(parameters)
@@ -90,8 +90,8 @@ def _quantized(transformers):
     for name in ("QuantizedGradients", "QuantizedAndOverlapped"):
         saves = {"save_strategy": "steps", "save_steps": 3, "folder": name}
         whole, callback = transformers.train(name, FEEDBACK, **saves)
-        resume = {"resume_from_checkpoint": f"{name}/checkpoint-3"}
-        resumed, _ = transformers.train(name, FEEDBACK, folder=name, **resume)
+        elsewhere = {"folder": f"{name} goes on", "resumed": f"{name}/checkpoint-3"}
+        resumed, _ = transformers.train(name, FEEDBACK, **elsewhere)
         found[name] = whole, same_bits(whole, resumed), callback.quantized.statistics
     return found
 

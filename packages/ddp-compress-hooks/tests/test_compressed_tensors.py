@@ -1,5 +1,7 @@
 """all_reduce of plain tensors in 32 or 16 bits: the values of the hooks, or an error before anything."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ddp_compress_hooks import CompressState, all_reduce, allreduce_hook, compress_hook
 from dist_utils import AgreementError
 from dist_utils.testing import grad_bucket, run_ranks, same_bits, same_on_all_ranks
+from dist_utils.torch_compat import default_store
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 STATES = {
@@ -112,11 +115,6 @@ def _refusals(rank):
     with pytest.raises(RuntimeError, match="op is"):
         all_reduce(ones, (SUM, AVG)[rank], async_op=True).wait()
     wire = CompressState(wire_dtype=torch.bfloat16, accumulate="fp32")
-    inside = all_reduce(torch.ones(3_000_000), AVG, wire, async_op=True).then(
-        lambda _: all_reduce(ones, AVG, wire)
-    )
-    with pytest.raises(RuntimeError, match="callback of another call's future"):
-        inside.wait()
     with torch.inference_mode():
         all_reduce([square.t()], AVG, wire)
     all_reduce(ones)
@@ -125,3 +123,28 @@ def _refusals(rank):
 
 def test_wrong_and_unequal_calls_are_refused():
     assert run_ranks(_refusals, 2) == [[2.0] * 4] * 2
+
+
+def _in_a_callback(rank):
+    """Whichever thread completes a call, its callbacks are refused; and a thread of the user's is not."""
+    store = default_store()
+    for name, (make, _) in STATES.items():
+        state, values = make(), torch.ones(5000)
+        all_reduce(values, AVG, state)  # from now on the ranks know that they agree: none waits for another
+        if rank == 1:
+            store.wait([name])
+            all_reduce(values, AVG, state)
+            continue
+        inside = all_reduce(values, AVG, state, async_op=True).then(lambda _: all_reduce(torch.ones(3)))
+        store.set(name, "")
+        with pytest.raises(RuntimeError, match="callback of another call's future"):
+            inside.wait()
+    total = torch.ones(3)
+    thread = threading.Thread(target=all_reduce, args=(total,))
+    thread.start()
+    thread.join()
+    return total.tolist()
+
+
+def test_a_call_in_a_callback_is_refused():
+    assert run_ranks(_in_a_callback, 2) == [[2.0] * 3] * 2

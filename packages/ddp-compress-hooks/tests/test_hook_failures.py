@@ -1,16 +1,14 @@
 """A peer that dies while gradients travel: an error on every survivor, and no wrong step."""
 
 import os
-import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from hook_buckets import HOOKS, state_of
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_utils.testing import call_in_backward, patience, run_ranks
+from dist_utils.testing import call_in_backward, patience, run_ranks, stop_process
 
 GROUP_TIMEOUT = 40.0
 
@@ -18,7 +16,7 @@ GROUP_TIMEOUT = 40.0
 def _stop_or_die(how):
     """End the process, or halt it, after later layers' buckets are on their way."""
     if how == "stops":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop_process()
     elif how:
         os._exit(3)
 
@@ -73,21 +71,11 @@ def test_survivors_raise_within_the_timeout_and_keep_their_parameters(name):
         assert seconds < GROUP_TIMEOUT
 
 
-def _peer_stops(rank, name, pids):
-    """As a peer that dies, but with its connections open: only the group's timeout can tell."""
-    if rank == 1:
-        Path(pids).write_text(str(os.getpid()))
-    try:
-        return _peer_dies(rank, name, "stops")
-    finally:
-        if rank == 0:
-            os.kill(int(Path(pids).read_text()), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("name", ["bf16_compress_hook", "bf16_compress_hook/fp32"])
-def test_a_peer_that_stops_raises_at_the_timeout_and_changes_no_parameter(name, tmp_path):
+def test_a_peer_that_stops_raises_at_the_timeout_and_changes_no_parameter(name):
+    """As one that dies, but with its connections open: only the group's timeout can tell."""
     limit = patience(3.0)
-    ranks = run_ranks(_peer_stops, 3, name, str(tmp_path / "pid"), may_die={1}, group_timeout=limit)
+    ranks = run_ranks(_peer_dies, 3, name, "stops", may_die={1}, group_timeout=limit)
     for unchanged, seconds in (ranks[0], ranks[2]):
         assert unchanged
         assert seconds < 5 * limit

@@ -1,7 +1,6 @@
 """A peer, a hook or a step that fails: an error on every rank, never a hang, and no wrong step."""
 
 import os
-import signal
 import threading
 import time
 from functools import partial
@@ -21,7 +20,7 @@ from ddp_optim_overlap import (
     StepError,
     overlap_optimizer,
 )
-from dist_utils.testing import call_in_backward, patience, run_ranks
+from dist_utils.testing import call_in_backward, patience, run_ranks, stop_process
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
 GROUP_TIMEOUT = 40.0
@@ -31,7 +30,7 @@ def _end_process(how):
     if how == "exits":
         os._exit(3)
     if how == "stops":
-        os.kill(os.getpid(), signal.SIGSTOP)
+        stop_process()
 
 
 def _bad_layer():
@@ -127,22 +126,11 @@ def test_survivors_raise_within_the_timeout(mode):
         assert seconds < GROUP_TIMEOUT
 
 
-def _peer_stops(rank, mode, pids):
-    """As a peer that dies, but with its connections open: only the group's timeout can tell."""
-    if rank == 1:
-        Path(pids).write_text(str(os.getpid()))
-    try:
-        return _peer_dies(rank, mode, "stops")
-    finally:
-        if rank == 0:
-            os.kill(int(Path(pids).read_text()), signal.SIGKILL)
-
-
 @pytest.mark.parametrize("mode", OverlapMode)
-def test_a_peer_that_stops_raises_at_the_timeout(mode, tmp_path):
-    pids = str(tmp_path / "pid")
+def test_a_peer_that_stops_raises_at_the_timeout(mode):
+    """As one that dies, but with its connections open: only the group's timeout can tell."""
     limit = patience(3.0)
-    first, _, last = run_ranks(_peer_stops, 3, mode, pids, may_die={1}, group_timeout=limit, timeout=90)
+    first, _, last = run_ranks(_peer_dies, 3, mode, "stops", may_die={1}, group_timeout=limit, timeout=90)
     for moved, told, report, seconds in (first, last):
         assert report.number == 3
         assert told
@@ -309,7 +297,7 @@ def _the_first_error_is_kept(mode):
         average = allreduce_hook(None, bucket)
         if state["fails"] and bucket.index() == 2:
             assert failed.wait(10) or mode is OverlapMode.AFTER_REDUCE
-            time.sleep(0.1)  # the worker has noted it by then
+            state["handle"]._engine._worker.wait()  # which has noted it then
             raise ValueError("later")
         return average
 
@@ -326,7 +314,7 @@ def _the_first_error_is_kept(mode):
     state = {"fails": False}
     ddp, optimizer, handle = _start(mode, make=Fails, comm_hook=hook, comm_state=state)
     optimizer.victim = ddp.in_bucket[0][0]
-    state["fails"] = True
+    state |= {"fails": True, "handle": handle}
     before = snapshot(ddp)
     with pytest.raises(RuntimeError):
         ddp(batches(1)[0]).square().sum().backward()

@@ -37,19 +37,21 @@ from ddp_optim_overlap import (
     overlap_optimizer,
 )
 from dist_utils.testing import run_ranks
+from dist_utils.torch_compat import default_store
 
 
 class OnThread(torch.optim.SGD):
-    """Notes who steps; and takes its time over one parameter, if told to."""
+    """Notes who steps; and waits with one parameter until a key is in the store, if told to."""
 
     names = None
-    slow = None
+    late = None
+    key = ""
 
     def step(self, closure=None):
         if self.names is not None:
             self.names.add(threading.current_thread().name)
-        if any(parameter is self.slow for group in self.param_groups for parameter in group["params"]):
-            time.sleep(1.0)
+        if any(parameter is self.late for group in self.param_groups for parameter in group["params"]):
+            default_store().wait([self.key])
         return super().step(closure)
 
 
@@ -158,11 +160,13 @@ def _a_slow_peer(seen):
         handle.wait()
         optimizer.zero_grad()
         if dist.get_rank() == 1:
-            optimizer.slow = ddp.module.conv.weight  # in the last bucket
+            optimizer.late = ddp.module.conv.weight  # in the last bucket
+            optimizer.key = f"{mode.name}: waited"
         backward(ddp, batches(1)[0])
         if dist.get_rank() == 0:
             with pytest.raises(TimeoutError, match="a peer has not finished its step"):
                 handle.wait(timeout=0.1)
+            default_store().set(f"{mode.name}: waited", "")
         seen[mode.name] = handle.wait(timeout=30).number == 2
 
 
@@ -280,7 +284,7 @@ def _threads(_):
         del ddp, handle
         gc.collect()
         assert gone() is None
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while any(thread.name == "ddp-optim-overlap" for thread in threading.enumerate()):
             assert time.monotonic() < deadline, how
             time.sleep(0.01)
@@ -289,5 +293,5 @@ def _threads(_):
 
 
 def test_no_thread_is_left():
-    for names in run_ranks(_threads, 2, timeout=60):
+    for names in run_ranks(_threads, 2, timeout=90):
         assert names == [1, 1, 1, 1]

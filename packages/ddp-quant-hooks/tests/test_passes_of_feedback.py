@@ -148,7 +148,7 @@ def _raises(rank):
         finally:
             exchanges.kernels.encode_shards = real
             inside = state.state_dict()
-        time.sleep(0.3)
+        state.wait_for_jobs()
         for after in (inside, state.state_dict()):
             assert same_bits(before["own"], after["own"])
             assert after["steps"] == 4

@@ -10,7 +10,13 @@ from quant_buckets import make_state, run_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_quant_hooks.state
-from ddp_quant_hooks import exchanges, quantization_perchannel_hook, quantized_allreduce_hook
+from ddp_quant_hooks import (
+    QuantizedAllreduceState,
+    all_reduce,
+    exchanges,
+    quantization_perchannel_hook,
+    quantized_allreduce_hook,
+)
 from dist_utils import torch_compat
 from dist_utils.testing import call_in_backward, grad_bucket, patience, run_ranks
 
@@ -164,6 +170,24 @@ def _failure_beside_the_exchange(rank):
 
 def test_a_failure_beside_the_exchange_leaves_residuals():
     run_ranks(_failure_beside_the_exchange, 2, timeout=60)
+
+
+def _plain_fails(rank):
+    """What is too small to be quantized, until a peer dies."""
+    state, bucket = QuantizedAllreduceState(), grad_bucket([torch.ones(3)])
+    quantized_allreduce_hook(state, bucket).wait()
+    all_reduce(torch.ones(3), dist.ReduceOp.SUM, state)
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(RuntimeError):
+        quantized_allreduce_hook(state, bucket).wait()
+    with pytest.raises(RuntimeError):
+        all_reduce(torch.ones(3), dist.ReduceOp.SUM, state)
+    return state.statistics.plain_buckets
+
+
+def test_a_bucket_that_is_not_averaged_is_not_counted():
+    assert run_ranks(_plain_fails, 2, may_die={1}, group_timeout=GROUP_TIMEOUT) == [2, None]
 
 
 def _peer_of_two_dies(rank):

@@ -20,8 +20,8 @@ STATES = {
     "int8 shard": {"error_feedback": "shard"},
     "int4 both": {"bits": 4},
     "int4 shard": {"bits": 4, "error_feedback": "shard"},
-    "int8 both, small buckets plain": {"error_feedback": "both", "min_bytes": 9_000},
-    "int8 shard, small buckets plain": {"error_feedback": "shard", "min_bytes": 9_000},
+    "int8 both, small buckets plain": {"error_feedback": "both", "min_bytes": 12_000},
+    "int8 shard, small buckets plain": {"error_feedback": "shard", "min_bytes": 12_000},
     "int8 both, exact 1d, 16 bits back": {"error_feedback": "both", "exact_1d": True, "gather": "bf16"},
 }
 MODELS = {

@@ -262,6 +262,10 @@ def _refusals(rank):
         refused(ValueError, r"'list\[1\]' was used", all_reduce, ones, AVG, feedback, key="list[1]")
         refused(RuntimeError, "inside of step", feedback.load_state_dict, feedback.state_dict())
         refused(RuntimeError, "step.. inside of step", feedback.step().__enter__)
+    with state.step():
+        refused(RuntimeError, "step.. inside of step", state.step().__enter__)
+    with state.step():
+        all_reduce(ones, AVG, state)
     bucket = grad_bucket([ones])
     refused(ValueError, "not for both", quantized_allreduce_hook, feedback, bucket)
     hooked = make(error_feedback="both")

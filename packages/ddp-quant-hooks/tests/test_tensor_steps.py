@@ -10,7 +10,7 @@ from ddp_quant_hooks import QuantizedAllreduceState, all_reduce, reduce_scatter_
 from dist_utils import AgreementError
 from dist_utils.testing import patience, run_ranks, same_on_all_ranks
 
-AVG = dist.ReduceOp.AVG
+SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
 
 def make(**options):
@@ -64,52 +64,85 @@ def test_what_a_step_loses_is_added_to_the_next(world_size):
     run_ranks(_unbiased, world_size)
 
 
+def _fails(state, rank):
+    with pytest.raises(KeyError), state.step():  # noqa: PT012 - the block is what fails
+        all_reduce(_values(rank, 7, "a"), AVG, state, key="a")
+        raise KeyError
+
+
+def _is_discarded(state, rank):
+    _step(state, rank, 7)
+    state.discard_step()
+
+
+def _not_finite(state, rank):
+    tensor = _values(rank, 7, "a")
+    tensor[5] = torch.inf if rank == 1 else 0.0
+    all_reduce(tensor, AVG, state, key="a")
+    assert not tensor.isfinite().all()
+
+
+def _not_finite_in_one_shard(state, rank):
+    gradients = _values(rank, 7, "a")
+    gradients[5] = torch.inf if rank == 1 else 0.0
+    with state.step():
+        all_reduce(_values(rank, 7, "a"), AVG, state, key="a")
+        reduce_scatter_tensor(torch.empty(1000), gradients, AVG, state, key="shards")
+
+
+def _sum_overflows(state, rank):
+    """The mean of the same values would be finite."""
+    half = torch.full((3000,), 30_000.0, dtype=torch.float16)
+    with state.step():
+        all_reduce(_values(rank, 7, "a"), AVG, state, key="a")
+        all_reduce(half, SUM, state, key="half")
+    assert half.isinf().all()
+
+
+def _sum_of_shards_overflows(state, rank):
+    half, shard = torch.full((3000,), 30_000.0, dtype=torch.float16), torch.empty(1000, dtype=torch.float16)
+    with state.step():
+        all_reduce(_values(rank, 7, "a"), AVG, state, key="a")
+        reduce_scatter_tensor(shard, half, SUM, state, key="half")
+    assert shard.isinf().all()
+
+
+def _one_call_is_refused(state, rank):
+    with state.step():
+        all_reduce(_values(rank, 7, "a"), AVG, state, key="a")
+        with pytest.raises(AgreementError):
+            all_reduce(torch.ones(10 + rank), AVG, state, key="other")
+
+
+def _has_another_key(state, rank):
+    all_reduce(_values(rank, 7, "a"), AVG, state, key="c")
+
+
+DO_NOT_COUNT = (
+    _fails,
+    _is_discarded,
+    _not_finite,
+    _not_finite_in_one_shard,
+    _sum_overflows,
+    _sum_of_shards_overflows,
+    _one_call_is_refused,
+    _has_another_key,
+)
+
+
 def _do_not_count(rank):
     """Steps that fail, are discarded, or are not finite leave the residuals as they were."""
 
     def after(disturb):
         state = make()
         _step(state, rank, 0)
-        disturb(state)
-        return _step(state, rank, 1), state.feedback.steps
+        disturb(state, rank)
+        return _step(state, rank, 1)
 
-    def fail(state):
-        with pytest.raises(KeyError), state.step():  # noqa: PT012 - the block is what fails
-            all_reduce(_values(rank, 7, "a"), AVG, state, key="a")
-            raise KeyError
-
-    def discard(state):
-        _step(state, rank, 7)
-        state.discard_step()
-
-    def not_finite(state):
-        tensor = _values(rank, 7, "a")
-        tensor[5] = torch.inf if rank == 1 else 0.0
-        all_reduce(tensor, AVG, state, key="a")
-        assert not tensor.isfinite().all()
-
-    def not_finite_in_one_shard(state):
-        gradients = _values(rank, 7, "a")
-        gradients[5] = torch.inf if rank == 1 else 0.0
-        with state.step():
-            all_reduce(_values(rank, 7, "a"), AVG, state, key="a")
-            reduce_scatter_tensor(torch.empty(1000), gradients, AVG, state, key="shards")
-
-    def refused(state):
-        with state.step():
-            all_reduce(_values(rank, 7, "a"), AVG, state, key="a")
-            with pytest.raises(AgreementError):
-                all_reduce(torch.ones(10 + rank), AVG, state, key="other")
-
-    def another_key(state):
-        all_reduce(_values(rank, 7, "a"), AVG, state, key="c")
-
-    undisturbed, _ = after(lambda state: None)
-    for disturb in (fail, discard, not_finite, not_finite_in_one_shard, refused, another_key):
-        means, _ = after(disturb)
-        assert torch.equal(means, undisturbed), disturb.__name__
-    counted, _ = after(lambda state: _step(state, rank, 7))
-    assert not torch.equal(counted, undisturbed)
+    undisturbed = after(lambda state, rank: None)
+    for disturb in DO_NOT_COUNT:
+        assert torch.equal(after(disturb), undisturbed), disturb.__name__
+    assert not torch.equal(after(lambda state, rank: _step(state, rank, 7)), undisturbed)
 
 
 def test_steps_that_do_not_count_leave_the_residuals():

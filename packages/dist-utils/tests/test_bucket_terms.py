@@ -94,8 +94,9 @@ def _swapped(rank):
 
 
 def test_hooks_that_were_used_one_after_another_are_not_taken_for_each_other():
-    asked, _ = run_ranks(_swapped, 2, group_timeout=4)
-    assert "ranks [0] came within 4 s, ranks [1] did not" in asked
+    limit = patience(3.0)
+    asked, _ = run_ranks(_swapped, 2, group_timeout=limit)
+    assert f"ranks [0] came within {limit:g} s, ranks [1] did not" in asked
 
 
 def _late(rank, limit):

@@ -25,7 +25,7 @@ def _threads(name="OrderedWorker"):
 
 
 def _wait_for_end_of_threads(name="OrderedWorker"):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 40
     while _threads(name) and time.monotonic() < deadline:
         time.sleep(0.01)
     return len(_threads(name))

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dist_utils import torch_compat
 from dist_utils.testing import (
     RankDied,
     RanksHung,
     RankTraceback,
     patience,
     run_ranks,
-    tcp_bytes_sent,
+    stop_process,
 )
 
 
@@ -159,6 +160,24 @@ def test_ranks_that_may_die_have_no_result():
     assert run_ranks(_survive, 2, may_die={1}) == ["survived", None]
 
 
+def _stop(rank):
+    if rank == 1:
+        stop_process()
+    with pytest.raises(RuntimeError, match=r"(?i)timed out"):
+        dist.barrier()
+    return "survived"
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="cannot stop a process")
+def test_a_rank_that_stops_is_noticed_at_the_timeout_and_ended():
+    assert run_ranks(_stop, 2, may_die={1}, group_timeout=patience(2.0)) == ["survived", None]
+
+
+def test_only_a_rank_can_be_stopped():
+    with pytest.raises(RuntimeError, match="is for a rank of run_ranks"):
+        stop_process()
+
+
 def _hang(rank):
     if rank == 1:
         time.sleep(1000)
@@ -182,22 +201,14 @@ def test_bad_input_starts_nothing():
         run_ranks(_no_group, too_many, backend="nccl")
 
 
-def _send(rank, elements):
-    tensor = torch.zeros(elements)
-    dist.all_reduce(tensor)
-    dist.barrier()
-    before = tcp_bytes_sent()
-    dist.all_reduce(tensor)
-    dist.barrier()
-    return tcp_bytes_sent() - before
+def _timeout_of_group(rank):
+    return torch_compat.group_timeout(dist.group.WORLD, torch.device("cpu")).total_seconds()
 
 
-def test_sent_bytes_are_those_of_a_ring_all_reduce():
-    world_size, elements = 4, 1 << 18
-    ring = 2 * (world_size - 1) / world_size * 4 * elements
-    for sent in run_ranks(_send, world_size, elements):
-        # Above the payload: Gloo's message headers and the barrier.
-        assert ring <= sent < 1.02 * ring
+def test_no_collective_gives_up_before_the_launcher():
+    """Which waits for ranks that get no core, at most thirty times as long."""
+    assert run_ranks(_timeout_of_group, 1, timeout=20.0) == [600.0]
+    assert run_ranks(_timeout_of_group, 1, timeout=20.0, group_timeout=7.0) == [7.0]
 
 
 def _crowd(rank, core):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -27,6 +28,10 @@ __all__ = ["all_reduce"]
 _NAME = "ddp_compress_hooks.all_reduce"
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _Future = torch.futures.Future[torch.Tensor]
+
+_completing: set[tuple[int, int]] = set()
+"""Threads, of a backend or of a state, that have completed a call, see :func:`_this_thread`. Two of them run
+callbacks in an order that may differ between ranks."""
 
 
 @overload
@@ -90,7 +95,7 @@ def all_reduce(
     with torch_compat.profiler_range(_NAME), torch.inference_mode(False):
         if state.process_group.size() == 1:
             return _result(completed_future(like), tensor) if async_op else None
-        if state.worker.runs_this_thread():
+        if _this_thread() in _completing:
             raise RuntimeError(
                 f"{_NAME} in a callback of another call's future, where the order of calls may differ "
                 "between ranks: wait for that future, then call"
@@ -107,7 +112,7 @@ def all_reduce(
                 arrivals.append(_start(state, pack, mean=mean))
                 if not async_op:
                     arrivals.pop().wait()
-    return _result(_when_all_have(arrivals, like), tensor) if async_op else None
+    return _result(ring.when_all_have(arrivals or [completed_future(like)]), tensor) if async_op else None
 
 
 def _agree(state: CompressState, tensors: Sequence[torch.Tensor], *, mean: bool) -> None:
@@ -150,19 +155,18 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _when_all_have(arrivals: list[_Future], like: torch.Tensor) -> _Future:
-    if not arrivals:
-        return completed_future(like)
-
-    def last(done: torch.futures.Future[list[_Future]]) -> torch.Tensor:
-        return [arrival.value() for arrival in done.value()][-1]
-
-    return torch.futures.collect_all(arrivals).then(last)
-
-
 def _result(done: _Future, tensor: Tensors) -> torch.futures.Future[Any]:
+    caller = _this_thread()
+
     def value(future: _Future) -> Any:
+        if (here := _this_thread()) != caller:
+            _completing.add(here)  # before the caller's own callbacks run here
         future.value()  # raises what went wrong
         return tensor
 
     return done.then(value)
+
+
+def _this_thread() -> tuple[int, int]:
+    """Return both numbers of this thread: each alone is soon another one's when it has ended."""
+    return threading.get_ident(), threading.get_native_id()

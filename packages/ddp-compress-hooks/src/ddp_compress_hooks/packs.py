@@ -38,10 +38,13 @@ class Pack:
 def packs(tensors: Iterable[torch.Tensor]) -> Iterator[Pack]:
     """Yield tensors of one dtype and device, in their order."""
     waiting: list[torch.Tensor] = []
+    waiting_bytes = 0
     for tensor in tensors:
-        if waiting and sum(one.nbytes for one in waiting) + tensor.nbytes > _PACK_BYTES:
+        nbytes = tensor.nbytes
+        if waiting and waiting_bytes + nbytes > _PACK_BYTES:
             yield Pack(waiting)
-            waiting = []
+            waiting, waiting_bytes = [], 0
         waiting.append(tensor)
+        waiting_bytes += nbytes
     if waiting:
         yield Pack(waiting)

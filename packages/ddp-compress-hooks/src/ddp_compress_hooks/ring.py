@@ -12,7 +12,7 @@ from ddp_compress_hooks.state import CompressState
 from dist_utils.finite_means import hold_shares, largest_share
 from dist_utils.process_groups import future_of_work
 
-__all__ = ["average", "average_sparse"]
+__all__ = ["average", "average_sparse", "when_all_have"]
 
 _PIECE_BYTES_PER_RANK = 2 << 20
 """Wire bytes of a piece, times the number of ranks. While one piece is on the wire the next is cast, but
@@ -50,7 +50,7 @@ def average(
             return buffer
 
         arrivals.append(future_of_work(work, group, values.device).then(arrive))
-    return arrivals[0] if len(arrivals) == 1 else _when_all_have(arrivals)
+    return arrivals[0] if len(arrivals) == 1 else when_all_have(arrivals)
 
 
 def average_sparse(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -69,9 +69,11 @@ def average_sparse(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futu
     return reduced
 
 
-def _when_all_have(
+def when_all_have(
     arrivals: list[torch.futures.Future[torch.Tensor]],
 ) -> torch.futures.Future[torch.Tensor]:
+    """Return a future of what the last of ``arrivals`` holds, when all are there; or of the first error."""
+
     def last(done: torch.futures.Future[list[torch.futures.Future[torch.Tensor]]]) -> torch.Tensor:
         return [arrival.value() for arrival in done.value()][-1]
 

@@ -128,10 +128,12 @@ def _average(
             return completed_future(buffer)
         gathered = message.new_empty(group.size() * message.numel())
         work: Any = all_gather_single(gathered, message, group, async_op=True)
+        # Dropped last by one of Gloo's threads, a callback must not own the group, whose end waits for them.
+        world_size = group.size()
 
         def restore(done: torch.futures.Future[Any]) -> torch.Tensor:
             done.value()  # raises what the collective raised
-            kernels.affine_decode(gathered.chunk(group.size()), layout, values)
+            kernels.affine_decode(gathered.chunk(world_size), layout, values)
             return buffer
 
         averaged: torch.futures.Future[torch.Tensor] = work.get_future().then(restore)

@@ -80,7 +80,6 @@ class ResidualCheckpoints(BoundModel):
         of_tensors = self.feedback.of_tensors
         known = self.stand_ins.named if of_tensors else self._parameters_of(model, "state_dict")
         self.wait_for_jobs()
-        self.feedback.wait_beside()
         names = {self.feedback.residuals.number(parameter): name for name, parameter in known.items()}
         written = saved_residuals.write(self.feedback, names, self._lengths, self._name_of)
         keys = {name: stand_in.numel() for name, stand_in in known.items()} if of_tensors else None

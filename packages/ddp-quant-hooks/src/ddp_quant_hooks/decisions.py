@@ -13,9 +13,8 @@ from ddp_quant_hooks.kernels import VALUE_DTYPES
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.passes import BackwardPass
 from ddp_quant_hooks.residuals import BucketResiduals, Residuals
-from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.routes import Route
-from ddp_quant_hooks.tensor_buckets import TensorBucket, values_of
+from ddp_quant_hooks.tensor_buckets import AnyBucket, TensorBucket, values_of
 from ddp_quant_hooks.values import Values
 
 __all__ = ["Decision", "Decisions"]
@@ -55,7 +54,7 @@ class Decisions:
         self._options, self._route, self._residuals = options, route, residuals
         self._quantized = 0
 
-    def decide(self, group: dist.ProcessGroup, running: BackwardPass, bucket: Bucket) -> Decision:
+    def decide(self, group: dist.ProcessGroup, running: BackwardPass, bucket: AnyBucket) -> Decision:
         """Decide on a bucket that is not empty.
 
         Args:
@@ -63,14 +62,13 @@ class Decisions:
             running: The backward pass that the bucket belongs to.
             bucket: The bucket.
         """
-        options, sparse = self._options, bucket.buffer().is_sparse
-        values = None if sparse else values_of(bucket)
+        options, values = self._options, values_of(bucket)
         plain = values is None or values.dtype not in VALUE_DTYPES or values.nbytes < options.min_bytes
         exact = gradients_of_small_parameters(bucket) if options.exact_1d and not plain else []
         if values is None or plain or (exact and len(exact) == len(bucket.parameters())):
             if options.error_feedback != "none":
                 running.unused_part(bucket.parameters())  # this rank's only gradients may be here
-                if not sparse:
+                if values is not None:
                     self._residuals.plain_bucket(bucket.parameters(), _position(running, bucket))
             return Decision(quantized=False, values=values)
         kept = BucketResiduals()
@@ -86,7 +84,7 @@ class Decisions:
         self._quantized = 0
 
     def _residuals_of(
-        self, group: dist.ProcessGroup, running: BackwardPass, bucket: Bucket, values: Values
+        self, group: dist.ProcessGroup, running: BackwardPass, bucket: AnyBucket, values: Values
     ) -> BucketResiduals:
         count, device, parameters = values.count, values.device, bucket.parameters()
         own, shard, _ = self._route.lengths(group, count, device)
@@ -100,5 +98,5 @@ class Decisions:
         return kept
 
 
-def _position(running: BackwardPass, bucket: Bucket) -> int:
+def _position(running: BackwardPass, bucket: AnyBucket) -> int:
     return bucket.index() if running.held is not None else running.position

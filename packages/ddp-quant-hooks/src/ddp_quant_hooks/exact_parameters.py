@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from ddp_quant_hooks.passes import gradient_parts
-from ddp_quant_hooks.resume import Bucket
-from ddp_quant_hooks.tensor_buckets import TensorBucket, small_parts
+from ddp_quant_hooks.tensor_buckets import AnyBucket, TensorBucket, small_parts
 from dist_utils.finite_means import hold_shares, round_mean
 
 __all__ = ["gradients_of_small_parameters", "put_back", "set_apart"]
 
 
-def gradients_of_small_parameters(bucket: Bucket) -> list[torch.Tensor]:
+def gradients_of_small_parameters(bucket: AnyBucket) -> list[torch.Tensor]:
     """Return the gradients of parameters of at most one dimension, as parts of a dense bucket."""
     if isinstance(bucket, TensorBucket):
         return list(small_parts(bucket))

@@ -20,7 +20,7 @@ __all__ = ["Feedback"]
 class Feedback:
     """The residuals, and the backward pass that is adding to them.
 
-    A pass is settled when the next one begins: it counts if it ended well, all its means were finite, and
+    A pass is finished when the next one begins: it counts if it ended well, all its means were finite, and
     the user has not discarded it.
 
     Args:
@@ -31,6 +31,7 @@ class Feedback:
         self.residuals = residuals
         self.loaded: SavedResiduals | None = None
         self._pass: BackwardPass | None = None
+        self._explicit: TensorStep | None = None
         self._resumption: Resumption | None = None
         self._steps = 0
         self._kind: type[BackwardPass] | None = None
@@ -41,7 +42,7 @@ class Feedback:
         average: Callable[[BackwardPass, Bucket], torch.futures.Future[torch.Tensor]],
         wait: Callable[[], None],
     ) -> BackwardPass:
-        """Return the pass that a bucket belongs to; the first of a pass settles the one before.
+        """Return the pass that a bucket belongs to; the first of a pass finishes the one before.
 
         On the caller's thread, with every bucket that DDP hands over.
 
@@ -55,7 +56,7 @@ class Feedback:
         self._refuse_other_kind(BackwardPass)
         task, running = torch_compat.graph_task_id(), self._pass
         if running is None or not running.includes(task, bucket.index()):
-            self._settle(wait)
+            self._finish_last(wait)
             self._pass = running = BackwardPass()
             if self._resumption is not None:
                 running.held = self._resumption.next_pass(bucket, partial(average, running))
@@ -63,7 +64,7 @@ class Feedback:
         return running
 
     def begin_step(self, wait: Callable[[], None]) -> TensorStep:
-        """Begin a step of plain tensors that lasts until it is closed, and settle the one before.
+        """Begin a step of plain tensors that lasts until it is closed, and finish the one before.
 
         Args:
             wait: As for :meth:`begin_bucket`.
@@ -73,11 +74,12 @@ class Feedback:
         """
         if self.step_is_open:
             raise RuntimeError("step() inside of step(): end the first one before")
-        if not self.residuals.wanted:
-            return TensorStep(explicit=True)
-        self._refuse_other_kind(TensorStep)
-        self._settle(wait)
-        self._pass = step = TensorStep(explicit=True)
+        step = TensorStep(explicit=True)
+        if self.residuals.wanted:
+            self._refuse_other_kind(TensorStep)
+            self._finish_last(wait)
+            self._pass = step
+        self._explicit = step
         return step
 
     def begin_tensors(self, wait: Callable[[], None]) -> TensorStep:
@@ -90,7 +92,7 @@ class Feedback:
         self._refuse_other_kind(TensorStep)
         task, running = torch_compat.graph_task_id(), self._pass
         if not isinstance(running, TensorStep) or not running.takes(task):
-            self._settle(wait)
+            self._finish_last(wait)
             self._pass = running = TensorStep()
         running.add_call(task)
         return running
@@ -113,12 +115,7 @@ class Feedback:
     @property
     def step_is_open(self) -> bool:
         """Whether a step of plain tensors is open."""
-        return isinstance(self._pass, TensorStep) and self._pass.open
-
-    def wait_beside(self) -> None:
-        """Return when what the last step has beside the state's jobs is done."""
-        if isinstance(self._pass, TensorStep):
-            self._pass.wait_beside()
+        return self._explicit is not None and self._explicit.open
 
     @property
     def ended_well(self) -> bool:
@@ -133,7 +130,7 @@ class Feedback:
             turned = {
                 id(residual)
                 for residual in _residuals_of(ended)
-                if residual.last is not None and not bool(ended.not_finite_on(residual.last.device))
+                if residual.last is not None and not bool(ended.outcome.any_not_finite(residual.last.device))
             }
         return lambda residual: residual.next if id(residual) in turned else residual.last
 
@@ -153,14 +150,12 @@ class Feedback:
             )
         self._kind = kind
 
-    def _settle(self, wait: Callable[[], None]) -> None:
+    def _finish_last(self, wait: Callable[[], None]) -> None:
         ended, self._pass = self._pass, None
         if ended is None:
             return
         if ended.outside_of_backward or isinstance(ended, TensorStep):
             wait()  # DDP has waited for the others' jobs
-            if isinstance(ended, TensorStep):
-                ended.wait_beside()
         self._steps += ended.counts
         self.residuals.commit(ended)
         if self._resumption is not None and ended.held is not None and ended.complete:

@@ -96,13 +96,18 @@ def _average(
     if not decision.quantized:
         nbytes = buffer.numel() * buffer.element_size()
         bytes_sent = 0 if buffer.is_sparse else ring_bytes(nbytes, world_size)
-        state.counter.add(nbytes, world_size, bytes_sent, quantized=False)
-        averaged = allreduce_hook(group, cast("GradBucket", bucket))
-        return running.watched(averaged) if with_feedback else averaged
+        counter, outcome = state.counter, running.outcome
+
+        def note(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+            mean = outcome.of_mean(done) if with_feedback else done.value()
+            counter.add(nbytes, world_size, bytes_sent, quantized=False)
+            return mean
+
+        return allreduce_hook(group, cast("GradBucket", bucket)).then(note)
 
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-        with running.watching():
-            failed = running.failed if with_feedback else None
+        with running.outcome.watching():
+            failed = running.outcome.not_finite if with_feedback else None
             sent, error = average(private_group, decision, state.route, failed)
             state.counter.add(buffer.nbytes, world_size, sent, quantized=True, error=error)
         return buffer

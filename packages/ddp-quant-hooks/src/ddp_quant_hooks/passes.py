@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from ddp_quant_hooks.chunks import Span
+from ddp_quant_hooks.outcomes import Outcome
 from dist_utils import torch_compat
 
 if TYPE_CHECKING:
@@ -43,11 +43,12 @@ class BackwardPass:
     """A backward pass, as it is seen from its buckets.
 
     It is told by autograd when it ends well. One that is not told has failed: in the user's code, on a
-    peer, or in communication. Everything that a job notes of its pass is noted here, so that the late jobs
-    of a failed pass do not disturb the next.
+    peer, or in communication. Everything that a job notes of its pass is noted in its outcome, so that the
+    late jobs of a failed pass do not disturb the next.
 
     Attributes:
         kept: The residuals of its buckets.
+        outcome: Of its exchanges.
         held: Where its buckets wait, if it is averaged in other buckets than its own.
         discarded: The user has said that its gradients will not be stepped with.
         at_end: What to do when it has ended well and DDP has written the gradients.
@@ -64,9 +65,7 @@ class BackwardPass:
         # Reentrant checkpointing runs backward passes inside of the pass; a bucket may come in any of them.
         self._ended_well: dict[int, bool] = {}
         self._surrounding_ended_well: bool | None = None  # None: not looked for yet
-        self._broken = False
-        self._flags: list[torch.Tensor] = []
-        self._any_flag: dict[torch.device, torch.Tensor] = {}
+        self.outcome = Outcome()
 
     def includes(self, task: int, index: int) -> bool:
         """Tell whether a bucket that comes now, inside autograd's ``task``, belongs to this pass.
@@ -124,7 +123,7 @@ class BackwardPass:
     def complete(self) -> bool:
         """Whether it ended well, on this rank and, as far as its communication tells, on all others."""
         ended = all(self._ended_well.values()) and self._surrounding_ended_well is not False
-        return ended and not self._broken
+        return ended and not self.outcome.broken
 
     @property
     def outside_of_backward(self) -> bool:
@@ -147,38 +146,3 @@ class BackwardPass:
 
     def _end_surrounding(self) -> None:
         self._surrounding_ended_well = True
-
-    def failed(self, flag: torch.Tensor) -> None:
-        """Note whether a value of a mean is not finite, as a flag on any device. From any thread."""
-        self._flags.append(flag)
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Note an error: a step that raises will not be made."""
-        try:
-            yield
-        except BaseException:
-            self._broken = True
-            raise
-
-    def watched(self, averaged: torch.futures.Future[torch.Tensor]) -> torch.futures.Future[torch.Tensor]:
-        """Return ``averaged`` with its end noted: an error, or a mean that is not finite."""
-
-        def note(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            with self.watching():
-                mean = done.value()
-            self.failed(~(mean.coalesce().values() if mean.is_sparse else mean).isfinite().all())
-            return mean
-
-        return averaged.then(note)
-
-    def not_finite_on(self, device: torch.device) -> torch.Tensor:
-        """Return on ``device`` whether a value of any mean was not finite. Its exchanges must be over."""
-        if device not in self._any_flag:
-            for flag in self._flags:
-                if flag.device.type != "cpu":  # made on a side stream, whose memory it is
-                    flag.record_stream(torch.get_device_module(flag.device).current_stream(flag.device))
-            here = [flag.to(device, non_blocking=True) for flag in self._flags]
-            none = torch.zeros((), dtype=torch.bool, device=device)
-            self._any_flag[device] = torch.stack([none, *here]).any()
-        return self._any_flag[device]

@@ -229,7 +229,7 @@ class Residuals:
         for kept in ended.kept:
             for residual in (kept.own, kept.shard):
                 if residual.last is not None:
-                    residual.turn_unless(ended.not_finite_on(residual.last.device))
+                    residual.turn_unless(ended.outcome.any_not_finite(residual.last.device))
 
     def _bucket(self, parameters: Sequence[torch.Tensor], position: int) -> tuple[BucketKey, BucketResiduals]:
         key = tuple((self.number(parameter), value_count(parameter)) for parameter in parameters)

@@ -89,8 +89,9 @@ class Route:
         wire = Wire(link, self.scatter, self.gather, own, Residual(), failed)
         length = mean.numel()
         rows = shards_of_all.view(link.size, length)
-        exchanges = (
-            partial(
+
+        def exchange(index: int, chunk: Span) -> Callable[[Scratch], Exchange]:
+            return partial(
                 reduce_scatter_chunk,
                 parts=list(rows[:, chunk.start : chunk.stop]),
                 own_starts=[row * length + chunk.start for row in range(link.size)],
@@ -98,9 +99,8 @@ class Route:
                 wire=wire,
                 index=index,
             )
-            for index, chunk in enumerate(self._shard_chunks(group, length, mean.device))
-        )
-        self._take_turns(exchanges, mean.device)
+
+        self._exchange_shards(group, mean, exchange)
         return link.bytes_sent
 
     def all_gather(
@@ -115,10 +115,10 @@ class Route:
             label: As for :meth:`average`.
         """
         link = Link(group, range(group.size()), label=label)
-        length = mine.numel()
-        rows = values_of_all.view(link.size, length)
-        exchanges = (
-            partial(
+        rows = values_of_all.view(link.size, mine.numel())
+
+        def exchange(index: int, chunk: Span) -> Callable[[Scratch], Exchange]:
+            return partial(
                 gather_chunk,
                 mine=mine[chunk.start : chunk.stop],
                 parts=list(rows[:, chunk.start : chunk.stop]),
@@ -126,9 +126,8 @@ class Route:
                 link=link,
                 index=index,
             )
-            for index, chunk in enumerate(self._shard_chunks(group, length, mine.device))
-        )
-        self._take_turns(exchanges, mine.device)
+
+        self._exchange_shards(group, mine, exchange)
         return link.bytes_sent
 
     def spans(
@@ -166,10 +165,16 @@ class Route:
     def _take_turns(self, exchanges: Iterator[Callable[[Scratch], Exchange]], device: torch.device) -> None:
         take_turns(exchanges, self._scratches.setdefault(device, []), device)
 
-    def _shard_chunks(self, group: dist.ProcessGroup, length: int, device: torch.device) -> list[Span]:
-        """Cut a shard so that the chunks of all ranks' shards together are as long as a chunk."""
-        most = max(_chunk_values(group, device) // group.size(), self.scatter.block_size)
-        return cut(length, most, self.scatter.block_size)
+    def _exchange_shards(
+        self,
+        group: dist.ProcessGroup,
+        shard: torch.Tensor,
+        exchange: Callable[[int, Span], Callable[[Scratch], Exchange]],
+    ) -> None:
+        """Exchange a chunk of every rank's shard after another; those of all ranks are as long as a chunk."""
+        most = max(_chunk_values(group, shard.device) // group.size(), self.scatter.block_size)
+        chunks = cut(shard.numel(), most, self.scatter.block_size)
+        self._take_turns((exchange(index, chunk) for index, chunk in enumerate(chunks)), shard.device)
 
     def _chunks(self, group: dist.ProcessGroup, count: int, device: torch.device) -> list[Span]:
         return cut(count, _chunk_values(group, device), self.scatter.block_size)

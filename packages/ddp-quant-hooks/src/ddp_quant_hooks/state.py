@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from ddp_quant_hooks.agreement import Agreement
 from ddp_quant_hooks.checkpoints import ResidualCheckpoints
 from ddp_quant_hooks.decisions import Decisions
 from ddp_quant_hooks.feedback import Feedback
@@ -23,7 +24,6 @@ from ddp_quant_hooks.statistics import Counter, Statistics
 from ddp_quant_hooks.tensor_buckets import StandIns
 from ddp_quant_hooks.wire_format import WIRE_VERSION, Format, Layout
 from dist_utils import GroupLike, OrderedWorker, resolve_group
-from dist_utils.comm_hooks import require_same_bucket, require_same_call
 
 __all__ = ["QuantizedAllreduceState"]
 
@@ -92,7 +92,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         """What was chosen, with the defaults filled in. Does not change: the ranks have compared it."""
         self._group = None if process_group is None else resolve_group(process_group)
         self._worker: OrderedWorker | None = None
-        self._first = ""  # what is averaged when the private group is made
+        self._agreement = Agreement(type(self).__name__)
         self.counter = Counter()
         self.stand_ins = StandIns()
         self.route = self._make_route()
@@ -185,6 +185,24 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             raise
         step.close(ended_well=True)
 
+    def agree(self, bucket: Bucket) -> None:
+        """Compare with the other ranks, before a bucket that is new, what must be alike on all of them.
+
+        Raises:
+            AgreementError: Something is not, or a rank does not come; :meth:`close` makes a fresh start.
+        """
+        self._agreement.on_bucket(self.worker, bucket)
+
+    def agree_on_call(self, call: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]) -> None:
+        """As :meth:`agree`, before a call on plain tensors.
+
+        Args:
+            call: The name of the function.
+            terms: What must be alike, by name.
+            tensors: Of the call.
+        """
+        self._agreement.on_call(self.worker, call, terms, tensors)
+
     def close(self) -> None:
         """End the thread and the private group, free the scratch memory; a later bucket makes new ones.
 
@@ -220,36 +238,11 @@ class QuantizedAllreduceState(ResidualCheckpoints):
     def _lengths(self, count: int, device: torch.device) -> tuple[int, int, int]:
         return self.route.lengths(self.process_group, count, device)
 
-    def agree(self, bucket: Bucket) -> None:
-        """Compare with the other ranks, before a bucket that is new, what must be alike on all of them.
-
-        Raises:
-            AgreementError: Something is not, or a rank does not come; :meth:`close` makes a fresh start.
-        """
-        buffer = bucket.buffer()
-        self._first = f"{buffer.numel()} values of {buffer.dtype}"
-        worker = self.worker.agree()
-        require_same_bucket(self.process_group, type(self).__name__, {"state": worker}, bucket)
-
-    def agree_on_call(self, call: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]) -> None:
-        """As :meth:`agree`, before a call on plain tensors.
-
-        Args:
-            call: The name of the function.
-            terms: What must be alike, by name.
-            tensors: Of the call.
-        """
-        what = [(tensor.numel(), tensor.dtype, tensor.device.type) for tensor in tensors]
-        told = f"{what[0][0]} values of {what[0][1]}" + (f" and {len(what) - 1} more" if what[1:] else "")
-        self._first = f"{call}() of {told}"
-        worker = self.worker.agree()
-        require_same_call(self.process_group, call, {**terms, "tensors": what, "state": worker})
-
     def _terms(self) -> dict[str, object]:
         return {
             **asdict(self.options),
             "wire format version": WIRE_VERSION,
-            "first bucket or call": self._first,
+            "first bucket or call": self._agreement.first,
             **self._agreement_terms(),
         }
 

@@ -14,12 +14,16 @@ __all__ = ["Counter", "Statistics", "ring_bytes"]
 class Statistics:
     """What a state has done so far, on this rank. ``later - earlier``: what it has done in between.
 
+    A bucket is here what travels together: a bucket of ``DistributedDataParallel``; of a call on plain
+    tensors those of one dtype and device; with FSDP2 the gradients of one module.
+
     Attributes:
         quantised_buckets: Buckets that were sent in few bits.
         plain_buckets: Buckets that were averaged without compression: small, sparse or fp64.
         bytes_sent: Payload that this rank sent, with what exact parameters and samples took. (Sparse
             buckets do not count: what their collective sends is not known here.)
-        bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent.
+        bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent;
+            half of that, a reduce-scatter or an all-gather, where shards were reduced or gathered.
         relative_error: Of the last bucket that was sampled (``sample_every``), in the L2 norm;
             ``None`` if none was.
 

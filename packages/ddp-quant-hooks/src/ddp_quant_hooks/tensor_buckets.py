@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
 from ddp_quant_hooks.resume import Bucket
-from ddp_quant_hooks.values import Values
+from ddp_quant_hooks.values import Values, flat_real
 
-__all__ = ["StandIns", "TensorBucket", "label_of", "names_of", "small_parts", "values_of"]
+__all__ = ["AnyBucket", "StandIns", "TensorBucket", "label_of", "names_of", "small_parts", "values_of"]
 
 
 class TensorBucket:
@@ -39,17 +40,12 @@ class TensorBucket:
         """Return its place in the step."""
         return self._number
 
-    def buffer(self) -> torch.Tensor:
-        """Return the first tensor, which has the dtype and the device of all."""
-        return self.tensors[0]
-
     def parameters(self) -> list[torch.Tensor]:
         """Return what stands for parameters."""
         return self._stand_ins
 
-    def is_last(self) -> bool:
-        """Return ``False``: the last one of a step is not known."""
-        return False
+
+AnyBucket: TypeAlias = Bucket | TensorBucket
 
 
 class StandIns:
@@ -97,16 +93,19 @@ def names_of(key: str, tensors: Sequence[torch.Tensor]) -> list[str]:
     return [key] if len(tensors) == 1 else [f"{key}[{number}]" for number in range(len(tensors))]
 
 
-def values_of(bucket: Bucket) -> Values:
-    """Return what is to be averaged of a dense bucket."""
-    return Values(bucket.tensors if isinstance(bucket, TensorBucket) else [bucket.buffer()])
+def values_of(bucket: AnyBucket) -> Values | None:
+    """Return what is to be averaged; ``None`` of a sparse bucket."""
+    if isinstance(bucket, TensorBucket):
+        return Values(bucket.tensors)
+    buffer = bucket.buffer()
+    return None if buffer.is_sparse else Values([buffer])
 
 
 def small_parts(bucket: TensorBucket) -> Iterator[torch.Tensor]:
     """Yield the tensors of at most one dimension, flat and real."""
     for tensor in bucket.tensors:
         if tensor.dim() <= 1:
-            yield (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
+            yield flat_real(tensor)
 
 
 def label_of(key: str | None) -> int:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
 
@@ -13,8 +11,6 @@ from ddp_quant_hooks.passes import BackwardPass, UnusedPart
 from dist_utils import torch_compat
 
 __all__ = ["TensorStep"]
-
-T = TypeVar("T")
 
 _OUTSIDE = -1
 
@@ -35,7 +31,6 @@ class TensorStep(BackwardPass):
         self.open = explicit
         self._keys: set[str] = set()
         self._root: weakref.ref[torch.Tensor] | None = None  # of the outermost pass
-        self._beside: list[torch.futures.Future[torch.Tensor]] = []
         if explicit:
             self._ended_well[_OUTSIDE] = False
 
@@ -74,26 +69,10 @@ class TensorStep(BackwardPass):
         self._buckets += 1
         return self._last_index
 
-    def add_beside(self, done: torch.futures.Future[torch.Tensor]) -> None:
-        """Note what the state's worker does not wait for."""
-        self._beside.append(done)
-
-    def wait_beside(self) -> None:
-        """Return when all of that is done, whatever came out."""
-        for done in self._beside:
-            with contextlib.suppress(Exception):
-                done.wait()
-        self._beside.clear()
-
     def close(self, *, ended_well: bool) -> None:
         """End an explicit step."""
         self.open = False
         self._ended_well[_OUTSIDE] = ended_well
-
-    def note(self, done: torch.futures.Future[T]) -> T:
-        """Return the value of a call's future; an error is one of this step."""
-        with self.watching():
-            return done.value()
 
     def unused_part(self, parameters: Sequence[torch.Tensor]) -> list[UnusedPart]:  # noqa: ARG002
         """Return nothing: every tensor that comes is used."""

@@ -13,7 +13,12 @@ from ddp_quant_hooks.chunks import Span
 from ddp_quant_hooks.exchanges import Exchange
 from ddp_quant_hooks.scratch import Scratch
 
-__all__ = ["Values"]
+__all__ = ["Values", "flat_real"]
+
+
+def flat_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the numbers of a contiguous tensor in one row; complex ones are two each."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(-1)
 
 
 class Values:
@@ -29,8 +34,8 @@ class Values:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        real = (torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors)
-        self._parts = [part.view(-1) for part in real if part.numel()] or [tensors[0].real.view(-1)]
+        parts = [flat_real(tensor) for tensor in tensors]
+        self._parts = [part for part in parts if part.numel()] or parts[:1]
         self._starts = [0, *accumulate(part.numel() for part in self._parts)]
         self.dtype, self.device, self.count = self._parts[0].dtype, self._parts[0].device, self._starts[-1]
 

@@ -7,6 +7,7 @@ from dist_autograd_collectives.coalesced import (
     reduce_scatter_dim_coalesced,
 )
 from dist_autograd_collectives.connecting import connect
+from dist_autograd_collectives.exchanges import permute
 from dist_autograd_collectives.failures import CollectiveError
 from dist_autograd_collectives.functional import (
     all_gather,
@@ -25,12 +26,11 @@ from dist_autograd_collectives.out_of_place import (
     all_gather_cat,
     all_gather_stack,
     all_to_all_dim,
-    copy_to_group,
-    permute,
     reduce_scatter_dim,
 )
 from dist_autograd_collectives.reductions import ReduceOperation
 from dist_autograd_collectives.started import Handle, start
+from dist_autograd_collectives.sums import copy_to_group
 from dist_utils import TensorMismatchError
 
 _all_gather_base = all_gather_base

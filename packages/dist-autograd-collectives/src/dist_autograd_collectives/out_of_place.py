@@ -24,16 +24,14 @@ from dist_autograd_collectives.connecting import zeros_after
 from dist_autograd_collectives.linear import linear
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
 from dist_autograd_collectives.steps import Step, collective
-from dist_autograd_collectives.tensor_arguments import check_tensor, integers
-from dist_autograd_collectives.transport import itself, reduced_for_each, sent
+from dist_autograd_collectives.tensor_arguments import check_tensor
+from dist_autograd_collectives.transport import reduced_for_each, sent
 from dist_utils import GroupLike
 
 __all__ = [
     "all_gather_cat",
     "all_gather_stack",
     "all_to_all_dim",
-    "copy_to_group",
-    "permute",
     "reduce_scatter_dim",
 ]
 
@@ -289,116 +287,6 @@ def all_to_all_dim(
 
     call = Call("exchange", who, "all_to_all_dim", input_splits=outgoing, output_splits=incoming)
     return sent([rows.flatten()], call, joined)
-
-
-@collective
-def permute(
-    tensor: torch.Tensor,
-    perm: Sequence[tuple[int, int]],
-    *,
-    group: GroupLike = None,
-    grad: Convention = "sum",
-    anchor: bool = False,
-    check: bool | None = None,
-) -> Step[torch.Tensor]:
-    """Send this rank's tensor to another rank and receive another's.
-
-    Gradient: the cotangents travel back. The source of a pair gets its destination's; a rank that sends
-    nothing gets zeros.
-
-    Args:
-        tensor: Same shape and dtype on all ranks.
-        perm: Pairs of a source and a destination, ranks in the group, the same pairs on all ranks. No rank is
-            a source twice, nor a destination twice; it may be neither.
-        group: As in :func:`all_reduce`.
-        grad: Both conventions agree here.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
-
-    Returns:
-        What this rank's source sent; zeros if it has none.
-
-    Raises:
-        ValueError: A rank is not in the group, or is a source or a destination twice; and as
-            :func:`all_reduce`.
-
-    Cost:
-        One message to one rank, forward and backward.
-
-    Source:
-        ``jax.lax.ppermute``.
-
-    Example:
-        >>> ring = [(rank, (rank + 1) % size) for rank in range(size)]  # doctest: +SKIP
-        >>> left_neighbors = permute(keys, ring)  # doctest: +SKIP
-    """
-    is_replicated(grad)
-    who = members(group)
-    check_tensor("tensor", tensor)
-    pairs = _pairs(perm)
-    for what, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
-        if len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < who.size:
-            raise ValueError(
-                f"each {what} in perm must be another rank from 0 to {who.size - 1}, got {pairs}"
-            )
-    tensor = anchored(tensor, anchor)
-    agree(check, who, f"permute {pairs}", [tensor])
-    to, source = dict(pairs).get(who.rank), {there: here for here, there in pairs}.get(who.rank)
-    outgoing = tuple(int(rank == to) for rank in range(who.size))
-    incoming = tuple(int(rank == source) for rank in range(who.size))
-    row = tensor.unsqueeze(0)
-    # A rank that sends nothing takes part in backward all the same.
-    parts = [row[:count] for count in outgoing]
-    call = Call("exchange", who, "permute", 0, outgoing, incoming, separate_input=True)
-
-    def received(rows: torch.Tensor) -> torch.Tensor:
-        return rows.squeeze(0) if source is not None else zeros_after(rows, tensor)
-
-    return sent(parts, call, received)
-
-
-@collective
-def copy_to_group(
-    tensor: torch.Tensor,
-    *,
-    group: GroupLike = None,
-    anchor: bool = False,
-    check: bool | None = None,
-) -> Step[torch.Tensor]:
-    """Return a copy, whose gradient is summed over the ranks.
-
-    For a value that all ranks have alike, where each rank goes on with its own part of a computation: the
-    entry of a tensor-parallel layer. Its exit is ``all_reduce(..., grad="replicated")``.
-
-    Gradient: sum over s of g_s, on every rank.
-
-    Args:
-        tensor: The same on all ranks.
-        group: As in :func:`all_reduce`.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
-
-    Raises:
-        ValueError: As :func:`all_reduce`.
-
-    Cost:
-        Nothing forward; backward an all-reduce.
-
-    Source:
-        Megatron-LM's ``copy_to_tensor_model_parallel_region``; ``jax.lax.pvary``.
-    """
-    who = members(group)
-    check_tensor("tensor", tensor)
-    tensor = anchored(tensor, anchor)
-    agree(check, who, "copy_to_group", [tensor])
-    return sent([tensor], Call("copy", who, "copy_to_group"), itself)
-
-
-def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return pairs of ranks; raises if it is something else."""
-    if not isinstance(perm, (list, tuple)) or any(len(integers("perm", pair)) != 2 for pair in perm):
-        raise TypeError(f"perm must be a list of pairs of ranks, got {perm!r}")
-    return [(source, destination) for source, destination in perm]
 
 
 def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from ddp_quant_hooks.tensor_buckets import names_of
@@ -18,8 +21,37 @@ __all__ = ["Future", "Tensors", "begin", "checked_state", "run"]
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 Future: TypeAlias = torch.futures.Future[Any]
 
-_default_state = QuantizedAllreduceState()
-"""Of calls that name no state: WORLD, 8 bits, no error feedback."""
+_thread = threading.local()
+"""``completes_calls``: on threads of states. What callbacks call there comes between the caller's own calls,
+at a place that may differ between ranks."""
+
+
+class DefaultState(QuantizedAllreduceState):
+    """Of calls that name no state: WORLD, 8 bits, no error feedback.
+
+    Nobody can close it after an error. So it closes itself when a call has raised one here, which is the same
+    call on every rank; a future's error may become known to the ranks at different calls.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+    def count_call(self) -> None:
+        """Count a call that all ranks have agreed on."""
+        self._calls[self.process_group] = self._calls.get(self.process_group, 0) + 1
+
+    def close_after_error(self) -> None:
+        """Let the next call make a fresh start if the worker has an error."""
+        if self._worker is not None and self._worker.error is not None:
+            self.close()
+
+    def _terms(self) -> dict[str, object]:
+        # If one rank alone has had the error of a call, the next calls would not belong together.
+        return {**super()._terms(), "calls without a state so far": self._calls.get(self.process_group, 0)}
+
+
+_default_state = DefaultState()
 
 
 def checked_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAllreduceState:
@@ -27,7 +59,7 @@ def checked_state(name: str, group: QuantizedAllreduceState | None) -> Quantized
 
     Raises:
         TypeError: ``group`` is none.
-        RuntimeError: The call comes on the state's own thread, which cannot wait for itself.
+        RuntimeError: The call comes on a state's thread.
     """
     state = _default_state if group is None else group
     if not isinstance(state, QuantizedAllreduceState):
@@ -35,7 +67,7 @@ def checked_state(name: str, group: QuantizedAllreduceState | None) -> Quantized
             f"{name}: group must be a QuantizedAllreduceState, which is made once for a group and kept, or "
             f"None for WORLD, got {type(state).__name__}"
         )
-    if state.worker.runs_this_thread():
+    if getattr(_thread, "completes_calls", False) or state.worker.runs_this_thread():
         raise RuntimeError(
             f"{name} in a callback of another call's future, where the order of calls may differ between "
             "ranks: wait for that future, then call"
@@ -85,19 +117,23 @@ def run(
     started: list[Future] = []
     # What is made here lives on, and is written elsewhere: no tensors of inference mode.
     with torch_compat.profiler_range(f"ddp_quant_hooks.{name}"), torch.inference_mode(False):
-        if filled and state.process_group.size() > 1:
-            try:
-                with step.watching():
+        try:
+            if filled and state.process_group.size() > 1:
+                with step.outcome.watching():
                     state.agree_on_call(name, terms, filled)
-            except RuntimeError as error:
-                if result is None:
-                    raise
+                    if isinstance(state, DefaultState):
+                        state.count_call()
+                    started = [future.then(step.outcome.of) for future in start()]
+            if result is None:
+                for future in started:
+                    future.wait()
+                return None
+        except RuntimeError as error:
+            if result is not None:
                 return failed_future(error, like)
-            started = [future.then(step.note) for future in start()]
-        if result is None:
-            for future in started:
-                future.wait()
-            return None
+            if isinstance(state, DefaultState):
+                state.close_after_error()
+            raise
     return _when_all_have(started, like, result)
 
 
@@ -105,7 +141,11 @@ def _when_all_have(started: list[Future], like: torch.Tensor, result: Tensors) -
     if not started:
         return completed_future(like).then(lambda _: result)
 
+    caller = threading.get_ident()
+
     def last(done: torch.futures.Future[list[Future]]) -> Tensors:
+        if threading.get_ident() != caller:
+            _thread.completes_calls = True  # before the caller's own callbacks run here
         for future in done.value():
             future.value()  # raises what went wrong
         return result

@@ -80,8 +80,9 @@ def all_reduce(
             there is error feedback, one that was used in this step, or one of values of another length; this
             rank is not in the group. All of them before any communication.
         AgreementError: The ranks call with other tensors, keys or options; from the future with ``async_op``.
-        RuntimeError: A peer failed; the state must be closed then, on every rank. Or the call comes in a
-            callback of another one's future.
+        RuntimeError: A peer failed; the state must be closed then, on every rank. (Without a state, calls
+            fail until one without ``async_op`` has raised it; the next one makes a fresh start.) Or the call
+            comes in a callback of another one's future.
 
     Cost:
         As :func:`quantized_allreduce_hook`. Tensors that are not contiguous are copied.
@@ -125,36 +126,27 @@ def _start(
     *,
     mean: bool,
 ) -> Future:
-    group, tensors = state.process_group, bucket.tensors
-    world_size, nbytes = group.size(), sum(tensor.nbytes for tensor in tensors)
-    decision = state.decisions.decide(group, step, bucket)
-    with_feedback = state.error_feedback != "none"
-    if not decision.quantized:
-        state.counter.add(nbytes, world_size, ring_bytes(nbytes, world_size), quantized=False)
-        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
-        reduced = ddp_compress_hooks.all_reduce(tensors, op, group, async_op=True)
+    tensors, world_size = bucket.tensors, state.process_group.size()
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    decision = state.decisions.decide(state.process_group, step, bucket)
+    failed = None if state.error_feedback == "none" else step.outcome.not_finite
 
-        def finish(done: Future) -> torch.Tensor:
-            done.value()  # raises what went wrong
-            if with_feedback:
-                for tensor in tensors:
-                    step.failed(~tensor.isfinite().all())
-            _put_back(tensors, originals)
-            return tensors[0]
-
-        finished = reduced.then(finish)
-        if with_feedback:
-            step.add_beside(finished)
-        return finished
-
+    # Also without compression: a job's future is complete in the order of the calls, on the state's thread.
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-        failed = step.failed if with_feedback else None
-        sent, error = average(private_group, decision, state.route, failed)
-        if not mean:
-            assert decision.values is not None
-            decision.values.multiply(world_size)
+        error = None
+        if decision.quantized:
+            sent, error = average(private_group, decision, state.route, failed)
+            if not mean:
+                assert decision.values is not None
+                decision.values.multiply(world_size)
+        else:
+            op, sent = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, ring_bytes(nbytes, world_size)
+            ddp_compress_hooks.all_reduce(tensors, op, private_group)
+        if failed is not None and not (mean and decision.quantized):  # whose mean is looked at
+            for tensor in tensors:
+                failed(~tensor.isfinite().all())
         _put_back(tensors, originals)
-        state.counter.add(nbytes, world_size, sent, quantized=True, error=error)
+        state.counter.add(nbytes, world_size, sent, quantized=decision.quantized, error=error)
         return tensors[0]
 
     return state.worker.submit(job, device=tensors[0].device, name="ddp_quant_hooks.all_reduce:exchange")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -17,7 +18,8 @@ from dist_utils.process_groups.terms import AgreementError, require_same_terms
 __all__ = ["require_same_bucket", "require_same_call"]
 
 
-_MOST_CALLS = 1024
+_MOST_CALLS = 1 << 16
+"""Of a group are remembered, by digests of their terms: 22 MB at most, if no two are the same."""
 
 
 class _Bucket(Protocol):
@@ -102,7 +104,7 @@ class _Passes:
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
 """By the first parameter of a bucket."""
 _agreed_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Agreed]] = weakref.WeakKeyDictionary()
-"""By title and terms, the latest call last."""
+"""By a digest of title and terms, the latest call last."""
 _passes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Passes] = weakref.WeakKeyDictionary()
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, _Failure] = weakref.WeakKeyDictionary()
 
@@ -144,7 +146,7 @@ def require_same_bucket(
     agreed: _Agreed = _agreed.setdefault(group, WeakIdKeyDictionary()).setdefault(  # type: ignore[no-untyped-call]
         bucket.parameters()[0], _Agreed()
     )
-    _require_same(group, title, terms, agreed, bucket.index())
+    _require_same(group, title, terms, agreed, f"{title} {terms!r}", bucket.index())
 
 
 def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, object]) -> None:
@@ -162,16 +164,18 @@ def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, 
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
     Cost:
-        One look into a table for a call that is known, one of the latest 1024; else some requests to the
+        One look into a table for a call that is known, one of the latest 65536; else some requests to the
         store.
     """
     group = resolve_group(process_group)
-    calls, call = _agreed_calls.setdefault(group, {}), f"{title} {terms!r}"
+    # The terms of a call on many tensors are long.
+    call = hashlib.sha256(f"{title} {terms!r}".encode(errors="surrogatepass")).hexdigest()
+    calls = _agreed_calls.setdefault(group, {})
     agreed = calls.pop(call, None) or _Agreed()
     calls[call] = agreed  # the latest one comes last
     if len(calls) > _MOST_CALLS:
         calls.pop(next(iter(calls)))
-    _require_same(group, title, terms, agreed, None)
+    _require_same(group, title, terms, agreed, call, None)
 
 
 def _require_same(
@@ -179,9 +183,10 @@ def _require_same(
     title: str,
     terms: Mapping[str, object],
     agreed: _Agreed,
+    key: str,
     index: int | None,
 ) -> None:
-    """Ask unless it is known; ``index`` is that of a bucket, whose pass ends with the first failure."""
+    """Ask unless ``key`` is known; ``index`` is that of a bucket, whose pass ends with the first failure."""
     if group.size() == 1:
         return
     failure = _failures.get(group)
@@ -189,7 +194,6 @@ def _require_same(
         if failure.concerns(index):
             raise AgreementError(failure.text)
         _failures.pop(group, None)  # another pass has begun
-    key = f"{title} {terms!r}"
     if agreed.includes(key, _passes.setdefault(group, _Passes())):
         return
     try:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
+from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, new_future
 from dist_utils.process_groups.terms import require_same_terms
+from dist_utils.process_groups.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["OrderedWorker"]
 
 T = TypeVar("T")
-
-_STOP_SECONDS = 5.0
-"""How long closing waits for a job in progress. Its thread is a daemon, so the interpreter can exit."""
 
 
 class OrderedWorker:
@@ -85,8 +81,8 @@ class OrderedWorker:
         self._terms = terms
         self._starting = threading.Lock()
         self._agreed: str | None = None
-        self._lane: _Lane | None = None
-        self._streams: dict[torch.device, torch.Stream] = {}
+        self._thread: WorkerThread | None = None
+        self._side_streams = SideStreams()
         self._own_error: Exception | None = None  # of what does not run on the thread
         self._closed = False
 
@@ -98,7 +94,7 @@ class OrderedWorker:
     @property
     def error(self) -> Exception | None:
         """The first error of a job, or ``None``. Once set, no later job runs."""
-        return self._own_error if self._lane is None else self._lane.error or self._own_error
+        return self._own_error if self._thread is None else self._thread.error or self._own_error
 
     def submit(
         self,
@@ -133,12 +129,14 @@ class OrderedWorker:
             process group, which is collective among the members. Both wait for the other ranks, here.
         """
         device, name = torch.device(device), name or self._name
-        side = None if device.type == "cpu" else self._side_stream(device)
+        side = self._side_streams.behind_caller(device)
         if side is not None and not runs_on_host(self._process_group, device):
             self._try(self.agree)
-            return self._run_here(job, side, name)
-        self._try(self._start_thread)
-        return self._run_here(job, side, name) if self._lane is None else self._lane.submit(job, side, name)
+        else:
+            self._try(self._start_thread)
+            if self._thread is not None:
+                return self._thread.submit(job, side, name)
+        return self._run_here(job, side, name)
 
     def agree(self) -> str:
         """Compare names and ``terms`` with the other ranks, if that was not done yet.
@@ -175,14 +173,14 @@ class OrderedWorker:
             return {}, error
 
     def _start_thread(self) -> None:
-        if self._lane is not None and not self._closed:
+        if self._thread is not None and not self._closed:
             return
         self.agree()
         with self._starting:
-            if self._lane is None and self._agreed is not None:
-                self._lane = _Lane(self._private_group(self._agreed), self._name)
+            if self._thread is None and self._agreed is not None:
+                self._thread = WorkerThread(self._private_group(self._agreed), self._name)
                 # At garbage collection and, as finalizers do, at interpreter exit.
-                weakref.finalize(self, self._lane.stop)
+                weakref.finalize(self, self._thread.stop)
 
     def _try(self, begin: Callable[[], object]) -> None:
         """Begin, or keep the error for this job and all later ones.
@@ -203,15 +201,15 @@ class OrderedWorker:
         On an accelerator whose backend enqueues its collectives there is nothing to wait for: the caller's
         stream is not made to wait either.
         """
-        if self._lane is not None:
-            self._lane.wait()
+        if self._thread is not None:
+            self._thread.wait()
 
     def runs_this_thread(self) -> bool:
         """Return whether the caller is on the worker's thread: in a job, or in a callback of its future.
 
         Whoever waits for another job there waits for ever.
         """
-        return self._lane is not None and self._lane.runs_this_thread()
+        return self._thread is not None and self._thread.runs_this_thread()
 
     def close(self) -> None:
         """Finish the queued jobs, then end the thread and the private group; closing twice is harmless.
@@ -222,8 +220,8 @@ class OrderedWorker:
         """
         with self._starting:
             self._closed = True
-        if self._lane is not None:
-            self._lane.stop()
+        if self._thread is not None:
+            self._thread.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -242,20 +240,11 @@ class OrderedWorker:
             timeout=torch_compat.group_timeout(group, torch.device("cpu")),
         )
 
-    def _side_stream(self, device: torch.device) -> _Side:
-        """Return the side stream, and where the caller's stream is now."""
-        accelerator: Any = torch.get_device_module(device)
-        device = torch.empty(0, device=device).device  # with its index
-        if device not in self._streams:
-            self._streams[device] = accelerator.Stream(device)
-        return _Side(self._streams[device], accelerator.current_stream(device).record_event())
-
     def _run_here(
-        self, job: Callable[[dist.ProcessGroup], T], side: _Side | None, name: str
+        self, job: Callable[[dist.ProcessGroup], T], side: SideStream | None, name: str
     ) -> torch.futures.Future[T]:
-        done: torch.futures.Future[T] = _new_future(side)
-        result = done.then(_value)
-        with _on(side):
+        done, result = new_future(side)
+        with current(side):
             if self._own_error is None:
                 try:
                     with torch_compat.profiler_range(name):
@@ -264,147 +253,5 @@ class OrderedWorker:
                 except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
                     self._own_error = error
             if self._own_error is not None:
-                done.set_exception(self._own_error)  # type: ignore[arg-type] # torch's annotation
+                done.set_exception(self._own_error)
         return result
-
-
-class _Side(NamedTuple):
-    """Where a job on an accelerator is enqueued, and what must be over there before."""
-
-    stream: torch.Stream
-    before: Any  # an event of the accelerator's
-
-
-class _Job(NamedTuple):
-    run: Callable[[dist.ProcessGroup], Any]
-    done: torch.futures.Future[Any]
-    side: _Side | None
-    name: str
-    threads: int  # that torch's operators may use
-    flushes_denormals: bool
-
-
-class _Lane:
-    """The thread of an OrderedWorker and what both share. Does not know the worker, which can be garbage."""
-
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self.error: Exception | None = None
-        self._name = name
-        self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()  # None: the end
-        self._ended = False
-        self._ending = threading.Lock()
-        # torch's registry is the only owner of the group, so the group's end is ours. A weakref
-        # callback may run anywhere, in the middle of submit too: it only puts, which is reentrant.
-        self._group = weakref.ref(group, lambda _: self._jobs.put(None))
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(
-        self, run: Callable[[dist.ProcessGroup], T], side: _Side | None, name: str
-    ) -> torch.futures.Future[T]:
-        done: torch.futures.Future[T] = _new_future(side)
-        result = done.then(_value)
-        with self._ending:
-            if not self._ended:
-                self._jobs.put(
-                    _Job(run, done, side, name, torch.get_num_threads(), torch_compat.flushes_denormals())
-                )
-                return result
-        done.set_exception(self.error or self._group_is_gone())  # type: ignore[arg-type] # torch's annotation
-        return result
-
-    def runs_this_thread(self) -> bool:
-        """Return whether the caller is on the thread."""
-        return threading.current_thread() is self._thread
-
-    def wait(self) -> None:
-        """Return when the jobs that are queued have run."""
-        if self.runs_this_thread():
-            return  # it would wait for itself
-        reached = threading.Event()
-        with self._ending:
-            if self._ended:
-                return
-            self._jobs.put(reached)
-        reached.wait()
-
-    def stop(self) -> None:
-        """End the thread after the jobs that are queued, and then its group."""
-        self._jobs.put(None)
-        if not self.runs_this_thread():
-            self._thread.join(_STOP_SECONDS)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            self._take(job)
-            del job  # it may refer to the worker, which could not become garbage while this waits
-        with self._ending:
-            self._ended = True
-        while not self._jobs.empty():  # what came between the end mark and the line above
-            if (job := self._jobs.get()) is not None:
-                self._take(job)
-        self._destroy_group()
-
-    def _take(self, job: _Job | threading.Event) -> None:
-        if isinstance(job, threading.Event):  # somebody waits for what was queued before
-            job.set()
-            return
-        with _on(job.side):
-            self._settle(job)
-
-    def _settle(self, job: _Job) -> None:
-        if torch.get_num_threads() != job.threads:  # every thread has a number of its own
-            torch.set_num_threads(job.threads)
-        if torch_compat.flushes_denormals() != job.flushes_denormals:  # and a mode of its own
-            torch.set_flush_denormal(job.flushes_denormals)
-        try:
-            result = self._run_in_group(job)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
-            if self.error is None:
-                self.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
-                # The peers wait in this job's collectives: closing our connections tells them. The
-                # frames of the traceback would keep the group, and so the connections, alive.
-                traceback.clear_frames(error.__traceback__)
-                self._destroy_group()
-            job.done.set_exception(self.error)
-        else:
-            job.done.set_result(result)
-
-    def _run_in_group(self, job: _Job) -> Any:
-        if self.error is not None:
-            raise self.error
-        group = self._group()
-        if group is None:
-            raise self._group_is_gone()
-        with torch_compat.profiler_range(job.name):
-            return job.run(group)
-
-    def _group_is_gone(self) -> RuntimeError:
-        return RuntimeError(f"the process group of {self._name} was destroyed")
-
-    def _destroy_group(self) -> None:
-        group = self._group()
-        if group is not None and torch_compat.GROUPS_END_WITHOUT_GIL:  # else it ends with all the others
-            # The main thread may be destroying every group just now, in any of torch's registries.
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
-
-
-def _new_future(side: _Side | None) -> torch.futures.Future[Any]:
-    return torch.futures.Future(devices=None if side is None else [side.stream.device])
-
-
-def _on(side: _Side | None) -> contextlib.AbstractContextManager[object]:
-    """Make the side stream the current one: a future records it when it gets its value."""
-    if side is None:
-        return contextlib.nullcontext()
-    side.stream.wait_event(side.before)
-    accelerator: Any = torch.get_device_module(side.stream.device)
-    context: contextlib.AbstractContextManager[object] = accelerator.stream(side.stream)
-    return context
-
-
-def _value(done: torch.futures.Future[T]) -> T:
-    # Raising here, in a callback, makes an error that C++ waiters such as DDP's reducer see too: a
-    # future that set_exception has set directly looks to them like one with a strange result.
-    return done.value()

@@ -8,6 +8,7 @@ from dist_utils.testing.backward import call_in_backward
 from dist_utils.testing.buckets import grad_bucket
 from dist_utils.testing.comparisons import same_bits, same_on_all_ranks
 from dist_utils.testing.launcher import RankDied, RanksHung, RankTraceback, run_ranks
+from dist_utils.testing.stopping import stop_process
 from dist_utils.testing.traffic import tcp_bytes_sent
 from dist_utils.testing.waiting import patience
 
@@ -21,5 +22,6 @@ __all__ = [
     "run_ranks",
     "same_bits",
     "same_on_all_ranks",
+    "stop_process",
     "tcp_bytes_sent",
 ]

@@ -18,10 +18,13 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # documente
 
 from dist_utils.testing.rank import Outputs, Ranks
 from dist_utils.testing.starting import start_method
-from dist_utils.testing.waiting import patience
+from dist_utils.testing.waiting import MOST_PATIENCE, patience
 
 __all__ = ["RankDied", "RankTraceback", "RanksHung", "run_ranks"]
 
+
+_LOOK_SECONDS = 0.2
+"""How often to look for ranks that have stopped themselves, which nothing else tells."""
 
 _SETTLE_SECONDS = 1.0
 """How long the other ranks get to fail too once one has failed."""
@@ -64,8 +67,10 @@ def run_ranks(
             rank r uses GPU r. ``None``: no process group.
         timeout: Seconds until every process is killed; more where other work keeps the machine busy
             (:func:`patience`), for a rank that waits for a core does not hang.
-        group_timeout: Seconds that a collective may take; ``timeout`` if not given.
-        may_die: Ranks that may end without a result, for tests of a dying peer: their result is ``None``.
+        group_timeout: Seconds that a collective may take. If not given, as long as the ranks may: no
+            collective gives up before they are killed.
+        may_die: Ranks that may end without a result, for tests of a dying peer (``os._exit``) or of one that
+            hangs (:func:`stop_process`): their result is ``None``.
 
     Returns:
         The results in rank order. They must pickle.
@@ -101,7 +106,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         # Kept by this process, which outlives every rank; on a port that the system picks.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        limit = timeout if group_timeout is None else group_timeout
+        limit = MOST_PATIENCE * timeout if group_timeout is None else group_timeout
         ranks = Ranks(
             fn, args, world_size, backend, limit, store.port, Path(folder), dict(os.environ), Outputs()
         )
@@ -119,11 +124,19 @@ def run_ranks(
 
 
 def _wait(processes: Sequence[BaseProcess], ranks: Ranks, timeout: float, may_die: Collection[int]) -> None:
-    """Return when every process has ended well; raise as soon as one has not, or at the timeout."""
+    """Return when every process has ended well; raise as soon as one has not, or at the timeout.
+
+    Those that may die may also have ended otherwise, or have stopped.
+    """
     began, seconds = time.monotonic(), timeout
     running = {process.sentinel: rank for rank, process in enumerate(processes)}
     while running:
-        ended = wait_for_any(list(running), timeout=max(0.0, began + seconds - time.monotonic()))
+        if all(rank in may_die and ranks.stopped(rank) for rank in running.values()):
+            return
+        left = began + seconds - time.monotonic()
+        ended = wait_for_any(list(running), timeout=max(0.0, min(left, _LOOK_SECONDS)))
+        if not ended and left > 0:
+            continue
         if not ended and seconds == timeout and (seconds := patience(timeout)) > timeout:
             continue
         if not ended:

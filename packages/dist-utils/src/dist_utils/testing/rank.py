@@ -26,6 +26,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # documente
 
 from dist_utils import torch_compat
 from dist_utils.testing.starting import start_method
+from dist_utils.testing.stopping import note_stop_in
 from dist_utils.testing.waiting import patience
 
 __all__ = ["Failure", "Outputs", "Ranks"]
@@ -98,6 +99,7 @@ class Ranks:
         os.environ.update(self.environment)
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR1, file=self._path("stack", rank).open("w"))
+        note_stop_in(self._path("stopped", rank))
         try:
             self._start(rank)
             result = self.fn(rank, *self.args)
@@ -151,6 +153,10 @@ class Ranks:
     def succeeded(self, rank: int) -> bool:
         """Tell whether a rank has come to its end."""
         return self._path("result", rank).exists() and not self._path("failure", rank).exists()
+
+    def stopped(self, rank: int) -> bool:
+        """Tell whether a rank has stopped itself, and will never end."""
+        return self._path("stopped", rank).exists()
 
     def failure(self, rank: int) -> Failure | None:
         """Return what a rank raised, if it did."""

@@ -11,7 +11,8 @@ from pathlib import Path
 __all__ = ["tcp_bytes_sent"]
 
 
-# struct tcp_info of linux/tcp.h: tcpi_bytes_sent and, right behind it, tcpi_bytes_retrans.
+# struct tcp_info of linux/tcp.h: tcpi_notsent_bytes; tcpi_bytes_sent, then tcpi_bytes_retrans
+_TCP_INFO_BYTES_NOT_SENT = 144
 _TCP_INFO_BYTES_SENT = 200
 
 _TCP_INFO_BYTES = _TCP_INFO_BYTES_SENT + 16
@@ -21,8 +22,9 @@ def tcp_bytes_sent() -> int:
     """Return how many bytes of payload this process has sent on the TCP connections it has open now.
 
     The difference of two calls is what was sent between them: what a hook really puts on the wire with
-    Gloo, whatever its formula says. Retransmissions do not count. Only on Linux, whose kernel counts;
-    traffic over NVLink, shared memory or InfiniBand is not TCP.
+    Gloo, whatever its formula says. A byte counts when the kernel has taken it, whether it has left or waits
+    for the receiver: what a collective sends is counted when that has returned. Retransmissions do not count.
+    Only on Linux, whose kernel counts; traffic over NVLink, shared memory or InfiniBand is not TCP.
 
     Raises:
         NotImplementedError: This is not Linux.
@@ -38,7 +40,8 @@ def tcp_bytes_sent() -> int:
                 if connection.type == socket.SOCK_STREAM and connection.family != socket.AF_UNIX:
                     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
                     sent, retransmitted = struct.unpack_from("=QQ", info, _TCP_INFO_BYTES_SENT)
-                    total += sent - retransmitted
+                    (waiting,) = struct.unpack_from("=I", info, _TCP_INFO_BYTES_NOT_SENT)
+                    total += sent - retransmitted + waiting
             finally:
                 connection.detach()  # it belongs to Gloo
     return total

@@ -6,8 +6,10 @@ import math
 import os
 import time
 
-__all__ = ["patience"]
+__all__ = ["MOST_PATIENCE", "patience"]
 
+MOST_PATIENCE = 30.0
+"""How many times as long ``patience`` waits at most."""
 
 _SAMPLE_SECONDS = 0.05
 """How long ``patience`` computes: several turns of the scheduler."""
@@ -38,5 +40,5 @@ def patience(seconds: float) -> float:
         pass
     computed = time.thread_time() - computed
     load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
-    factor = min(max(load, passed / max(computed, 1e-3), 1.0), 30.0)
+    factor = min(max(load, passed / max(computed, 1e-3), 1.0), MOST_PATIENCE)
     return math.ceil(2 * seconds * factor) / 2

@@ -1,0 +1,64 @@
+"""What the ranks compare before they average something new."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ddp_quant_hooks.resume import Bucket
+from dist_utils import OrderedWorker
+from dist_utils.comm_hooks import require_same_bucket, require_same_call
+
+__all__ = ["Agreement"]
+
+
+class Agreement:
+    """Compares buckets and calls of a state with those of the other ranks.
+
+    Does not know the state, which could not become garbage at once.
+
+    Args:
+        name: Of the state's class.
+
+    Attributes:
+        first: What is averaged when the state's worker makes its private group, for that one's terms.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.first = ""
+
+    def on_bucket(self, worker: OrderedWorker, bucket: Bucket) -> None:
+        """Compare, before a bucket that is new, what must be alike on all ranks.
+
+        Args:
+            worker: Of the state.
+            bucket: The bucket.
+
+        Raises:
+            AgreementError: Something differs, or a rank does not come.
+        """
+        buffer = bucket.buffer()
+        self.first = f"{buffer.numel()} values of {buffer.dtype}"
+        require_same_bucket(worker.process_group, self._name, {"state": worker.agree()}, bucket)
+
+    def on_call(
+        self,
+        worker: OrderedWorker,
+        call: str,
+        terms: Mapping[str, object],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        """As :meth:`on_bucket`, before a call on plain tensors.
+
+        Args:
+            worker: Of the state.
+            call: The name of the function.
+            terms: What must be alike, by name.
+            tensors: Of the call.
+        """
+        what = [(tensor.numel(), tensor.dtype, tensor.device.type) for tensor in tensors]
+        told = f"{what[0][0]} values of {what[0][1]}" + (f" and {len(what) - 1} more" if what[1:] else "")
+        self.first = f"{call}() of {told}"
+        require_same_call(worker.process_group, call, {**terms, "tensors": what, "state": worker.agree()})

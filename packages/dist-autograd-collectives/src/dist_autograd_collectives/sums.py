@@ -1,0 +1,226 @@
+"""Collectives that reduce, and the copy whose gradient is reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed import ReduceOp
+
+from dist_autograd_collectives.arguments import (
+    Convention,
+    anchored,
+    check_buffer,
+    filled,
+    is_replicated,
+    one_for_each,
+    root_in_group,
+)
+from dist_autograd_collectives.calls import Call, members, splits_to_root
+from dist_autograd_collectives.compared_calls import agree
+from dist_autograd_collectives.connecting import zeros_after
+from dist_autograd_collectives.reductions import ReduceOperation, Reduction
+from dist_autograd_collectives.steps import Step, collective
+from dist_autograd_collectives.tensor_arguments import check_tensor
+from dist_autograd_collectives.transport import itself, reduced_for_all, reduced_for_each, sent
+from dist_utils import GroupLike
+
+__all__ = ["all_reduce", "copy_to_group", "reduce", "reduce_scatter"]
+
+
+@collective
+def all_reduce(
+    tensor: torch.Tensor,
+    op: ReduceOperation = ReduceOp.SUM,
+    group: GroupLike = None,
+    *,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
+    """Reduce a tensor over all ranks; every rank gets the result, as a new tensor.
+
+    Gradient of rank r, where g_s is rank s's cotangent, G = sum over s of g_s, and W the world size:
+    SUM: G. AVG: G / W. PREMUL_SUM with rank r's factor k: k G. MAX, MIN: G where x_r is the extremum, shared
+    equally among the ranks that tie (or that hold a NaN), else 0. PRODUCT: G times the product of the other
+    ranks' values, exact with zeros. With ``grad="replicated"`` G is g_r.
+
+    Args:
+        tensor: Any dtype the operation knows. Same shape and dtype on all ranks; any strides.
+        op: A ``ReduceOp`` or its name, as in ``"max"``.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
+            computes the same loss and that is counted once.
+        anchor: Take part in backward even if ``tensor`` needs no gradient here. For when only some ranks'
+            tensors need one: without it the others wait for this rank, which never comes.
+        check: Compare first what the ranks call and with what: one all-gather of 33 bytes. ``None`` for
+            what the environment variable ``DIST_AUTOGRAD_CHECK`` says (``1`` for yes). Nothing is compared
+            while ``torch.compile`` traces.
+
+    Raises:
+        TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
+        ValueError: This rank is not in the group, or ``grad`` is unknown. Before communication.
+        TensorMismatchError: With ``check``: on every rank, if the ranks' calls do not fit each other.
+        CollectiveError: In backward, with the function's name, if that collective fails: other ranks never
+            came to it, say.
+
+    Cost:
+        Forward and backward each 2 (W - 1) / W of the tensor's bytes; backward of sums with
+        ``"replicated"`` nothing.
+
+    Source:
+        ``torch.distributed.nn.functional.all_reduce``, wrong for MAX, MIN and PRODUCT.
+
+    Example:
+        >>> total = all_reduce(tensor)  # doctest: +SKIP
+    """
+    who, replicated = members(group), is_replicated(grad)
+    check_tensor("tensor", tensor)
+    reduction = Reduction.parse(op, tensor)
+    tensor = anchored(tensor, anchor)
+    title = f"all_reduce({reduction.name})"
+    agree(check, who, f"{title}, {grad}", [tensor])
+    return reduced_for_all(tensor, who, reduction, title, itself, replicated=replicated)
+
+
+@collective
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: ReduceOperation = ReduceOp.SUM,
+    group: GroupLike = None,
+    *,
+    group_dst: int | None = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
+    """Reduce a tensor over all ranks to rank ``dst``; the others get zeros.
+
+    Gradient: as :func:`all_reduce`, with G the cotangent of ``dst``. The other ranks' outputs are
+    constants.
+
+    Args:
+        tensor: As in :func:`all_reduce`.
+        dst: The destination's rank in WORLD.
+        op: As in :func:`all_reduce`.
+        group: As in :func:`all_reduce`.
+        group_dst: The destination's rank in the group, in place of ``dst``.
+        grad: Both conventions agree here: only one rank has the result.
+        anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
+
+    Raises:
+        TypeError: As :func:`all_reduce`.
+        ValueError: As :func:`broadcast`.
+
+    Cost:
+        About the tensor's bytes twice forward, once backward.
+
+    Source:
+        ``torch.distributed.nn.functional.reduce``, whose gradient ignores ``op``.
+    """
+    is_replicated(grad)
+    who = members(group)
+    root = root_in_group(group, who, dst, group_dst, "dst")
+    check_tensor("tensor", tensor)
+    reduction = Reduction.parse(op, tensor)
+    tensor = anchored(tensor, anchor)
+    title = f"reduce({reduction.name})"
+    agree(check, who, f"{title} to {root}", [tensor])
+    if reduction.is_sum:
+        return sent(
+            [reduction.scaled(tensor, who.size)],
+            Call("reduce", who, title, root),
+            lambda total: reduction.finished(total, who.size, tensor.dtype),
+        )
+
+    def reduced(stacked: torch.Tensor) -> torch.Tensor:
+        if who.rank == root:
+            return reduction.reduced(stacked)
+        return zeros_after(stacked, tensor)
+
+    to_root, from_all = splits_to_root(1, who, root)
+    return sent([tensor.unsqueeze(0)], Call("gather", who, title, root, to_root, from_all), reduced)
+
+
+@collective
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: Sequence[torch.Tensor],
+    op: ReduceOperation = ReduceOp.SUM,
+    group: GroupLike = None,
+    *,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
+    """Reduce the ``r``-th tensors of all ranks' lists to rank ``r``.
+
+    Gradient of entry s: as :func:`all_reduce`, with G the cotangent of rank s.
+
+    Args:
+        output: Of the shape of each entry; filled.
+        input_list: W tensors of one shape and dtype.
+        op: As in :func:`all_reduce`.
+        group: As in :func:`all_reduce`.
+        grad: Both conventions agree here: the results differ between ranks.
+        anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
+
+    Returns:
+        A new tensor that autograd sees, with the contents of ``output``.
+
+    Raises:
+        TypeError: As :func:`all_reduce`.
+        ValueError: The list has not W entries of the output's shape; and as :func:`all_reduce`.
+
+    Source:
+        ``torch.distributed.nn.functional.reduce_scatter``, whose gradient ignores ``op``.
+    """
+    is_replicated(grad)
+    who = members(group)
+    check_buffer("output", output, output)
+    input_list = one_for_each("input_list", input_list, who, like=output)
+    reduction = Reduction.parse(op, output)
+    parts = [anchored(entry, anchor) for entry in input_list]
+    title = f"reduce_scatter({reduction.name})"
+    agree(check, who, title, parts)
+    return reduced_for_each(parts, who, reduction, title, lambda part: filled(output, part))
+
+
+@collective
+def copy_to_group(
+    tensor: torch.Tensor,
+    *,
+    group: GroupLike = None,
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Step[torch.Tensor]:
+    """Return a copy, whose gradient is summed over the ranks.
+
+    For a value that all ranks have alike, where each rank goes on with its own part of a computation: the
+    entry of a tensor-parallel layer. Its exit is ``all_reduce(..., grad="replicated")``.
+
+    Gradient: sum over s of g_s, on every rank.
+
+    Args:
+        tensor: The same on all ranks.
+        group: As in :func:`all_reduce`.
+        anchor: As in :func:`all_reduce`.
+        check: As in :func:`all_reduce`.
+
+    Raises:
+        ValueError: As :func:`all_reduce`.
+
+    Cost:
+        Nothing forward; backward an all-reduce.
+
+    Source:
+        Megatron-LM's ``copy_to_tensor_model_parallel_region``; ``jax.lax.pvary``.
+    """
+    who = members(group)
+    check_tensor("tensor", tensor)
+    tensor = anchored(tensor, anchor)
+    agree(check, who, "copy_to_group", [tensor])
+    return sent([tensor], Call("copy", who, "copy_to_group"), itself)

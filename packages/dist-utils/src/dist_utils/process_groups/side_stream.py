@@ -1,0 +1,62 @@
+"""Streams beside the caller's, on which jobs are enqueued, and the futures of what they give."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+__all__ = ["SideStream", "SideStreams", "current", "new_future"]
+
+T = TypeVar("T")
+
+
+class SideStream(NamedTuple):
+    """Where a job on an accelerator is enqueued, and what must be over there before."""
+
+    stream: torch.Stream
+    before: Any  # an event of the accelerator's
+
+
+class SideStreams:
+    """One stream for each device, made at first use."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    def behind_caller(self, device: torch.device) -> SideStream | None:
+        """Return the stream for a job that follows what the caller's stream has to do now; none on CPU."""
+        if device.type == "cpu":
+            return None
+        accelerator: Any = torch.get_device_module(device)
+        device = torch.empty(0, device=device).device  # with its index
+        if device not in self._streams:
+            self._streams[device] = accelerator.Stream(device)
+        return SideStream(self._streams[device], accelerator.current_stream(device).record_event())
+
+
+def current(side: SideStream | None) -> contextlib.AbstractContextManager[object]:
+    """Make the side stream the current one: a future records it when it gets its value."""
+    if side is None:
+        return contextlib.nullcontext()
+    side.stream.wait_event(side.before)
+    accelerator: Any = torch.get_device_module(side.stream.device)
+    context: contextlib.AbstractContextManager[object] = accelerator.stream(side.stream)
+    return context
+
+
+def new_future(
+    side: SideStream | None,
+) -> tuple[torch.futures.Future[Any], torch.futures.Future[Any]]:
+    """Return a future to complete when a job is done, and one to hand out."""
+    done: torch.futures.Future[Any] = torch.futures.Future(
+        devices=None if side is None else [side.stream.device]
+    )
+    return done, done.then(_value)
+
+
+def _value(done: torch.futures.Future[T]) -> T:
+    # Raising here, in a callback, makes an error that C++ waiters such as DDP's reducer see too: a
+    # future that set_exception has set directly looks to them like one with a strange result.
+    return done.value()

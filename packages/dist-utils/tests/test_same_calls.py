@@ -1,0 +1,34 @@
+"""Calls on plain tensors that all ranks make alike: they ask each other once, and not again."""
+
+import pytest
+import torch.distributed as dist
+
+from dist_utils import AgreementError
+from dist_utils.comm_hooks import require_same_call
+from dist_utils.testing import run_ranks
+from dist_utils.torch_compat import default_store
+
+
+def _keys_in_store():
+    """Return how many there are when all ranks have come here: they ask each other through the store."""
+    dist.barrier()
+    keys = default_store().num_keys()
+    dist.barrier()
+    return keys
+
+
+def _steps_of_many_calls(rank, calls):
+    counts = [_keys_in_store()]
+    for _ in range(3):
+        for number in range(calls):
+            require_same_call(None, "call", {"key": f"layer {number}", "tensors": [(number, "\ud800")]})
+        counts.append(_keys_in_store())
+    with pytest.raises(AgreementError, match="key is 'a' on rank 0, 'b' on rank 1"):
+        require_same_call(None, "call", {"key": "ab"[rank]})
+    assert counts[1] >= counts[0] + calls
+    return counts[3] - counts[1]
+
+
+@pytest.mark.parametrize("calls", [30, pytest.param(1100, marks=pytest.mark.exhaustive)])
+def test_a_step_of_many_calls_asks_nothing_when_it_comes_again(calls):
+    assert run_ranks(_steps_of_many_calls, 2, calls) == [0, 0]
