@@ -144,7 +144,8 @@ def _lay_out_tests(root: Path, package: Package, commit: str | None, folder: Pat
 
 
 def _last_error(text: str) -> str:
-    errors = ERROR.findall(text)
+    # Where the environment is says nothing, and is another place on every machine.
+    errors = ERROR.findall(re.sub(r"/\S*/site-packages/", "", text))
     return str(errors[-1]) if errors else (text.strip().splitlines() or ["no message"])[-1]
 
 

@@ -10,7 +10,8 @@ import pytest
 from packaging.version import Version
 from small_repository import commit, write_package
 
-from releasing.commands import CommandError, git
+from releasing import trials
+from releasing.commands import CommandError, git, run
 from releasing.released import releases
 from releasing.trials import Environment
 from releasing.wheels import released_wheel, version_in_tree
@@ -68,6 +69,18 @@ def test_wheels_of_tagged_versions_come_from_the_index_where_it_has_them(
     monkeypatch.setenv("PIP_DEFAULT_TIMEOUT", "no number")
     with pytest.raises(CommandError, match="no number"):
         released_wheel(repository, new, cache)
+
+
+def test_a_reason_has_no_path_of_this_machine(tmp_path):
+    folder = tmp_path / "lib/site-packages"
+    (folder / "lower").mkdir(parents=True)
+    (folder / "lower/__init__.py").write_text("")
+    program = f"import sys; sys.path.insert(0, {str(folder)!r}); from lower import gone"
+    with pytest.raises(CommandError) as caught:
+        run([sys.executable, "-c", program], tmp_path)
+    assert f"({folder}" in str(caught.value)
+    reason = trials._last_error(str(caught.value))
+    assert reason == "ImportError: cannot import name 'gone' from 'lower' (lower/__init__.py)"
 
 
 def test_tests_of_a_wheel_run_without_the_variables_of_the_calling_session(tmp_path, monkeypatch):
