@@ -206,13 +206,13 @@ def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
         }
     step = statistics.median(times[STEP])
     hideable = step - step / buckets
-    for name in times:
+    for name, own in times.items():
         if name in (ORDINARY, STEP):
             continue
         # Of the same turn: what slows the machine for a while slows both.
-        saved = [plain - other for plain, other in zip(times[ORDINARY], times[name], strict=True)]
+        saved = [plain - other for plain, other in zip(times[ORDINARY], own, strict=True)]
         ratios = {
-            base: statistics.median(other / one for one, other in zip(times[base], times[name], strict=True))
+            base: statistics.median(other / one for one, other in zip(times[base], own, strict=True))
             for base in (ORDINARY, HOOKED, PYTORCH, QUANTIZED)
             if base in times
         }

@@ -94,15 +94,6 @@ def rank_device():
     return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
 
 
-def complex_if_sent():
-    """Return what the parameters are of: DDP broadcasts them, and Gloo takes no complex ones in torch 2.6."""
-    try:
-        dist.broadcast(torch.zeros(1, dtype=torch.complex64), 0)
-    except RuntimeError:
-        return torch.float32
-    return torch.complex64
-
-
 def make_ddp(*, tied=False, bucket_cap_mb=0.002, **options):
     return DistributedDataParallel(Net(tied=tied).to(rank_device()), bucket_cap_mb=bucket_cap_mb, **options)
 

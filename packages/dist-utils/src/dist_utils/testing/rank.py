@@ -144,6 +144,9 @@ class Ranks:
         dist.init_process_group(
             self.backend, store=store, rank=rank, world_size=self.world_size, timeout=limit
         )
+        if self.backend == "gloo":
+            # A rank that has connected to all could end before they have connected to it: an error there.
+            dist.barrier()
 
     def result(self, rank: int) -> Any:
         """Return what a rank's function returned, ``None`` if it did not."""
