@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap import bucket_steps, overlap_optimizer
+from ddp_optim_overlap import engine as engines
+from ddp_optim_overlap import overlap_optimizer
 from ddp_optim_overlap.bucket_memory import PageMemory, StorageMemory
 from dist_utils.testing import same_bits as same
 
@@ -107,7 +108,7 @@ _together = itertools.cycle((1, 6000, 4 * 2**20))
 
 def step_buckets_of(size=1):
     """Let buckets wait for each other until they have so many bytes; each is stepped by itself with 1."""
-    bucket_steps._TOGETHER = size
+    engines.WORTH_A_STEP = size
 
 
 class PoisonedPages(PageMemory):

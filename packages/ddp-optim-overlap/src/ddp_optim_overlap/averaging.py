@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from dist_utils import resolve_group
 from dist_utils.process_groups import GroupLike, future_of_work
-from dist_utils.torch_compat import GradBucket
+from dist_utils.torch_compat import GradBucket, start_all_reduce
 
 __all__ = ["average_like_ddp"]
 
@@ -37,6 +35,5 @@ def average_like_ddp(
         buffer = buffer / group.size()
     else:
         buffer.mul_(1.0 / group.size())
-    # The group's own method: what dist.all_reduce does around it takes as long as a small bucket's step.
-    work: Any = group.allreduce([torch.view_as_real(buffer) if buffer.is_complex() else buffer])
-    return future_of_work(work, group, buffer.device)
+    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    return future_of_work(start_all_reduce(values, group), group, buffer.device)

@@ -76,7 +76,7 @@ class CancelUnlessCalled:
 
     Args:
         current: The backward pass.
-        then: Called at its end, well or not.
+        then: Called if it fails.
     """
 
     def __init__(self, current: BackwardPass, then: Callable[[], None] = lambda: None) -> None:
@@ -86,7 +86,6 @@ class CancelUnlessCalled:
     def __call__(self) -> None:
         """End well."""
         self._pass = None
-        self._then()
 
     def __del__(self) -> None:
         if self._pass is not None:

@@ -25,7 +25,12 @@ class BucketGradients:
     def __init__(self, bucket: GradBucket) -> None:
         self.parameters: list[torch.Tensor] = bucket.parameters()
         self.buffer = bucket.buffer()
+        self._strides = [parameter.stride() for parameter in self.parameters]
         self.views = [self.buffer] if self.buffer.is_sparse else _views(bucket, self.parameters)
+
+    def lies_as_before(self) -> bool:
+        """Whether the parameters have the strides that they had, which the views have."""
+        return self._strides == [parameter.stride() for parameter in self.parameters]
 
     def write(self, average: Any) -> None:
         """Put what the hook's future holds into the bucket, unless it is there.
@@ -66,7 +71,8 @@ class KnownBuckets:
         """Return those of a bucket, as DDP hands it to the communication hook."""
         index, buffer = bucket.index(), bucket.buffer()
         known = self._known.get(index)
-        if known is not None and known.buffer is buffer:  # other buckets have buffers of their own
+        # Other buckets have buffers of their own, but parameters may come to lie otherwise in memory.
+        if known is not None and known.buffer is buffer and known.lies_as_before():
             return known
         made = BucketGradients(bucket)
         seen = self._seen.get(index)

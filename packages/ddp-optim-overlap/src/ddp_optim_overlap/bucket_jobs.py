@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddp_optim_overlap.backward_pass import BackwardPass
 from ddp_optim_overlap.errors import CommunicationError, OverlapError
-from dist_utils.torch_compat import is_accelerator, profiler_range
+from dist_utils.torch_compat import is_accelerator, profiler_range, start_all_reduce
 
 __all__ = [
     "as_outside_of_backward",
@@ -74,7 +74,7 @@ def meet_peers(current: BackwardPass, group: dist.ProcessGroup) -> None:
     if group.size() == 1:
         return
     try:
-        group.allreduce([torch.zeros(1, dtype=torch.float32)]).wait()
+        start_all_reduce(torch.zeros(1, dtype=torch.float32), group).wait()
     except Exception as error:
         raise CommunicationError(
             f"another rank failed in this step: {text_of(error)}", current.report()

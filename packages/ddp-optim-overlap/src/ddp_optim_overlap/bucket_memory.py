@@ -146,6 +146,8 @@ class StorageMemory(BucketMemory):
 
     def restore(self, parameter: torch.Tensor | None = None) -> None:
         """Allocate the storage again."""
+        if parameter is None:
+            self._scratch.clear()
         for one in [parameter] if parameter is not None else list(self._given):
             given = self._given.pop(one, None)
             buffer = None if given is None else given[0]()

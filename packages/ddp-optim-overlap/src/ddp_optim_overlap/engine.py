@@ -21,7 +21,8 @@ from ddp_optim_overlap.bucket_jobs import (
     text_of,
     wait_for_all,
 )
-from ddp_optim_overlap.bucket_steps import BucketSteps, HandedOver
+from ddp_optim_overlap.bucket_queue import WORTH_A_STEP, BucketQueue, HandedOver
+from ddp_optim_overlap.bucket_steps import BucketSteps
 from ddp_optim_overlap.errors import (
     CommunicationError,
     ConfigError,
@@ -38,7 +39,7 @@ from ddp_optim_overlap.weight_reuse import WeightWatch
 from ddp_optim_overlap.whole_step import WholeStep
 from dist_utils import AgreementError, OrderedWorker
 from dist_utils.comm_hooks import is_pair
-from dist_utils.torch_compat import GradBucket, after_backward, inside_backward
+from dist_utils.torch_compat import GradBucket, after_backward, in_final_callback, inside_backward
 
 __all__ = ["Engine"]
 
@@ -89,8 +90,11 @@ class Engine:
         self._ask_unused_possible = unused_possible
         self._unused_possible = False
         self._watch = WeightWatch() if check else None
-        self._known = KnownBuckets()
-        self._by_bucket = BucketSteps(stepper, self.contents, self._watch, release, _NAME)
+        self.known_buckets = KnownBuckets()
+        steps = BucketSteps(stepper, self.contents, self._watch, release)
+        # A watch is to find whatever may happen in some run; and memory is given back as early as can be.
+        waits = self._watch is None and release is None
+        self._queue = BucketQueue(steps.step, _NAME, WORTH_A_STEP if waits else 0)
         self._whole = WholeStep(stepper, self.contents) if stepper.whole else None
         worker = OrderedWorker(process_group, name=_NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
@@ -117,7 +121,7 @@ class Engine:
         except OverlapError as error:
             # Raised here, it would leave DDP in the middle of a pass, and the model of no use any more.
             self._failure.refusal = error
-            self._by_bucket.give_up(error)
+            self._queue.give_up(error)
             return failed(error)
 
     def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -133,7 +137,7 @@ class Engine:
                 self.gradients.forget_arrivals()
             return self._comm_hook(self._comm_state, bucket).then(partial(average_of, bucket.buffer()))
         current.buckets += 1
-        gradients = self._known.gradients(bucket)
+        gradients = self.known_buckets.gradients(bucket)
         if not self.averaged.issuperset(gradients.parameters):
             self.averaged.update(gradients.parameters)
         self._require_observed(gradients.parameters)
@@ -167,7 +171,7 @@ class Engine:
         if release is not None and used is not None:
             current.only_bucket = last and current.buckets == 1
             release.hand_over(current, bucket.gradients, used)
-        done = self._by_bucket.take(worker, current, bucket, last=last)
+        done = self._queue.take(worker, current, bucket, last=last)
         if release is not None:
             release.limit_backward(done, bucket.gradients.buffer.device)
         return done
@@ -190,8 +194,9 @@ class Engine:
     def require_complete(self) -> None:
         """Raise if a backward pass has begun to hand over buckets and has not ended."""
         if self._pass is not None and self._pass.steps:
-            self._by_bucket.wait()  # what is in progress ends first, or the report would miss it
+            self._queue.wait()  # what is in progress ends first, or the report would miss it
             self._pass.cancel()
+            self._drop_gradients(self._pass)
             self.raise_error()
             raise StepError(
                 f"the backward pass ended after {self._pass.buckets} buckets, with an error or because "
@@ -232,7 +237,10 @@ class Engine:
             self._failure.forget_worker()
         if self.release is not None:  # now that no job gives anything back any more
             self.release.memory.restore()
-        self._known.forget()
+        self.known_buckets.forget()
+        self._queue.forget()
+        if not self.gradients.step_is_newest:
+            self.contents.clear()
         self._pass = None
 
     def _used(self, parameters: Sequence[torch.Tensor]) -> list[bool] | None:
@@ -250,16 +258,19 @@ class Engine:
             )
 
     def _begin(self) -> None:
-        self._pass = None
-        self._by_bucket.begin()
+        left, self._pass = self._pass, None
+        if left is not None and not in_final_callback():  # it has failed inside of another pass
+            self._drop_gradients(left)
+        self._queue.forget()
         if self._whole is not None:
             self._whole.begin()
-        if self._worker is None:
+        worker = self._worker
+        if worker is None:
             return
         self.raise_error()
         self._unused_possible = self._ask_unused_possible()
         try:
-            self._worker.agree()
+            worker.agree()
         except (AgreementError, dist.DistError) as error:
             raise ConfigError(text_of(error)) from error
         if self.paused:
@@ -267,25 +278,30 @@ class Engine:
         # Under join() a rank without data calls its hook outside of any backward pass: it takes part
         # in the communication, and does not step, as it does not in the ordinary loop.
         steps = inside_backward()
-        if steps and self._stepped_before_closure:
+        if steps:
+            self._begin_to_step()
+        self.passes += steps
+        self._pass = BackwardPass(self.passes, steps)
+        if self._whole is None:
+            self._queue.begin(worker, self._pass)
+        if steps:
+            after_backward(CancelUnlessCalled(self._pass, partial(self._drop_gradients, self._pass)))
+
+    def _begin_to_step(self) -> None:
+        if self._stepped_before_closure:
             raise ConfigError(
                 "backward() has stepped before step(closure), and the closure's backward() would step again: "
                 "let the closure call the only backward(), or call handle.pause() around the other one"
             )
-        if steps:
-            self.contents.clear()
-            self._stepper.begin(self)
-            if self.release is not None:
-                self.release.begin(self.averaged)
-            if self._watch is not None:
-                self._watch.begin()
-        self.passes += steps
-        self._pass = BackwardPass(self.passes, steps)
-        if steps:
-            then = (lambda: None) if self.release is None else partial(self._drop_gradients, self._pass)
-            after_backward(CancelUnlessCalled(self._pass, then))
+        self.contents.clear()
+        self._stepper.begin(self)
+        if self.release is not None:
+            self.release.begin(self.averaged)
+        if self._watch is not None:
+            self._watch.begin()
 
     def _drop_gradients(self, current: BackwardPass) -> None:
+        """Take gradients away that are released, when DDP does not look for them any more."""
         if self._watch is not None:
             self._watch.end()  # it would not let .grad be written
         if self.release is not None:
@@ -311,11 +327,11 @@ class Engine:
             self._meet_peers(current, device)
 
     def _finish(self, current: BackwardPass, device: torch.device) -> None:
-        if self._watch is not None:
-            self._watch.end()
+        self._drop_gradients(current)
         if self._whole is not None:
             self._step_whole(self._whole, current, device)
             self._meet_peers(current, device)
+        self._queue.finish()
         current.norm = self._stepper.norm
         self._report = current.report()
         self._pass = None

@@ -22,22 +22,19 @@ class GradientWatch:
     No gradients are kept, so that setting them to ``None`` frees them: only where each one lies in memory,
     and its version, which every write in place raises.
 
-    Each parameter has one hook, which sees a gradient when it has been added. When the first one of a pass
-    comes, the gradients that a step has used are gone, as a rule, or zeros. A parameter that still has its
-    own gets a second hook, which looks before a gradient is added; so does the parameter of the first one.
+    The hooks run for every parameter in every pass, while nothing else does: they only set flags, unless a
+    gradient is added to another one.
 
     Args:
         parameters: To watch from the beginning.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
-        self._parameters: list[torch.Tensor] = []
         self._positions: dict[torch.Tensor, int] = {}
         self._arrivals = _Arrivals()
-        self._used: Sequence[tuple[torch.Tensor, GradientMark]] = ()
-        self._looks_before: set[int] = set()
+        self._used: tuple[Sequence[torch.Tensor], Sequence[GradientMark]] = ((), ())
+        self._marks: dict[torch.Tensor, GradientMark] | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._step_is_newest = False
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -45,13 +42,17 @@ class GradientWatch:
         for parameter in parameters:
             if parameter in self._positions or not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
-            position = self._positions[parameter] = len(self._parameters)
-            self._parameters.append(parameter)
+            position = self._positions[parameter] = len(self._positions)
             self._arrivals.came.append(parameter.grad is not None)
-            after = _after_gradient(weakref.ref(self), self._arrivals, position)
+            self._arrivals.came_since_step.append(True)
+            before = _before_hook(weakref.ref(self), weakref.ref(parameter), self._arrivals, position)
+            after = _after_hook(weakref.ref(self), self._arrivals, position)
             trained = parameter.requires_grad
             parameter.requires_grad_()  # or torch takes no hook; it keeps those of frozen ones
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            self._hooks += [
+                parameter.register_hook(before),  # type: ignore[no-untyped-call]
+                parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
+            ]
             parameter.requires_grad_(trained)
 
     def __del__(self) -> None:
@@ -69,137 +70,113 @@ class GradientWatch:
         """Take notice of no gradients any more."""
         while self._hooks:
             self._hooks.pop().remove()
-        self._parameters, self._positions = [], {}
+        self._positions, self._arrivals = {}, _Arrivals()
         self.forget_used()
 
     @property
     def step_is_newest(self) -> bool:
-        """Whether the last pass has stepped and no gradient has come since."""
-        return self._step_is_newest
+        """Whether the last pass has stepped, no gradient has come since, and nobody has called ``step()``."""
+        return self._arrivals.step_is_newest
 
     @step_is_newest.setter
     def step_is_newest(self, newest: bool) -> None:
-        self._step_is_newest = newest
-        self._arrivals.first_is_open = newest or self._arrivals.first_is_open
+        self._arrivals.step_is_newest = newest
+        self._arrivals.none_since_pass = self._arrivals.none_since_pass or newest
+
+    @property
+    def none_since_pass(self) -> bool:
+        """Whether no gradient has come since a pass that has stepped."""
+        return self._arrivals.none_since_pass
 
     def take_as_used(self, parameters: Sequence[torch.Tensor], marks: Sequence[GradientMark]) -> None:
         """Take the gradients of these parameters, which have these marks, and no others, as used up."""
-        self._used = list(zip(parameters, marks, strict=True))
-        self._arrivals.first_is_open = True
+        self._used, self._marks = (parameters, marks), None
+        self._arrivals.came_since_step[:] = bytes(len(self._positions))
 
     def take_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take the gradients of these, which DDP is about to write, as not used."""
-        new = set(map(id, parameters))
-        self._used = [pair for pair in self._used if id(pair[0]) not in new]
+        for parameter in parameters:
+            if (position := self._positions.get(parameter)) is not None:
+                self._arrivals.came_since_step[position] = True
 
     def forget_used(self) -> None:
         """Take none as used up."""
-        self._used = ()
+        self._used, self._marks = ((), ()), None
 
     def has_come(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has got a gradient since :meth:`forget_arrivals`, and still has it."""
         position = self._positions.get(parameter)
         return position is not None and bool(self._arrivals.came[position]) and parameter.grad is not None
 
-    def some_have_come(self) -> bool:
-        """Whether any gradient has come since :meth:`forget_arrivals`."""
-        return any(self._arrivals.came)
-
     def forget_arrivals(self) -> None:
         """A pass has handed over all its gradients."""
         self._arrivals.came[:] = bytes(len(self._arrivals.came))
 
-    def _after_gradient(self, position: int, parameter: torch.Tensor) -> None:
-        """Look at the first gradient since a step, or one that was added to a used one."""
-        first = self._arrivals.first_is_open and bool(self._parameters)
-        used = position in self._arrivals.adds_to_used
-        if first and position not in self._looks_before:  # too late to look before, this time
-            used = _was_added_to(self._mark(parameter), parameter)
-            self._look_before_it_comes(position)
-        if used:
-            raise DoubleBackwardError(
-                "backward() adds to gradients that a step has already used: call zero_grad() after each "
-                "step, and accumulate with no_sync() or pause()"
-            )
-        if first:
-            self._arrivals.first_is_open = False
-            self._step_is_newest = False
-            self._used = [
-                (one, mark) for one, mark in self._used if one is not parameter and _is_used_up(one, mark)
-            ]
-            for one, _ in self._used:
-                if (left := self._positions.get(one)) is not None:
-                    self._look_before_it_comes(left)
-
-    def _mark(self, parameter: torch.Tensor) -> GradientMark:
-        return next((mark for one, mark in self._used if one is parameter), None)
-
-    def _look_before_it_comes(self, position: int) -> None:
-        if position not in self._looks_before:
-            self._looks_before.add(position)
-            parameter = self._parameters[position]
-            before = _before_gradient(weakref.ref(self), weakref.ref(parameter), position)
-            self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
-
-    def _before_gradient(self, position: int, parameter: torch.Tensor) -> None:
-        """Look at ``parameter.grad`` before a gradient is added; ``torch.autograd.grad`` will add none."""
-        if _is_used_up(parameter, self._mark(parameter)):
-            self._arrivals.adds_to_used.add(position)
-            return
-        self._arrivals.adds_to_used.discard(position)
-        if not self._arrivals.first_is_open:
-            self.take_as_new([parameter])
+    def _is_used_up(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter.grad`` is what a step has used, changed or not, and not zeros."""
+        if self._marks is None:
+            self._marks = dict(zip(*self._used, strict=True))
+        mark, gradient = self._marks.get(parameter), parameter.grad
+        if mark is None or gradient is None:
+            return False
+        if gradient.device.type != "cpu":  # reading it would block the host: a changed one passes for zeros
+            return gradient_marks([parameter]) == [mark]
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        return bool(values.count_nonzero())  # ten times as fast as any()
 
 
 @dataclass
 class _Arrivals:
-    """What the hooks of all parameters write, by position."""
+    """What the hooks of all parameters write: flags, by position, and what holds for all of them."""
 
     came: bytearray = field(default_factory=bytearray)
+    came_since_step: bytearray = field(default_factory=bytearray)
     adds_to_used: set[int] = field(default_factory=set)
-    first_is_open: bool = True
+    step_is_newest: bool = False
+    none_since_pass: bool = False
     told: Callable[[torch.Tensor], None] | None = None
 
 
-def _after_gradient(
-    watch: weakref.ref[GradientWatch], arrivals: _Arrivals, position: int
-) -> Callable[[torch.Tensor], None]:
-    """Return a hook on a parameter that keeps neither the watch nor a parameter alive."""
-
-    def after(parameter: torch.Tensor) -> None:
-        if arrivals.first_is_open or position in arrivals.adds_to_used:
-            owner = watch()
-            if owner is not None:
-                owner._after_gradient(position, parameter)  # noqa: SLF001 - one thing with its hooks
-        arrivals.came[position] = True
-        if arrivals.told is not None:
-            arrivals.told(parameter)
-
-    return after
-
-
-def _before_gradient(
-    watch: weakref.ref[GradientWatch], parameter: weakref.ref[torch.Tensor], position: int
+def _before_hook(
+    watch: weakref.ref[GradientWatch],
+    weak_parameter: weakref.ref[torch.Tensor],
+    arrivals: _Arrivals,
+    position: int,
 ) -> Callable[[torch.Tensor | None], None]:
+    """Return a hook that looks at ``.grad`` before a gradient is added, and keeps nothing alive.
+
+    ``torch.autograd.grad`` will add none: what this finds is of use to the other hook only.
+    """
+
     def before(gradient: torch.Tensor | None) -> None:
-        owner, alive = watch(), parameter()
-        if owner is not None and alive is not None and gradient is not None:
-            owner._before_gradient(position, alive)  # noqa: SLF001
+        if arrivals.adds_to_used:
+            arrivals.adds_to_used.discard(position)
+        if arrivals.came_since_step[position] or gradient is None:
+            return
+        parameter = weak_parameter()
+        if parameter is None or parameter.grad is None:
+            return
+        owner = watch()
+        if owner is not None and owner._is_used_up(parameter):  # noqa: SLF001 - one thing with its hooks
+            arrivals.adds_to_used.add(position)
 
     return before
 
 
-def _is_used_up(parameter: torch.Tensor, mark: GradientMark) -> bool:
-    """Whether ``parameter.grad`` is what a step has used, changed or not, and not zeros."""
-    gradient = parameter.grad
-    if gradient is None or mark is None:
-        return False
-    if gradient.device.type != "cpu":  # reading it would block the host: a changed one passes for zeros
-        return gradient_marks([parameter]) == [mark]
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return bool(values.count_nonzero())  # ten times as fast as any()
+def _after_hook(
+    watch: weakref.ref[GradientWatch], arrivals: _Arrivals, position: int
+) -> Callable[[torch.Tensor], None]:
+    """Return a hook that takes notice of a gradient which was added."""
 
+    def after(parameter: torch.Tensor) -> None:
+        if position in arrivals.adds_to_used and watch() is not None:
+            raise DoubleBackwardError(
+                "backward() adds to gradients that a step has already used: call zero_grad() after each "
+                "step, and accumulate with no_sync() or pause()"
+            )
+        arrivals.step_is_newest = arrivals.none_since_pass = False
+        arrivals.came[position] = arrivals.came_since_step[position] = True
+        if arrivals.told is not None:
+            arrivals.told(parameter)
 
-def _was_added_to(mark: GradientMark, parameter: torch.Tensor) -> bool:
-    """Whether a parameter's gradient is one that had this mark, and something was added to it, once."""
-    return mark is not None and gradient_marks([parameter]) == [(mark[0] + 1, mark[1])]
+    return after

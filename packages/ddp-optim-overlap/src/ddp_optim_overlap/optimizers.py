@@ -89,6 +89,7 @@ class OverlappedOptimizers(Stepper):
     def attach(self, engine: Engine) -> None:
         """Be what this engine steps with."""
         self._engine = weakref.ref(engine)  # which has this: together they would be a cycle
+        self._looked_at = (0, 0)
         self.replace_steps()
 
     def replace_steps(self) -> None:
@@ -330,7 +331,7 @@ class OverlappedOptimizers(Stepper):
 
     def _refuse_without_gradients(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
         """Raise if an ordinary step would find no gradients because they were taken away."""
-        if engine.release is None or not engine.passes or engine.gradients.some_have_come():
+        if engine.release is None or not engine.gradients.none_since_pass:
             return
         if all(parameter.grad is None for parameter in parameters_of(optimizer)):
             raise ConfigError(

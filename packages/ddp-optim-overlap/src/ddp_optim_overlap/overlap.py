@@ -271,6 +271,8 @@ def overlap_optimizer(
         check=check,
         release=release,
     )
+    # A handle may outlive the model; what the engine knows of DDP's buckets must not.
+    weakref.finalize(ddp, engine.known_buckets.forget).atexit = False
     if slot is None:
         _register(ddp, engine)
     else:

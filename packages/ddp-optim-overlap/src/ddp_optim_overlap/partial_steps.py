@@ -28,6 +28,9 @@ PARAMETER_NAMES = "param_names"
 """The option in which torch keeps the names of a group's parameters, in their order."""
 
 
+_MOST_KNOWN_PLACES = 1000
+
+
 class PartialSteps:
     """Call the ``step`` of optimizers on some of their parameters.
 
@@ -136,6 +139,8 @@ class PartialSteps:
         key = tuple(map(id, parameters))
         places = self._known_places.get(key)
         if places is None:
+            if len(self._known_places) >= _MOST_KNOWN_PLACES:
+                self._known_places.clear()
             places = self._known_places[key] = defaultdict(lambda: defaultdict(list))
             for parameter in parameters:
                 for place, number, position in self._owners.get(parameter, ()):

@@ -122,4 +122,6 @@ def _first_bytes(tensor: torch.Tensor | None) -> bytes:
     """
     if tensor is None or not tensor.is_cpu or tensor.is_sparse or not tensor.is_contiguous():
         return b""
+    if tensor.untyped_storage().nbytes() == 0:  # freed meanwhile, as by whoever offloads
+        return b""
     return ctypes.string_at(tensor.data_ptr(), min(_SAMPLED_BYTES, tensor.nbytes))

@@ -19,6 +19,7 @@ from dist_utils.torch_compat.collectives import (
     functional_all_reduce,
     functional_all_to_all_single,
     reduce_scatter_single,
+    start_all_reduce,
     traceable_collectives,
 )
 from dist_utils.torch_compat.execution import (
@@ -117,6 +118,7 @@ __all__ = [
     "require_fsdp_method",
     "saved_tensor_hooks",
     "sharded_modules",
+    "start_all_reduce",
     "step_post_hooks",
     "step_pre_hooks",
     "step_without_hooks",

@@ -16,6 +16,7 @@ __all__ = [
     "functional_all_reduce",
     "functional_all_to_all_single",
     "reduce_scatter_single",
+    "start_all_reduce",
     "traceable_collectives",
 ]
 
@@ -87,3 +88,13 @@ def functional_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> tor
     """Concatenate every rank's ``tensor`` along dimension 0; traceable by ``torch.compile``."""
     result: torch.Tensor = _functional.all_gather_tensor(tensor, 0, group)
     return result
+
+
+def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start the sum of a tensor of real numbers over all ranks, in place; return its work handle.
+
+    ``torch.distributed.all_reduce(async_op=True)`` without what that looks at and logs, which takes as long
+    as a small message.
+    """
+    work: dist.Work = group.allreduce([tensor], dist.AllreduceOptions())
+    return work

@@ -1,0 +1,233 @@
+"""The way of buckets from the thread of ``backward()`` to the worker that steps them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_optim_overlap.backward_pass import BackwardPass
+from ddp_optim_overlap.bucket_gradients import BucketGradients
+from ddp_optim_overlap.bucket_jobs import not_averaged, used_anywhere
+from ddp_optim_overlap.errors import StepError
+from dist_utils import OrderedWorker
+from dist_utils.torch_compat import (
+    before_end_of_backward,
+    in_final_callback,
+    inside_backward,
+    inside_nested_backward,
+)
+
+__all__ = ["WORTH_A_STEP", "BucketQueue", "HandedOver"]
+
+WORTH_A_STEP = 4 * 2**20
+"""Bytes of gradients that take longer to step than the worker to wake."""
+
+
+@dataclass(eq=False)
+class HandedOver:
+    """One bucket of a backward pass, as DDP has handed it over.
+
+    Attributes:
+        index: Its number in DDP.
+        gradients: Where its average will be.
+        used: Which of its parameters got a gradient, on this rank and then on any; ``None`` if all have.
+        reduced: What the communication hook has returned.
+        done: What DDP waits for. Its value is what DDP takes for the average.
+        taken: Whether the worker has it.
+    """
+
+    index: int
+    gradients: BucketGradients
+    used: list[bool] | None
+    reduced: torch.futures.Future[Any]
+    done: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
+    taken: bool = False
+    _ending: threading.Lock = field(default_factory=threading.Lock)
+
+    def complete(self, average: torch.Tensor) -> None:
+        """End well, unless it has ended."""
+        with self._ending:
+            if not self.done.done():
+                self.done.set_result(average)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, unless it has ended."""
+        with self._ending:
+            if not self.done.done():
+                kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                self.done.set_exception(kept)  # type: ignore[arg-type] # torch's annotation
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its gradients; of sparse ones, enough for a step."""
+        buffer = self.gradients.buffer
+        return WORTH_A_STEP if buffer.is_sparse else buffer.nbytes
+
+
+class BucketQueue:
+    """Lets a worker step buckets when they are averaged, in their order; small ones together.
+
+    To wake the worker and to call an optimizer takes as long as to step some MiB. So the thread of
+    ``backward()`` announces buckets to the worker when they are worth it, and the last one of a pass, whose
+    step nothing hides, by itself. The worker steps what it was told of, and what else is ready by then.
+
+    The thread of ``backward()`` alone announces; the worker alone takes buckets out. Every bucket ends
+    once, by whoever comes first.
+
+    Args:
+        step: Steps averaged buckets; returns what DDP is to take for their averages.
+        name: What a profiler's ranges begin with.
+        worth_a_step: Bytes of gradients for which buckets wait; 0: none waits for another one.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[BackwardPass, Sequence[HandedOver]], list[torch.Tensor]],
+        name: str,
+        worth_a_step: int,
+    ) -> None:
+        self._step = step
+        self._name = name
+        self._worth_a_step = worth_a_step
+        self._waits = False
+        self._waiting: deque[HandedOver] = deque()
+        self._unannounced: list[HandedOver] = []
+        self._newest_job: torch.futures.Future[Any] | None = None
+
+    def begin(self, worker: OrderedWorker, current: BackwardPass) -> None:
+        """A backward pass begins, in the hook of its first bucket."""
+        self.forget()
+        # A pass without a last bucket announces what is left before DDP waits for it. What is no ordinary
+        # pass may have another end: there no bucket waits.
+        self._waits = inside_backward() and not in_final_callback() and not inside_nested_backward()
+        if self._waits:
+            before_end_of_backward(partial(self._announce, worker, current))
+
+    def forget(self) -> None:
+        """Let go of what an earlier pass has left behind, which has failed."""
+        self.give_up(StepError("the backward pass of this bucket has failed"))
+        self._waiting = deque()
+        self._newest_job = None
+
+    def take(
+        self, worker: OrderedWorker, current: BackwardPass, bucket: HandedOver, *, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Return a future for DDP, which ends when the bucket's parameters are stepped.
+
+        Args:
+            worker: Steps on its thread or, on an accelerator, on its stream.
+            current: The backward pass.
+            bucket: The next one of it.
+            last: Whether it is the last one.
+        """
+        device = bucket.gradients.buffer.device
+        if device.type != "cpu":
+            job = partial(self._step_one, current, bucket)
+            name = f"{self._name}:bucket_{bucket.index}"
+            self._newest_job = stepped = worker.submit(job, device=device, name=name)
+            return stepped
+        result = bucket.done.then(_value)
+        if last:
+            self._announce(worker, current)
+        self._waiting.append(bucket)
+        self._unannounced.append(bucket)
+        if last or not self._waits or self._are_enough([one for one in self._unannounced if not one.taken]):
+            self._announce(worker, current)
+        return result
+
+    def give_up(self, error: Exception) -> None:
+        """Give an error to buckets that the worker was not told of: DDP waits for each of them."""
+        unannounced, self._unannounced = self._unannounced, []
+        for bucket in unannounced:
+            bucket.fail(error)
+
+    def wait(self) -> None:
+        """Return when the steps that were announced are over; on an accelerator, make its stream wait."""
+        if self._newest_job is not None:
+            with contextlib.suppress(Exception):
+                self._newest_job.wait()
+
+    def finish(self) -> None:
+        """A backward pass has ended well."""
+        self._newest_job = None  # on an accelerator it has a bucket, which DDP may be about to replace
+
+    def _are_enough(self, buckets: Sequence[HandedOver]) -> bool:
+        return sum(bucket.nbytes for bucket in buckets) >= self._worth_a_step
+
+    def _announce(self, worker: OrderedWorker, current: BackwardPass) -> None:
+        """Let the worker step what is waiting."""
+        announced, self._unannounced = [one for one in self._unannounced if not one.taken], []
+        if not announced:
+            return
+        newest = announced[-1]
+        job = partial(self._step_until, current, self._waiting, newest)
+        self._newest_job = worker.submit(job, name=f"{self._name}:bucket_{newest.index}")
+        self._newest_job.add_done_callback(partial(_fail_with, announced))
+
+    def _step_one(self, current: BackwardPass, bucket: HandedOver, group: dist.ProcessGroup) -> torch.Tensor:
+        self._await(current, bucket, group)
+        (average,) = self._step(current, [bucket])
+        return average
+
+    def _step_until(
+        self,
+        current: BackwardPass,
+        waiting: deque[HandedOver],
+        newest: HandedOver,
+        group: dist.ProcessGroup,
+    ) -> None:
+        """Wait for averages and step with them, as far as the newest bucket; with more, if they are ready."""
+        told_of_more = not newest.taken
+        while told_of_more:
+            together: list[HandedOver] = []
+            try:
+                while told_of_more or _is_ready(waiting):
+                    bucket = waiting.popleft()
+                    bucket.taken = True
+                    told_of_more = told_of_more and bucket is not newest
+                    together.append(bucket)
+                    self._await(current, bucket, group)
+                    if self._are_enough(together):
+                        break
+                averages = self._step(current, together)
+            except BaseException as error:
+                for bucket in together:  # the worker was told of some of them only
+                    bucket.fail(error)
+                raise
+            for bucket, average in zip(together, averages, strict=True):
+                bucket.complete(average)
+
+    def _await(self, current: BackwardPass, bucket: HandedOver, group: dist.ProcessGroup) -> None:
+        try:
+            if bucket.used is not None:
+                bucket.used = used_anywhere(bucket.used, group, bucket.gradients.buffer.device)
+            bucket.gradients.write(current.await_bucket(bucket.reduced))
+        except Exception as error:
+            raise not_averaged(bucket.index, error, current) from error
+
+
+def _is_ready(waiting: deque[HandedOver]) -> bool:
+    """Whether the next bucket can be stepped without waiting, for another rank either."""
+    return bool(waiting) and waiting[0].used is None and waiting[0].reduced.done()
+
+
+def _fail_with(buckets: Sequence[HandedOver], stepped: torch.futures.Future[None]) -> None:
+    """Give the error of a job to the buckets that it has not come to."""
+    try:
+        stepped.value()
+    except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
+        for bucket in buckets:
+            bucket.fail(error)
+
+
+def _value(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    # Raising here, in a callback, makes an error that C++ waiters such as DDP's reducer see too.
+    return done.value()
