@@ -1,8 +1,8 @@
-"""Overlapped optimizer steps against the ordinary loop and PyTorch's overlap: time, launch cost, memory.
+"""Overlapped optimizer steps against the ordinary loop and PyTorch's overlap: time and launch cost.
 
     python benchmarks/bench_overlap.py             # everything, half an hour; hosts need root
     python benchmarks/bench_overlap.py loopback --models 10MB --repeats 20
-    python benchmarks/bench_overlap.py hosts | compressed | launch | memory
+    python benchmarks/bench_overlap.py hosts | compressed | launch
 
 Two ranks on Gloo, AdamW, and a stack of square linear layers with biases, or a small transformer: 1.4 million
 parameters in 75 tensors. Writes results/overlap.json and .png
@@ -50,17 +50,18 @@ from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
-ORDINARY, HOOKED, PYTORCH, OURS, AFTER = (
+ORDINARY, HOOKED, PYTORCH, OURS, RELEASED, AFTER = (
     "ordinary loop",
     "ordinary loop, hook",
     "PyTorch's overlap",
     "ours: BUCKET",
+    "ours: release_gradients",
     "ours: AFTER_REDUCE",
 )
 QUANTIZED, BOTH = "8 bits", "8 bits, ours: BUCKET"
 SIDES = {
-    "loopback": (ORDINARY, HOOKED, PYTORCH, OURS, AFTER),
-    "hosts": (ORDINARY, HOOKED, PYTORCH, OURS, AFTER),
+    "loopback": (ORDINARY, HOOKED, PYTORCH, OURS, RELEASED, AFTER),
+    "hosts": (ORDINARY, HOOKED, PYTORCH, OURS, RELEASED, AFTER),
     "compressed": (ORDINARY, QUANTIZED, BOTH),
 }
 STEP = "optimizer.step() alone"
@@ -141,9 +142,9 @@ def make_sides(
             continue
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, **{kind: True})  # type: ignore[arg-type]
         handle = None
-        if name in (OURS, AFTER):
-            mode = OverlapMode.BUCKET if name == OURS else OverlapMode.AFTER_REDUCE
-            handle = overlap_optimizer(ddp, optimizer, mode=mode)
+        if name in (OURS, RELEASED, AFTER):
+            mode = OverlapMode.AFTER_REDUCE if name == AFTER else OverlapMode.BUCKET
+            handle = overlap_optimizer(ddp, optimizer, mode=mode, release_gradients=name == RELEASED)
         if name == BOTH:
             state = QuantizedAllreduceState()
             handle = overlap_optimizer(ddp, optimizer, comm_hook=quantized_allreduce_hook, comm_state=state)
@@ -285,58 +286,6 @@ def launch_ways(kind: str, count: int, size: int) -> dict[str, Callable[[], None
     }
 
 
-def measure_memory(rank: int, view: bool, kind: str, overlapped: str) -> float:
-    """Return the peak of a fresh process over its start, in sizes of the model."""
-    del rank
-    torch.set_num_threads(1)
-    # Every tensor goes back to the system at once: otherwise what the allocator keeps for later differs by a
-    # model's size from run to run.
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**17)
-    warm = make_ddp(nn.Sequential(nn.Linear(8, 8)), 1)  # loads code, starts threads
-    warm(torch.ones(1, 8)).sum().backward()
-    torch.optim.AdamW(warm.parameters(), **{kind: True}).step()  # type: ignore[arg-type]
-    del warm
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = _status("VmRSS")
-    torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(12)])
-    size = sum(parameter.nbytes for parameter in net.parameters()) / 1024
-    ddp = make_ddp(net, 12, gradient_as_bucket_view=view)
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, **{kind: True})  # type: ignore[arg-type]
-    if overlapped:
-        overlap_optimizer(ddp, optimizer, mode=OverlapMode[overlapped])
-    for _ in range(4):
-        optimizer.zero_grad()
-        ddp(torch.ones(1, 2048)).mean().backward()
-        optimizer.step()
-    return (_status("VmHWM") - before) / size
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1])
-    raise RuntimeError(f"no {name} in /proc/self/status")
-
-
-def all_memory(runs: int) -> dict[str, dict[str, float]]:
-    """Return the median peak of every side, in sizes of the model; the larger rank's."""
-    found: dict[str, dict[str, float]] = {}
-    for kind in KINDS:
-        for view in (False, True):
-            for overlapped in ("", "BUCKET", "AFTER_REDUCE"):
-                peaks = [
-                    max(run_ranks(measure_memory, 2, view, kind, overlapped, timeout=240))
-                    for _ in range(runs)
-                ]
-                name = f"ours: {overlapped}" if overlapped else ORDINARY
-                row = found.setdefault(f"{kind}, gradient_as_bucket_view={view}", {})
-                row[name] = round(statistics.median(peaks), 2)
-                print(kind, view, name, [round(peak, 2) for peak in peaks], flush=True)
-    return found
-
-
 def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
     """Be one rank on an emulated host."""
     dist.init_process_group("gloo")
@@ -382,7 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ("all", *CASES, "launch", "memory", "rank")
+    parts = ("all", *CASES, "launch", "rank")
     parser.add_argument("part", nargs="?", default="all", choices=parts)
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--models", nargs="+", default=list(BUCKETS), choices=list(BUCKETS))
@@ -392,7 +341,6 @@ def main() -> None:
     )
     parser.add_argument("--sides", nargs="+", default=["hosts"], choices=list(CASES), help="of a rank")
     parser.add_argument("--repeats", type=int, default=41)
-    parser.add_argument("--runs", type=int, default=3, help="for memory")
     options = parser.parse_args()
     if options.part == "rank":
         be_a_rank(options.folder, options)
@@ -412,8 +360,6 @@ def main() -> None:
         (found,) = run_ranks(measure_launch, 1)
         results["launch"] = {**describe_machine(), **found}
         print(json.dumps(found, indent=1))
-    if options.part in ("all", "memory"):
-        results["memory"] = {**describe_machine(), "cases": all_memory(options.runs)}
     path.write_text(json.dumps(results, indent=1) + "\n")
     panels = {
         f"{part}, {case}": {
