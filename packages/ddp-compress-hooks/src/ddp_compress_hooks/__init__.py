@@ -17,4 +17,4 @@ __all__ = [
     "fp16_compress_wrapper",
 ]
 
-__version__ = "0.3.0"
+__version__ = "0.3.1"
