@@ -19,4 +19,4 @@ __all__ = [
     "reduce_scatter_tensor",
 ]
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
