@@ -78,6 +78,7 @@ class Engine:
         if release is not None and not release.memory.stays_readable:
             self.gradients.tell(release.memory.restore)
         self.contents = GradientContents()
+        self.buckets = KnownBuckets()
         self.paused = False
         self.averaged: set[torch.Tensor] = set()
         """Whose gradients have been in a bucket."""
@@ -89,7 +90,6 @@ class Engine:
         self._ask_unused_possible = unused_possible
         self._unused_possible = False
         self._watch = WeightWatch() if check else None
-        self._known = KnownBuckets()
         self._by_bucket = BucketSteps(stepper, self.contents, self._watch, release, _NAME)
         self._whole = WholeStep(stepper, self.contents) if stepper.whole else None
         worker = OrderedWorker(process_group, name=_NAME, terms=self._terms)
@@ -133,7 +133,7 @@ class Engine:
                 self.gradients.forget_arrivals()
             return self._comm_hook(self._comm_state, bucket).then(partial(average_of, bucket.buffer()))
         current.buckets += 1
-        gradients = self._known.gradients(bucket)
+        gradients = self.buckets.gradients(bucket)
         if not self.averaged.issuperset(gradients.parameters):
             self.averaged.update(gradients.parameters)
         self._require_observed(gradients.parameters)
@@ -232,7 +232,7 @@ class Engine:
         if worker is not None:
             worker.close()
             self._failure.forget_worker()
-        self._known.forget()
+        self.buckets.forget()
         self._pass = None
 
     def _used(self, parameters: Sequence[torch.Tensor]) -> list[bool] | None:

@@ -278,6 +278,8 @@ def overlap_optimizer(
             slot.engine.gradients.stop()
         slot.engine = engine
     calls.attach(engine)
+    # A handle may outlive the model, whose gradients' memory is to go with it.
+    weakref.finalize(ddp, engine.buckets.forget).atexit = False
     return OverlapHandle(engine, optimizers, mode, calls)
 
 
