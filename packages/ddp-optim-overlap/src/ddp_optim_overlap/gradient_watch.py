@@ -22,9 +22,10 @@ class GradientWatch:
     No gradients are kept, so that setting them to ``None`` frees them: only where each one lies in memory,
     and its version, which every write in place raises.
 
-    Each parameter has one hook, which sees a gradient when it has been added. When the first one of a pass
-    comes, the gradients that a step has used are gone, as a rule, or zeros. A parameter that still has its
-    own gets a second hook, which looks before a gradient is added; so does the parameter of the first one.
+    Each parameter has a hook that sees a gradient when it has been added, and at the beginning a second one
+    that looks before. When the first gradient comes after a step, those that the step has used are gone, as a
+    rule: then only the parameter of the first one keeps its second hook. One that still has a gradient, be it
+    zeros, keeps it or gets it again.
 
     Args:
         parameters: To watch from the beginning.
@@ -35,7 +36,8 @@ class GradientWatch:
         self._positions: dict[torch.Tensor, int] = {}
         self._arrivals = _Arrivals()
         self._used: Sequence[tuple[torch.Tensor, GradientMark]] = ()
-        self._looks_before: set[int] = set()
+        self._looks_before: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._all_look_before = True
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._step_is_newest = False
         self.watch(parameters)
@@ -52,6 +54,7 @@ class GradientWatch:
             trained = parameter.requires_grad
             parameter.requires_grad_()  # or torch takes no hook; it keeps those of frozen ones
             self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            self._look_before_it_comes(position)
             parameter.requires_grad_(trained)
 
     def __del__(self) -> None:
@@ -69,6 +72,8 @@ class GradientWatch:
         """Take notice of no gradients any more."""
         while self._hooks:
             self._hooks.pop().remove()
+        while self._looks_before:
+            self._looks_before.popitem()[1].remove()
         self._parameters, self._positions = [], {}
         self.forget_used()
 
@@ -124,22 +129,30 @@ class GradientWatch:
         if first:
             self._arrivals.first_is_open = False
             self._step_is_newest = False
-            self._used = [
-                (one, mark) for one, mark in self._used if one is not parameter and _is_used_up(one, mark)
-            ]
-            for one, _ in self._used:
-                if (left := self._positions.get(one)) is not None:
-                    self._look_before_it_comes(left)
+            self._look_at_others(position, parameter)
+
+    def _look_at_others(self, position: int, parameter: torch.Tensor) -> None:
+        """Look which gradients are left when the first one has come."""
+        others = [(one, mark) for one, mark in self._used if one is not parameter and mark is not None]
+        left = [one for one, _ in others if one.grad is not None]
+        if others and not left and self._all_look_before:
+            self._all_look_before = False
+            for place in [place for place in self._looks_before if place != position]:
+                self._looks_before.pop(place).remove()
+                self._arrivals.adds_to_used.discard(place)  # of autograd.grad(), which has added nothing
+        for one in left:
+            if (place_left := self._positions.get(one)) is not None:
+                self._look_before_it_comes(place_left)
+        self._used = [(one, mark) for one, mark in others if _is_used_up(one, mark)]
 
     def _mark(self, parameter: torch.Tensor) -> GradientMark:
         return next((mark for one, mark in self._used if one is parameter), None)
 
     def _look_before_it_comes(self, position: int) -> None:
         if position not in self._looks_before:
-            self._looks_before.add(position)
             parameter = self._parameters[position]
             before = _before_gradient(weakref.ref(self), weakref.ref(parameter), position)
-            self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+            self._looks_before[position] = parameter.register_hook(before)  # type: ignore[no-untyped-call]
 
     def _before_gradient(self, position: int, parameter: torch.Tensor) -> None:
         """Look at ``parameter.grad`` before a gradient is added; ``torch.autograd.grad`` will add none."""
