@@ -69,6 +69,11 @@ def _nothing_piles_up(seen):
                 inspect.unwrap(optimizer.step) is inspect.unwrap(type(optimizer).step)
                 and _layers(optimizer) == plain
             )
+    ddp = make_ddp()
+    overlap_optimizer(ddp, adamw(ddp), release_gradients=True)
+    backward(ddp, batches(1)[0])
+    backward(ddp, batches(1)[0])
+    seen["released gradients are gone, too"] = sorted(_hooks(ddp)) == hooks[1]
 
 
 def _a_refused_optimizer_in_backward(seen):

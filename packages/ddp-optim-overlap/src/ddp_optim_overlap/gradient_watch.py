@@ -133,7 +133,7 @@ class GradientWatch:
 
     def _look_at_others(self, position: int, parameter: torch.Tensor) -> None:
         """Look which gradients are left when the first one has come."""
-        others = [(one, mark) for one, mark in self._used if one is not parameter and mark is not None]
+        others = [(one, mark) for one, mark in self._used if one is not parameter]
         left = [one for one, _ in others if one.grad is not None]
         if others and not left and self._all_look_before:
             self._all_look_before = False
