@@ -13,6 +13,7 @@ from overlap_runs import (
     backward,
     batches,
     both,
+    changed,
     make_ddp,
     named,
     require_held,
@@ -90,6 +91,57 @@ def _used_up_gradients(seen):
                 with pytest.raises(DoubleBackwardError, match="zero_grad"):
                     backward(ddp, second)
             seen[f"used up, {view}, {clips}"] = same(after, snapshot(ddp))
+
+
+def _another_first_one(seen):
+    """The parameter whose gradient comes first is another one than before."""
+
+    def run(view, clear, *, right):
+        ddp = make_ddp(find_unused_parameters=True, gradient_as_bucket_view=view)
+        optimizer = adamw(ddp)
+        overlap_optimizer(ddp, optimizer)
+        first, second = batches(2)
+        backward(ddp, first)
+        optimizer.step()
+        for name, parameter in ddp.named_parameters():
+            clear(name.endswith("layers.2.bias"), parameter)
+        ddp.module.skipped = (3,)
+        after = snapshot(ddp)
+        if right:
+            backward(ddp, second)
+            return changed(ddp, after) != []
+        with pytest.raises(DoubleBackwardError, match="zero_grad"):
+            backward(ddp, second)
+        return same(after, snapshot(ddp))
+
+    def behind_its_back(_, parameter):
+        parameter.grad.data.zero_()
+
+    def all_but_one(one, parameter):
+        if not one:
+            parameter.grad.zero_()
+
+    def all_but_a_scaled_one(one, parameter):
+        parameter.grad = parameter.grad.mul_(0.5) if one else None
+
+    for view in (False, True):
+        seen["another first one", view, "data"] = run(view, behind_its_back, right=True)
+        for clear in (all_but_one, all_but_a_scaled_one):
+            seen["another first one", view, clear.__name__] = run(view, clear, right=False)
+
+
+def _looks_by_autograd_grad(seen):
+    """``torch.autograd.grad`` adds nothing: a look at used gradients before it is not one before the next."""
+    ddp = make_ddp(find_unused_parameters=True)
+    optimizer = adamw(ddp)
+    overlap_optimizer(ddp, optimizer)
+    for number, x in enumerate(batches(4)):
+        ddp.module.skipped = (3,) if number == 1 else ()
+        backward(ddp, x)
+        optimizer.step()
+        torch.autograd.grad(ddp.module(x).sum(), list(ddp.parameters()), allow_unused=True)
+        optimizer.zero_grad()
+    seen["autograd.grad"] = True
 
 
 def _refused(ddp, optimizer, x, match, between=lambda: None):
@@ -310,6 +362,8 @@ PARTS = named(
     _double_backward,
     _changed_gradients,
     _used_up_gradients,
+    _another_first_one,
+    _looks_by_autograd_grad,
     _too_late,
     _no_bit_changed,
     _one_value_changed,

@@ -25,12 +25,13 @@ class BucketGradients:
     def __init__(self, bucket: GradBucket) -> None:
         self.parameters: list[torch.Tensor] = bucket.parameters()
         self.buffer = bucket.buffer()
-        self._strides = [parameter.stride() for parameter in self.parameters]
         self.views = [self.buffer] if self.buffer.is_sparse else _views(bucket, self.parameters)
+        self._strides = _strides(self.parameters)
 
-    def lies_as_before(self) -> bool:
-        """Whether the parameters have the strides that they had, which the views have."""
-        return self._strides == [parameter.stride() for parameter in self.parameters]
+    @property
+    def are_in_place(self) -> bool:
+        """Whether all parameters have the strides they had: DDP lays out a gradient as its parameter."""
+        return _strides(self.parameters) == self._strides
 
     def write(self, average: Any) -> None:
         """Put what the hook's future holds into the bucket, unless it is there.
@@ -71,8 +72,8 @@ class KnownBuckets:
         """Return those of a bucket, as DDP hands it to the communication hook."""
         index, buffer = bucket.index(), bucket.buffer()
         known = self._known.get(index)
-        # Other buckets have buffers of their own, but parameters may come to lie otherwise in memory.
-        if known is not None and known.buffer is buffer and known.lies_as_before():
+        # Other buckets have buffers of their own.
+        if known is not None and known.buffer is buffer and known.are_in_place:
             return known
         made = BucketGradients(bucket)
         seen = self._seen.get(index)
@@ -105,18 +106,34 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _views(bucket: GradBucket, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return one view for each parameter, with the parameter's own strides, as DDP lays them out.
+    """Return one view for each parameter, with the strides that DDP has given it.
 
     ``bucket.gradients()`` has the right places but always rows first: for a channels_last weight it
-    permutes the gradient.
+    permutes the gradient. DDP takes the parameter's own strides; with ``gradient_as_bucket_view`` those that
+    it had when the bucket was made.
     """
-    flat = _complex_views(bucket.buffer(), parameters) or bucket.gradients()
+    buffer = bucket.buffer()
+    flat = _complex_views(buffer, parameters) or bucket.gradients()
+    laid_out = [_laid_out(parameter, buffer) for parameter in parameters]
     return [
         view
-        if parameter.is_contiguous() or not _fills_its_memory(parameter)
-        else view.as_strided(parameter.size(), parameter.stride())
-        for parameter, view in zip(parameters, flat, strict=True)
+        if one.is_contiguous() or not _fills_its_memory(one)
+        else view.as_strided(one.size(), one.stride())
+        for one, view in zip(laid_out, flat, strict=True)
     ]
+
+
+def _laid_out(parameter: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """Return what has the strides of a parameter's gradient in a bucket: the gradient, if it is there."""
+    gradient = parameter.grad
+    if gradient is None or gradient.layout is not torch.strided:
+        return parameter
+    begin = buffer.data_ptr()
+    return gradient if begin <= gradient.data_ptr() < begin + buffer.nbytes else parameter
+
+
+def _strides(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    return [parameter.stride() for parameter in parameters]
 
 
 def _complex_views(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
