@@ -222,8 +222,9 @@ def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
             "saved_ms": round(median, 2),
             "saved_quartiles_ms": [round(low, 2), round(high, 2)],
             "share_of": {base: round(ratio, 3) for base, ratio in ratios.items()},
-            "efficiency": round(median / hideable, 3),
         }
+        if QUANTIZED not in times:  # else most of what is saved is no step
+            summary["sides"][name]["efficiency"] = round(median / hideable, 3)
     return summary
 
 
@@ -321,7 +322,8 @@ def time_everything(where: str, options: argparse.Namespace) -> dict[str, Any]:
             line = f"  {name:<24}{side['median_ms']:>9} ms {side['quartiles_ms']}"
             if "saved_ms" in side:
                 shares = ", ".join(f"{share} of {base}" for base, share in side["share_of"].items())
-                line += f"{side['saved_ms']:>8} saved, {shares}, efficiency {side['efficiency']}"
+                line += f"{side['saved_ms']:>8} saved, {shares}"
+                line += f", efficiency {side['efficiency']}" if "efficiency" in side else ""
             print(line, flush=True)
     return found
 
