@@ -257,6 +257,7 @@ def _many_buckets(rank):
     return report.buckets, same(snapshot(ddp), snapshot(reference))
 
 
+@pytest.mark.exhaustive
 def test_a_thousand_buckets():
     for buckets, equal in run_ranks(_many_buckets, 2, timeout=120):
         assert buckets >= 1000
