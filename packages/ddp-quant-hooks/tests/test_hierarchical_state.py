@@ -1,6 +1,7 @@
 """Nodes: full precision inside, few bits between, the same bits everywhere."""
 
 import copy
+import statistics
 import time
 
 import pytest
@@ -58,14 +59,16 @@ def _grid(rank, nodes, local):
     assert result[500].isnan()
     ddp_quant_hooks.routes._CHUNK_ELEMENTS = 100_000  # little padding, few headers
     run_hook(state, bucket, _inputs(100_000)[rank])  # ranks that wait to agree ask the store again and again
-    before = tcp_bytes_sent()
-    for _ in range(3):
+    counts = []
+    for _ in range(5):
+        before = tcp_bytes_sent()
         run_hook(state, bucket, _inputs(100_000)[rank])
-    sent = tcp_bytes_sent() - before
+        counts.append(tcp_bytes_sent() - before)
+    sent = statistics.median(counts)  # on a busy machine one of them may count what belongs to another
     # Inside a node (L - 1) / L of fp32 each way; between nodes 1 / L of what a flat exchange sends.
     values_inside = 2 * (local - 1) / local * 4
     between = {1: 0, 2: 1, 4: 1.5}[nodes] * (1 + 4 / 128) / local
-    assert sent == pytest.approx(3 * 100_000 * (values_inside + between), rel=0.06)
+    assert sent == pytest.approx(100_000 * (values_inside + between), rel=0.06), counts
     return compared
 
 
