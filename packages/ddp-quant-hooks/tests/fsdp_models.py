@@ -12,6 +12,10 @@ needs_hooks = pytest.mark.skipif(
     not hasattr(getattr(fsdp, "FSDPModule", None), "set_all_reduce_hook"),
     reason="this torch has no FSDPModule.set_all_reduce_hook",
 )
+needs_reset = pytest.mark.skipif(
+    not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"),
+    reason="FSDP cannot go on after an error in this torch (no FSDPModule.reset_iter_state)",
+)
 EXACT = 1 << 40
 """``min_bytes`` of a state that sends all values as they are."""
 

@@ -8,6 +8,7 @@ from fsdp_models import (
     backward,
     gradients,
     needs_hooks,
+    needs_reset,
     nodes_and_shards,
     state_between,
 )
@@ -17,13 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ddp_quant_hooks.fsdp import quantize_all_reduce
 from dist_utils.testing import run_ranks, same_on_all_ranks
 
-pytestmark = [
-    needs_hooks,
-    pytest.mark.skipif(
-        not hasattr(getattr(fsdp, "FSDPModule", None), "reset_iter_state"),
-        reason="FSDP cannot go on after an error in this torch (no FSDPModule.reset_iter_state)",
-    ),
-]
+pytestmark = [needs_hooks, needs_reset]
 
 
 class Failing(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import sys
+import time
 
 import pytest
 import torch
@@ -29,6 +30,16 @@ def test_sent_bytes_are_those_of_a_ring_all_reduce():
     for sent in run_ranks(_send, world_size, elements):
         # Above the payload: Gloo's message headers and the barrier.
         assert ring <= sent < 1.02 * ring
+
+
+def _outlast(rank):
+    before = tcp_bytes_sent()
+    time.sleep(0.3 * rank)
+    return tcp_bytes_sent() - before
+
+
+def test_a_rank_that_has_returned_stays_connected_to_the_others():
+    assert run_ranks(_outlast, 3) == [0, 0, 0]
 
 
 def test_bytes_that_wait_for_the_receiver_count_as_sent():

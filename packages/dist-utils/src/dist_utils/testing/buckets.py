@@ -36,7 +36,8 @@ def grad_bucket(gradients: Sequence[torch.Tensor]) -> torch_compat.GradBucket:
 
     Args:
         gradients: What is in the bucket: one parameter for each, in this order. Dense, of one dtype. (A
-            bucket of complex ones is real, and twice as long; Gloo takes none in torch 2.6.)
+            bucket of complex ones is complex until torch 2.9, and later real and twice as long; Gloo takes
+            none in torch 2.6.)
 
     Cost:
         Collective: makes a DDP model on all ranks and runs one backward pass.

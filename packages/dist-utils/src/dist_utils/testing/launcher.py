@@ -83,7 +83,8 @@ def run_ranks(
         BaseException: What ``fn`` raised first, of the same type. Its ``__cause__`` is a
             :class:`RankTraceback` with the tracebacks of all ranks that failed until then.
 
-    Processes that ``fn`` itself starts are not killed with it.
+    Processes that ``fn`` itself starts are not killed with it. A rank that has returned keeps its connections
+    for two seconds, or until all have: a peer's last collective still succeeds.
 
     Cost:
         Half a second, and the imports of ``fn``'s module in every process; torch, with what DDP models need
@@ -148,6 +149,7 @@ def _wait(processes: Sequence[BaseProcess], ranks: Ranks, timeout: float, may_di
                 f"ranks {hung} of {len(processes)} did not finish within {seconds:g} s\n" + "\n".join(stacks)
             )
         for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
+            ranks.note_end(rank)
             if rank not in may_die and not _ended_well(processes[rank], ranks, rank):
                 # The others may be about to fail for the same reason, or be the reason.
                 settled = time.monotonic() + _SETTLE_SECONDS

@@ -34,6 +34,9 @@ __all__ = ["Failure", "Outputs", "Ranks"]
 _STACK_SECONDS = 2.0
 """How long a hung rank gets to write down its stack before it is killed."""
 
+_LEAVE_SECONDS = 2.0
+"""How long a rank that has returned keeps its connections for those that have not."""
+
 
 class Outputs:
     """Where the caller's standard output and error lead now: pickled to a rank, it writes there too.
@@ -104,6 +107,7 @@ class Ranks:
             self._start(rank)
             result = self.fn(rank, *self.args)
             torch.save(result, self._path("result", rank))
+            self._await_others()
             # A DDP model is a cycle, and keeps its group.
             gc.collect()
             if torch_compat.GROUPS_END_WITHOUT_GIL:
@@ -147,6 +151,24 @@ class Ranks:
         if self.backend == "gloo":
             # A rank that has connected to all could end before they have connected to it: an error there.
             dist.barrier()
+
+    def _await_others(self) -> None:
+        """Return when every rank is through, or soon.
+
+        With Gloo a rank can leave a collective, a barrier too, before another one has entered it, which
+        fails if the connection is closed by then; and counts no bytes of a connection that is closed.
+        """
+        deadline = time.monotonic() + _LEAVE_SECONDS
+        while not all(map(self._is_through, range(self.world_size))) and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+    def _is_through(self, rank: int) -> bool:
+        kinds = ("result", "failure", "stopped", "ended")
+        return any(self._path(kind, rank).exists() for kind in kinds)
+
+    def note_end(self, rank: int) -> None:
+        """Let the others know that a rank's process has ended; called by the parent."""
+        self._path("ended", rank).touch()
 
     def result(self, rank: int) -> Any:
         """Return what a rank's function returned, ``None`` if it did not."""
