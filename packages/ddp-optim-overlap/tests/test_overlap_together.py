@@ -1,5 +1,7 @@
 """Small buckets that wait for each other, and are stepped together."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from dist_utils.testing import run_ranks, same_bits
 
 LAYERS = 6
 
-_seen = {"sizes": [], "fails": False, "limited": []}
+_seen = {"sizes": [], "fails": False, "limited": [], "waits": []}
 """What a rank's optimizer has seen, and is to do."""
 
 
@@ -20,6 +22,8 @@ class Counts(torch.optim.SGD):
 
     def step(self, closure=None):
         _seen["sizes"].append(sum(len(group["params"]) for group in self.param_groups))
+        while _seen["waits"]:
+            _seen["waits"].pop()()
         if _seen["fails"]:
             raise ValueError("no step today")
         return super().step(closure)
@@ -33,12 +37,12 @@ class Noted(PerBucketNorm):
         super().clip(parameters)
 
 
-def _start(size, comm_hook=None, comm_state=None, **options):
+def _start(size, comm_hook=None, comm_state=None, *, width=20, **options):
     """Train until DDP has its final buckets, one for each layer."""
     step_buckets_of(size)
     torch.manual_seed(0)
-    net = torch.nn.Sequential(*[torch.nn.Linear(20, 20) for _ in range(LAYERS)])
-    ddp = DistributedDataParallel(net, bucket_cap_mb=20 * 21 * 4 / 2**20)
+    net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(LAYERS)])
+    ddp = DistributedDataParallel(net, bucket_cap_mb=width * (width + 1) * 4 / 2**20)
     optimizer = Counts(ddp.parameters(), lr=0.1)
     handle = overlap_optimizer(ddp, optimizer, comm_hook=comm_hook, comm_state=comm_state, **options)
     for seed in range(3):
@@ -49,7 +53,8 @@ def _start(size, comm_hook=None, comm_state=None, **options):
 
 def _pass(ddp, optimizer, seed=5):
     optimizer.zero_grad()
-    x = torch.randn(4, 20, generator=torch.Generator().manual_seed(seed + 100 * dist.get_rank()))
+    width = ddp.module[0].in_features
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(seed + 100 * dist.get_rank()))
     ddp(x).square().mean().backward()
 
 
@@ -82,6 +87,29 @@ def test_small_buckets_are_stepped_together_and_the_last_one_alone():
         assert max(found[2]) == 4
         assert found[1000] in ([2 * LAYERS - 2, 2], [2 * LAYERS])
         assert found["limited"] == [2] * LAYERS, "every bucket has a norm of its own"
+
+
+def _late(state, bucket):
+    """Hold the averages of all buckets but the first back until something is stepped."""
+    dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
+    done = torch.futures.Future()
+    if state["late"] and bucket.index():
+        _seen["waits"].append(partial(done.set_result, bucket.buffer()))
+    else:
+        done.set_result(bucket.buffer())
+    return done
+
+
+def _a_late_average(_):
+    state = {"late": False}
+    ddp, optimizer, handle = _start(2**40, _late, state, width=600)
+    state["late"] = True
+    _pass(ddp, optimizer)
+    return handle.wait().stepped == tuple(range(LAYERS)) and _seen["sizes"][0] == 2
+
+
+def test_what_is_averaged_is_stepped_while_the_next_average_is_awaited():
+    assert all(run_ranks(_a_late_average, 2, timeout=30))
 
 
 def _bits(_):

@@ -30,6 +30,9 @@ __all__ = ["WORTH_A_STEP", "BucketQueue", "HandedOver"]
 WORTH_A_STEP = 4 * 2**20
 """Bytes of gradients that take longer to step than the worker to wake."""
 
+_WORTH_A_CALL = 2**20
+"""Bytes of gradients that take longer to step than the optimizer to be called."""
+
 
 @dataclass(eq=False)
 class HandedOver:
@@ -160,7 +163,7 @@ class BucketQueue:
         self._newest_job = None  # on an accelerator it has a bucket, which DDP may be about to replace
 
     def _are_enough(self, buckets: Sequence[HandedOver]) -> bool:
-        return sum(bucket.nbytes for bucket in buckets) >= self._worth_a_step
+        return _size(buckets) >= self._worth_a_step
 
     def _announce(self, worker: OrderedWorker, current: BackwardPass) -> None:
         """Let the worker step what is waiting."""
@@ -190,6 +193,8 @@ class BucketQueue:
             together: list[HandedOver] = []
             try:
                 while told_of_more or _is_ready(waiting):
+                    if _size(together) >= _WORTH_A_CALL and not _is_ready(waiting):
+                        break  # the wait for the next average hides this step
                     bucket = waiting.popleft()
                     bucket.taken = True
                     told_of_more = told_of_more and bucket is not newest
@@ -212,6 +217,10 @@ class BucketQueue:
             bucket.gradients.write(current.await_bucket(bucket.reduced))
         except Exception as error:
             raise not_averaged(bucket.index, error, current) from error
+
+
+def _size(buckets: Sequence[HandedOver]) -> int:
+    return sum(bucket.nbytes for bucket in buckets)
 
 
 def _is_ready(waiting: deque[HandedOver]) -> bool:
