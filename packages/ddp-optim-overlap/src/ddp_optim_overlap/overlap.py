@@ -20,6 +20,7 @@ from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.gradient_release import GradientRelease, require_owned, require_readable
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
+from ddp_optim_overlap.partial_steps import PartialSteps
 from ddp_optim_overlap.refusals import (
     averaged_parameters,
     require_ddp_options,
@@ -260,7 +261,7 @@ def overlap_optimizer(
         scaler=scaler,
     )
     calls.refuse_pre_hooks()
-    release = _release(ddp, calls) if release_gradients else None
+    release = _release(ddp, calls.parts) if release_gradients else None
     engine = Engine(
         ddp.process_group,
         list(ddp.parameters()),
@@ -289,12 +290,12 @@ def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]", *, told: bool) -
     return told and model is not None and (model.find_unused_parameters or model.static_graph)
 
 
-def _release(ddp: DistributedDataParallel, calls: OverlappedOptimizers) -> GradientRelease:
+def _release(ddp: DistributedDataParallel, parts: PartialSteps) -> GradientRelease:
     memory = memory_of(list(ddp.parameters()))
     may_leave_out = partial(_may_leave_out, weakref.ref(ddp), told=True)
     require_readable(memory, may_leave_out=may_leave_out(), as_view=ddp.gradient_as_bucket_view)
-    require_owned(averaged_parameters(ddp), calls.owned())
-    return GradientRelease(memory, ddp.process_group, owned=calls.owned, may_leave_out=may_leave_out)
+    require_owned(averaged_parameters(ddp), parts.parameters)
+    return GradientRelease(memory, ddp.process_group, steps=parts, may_leave_out=may_leave_out)
 
 
 def _register(ddp: DistributedDataParallel, engine: Engine) -> None:
