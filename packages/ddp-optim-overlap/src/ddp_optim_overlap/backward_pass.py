@@ -89,8 +89,7 @@ class Passes:
     """The backward passes of an engine.
 
     Attributes:
-        running: The newest one, unless it has stepped and ended well, or only averages for a user who asked
-            for that.
+        running: The newest one, until it has stepped and ended well.
         last: What the last one has done that stepped and ended well.
     """
 

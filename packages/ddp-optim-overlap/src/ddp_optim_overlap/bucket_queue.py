@@ -79,6 +79,8 @@ class BucketQueue:
     ) -> torch.futures.Future[torch.Tensor]:
         """Return a future for DDP, which ends when the bucket's parameters are stepped.
 
+        In a pass that releases gradients, waits while too many buckets are on their way.
+
         Args:
             worker: Steps on its thread or, on an accelerator, on its stream.
             current: The backward pass.

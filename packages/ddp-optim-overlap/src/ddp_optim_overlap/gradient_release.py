@@ -56,7 +56,7 @@ class GradientRelease:
         require_readable(self.memory, may_leave_out=self._may_leave_out())
 
     def wait_for(self, places: threading.Semaphore, device: torch.device) -> None:
-        """Return when there is a place for another bucket of this device, or there never may be one."""
+        """Return when there is a place for another bucket; at once, if one has never come."""
         timeout = group_timeout(self._process_group, device) or default_group_timeout()
         if self._limited and not places.acquire(timeout=timeout.total_seconds()):
             # An average that takes longer fails. The hook must see the other buckets, or DDP waits for ever.

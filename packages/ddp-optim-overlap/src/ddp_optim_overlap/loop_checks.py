@@ -135,7 +135,7 @@ class ForeignParameters:
         self._looked_at = (0, 0)
         self._not_averaged: Sequence[torch.Tensor] = ()
 
-    def refuse(self, averaged: Collection[torch.Tensor]) -> None:
+    def require_none(self, averaged: Collection[torch.Tensor]) -> None:
         """Raise if there is one that would have to be stepped.
 
         Args:

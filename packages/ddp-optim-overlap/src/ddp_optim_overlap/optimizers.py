@@ -118,7 +118,7 @@ class OverlappedOptimizers(Stepper):
         self._renew_trials()
         self._options = {optimizer: options_of(optimizer) for optimizer in self._optimizers}
         self.parts.begin()
-        self._foreign.refuse(engine.averaged)
+        self._foreign.require_none(engine.averaged)
         if self._clip is not None:
             self._clip.begin()
         self.refuse_pre_hooks()
@@ -159,7 +159,7 @@ class OverlappedOptimizers(Stepper):
         return [tensor_version(one.grad) for one in parameters if one.grad is not None]
 
     def _step_whole(self) -> None:
-        with self._calls.own():
+        with self._calls.inside_pass():
             if self._scaler is not None:
                 for optimizer in self._optimizers:
                     self._scaler.unscale_(optimizer)

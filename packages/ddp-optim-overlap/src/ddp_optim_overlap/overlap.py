@@ -252,7 +252,7 @@ def overlap_optimizer(
         require_separate_memory(optimizers)
     tried = require_optimizers(optimizers, ddp.module, whole=whole, clip=clip)
 
-    calls = OverlappedOptimizers(
+    overlapped = OverlappedOptimizers(
         optimizers,
         tried,
         model=list(ddp.parameters()),
@@ -260,12 +260,12 @@ def overlap_optimizer(
         clip=clip,
         scaler=scaler,
     )
-    calls.refuse_pre_hooks()
-    release = _release(ddp, calls.parts) if release_gradients else None
+    overlapped.refuse_pre_hooks()
+    release = _release(ddp, overlapped.parts) if release_gradients else None
     engine = Engine(
         ddp.process_group,
         list(ddp.parameters()),
-        calls,
+        overlapped,
         comm_hook or average_like_ddp,
         ddp.process_group if comm_hook is None else comm_state,
         unused_possible=partial(_may_leave_out, weakref.ref(ddp), told=unused == "skip" and not whole),
@@ -280,8 +280,8 @@ def overlap_optimizer(
         if slot.engine is not None:
             slot.engine.gradients.stop()
         slot.engine = engine
-    calls.attach(engine)
-    return OverlapHandle(engine, optimizers, mode, calls)
+    overlapped.attach(engine)
+    return OverlapHandle(engine, optimizers, mode, overlapped)
 
 
 def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]", *, told: bool) -> bool:

@@ -41,7 +41,7 @@ class StepCalls:
         whole: They are stepped by ``optimizer.step()`` itself.
 
     Attributes:
-        begun: In :meth:`own`: how many steps have begun.
+        begun: How many calls there were :meth:`inside_pass`, in the last one.
         gradients_written: Whether steps write gradients: then what these held before says nothing of changes.
     """
 
@@ -57,7 +57,7 @@ class StepCalls:
         self._replaced: list[ReplacedStep] = []
         self._stepped: dict[torch.optim.Optimizer, StepInputs] = {}
         """By the last pass; those whose ``step()`` was not called since."""
-        self._own = False
+        self._inside_pass = False
         self._called = False
         """Whether the loop has ever called ``step()`` for a pass."""
         self._left_out = False
@@ -108,14 +108,14 @@ class StepCalls:
         self._stepped = stepped
 
     @contextlib.contextmanager
-    def own(self) -> Iterator[None]:
-        """While a pass itself calls ``optimizer.step()``, let it step."""
-        self._own = True
+    def inside_pass(self) -> Iterator[None]:
+        """While the backward pass itself calls ``optimizer.step()``: let it step, and count."""
+        self._inside_pass = True
         self.begun = 0
         try:
             yield
         finally:
-            self._own = False
+            self._inside_pass = False
 
     def _leave(self) -> None:
         while self._replaced:
@@ -128,7 +128,7 @@ class StepCalls:
     def _before_closure(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object] | None:
         """Return what to be in while a closure runs, which may step; none if the step itself is to run it."""
         engine = self._engine()
-        if self._own or not self._replaced:
+        if self._inside_pass or not self._replaced:
             return None
         if engine is None:  # it may be made while the closure runs
             return contextlib.nullcontext()
@@ -171,7 +171,7 @@ class StepCalls:
     def _is_pending(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the last pass has stepped an optimizer whose ``step()`` was not called since."""
         engine = self._engine()
-        if engine is None or not self._replaced or self._own:
+        if engine is None or not self._replaced or self._inside_pass:
             return False
         return self._has_stepped(engine, optimizer)
 
@@ -182,7 +182,7 @@ class StepCalls:
             optimizer: One of these.
             given: The arguments of the call that say something, by name, without the closure, which has run.
         """
-        if self._own:
+        if self._inside_pass:
             self.begun += 1
             return False
         engine = self._engine()
@@ -216,9 +216,8 @@ class StepCalls:
             engine.contents.clear()
             if engine.removed:
                 self._leave()
-        if not self._whole and (
-            step_pre_hooks(optimizer) or step_post_hooks(optimizer)
-        ):  # else they have run
+        hooked = step_pre_hooks(optimizer) or step_post_hooks(optimizer)
+        if hooked and not self._whole:  # whose hooks have run in the pass
             _run_step_hooks(optimizer)
 
     def _refuse_late_calls(self, optimizer: torch.optim.Optimizer) -> None:
