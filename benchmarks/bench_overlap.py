@@ -44,7 +44,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import OverlapMode, overlap_optimizer
-from ddp_optim_overlap.bucket_gradients import lent
+from ddp_optim_overlap.bucket_gradients import gradients_replaced
 from ddp_optim_overlap.partial_steps import PartialSteps
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils.testing import run_ranks
@@ -269,7 +269,7 @@ def launch_ways(kind: str, count: int, size: int) -> dict[str, Callable[[], None
         partial.begin()
         for begin in range(0, count, size):
             part = parameters[begin : begin + size]
-            with torch.no_grad(), lent(part, averaged[begin : begin + size]):
+            with torch.no_grad(), gradients_replaced(part, averaged[begin : begin + size]):
                 partial.step(part)
         partial.finish()
 

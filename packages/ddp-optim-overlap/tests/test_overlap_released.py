@@ -39,8 +39,8 @@ from ddp_optim_overlap import (
     PerBucketNorm,
     PreviousStepNorm,
     StepError,
-    gradient_release,
     overlap_optimizer,
+    released_pass,
 )
 from ddp_optim_overlap.bucket_memory import PageMemory, StorageMemory
 from ddp_optim_overlap.gradient_release import require_readable
@@ -201,7 +201,7 @@ def _counting(step, parts):
 
 def _large_buckets_in_parts(seen):
     """A part is given back before the next one is stepped, and a limit is still that of the bucket."""
-    whole, gradient_release._PART_BYTES = gradient_release._PART_BYTES, 600
+    whole, released_pass._PART_BYTES = released_pass._PART_BYTES, 600
     try:
         for name, clip in {"": None, "per bucket": PerBucketNorm(0.02)}.items():
             runs = []
@@ -220,7 +220,7 @@ def _large_buckets_in_parts(seen):
                 seen[name, str(memory)] = sum(parts) == 30 and (max(parts) < 10) is (memory is not None)
             seen[name, "same bits"] = same(runs[0], runs[1]) and same(runs[0], runs[2])
     finally:
-        gradient_release._PART_BYTES = whole
+        released_pass._PART_BYTES = whole
 
 
 def _refused_at_the_call(seen):
@@ -369,7 +369,7 @@ def _few_are_on_their_way(seen):
     ahead = []
 
     def slow(state, bucket):
-        current = state["handle"]._engine._pass
+        current = state["handle"]._engine._passes.running
         ahead.append(bucket.index() - len(current.stepped))
         average = torch.futures.Future()
         buffer = bucket.buffer()

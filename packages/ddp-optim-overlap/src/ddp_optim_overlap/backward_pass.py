@@ -1,25 +1,37 @@
-"""What is known of one backward pass while it steps."""
+"""What is known of backward passes: of one that runs, and of the last one."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ddp_optim_overlap.released_pass import ReleasedPass
 from ddp_optim_overlap.report import StepReport
+from ddp_optim_overlap.weight_reuse import WeightWatch
 
-__all__ = ["BackwardPass", "CancelUnlessCalled"]
+__all__ = ["BackwardPass", "CancelUnlessCalled", "Passes"]
 
 
 @dataclass
 class BackwardPass:
-    """One backward pass: what it has handed over, and what was stepped."""
+    """One backward pass: what it has handed over, and what was stepped.
+
+    Attributes:
+        number: Of passes that step; what else has none of its own.
+        steps: Whether it steps what it averages.
+        watch: Told of stepped weights, if anybody is.
+        released: Takes the gradients of stepped buckets away, if anybody does.
+        stepping: Held while a bucket is stepped.
+    """
 
     number: int
     steps: bool
+    watch: WeightWatch | None = None
+    released: ReleasedPass | None = None
     buckets: int = 0
     stepped: list[int] = field(default_factory=list)
     partial: tuple[int, ...] = ()
@@ -29,12 +41,6 @@ class BackwardPass:
     maybe_exposed: float = 0.0
     norm: torch.Tensor | None = None
     cancelled: bool = False
-    over: bool = False
-    """Whether DDP has ended it, well or not."""
-    only_bucket: bool = False
-    """Whether there is one bucket, as before DDP has rebuilt them."""
-    handed_over: list[torch.Tensor] = field(default_factory=list)
-    """Parameters whose gradients go at the end of the pass."""
     stepping: threading.Lock = field(default_factory=threading.Lock)
 
     def cancel(self) -> None:
@@ -42,6 +48,14 @@ class BackwardPass:
         self.cancelled = True
         with self.stepping:
             pass
+
+    def end(self) -> None:
+        """DDP has ended it, well or not."""
+        if self.watch is not None:
+            self.watch.end()  # it would not let .grad be written
+        if self.released is not None:
+            with self.stepping:
+                self.released.end()
 
     def await_bucket(self, reduced: torch.futures.Future[Any]) -> Any:
         """Return the average; if it is not there yet, what was stepped until now was hidden behind it."""
@@ -71,17 +85,44 @@ class BackwardPass:
         )
 
 
+class Passes:
+    """The backward passes of an engine.
+
+    Attributes:
+        running: The newest one, until it has stepped and ended well.
+        last: What the last one has done that stepped and ended well.
+    """
+
+    def __init__(self) -> None:
+        self.running: BackwardPass | None = None
+        self.last = StepReport()
+        self._number = 0
+
+    def begin(self, *, steps: bool) -> BackwardPass:
+        """Return the pass that begins."""
+        self._number += steps
+        self.running = BackwardPass(self._number, steps)
+        return self.running
+
+    def finish(self, current: BackwardPass) -> None:
+        """Take notice of a pass that has ended well."""
+        self.last = current.report()
+        self.running = None
+
+    def report(self) -> StepReport:
+        """Return what the running pass has stepped until now, or the last one."""
+        return self.last if self.running is None else self.running.report()
+
+
 class CancelUnlessCalled:
     """A callback for the end of a backward pass. If that fails, torch drops its callbacks uncalled.
 
     Args:
         current: The backward pass.
-        then: Called if it fails.
     """
 
-    def __init__(self, current: BackwardPass, then: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, current: BackwardPass) -> None:
         self._pass: BackwardPass | None = current
-        self._then = then
 
     def __call__(self) -> None:
         """End well."""
@@ -90,4 +131,4 @@ class CancelUnlessCalled:
     def __del__(self) -> None:
         if self._pass is not None:
             self._pass.cancel()  # before backward() raises
-            self._then()
+            self._pass.end()

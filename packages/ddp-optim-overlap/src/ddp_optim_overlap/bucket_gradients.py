@@ -1,4 +1,4 @@
-"""The averaged gradients of one bucket, and lending them to the parameters while they are stepped."""
+"""The averaged gradients of one bucket, which the parameters have as their own while they are stepped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from dist_utils.torch_compat import GradBucket
 
-__all__ = ["BucketGradients", "KnownBuckets", "average_of", "lent"]
+__all__ = ["BucketGradients", "KnownBuckets", "average_of", "gradients_replaced"]
 
 
 class BucketGradients:
@@ -153,7 +153,7 @@ def _fills_its_memory(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def lent(
+def gradients_replaced(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> Iterator[list[torch.Tensor | None]]:
     """Let ``parameter.grad`` be these gradients for a while; gives those that the parameters have themselves.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,65 +12,24 @@ import torch
 import torch.distributed as dist
 
 from ddp_optim_overlap.backward_pass import BackwardPass
-from ddp_optim_overlap.bucket_gradients import BucketGradients
-from ddp_optim_overlap.bucket_jobs import not_averaged, used_anywhere
-from ddp_optim_overlap.errors import StepError
+from ddp_optim_overlap.errors import StepError, not_averaged
+from ddp_optim_overlap.handed_over import HandedOver
 from dist_utils import OrderedWorker
 from dist_utils.torch_compat import (
     before_end_of_backward,
     in_final_callback,
     inside_backward,
     inside_nested_backward,
+    is_accelerator,
 )
 
-__all__ = ["WORTH_A_STEP", "BucketQueue", "HandedOver"]
+__all__ = ["WORTH_A_STEP", "BucketQueue"]
 
 WORTH_A_STEP = 4 * 2**20
 """Bytes of gradients that take longer to step than the worker to wake."""
 
 _WORTH_A_CALL = 2**20
 """Bytes of gradients that take longer to step than the optimizer to be called."""
-
-
-@dataclass(eq=False)
-class HandedOver:
-    """One bucket of a backward pass, as DDP has handed it over.
-
-    Attributes:
-        index: Its number in DDP.
-        gradients: Where its average will be.
-        used: Which of its parameters got a gradient, on this rank and then on any; ``None`` if all have.
-        reduced: What the communication hook has returned.
-        done: What DDP waits for. Its value is what DDP takes for the average.
-        taken: Whether the worker has it.
-    """
-
-    index: int
-    gradients: BucketGradients
-    used: list[bool] | None
-    reduced: torch.futures.Future[Any]
-    done: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
-    taken: bool = False
-    _ending: threading.Lock = field(default_factory=threading.Lock)
-
-    def complete(self, average: torch.Tensor) -> None:
-        """End well, unless it has ended."""
-        with self._ending:
-            if not self.done.done():
-                self.done.set_result(average)
-
-    def fail(self, error: BaseException) -> None:
-        """End with an error, unless it has ended."""
-        with self._ending:
-            if not self.done.done():
-                kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
-                self.done.set_exception(kept)  # type: ignore[arg-type] # torch's annotation
-
-    @property
-    def nbytes(self) -> int:
-        """The size of its gradients; of sparse ones, enough for a step."""
-        buffer = self.gradients.buffer
-        return WORTH_A_STEP if buffer.is_sparse else buffer.nbytes
 
 
 class BucketQueue:
@@ -125,6 +82,8 @@ class BucketQueue:
     ) -> torch.futures.Future[torch.Tensor]:
         """Return a future for DDP, which ends when the bucket's parameters are stepped.
 
+        In a pass that releases gradients, waits while too many buckets are on their way.
+
         Args:
             worker: Steps on its thread or, on an accelerator, on its stream.
             current: The backward pass.
@@ -132,19 +91,15 @@ class BucketQueue:
             last: Whether it is the last one.
         """
         device = bucket.gradients.buffer.device
-        if device.type != "cpu":
+        if device.type == "cpu":
+            done = self._append(worker, current, bucket, last=last)
+        else:
             job = partial(self._step_one, current, bucket)
             name = f"{self._name}:bucket_{bucket.index}"
-            self._newest_job = stepped = worker.submit(job, device=device, name=name)
-            return stepped
-        result = bucket.done.then(_value)
-        if last:
-            self._announce(worker, current)
-        self._waiting.append(bucket)
-        self._unannounced.append(bucket)
-        if last or not self._waits or self._are_enough([one for one in self._unannounced if not one.taken]):
-            self._announce(worker, current)
-        return result
+            self._newest_job = done = worker.submit(job, device=device, name=name)
+        if current.released is not None:
+            current.released.limit_backward(done, device)
+        return done
 
     def give_up(self, error: Exception) -> None:
         """Give an error to buckets that the worker was not told of: DDP waits for each of them."""
@@ -161,6 +116,18 @@ class BucketQueue:
     def finish(self) -> None:
         """A backward pass has ended well."""
         self._newest_job = None  # on an accelerator it has a bucket, which DDP may be about to replace
+
+    def _append(
+        self, worker: OrderedWorker, current: BackwardPass, bucket: HandedOver, *, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        done = bucket.done.then(_value)
+        if last:
+            self._announce(worker, current)
+        self._waiting.append(bucket)
+        self._unannounced.append(bucket)
+        if last or not self._waits or self._are_enough([one for one in self._unannounced if not one.taken]):
+            self._announce(worker, current)
+        return done
 
     def _are_enough(self, buckets: Sequence[HandedOver]) -> bool:
         return _size(buckets) >= self._worth_a_step
@@ -213,10 +180,20 @@ class BucketQueue:
     def _await(self, current: BackwardPass, bucket: HandedOver, group: dist.ProcessGroup) -> None:
         try:
             if bucket.used is not None:
-                bucket.used = used_anywhere(bucket.used, group, bucket.gradients.buffer.device)
+                bucket.used = _used_anywhere(bucket.used, group, bucket.gradients.buffer.device)
             bucket.gradients.write(current.await_bucket(bucket.reduced))
         except Exception as error:
-            raise not_averaged(bucket.index, error, current) from error
+            raise not_averaged(bucket.index, error, current.report()) from error
+
+
+def _used_anywhere(used: list[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
+    """Return which parameters of a bucket got a gradient on some rank."""
+    pin = is_accelerator(device)  # a copy from other memory would wait for the device
+    anywhere = torch.tensor(used, dtype=torch.int32, pin_memory=pin).to(device, non_blocking=pin)
+    if group.size() > 1:
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
+    # Reading it waits for the device: only where the answer is open.
+    return used if all(used) else [bool(value) for value in anywhere.tolist()]
 
 
 def _size(buckets: Sequence[HandedOver]) -> int:

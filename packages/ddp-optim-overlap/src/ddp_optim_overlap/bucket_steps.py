@@ -8,14 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from ddp_optim_overlap.backward_pass import BackwardPass
-from ddp_optim_overlap.bucket_gradients import lent
-from ddp_optim_overlap.bucket_jobs import as_outside_of_backward, text_of
-from ddp_optim_overlap.bucket_queue import HandedOver
-from ddp_optim_overlap.errors import StepError, UnsupportedOptimizerError
+from ddp_optim_overlap.bucket_gradients import gradients_replaced
+from ddp_optim_overlap.errors import StepError, UnsupportedOptimizerError, text_of
 from ddp_optim_overlap.gradient_contents import GradientContents
-from ddp_optim_overlap.gradient_release import GradientRelease
+from ddp_optim_overlap.handed_over import HandedOver
+from ddp_optim_overlap.step_context import step_context
 from ddp_optim_overlap.stepper import Stepper
-from ddp_optim_overlap.weight_reuse import WeightWatch
 
 __all__ = ["BucketSteps"]
 
@@ -26,21 +24,17 @@ class BucketSteps:
     Args:
         stepper: Steps.
         contents: Keeps what gradients were when they were used.
-        watch: Told of stepped weights, if anybody is.
-        release: Takes gradients away when they were used, if anybody does: then of one bucket at a time.
     """
 
-    def __init__(
-        self,
-        stepper: Stepper,
-        contents: GradientContents,
-        watch: WeightWatch | None,
-        release: GradientRelease | None,
-    ) -> None:
-        self._stepper, self._contents, self._watch, self._release = stepper, contents, watch, release
+    def __init__(self, stepper: Stepper, contents: GradientContents) -> None:
+        self._stepper, self._contents = stepper, contents
 
     def step(self, current: BackwardPass, buckets: Sequence[HandedOver]) -> list[torch.Tensor]:
         """Step buckets together, unless the pass does not step; return what DDP is to take for the averages.
+
+        Args:
+            current: The backward pass.
+            buckets: Of it, with their averages; one alone, if it releases gradients.
 
         Raises:
             StepError, UnsupportedOptimizerError: The step failed.
@@ -63,25 +57,25 @@ class BucketSteps:
         name = f"overlapped step:bucket_{'_'.join(map(str, indices))}"
         began = time.perf_counter()
         try:
-            with as_outside_of_backward(device, name), lent(parameters, averaged) as own:
+            with step_context(device, name), gradients_replaced(parameters, averaged) as own:
                 for bucket in buckets:
                     self._stepper.prepare(bucket.gradients.parameters)
-                if self._release is None:
+                if current.released is None:
                     self._stepper.step(parameters)
                     self._keep(buckets, own)
                 else:
-                    for part in self._release.parts(buckets[0].gradients):
+                    for part in current.released.parts(buckets[0].gradients):
                         self._stepper.step(part)
-            if self._release is not None:
-                averages = [self._release.give_back(current, buckets[0].gradients, averaged)]
+            if current.released is not None:
+                averages = [current.released.give_back(buckets[0].gradients, averaged)]
         except BaseException as error:  # sys.exit() too: it would end a thread, and nobody would know
             current.partial = tuple(indices)
             kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
             text = f"the step of bucket {', '.join(map(str, indices))} failed: {text_of(error)}"
             raise kind(text, current.report()) from error
         current.count_step(indices, time.perf_counter() - began, on_host=device.type == "cpu")
-        if self._watch is not None:
-            self._watch.stepped(parameters)
+        if current.watch is not None:
+            current.watch.stepped(parameters)
         return averages
 
     def _keep(self, buckets: Sequence[HandedOver], own: Sequence[torch.Tensor | None]) -> None:

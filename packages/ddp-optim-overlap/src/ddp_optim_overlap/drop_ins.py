@@ -70,12 +70,12 @@ class OptimizerHookState:
             # Which parameters of another optimizer have sparse gradients is not known without the model.
             sparse = own if type(functional_optim) is torch.optim.SparseAdam else ()
             tried = [Tried(functional_optim, sparse)]
-            calls = OverlappedOptimizers(
+            overlapped = OverlappedOptimizers(
                 [functional_optim], tried, model=own, whole=False, only=self.params_to_optimize
             )
-            calls.refuse_pre_hooks()
-            calls.replace_steps()
-            self.stepper: OverlappedOptimizers | _StepFunctions = calls
+            overlapped.refuse_pre_hooks()
+            overlapped.replace_steps()
+            self.stepper: OverlappedOptimizers | _StepFunctions = overlapped
         elif callable(getattr(functional_optim, "step_param", None)):
             self.stepper = _StepFunctions(functional_optim, self.params_to_optimize)
         else:

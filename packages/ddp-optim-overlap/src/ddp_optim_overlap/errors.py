@@ -1,4 +1,4 @@
-"""What can go wrong, by name."""
+"""The errors of overlapped steps, and what they say."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ __all__ = [
     "UnsupportedGradientError",
     "UnsupportedOptimizerError",
     "WeightReuseError",
+    "not_averaged",
+    "text_of",
 ]
 
 
@@ -56,3 +58,13 @@ class DoubleBackwardError(OverlapError):
 
 class WeightReuseError(OverlapError):
     """The backward pass reads a parameter that it has already stepped."""
+
+
+def not_averaged(bucket: int, error: Exception, report: StepReport) -> CommunicationError:
+    """Return the error of a bucket whose average failed."""
+    return CommunicationError(f"bucket {bucket} was not averaged: {text_of(error)}", report)
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's class and text."""
+    return f"{type(error).__name__}: {error}"

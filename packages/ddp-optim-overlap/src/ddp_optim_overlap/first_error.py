@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ddp_optim_overlap.errors import CommunicationError, OverlapError
 from ddp_optim_overlap.report import StepReport
 from dist_utils import OrderedWorker
@@ -14,27 +16,24 @@ class FirstError:
 
     Args:
         worker: Its error counts too: that of a job, or of a peer.
+        report: Returns what was stepped until now, for an error of the worker.
     """
 
-    def __init__(self, worker: OrderedWorker) -> None:
+    def __init__(self, worker: OrderedWorker, report: Callable[[], StepReport]) -> None:
         self._worker: OrderedWorker | None = worker
+        self._report = report
         self._error: OverlapError | None = None
         self.refusal: OverlapError | None = None
         """Why the rest of the running pass is refused: the ranks' collectives would not match any more."""
 
-    def keep(self, error: OverlapError, report: StepReport) -> OverlapError:
-        """Return the first error: this one, unless there was one before.
-
-        Args:
-            error: What went wrong.
-            report: What was stepped until now, for an error of the worker that has none.
-        """
-        self._error = self._first(report) or error
+    def keep(self, error: OverlapError) -> OverlapError:
+        """Return the first error: this one, unless there was one before."""
+        self._error = self._first() or error
         return self._error
 
-    def raise_if_any(self, report: StepReport) -> None:
-        """Raise the first error, or else the refusal, if there is one; ``report`` as in :meth:`keep`."""
-        error = self._first(report) or self.refusal
+    def raise_if_any(self) -> None:
+        """Raise the first error, or else the refusal, if there is one."""
+        error = self._first() or self.refusal
         if error is not None:
             raise error
 
@@ -42,10 +41,10 @@ class FirstError:
         """From now on the worker's error is nobody's concern."""
         self._worker = None
 
-    def _first(self, report: StepReport) -> OverlapError | None:
+    def _first(self) -> OverlapError | None:
         error = self._error or (None if self._worker is None else self._worker.error)
         if error is not None and not isinstance(error, OverlapError):
-            self._error = CommunicationError(str(error), report)
+            self._error = CommunicationError(str(error), self._report())
             self._error.__cause__ = error
             return self._error
         return error

@@ -20,6 +20,7 @@ from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.gradient_release import GradientRelease, require_owned, require_readable
 from ddp_optim_overlap.optimizers import OverlappedOptimizers
+from ddp_optim_overlap.partial_steps import PartialSteps
 from ddp_optim_overlap.refusals import (
     averaged_parameters,
     require_ddp_options,
@@ -251,7 +252,7 @@ def overlap_optimizer(
         require_separate_memory(optimizers)
     tried = require_optimizers(optimizers, ddp.module, whole=whole, clip=clip)
 
-    calls = OverlappedOptimizers(
+    overlapped = OverlappedOptimizers(
         optimizers,
         tried,
         model=list(ddp.parameters()),
@@ -259,12 +260,12 @@ def overlap_optimizer(
         clip=clip,
         scaler=scaler,
     )
-    calls.refuse_pre_hooks()
-    release = _release(ddp, calls) if release_gradients else None
+    overlapped.refuse_pre_hooks()
+    release = _release(ddp, overlapped.parts) if release_gradients else None
     engine = Engine(
         ddp.process_group,
         list(ddp.parameters()),
-        calls,
+        overlapped,
         comm_hook or average_like_ddp,
         ddp.process_group if comm_hook is None else comm_state,
         unused_possible=partial(_may_leave_out, weakref.ref(ddp), told=unused == "skip" and not whole),
@@ -279,8 +280,8 @@ def overlap_optimizer(
         if slot.engine is not None:
             slot.engine.gradients.stop()
         slot.engine = engine
-    calls.attach(engine)
-    return OverlapHandle(engine, optimizers, mode, calls)
+    overlapped.attach(engine)
+    return OverlapHandle(engine, optimizers, mode, overlapped)
 
 
 def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]", *, told: bool) -> bool:
@@ -289,12 +290,12 @@ def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]", *, told: bool) -
     return told and model is not None and (model.find_unused_parameters or model.static_graph)
 
 
-def _release(ddp: DistributedDataParallel, calls: OverlappedOptimizers) -> GradientRelease:
+def _release(ddp: DistributedDataParallel, parts: PartialSteps) -> GradientRelease:
     memory = memory_of(list(ddp.parameters()))
     may_leave_out = partial(_may_leave_out, weakref.ref(ddp), told=True)
     require_readable(memory, may_leave_out=may_leave_out(), as_view=ddp.gradient_as_bucket_view)
-    require_owned(averaged_parameters(ddp), calls.owned())
-    return GradientRelease(memory, ddp.process_group, owned=calls.owned, may_leave_out=may_leave_out)
+    require_owned(averaged_parameters(ddp), parts.parameters)
+    return GradientRelease(memory, ddp.process_group, steps=parts, may_leave_out=may_leave_out)
 
 
 def _register(ddp: DistributedDataParallel, engine: Engine) -> None:

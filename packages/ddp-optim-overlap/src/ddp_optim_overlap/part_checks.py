@@ -79,9 +79,9 @@ def refuse_kept_gradients(
     Raises:
         UnsupportedOptimizerError: One does.
     """
-    lent = {_memory(gradient) for gradient in gradients} - {0}
+    of_gradients = {_memory(gradient) for gradient in gradients} - {0}
     for tensor in tensors:
-        if _memory(tensor) in lent:
+        if _memory(tensor) in of_gradients:
             raise UnsupportedOptimizerError(
                 f"the step of {optimizer} keeps a gradient itself, and not a copy of it: the next backward "
                 "pass writes there. Use OverlapMode.AFTER_REDUCE"

@@ -85,14 +85,9 @@ class PartialSteps:
         self._some_shared = any(len({place for place, *_ in owners}) > 1 for owners in self._owners.values())
 
     @property
-    def owned(self) -> Collection[torch.Tensor]:
+    def parameters(self) -> Collection[torch.Tensor]:
         """All parameters of the optimizers, fast to search."""
         return self._owners.keys()
-
-    @property
-    def parameters(self) -> list[torch.Tensor]:
-        """All parameters of the optimizers."""
-        return list(self._owners)
 
     def share_parameters(self, one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
         """Whether two of the optimizers have a parameter in common."""

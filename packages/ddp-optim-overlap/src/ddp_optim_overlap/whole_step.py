@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import weakref
 from functools import partial
 from typing import Any
 
@@ -11,15 +11,13 @@ import torch
 
 from ddp_optim_overlap.backward_pass import BackwardPass
 from ddp_optim_overlap.bucket_gradients import BucketGradients
-from ddp_optim_overlap.bucket_jobs import as_outside_of_backward, not_averaged, text_of
-from ddp_optim_overlap.errors import OverlapError, StepError
+from ddp_optim_overlap.errors import StepError, not_averaged, text_of
+from ddp_optim_overlap.first_error import FirstError
 from ddp_optim_overlap.gradient_contents import GradientContents
+from ddp_optim_overlap.step_context import step_context
 from ddp_optim_overlap.stepper import Stepper
 
 __all__ = ["WholeStep"]
-
-Keep = Callable[[], "Callable[[OverlapError], OverlapError] | None"]
-"""Returns what keeps the first error, as long as anybody asks for it."""
 
 
 class WholeStep:
@@ -28,10 +26,13 @@ class WholeStep:
     Args:
         stepper: Steps.
         contents: Keeps what gradients were when they were used.
+        failure: Keeps the first error.
     """
 
-    def __init__(self, stepper: Stepper, contents: GradientContents) -> None:
+    def __init__(self, stepper: Stepper, contents: GradientContents, failure: FirstError) -> None:
         self._stepper, self._contents = stepper, contents
+        # A callback may be dropped last by Gloo's thread, which must not end its own process group.
+        self._failure = weakref.ref(failure)
         self._averages: list[torch.futures.Future[torch.Tensor]] = []
         self._buckets: list[tuple[BucketGradients, bool]] = []
 
@@ -47,7 +48,6 @@ class WholeStep:
         reduced: torch.futures.Future[Any],
         *,
         used: bool,
-        keep: Keep,
     ) -> torch.futures.Future[torch.Tensor]:
         """Return a future of a bucket's buffer with its average.
 
@@ -57,9 +57,8 @@ class WholeStep:
             gradients: The bucket.
             reduced: What the communication hook has returned.
             used: Whether all of its parameters got a gradient on this rank.
-            keep: Asked when the average fails.
         """
-        done = reduced.then(partial(_written, keep, current, index, gradients))
+        done = reduced.then(partial(_written, self._failure, current, index, gradients))
         self._averages.append(done)
         self._buckets.append((gradients, used))
         return done
@@ -77,7 +76,7 @@ class WholeStep:
         """
         began = time.perf_counter()
         try:
-            with as_outside_of_backward(device, "overlapped step"):
+            with step_context(device, "overlapped step"):
                 self._stepper.step(())
         except BaseException as error:
             begun = self._stepper.begun
@@ -99,7 +98,7 @@ class WholeStep:
 
 
 def _written(
-    keep: Keep,
+    weak_failure: weakref.ref[FirstError],
     current: BackwardPass,
     index: int,
     gradients: BucketGradients,
@@ -109,6 +108,6 @@ def _written(
     try:
         gradients.write(reduced.value())
     except Exception as error:
-        failure, first = not_averaged(index, error, current), keep()
-        raise failure if first is None else first(failure) from error
+        not_written, failure = not_averaged(index, error, current.report()), weak_failure()
+        raise not_written if failure is None else failure.keep(not_written) from error
     return gradients.buffer

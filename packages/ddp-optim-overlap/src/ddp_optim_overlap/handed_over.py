@@ -1,0 +1,55 @@
+"""One bucket between its communication hook and the step of its parameters."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ddp_optim_overlap.bucket_gradients import BucketGradients
+
+__all__ = ["HandedOver"]
+
+
+@dataclass(eq=False)
+class HandedOver:
+    """One bucket of a backward pass, as DDP has handed it over.
+
+    Attributes:
+        index: Its number in DDP.
+        gradients: Where its average will be.
+        used: Which of its parameters got a gradient, on this rank and then on any; ``None`` if all have.
+        reduced: What the communication hook has returned.
+        done: What DDP waits for. Its value is what DDP takes for the average.
+        taken: Whether the worker has it.
+    """
+
+    index: int
+    gradients: BucketGradients
+    used: list[bool] | None
+    reduced: torch.futures.Future[Any]
+    done: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
+    taken: bool = False
+    _ending: threading.Lock = field(default_factory=threading.Lock)
+
+    def complete(self, average: torch.Tensor) -> None:
+        """End well, unless it has ended."""
+        with self._ending:
+            if not self.done.done():
+                self.done.set_result(average)
+
+    def fail(self, error: BaseException) -> None:
+        """End with an error, unless it has ended."""
+        with self._ending:
+            if not self.done.done():
+                kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                self.done.set_exception(kept)  # type: ignore[arg-type] # torch's annotation
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its gradients; sparse ones, whose size changes, count as enough for a step."""
+        buffer = self.gradients.buffer
+        return sys.maxsize if buffer.is_sparse else buffer.nbytes

@@ -1,0 +1,163 @@
+"""What a training loop must not do around overlapped steps, which would then differ from its own."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+
+from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.gradient_contents import GradientContents
+from ddp_optim_overlap.partial_steps import PartialSteps, parameters_of
+from ddp_optim_overlap.replaced_step import has_pre_hooks
+from ddp_optim_overlap.step_inputs import StepInputs
+from dist_utils.torch_compat import step_post_hooks
+
+__all__ = [
+    "ForeignParameters",
+    "require_calls",
+    "require_gradients",
+    "require_no_post_hooks",
+    "require_no_pre_hooks",
+    "require_one_overlap",
+    "require_unchanged",
+]
+
+
+def require_no_pre_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise if a step pre-hook of an optimizer that is stepped by buckets would run too late.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    for optimizer in optimizers:
+        if has_pre_hooks(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has a step pre-hook, which may change gradients and would "
+                "run after they were used: use OverlapMode.AFTER_REDUCE"
+            )
+
+
+def require_no_post_hooks(left_out: Iterable[torch.optim.Optimizer]) -> None:
+    """Raise if a step post-hook has not run, of an optimizer that was stepped by buckets.
+
+    Args:
+        left_out: Whose ``step()`` was not called for the last pass.
+
+    Raises:
+        ConfigError: One has such a hook.
+    """
+    for optimizer in left_out:
+        if step_post_hooks(optimizer):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has a step post-hook, which runs in step(), and step() was "
+                "not called for the last backward pass: call it after each one, or take the hook away"
+            )
+
+
+def require_calls(left_out: Collection[torch.optim.Optimizer]) -> None:
+    """Raise if ``step()`` was not called of all optimizers that a pass has stepped: it undoes nothing.
+
+    Args:
+        left_out: Whose ``step()`` was not called for the last pass, and was before.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if left_out:
+        raise ConfigError(
+            f"the last backward pass has stepped {_names(left_out)}, and step() of it was not called, as it "
+            "was before: without step() in the loop a pass steps all the same. Call handle.pause() around a "
+            "backward pass that is to step nothing, or not everything"
+        )
+
+
+def require_one_overlap(optimizers: Iterable[torch.optim.Optimizer], *, superseded: bool) -> None:
+    """Raise if ``step()`` asks another overlap by now, which knows nothing of a pass of this one.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if superseded:
+        raise ConfigError(
+            f"{_names(optimizers)} is overlapped by something else since: its step() would step again what "
+            "this backward pass steps. An optimizer takes part in one overlap: remove() this one first, or "
+            "give each model an optimizer of its own"
+        )
+
+
+def require_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if an ordinary step finds no gradients after they were taken away.
+
+    Raises:
+        ConfigError: No parameter has one.
+    """
+    if all(parameter.grad is None for parameter in parameters_of(optimizer)):
+        raise ConfigError(
+            "step() was called once more, and with release_gradients=True the gradients are gone: leave "
+            "that out to step with them again"
+        )
+
+
+def require_unchanged(
+    optimizer: torch.optim.Optimizer, inputs: StepInputs, contents: GradientContents | None
+) -> None:
+    """Raise if what a step has read was changed after it, in vain.
+
+    Args:
+        optimizer: Was stepped.
+        inputs: What the step has read.
+        contents: As :meth:`StepInputs.changed` takes it.
+
+    Raises:
+        ConfigError: Something was changed.
+    """
+    changed = inputs.changed(optimizer, contents)
+    if changed is None and getattr(optimizer, "found_inf", None) is not None:
+        changed = "a GradScaler called step()"
+    if changed is not None:
+        raise ConfigError(
+            f"{changed} between backward() and step(), after the step had been done: do it before "
+            "backward() or after step(), or give clip= or scaler= to overlap_optimizer instead. A norm "
+            "that is only looked at: torch.nn.utils.get_total_norm, or the report of handle.wait()"
+        )
+
+
+class ForeignParameters:
+    """Looks for parameters of the optimizers that DDP does not average, when either has changed.
+
+    Args:
+        steps: Of the optimizers.
+    """
+
+    def __init__(self, steps: PartialSteps) -> None:
+        self._steps = steps
+        self._looked_at = (0, 0)
+        self._not_averaged: Sequence[torch.Tensor] = ()
+
+    def require_none(self, averaged: Collection[torch.Tensor]) -> None:
+        """Raise if there is one that would have to be stepped.
+
+        Args:
+            averaged: The parameters that have been in a bucket.
+
+        Raises:
+            ConfigError: There is one.
+        """
+        if not averaged:  # in the first pass nobody knows
+            return
+        looked_at = self._steps.renewals, len(averaged)
+        if looked_at != self._looked_at:
+            self._looked_at = looked_at
+            self._not_averaged = [one for one in self._steps.parameters if one not in averaged]
+        for parameter in self._not_averaged:
+            if parameter.requires_grad or parameter.grad is not None:
+                raise ConfigError(
+                    f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
+                    "does not average, as it is not the model's or was frozen when DDP was made: it would "
+                    "never be stepped. Give it an optimizer of its own, or make the DDP model anew"
+                )
+
+
+def _names(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    return ", ".join(type(optimizer).__name__ for optimizer in optimizers)

@@ -1,0 +1,119 @@
+"""The gradients of one backward pass that go as soon as their bucket is stepped."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ddp_optim_overlap.bucket_gradients import BucketGradients
+from ddp_optim_overlap.gradient_release import GradientRelease
+
+__all__ = ["ReleasedPass"]
+
+_IN_FLIGHT = 2
+"""Buckets whose average or step backward() does not wait for. With the one that fills up, and the gradient
+that is copied there, four of them are there at once; with 3, five. Gloo averages two at a time."""
+
+_PART_BYTES = 2**25
+"""Of a bucket, to step at once. DDP's buckets have 25 MiB, but in its first pass one has the whole model."""
+
+
+class ReleasedPass:
+    """Takes the gradients of a bucket away when it is stepped, and gives its memory back.
+
+    Until ``backward()`` ends, ``.grad`` is the bucket's own memory, given back or not: DDP finds the averages
+    where it would copy them to, and copies nothing.
+
+    Args:
+        release: How.
+    """
+
+    def __init__(self, release: GradientRelease) -> None:
+        self._release = release
+        self._places = threading.Semaphore(_IN_FLIGHT)
+        self._events: deque[Any] = deque()
+        self._handed_over: list[torch.Tensor] = []
+        """Parameters whose gradients go at the end of the pass."""
+        self._only_bucket = False
+        """Whether there is one bucket, as before DDP has rebuilt them."""
+        self._over = False
+        """Whether DDP has ended the pass, well or not."""
+
+    def hand_over(self, gradients: BucketGradients, used: Sequence[bool], *, last: bool) -> None:
+        """Drop the gradients that DDP has copied into a bucket; others may still be what is stepped with.
+
+        Args:
+            gradients: The bucket.
+            used: Which of its parameters got a gradient on this rank.
+            last: Whether it is the last one of the pass.
+        """
+        self._only_bucket = last and not self._handed_over
+        self._handed_over += gradients.parameters
+        if not gradients.buffer.is_sparse:
+            for parameter, view, is_used in zip(gradients.parameters, gradients.views, used, strict=True):
+                if is_used:
+                    parameter.grad = view
+
+    def limit_backward(self, done: torch.futures.Future[Any], device: torch.device) -> None:
+        """Let ``backward()`` go on when few enough buckets are on their way.
+
+        Args:
+            done: Ends when the bucket that was just handed over is stepped, or has failed.
+            device: Of the bucket.
+        """
+        places = self._places
+        if done.done():  # on an accelerator a callback would take a stream
+            places.release()
+        else:
+            done.add_done_callback(lambda _: places.release())
+        self._release.wait_for(places, device)
+        while len(self._events) > _IN_FLIGHT:
+            self._events.popleft().synchronize()
+
+    def parts(self, gradients: BucketGradients) -> Iterator[list[torch.Tensor]]:
+        """Yield a bucket's parameters in parts to step one by one; gives each part back when it is stepped.
+
+        New states of a part come when the gradients of the parts before it are gone.
+        """
+        parameters, views = gradients.parameters, gradients.views
+        begin = size = 0
+        for place, view in enumerate(views):
+            size += 0 if view.is_sparse else view.nbytes
+            if size >= _PART_BYTES or place == len(views) - 1:
+                yield parameters[begin : place + 1]
+                if not gradients.buffer.is_sparse and place < len(views) - 1:
+                    self._release.memory.give_back_part(views[begin : place + 1])
+                begin, size = place + 1, 0
+
+    def give_back(self, gradients: BucketGradients, averaged: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Give the memory of a bucket back that was stepped.
+
+        Args:
+            gradients: The bucket.
+            averaged: What it was stepped with: not the bucket's gradient, where no rank has used a parameter.
+
+        Returns:
+            What DDP is to take for the average.
+        """
+        if gradients.buffer.is_sparse:
+            return gradients.buffer
+        value, views = self._release.memory.give_back(gradients, alone=self._only_bucket)
+        for parameter, view, used, instead in zip(
+            gradients.parameters, gradients.views, averaged, views, strict=True
+        ):
+            if used is view:
+                parameter.grad = None if self._over else instead
+        if value.device.type != "cpu":
+            stream = torch.get_device_module(value.device).current_stream(value.device)
+            self._events.append(stream.record_event())
+        return value
+
+    def end(self) -> None:
+        """DDP has ended the pass, well or not, and nothing steps: take away all gradients handed over."""
+        self._over = True
+        for parameter in self._handed_over:
+            parameter.grad = None
