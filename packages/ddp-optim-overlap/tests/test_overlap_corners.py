@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
+    ConfigError,
     OptimizerHookState,
     OverlapError,
     hook_then_optimizer,
@@ -86,14 +87,21 @@ def _another_parameter_is_first(seen):
 
 def _first_pass_of_a_static_graph(seen):
     """DDP hands over all its buckets as bucket 0, and none as the last one: an error, and no hang."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
+    sparse = torch.nn.Sequential(torch.nn.Embedding(8, 8, sparse=True), torch.nn.Linear(8, 8))
+    for refused in (net, sparse):
+        ddp = DistributedDataParallel(refused, static_graph=True)
+        with pytest.raises(ConfigError, match="buckets of its first pass apart"):
+            overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
     for size in (1, LARGE):
         step_buckets_of(size)
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
         net[0].register_forward_hook(lambda *arguments: arguments[2].double())
-        ddp = DistributedDataParallel(net, static_graph=True)
+        ddp = DistributedDataParallel(net)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         overlap_optimizer(ddp, optimizer)
+        ddp._set_static_graph()
         with pytest.raises(RuntimeError, match="does not average"):  # of the second bucket
             ddp(torch.ones(2, 8)).sum().backward()
         seen[size] = True

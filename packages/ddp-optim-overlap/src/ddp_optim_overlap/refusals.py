@@ -20,6 +20,7 @@ __all__ = [
     "require_ddp_options",
     "require_group",
     "require_kinds",
+    "require_one_first_bucket",
     "require_optimizers",
     "require_options",
     "require_own_parameters",
@@ -53,6 +54,24 @@ def require_ddp_options(ddp: DistributedDataParallel) -> None:
         raise ConfigError(
             "DDP(skip_all_reduce_unused_params=True) hands over no bucket of which all parameters are "
             "unused: nobody could tell when a pass begins and ends"
+        )
+    if ddp.static_graph:
+        require_one_first_bucket(ddp)
+
+
+def require_one_first_bucket(ddp: DistributedDataParallel) -> None:
+    """Raise if a model of a static graph has several buckets in its first backward pass.
+
+    It numbers all of them 0 then, and none is the last one: what has one dtype and device, and every sparse
+    gradient, has a bucket of its own.
+    """
+    kinds = {(one.dtype, one.device) for one in ddp.parameters() if one.requires_grad}
+    sparse = [module for module in ddp.modules() if getattr(module, "sparse", False)]
+    if len(kinds) + len(sparse) > 1:
+        raise ConfigError(
+            "DDP(static_graph=True) does not tell the buckets of its first pass apart, of which there are "
+            "several where parameters have several dtypes or devices, or sparse gradients: leave "
+            "static_graph out"
         )
 
 

@@ -84,7 +84,7 @@ def run_ranks(
             :class:`RankTraceback` with the tracebacks of all ranks that failed until then.
 
     Processes that ``fn`` itself starts are not killed with it. A rank that has returned keeps its connections
-    for two seconds, or until all have: a peer's last collective still succeeds.
+    until all have, or for two seconds (longer on a busy machine): a peer's last collective still succeeds.
 
     Cost:
         Half a second, and the imports of ``fn``'s module in every process; torch, with what DDP models need
