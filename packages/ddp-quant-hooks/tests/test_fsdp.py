@@ -1,5 +1,6 @@
 """FSDP2 with averages between nodes in few bits: what native HSDP computes, to the precision of the bits."""
 
+import time
 from datetime import timedelta
 
 import torch
@@ -23,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ddp_quant_hooks.fsdp import quantize_all_reduce
 from dist_utils import torch_compat
-from dist_utils.testing import run_ranks, same_on_all_ranks
+from dist_utils.testing import patience, run_ranks, same_on_all_ranks
 
 pytestmark = needs_hooks
 HALF_STEPS = {8: 1 / 254, 4: 1 / 14}
@@ -148,12 +149,15 @@ def _taken_in_backward(_):
 
 
 def _memory_is_given_back(_):
-    """Nothing but a parameter keeps its gradient."""
+    """Nothing but a parameter keeps its gradient, when the threads that averaged it have let go."""
     net = _hooked(nodes_and_shards())
     backward(net, 0)
     memory = [StorageWeakRef(parameter.grad.to_local().untyped_storage()) for parameter in net.parameters()]
     net.zero_grad()
-    return all(storage.expired() for storage in memory)
+    deadline = time.monotonic() + patience(2.0)
+    while not (given_back := all(storage.expired() for storage in memory)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return given_back
 
 
 def _small_checks(rank):
