@@ -36,7 +36,7 @@ def train(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
         try:
             with emulated_hosts(2, rate=options.rate) as hosts:
                 where = f"two emulated hosts, links of {options.rate}"
-                print(where, flush=True)
+                print(f"Training on {where}.", flush=True)
                 interface = {"GLOO_SOCKET_IFNAME": "eth0"}
                 run_rank_processes(command, hosts, {"MASTER_ADDR": address(0), **interface})
         except EmulationUnavailableError as error:
@@ -55,7 +55,7 @@ def show_table(seen: dict[str, Any]) -> None:
     ways: dict[str, Any] = seen["ways"]
     compute, plain = (statistics.median(ways[name]["seconds"]) for name in ("no communication", "plain DDP"))
     columns = ("ms a step [quartiles]", "exposed ms", "speed", "MB sent a step", "loss")
-    print("\n" + " " * 16 + "{:>24}{:>12}{:>9}{:>16}{:>8}".format(*columns))
+    print(" " * 16 + "{:>24}{:>12}{:>9}{:>16}{:>8}".format(*columns))
     for name, way in ways.items():
         low, step, high = statistics.quantiles(way["seconds"], n=4)
         time = f"{1e3 * step:.0f} [{1e3 * low:.0f}, {1e3 * high:.0f}]"
@@ -127,9 +127,10 @@ def main() -> None:
         where, seen = train(options)
     except KeyboardInterrupt:
         sys.exit("stopped")
-    show_table(seen)
     steps = len(seen["ways"]["plain DDP"]["seconds"])
     title = f"{seen['parameters'] / 1e6:.1f} million parameters, {steps} steps, {where}"
+    print(f"\n{title}")
+    show_table(seen)
     draw(title, seen, options.plot)
 
 

@@ -100,8 +100,8 @@ class Training:
 
     def step(self, pieces: torch.Tensor) -> None:
         """Train with (rows, length + 1) bytes."""
-        sent = count_bytes()
         dist.barrier()
+        sent = count_bytes()
         began = time.perf_counter()
         self.optimizer.zero_grad()
         with self.ddp.no_sync() if self.name == COMPUTE else contextlib.nullcontext():

@@ -34,8 +34,10 @@ def run_rank_processes(
     """
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    # The system kills them with this program, even where that is killed itself.
-    tied = ["setpriv", "--pdeathsig=KILL"] if shutil.which("setpriv") else []
+    # The system kills them with this program, even where that is killed itself; also before they ask for it.
+    tied = ["setpriv", "--pdeathsig=KILL", "sh", "-c", f'[ $PPID = {os.getpid()} ] && exec "$@"', "sh"]
+    if shutil.which("setpriv") is None:
+        tied = []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **variables}
     environment |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(len(places))}
     ranks: list[subprocess.Popen[bytes]] = []

@@ -59,7 +59,7 @@ def test_every_way_learns_alike_and_sends_what_it_says(tmp_path, tools):
         assert "loopback" in first
         assert first.endswith("emulating hosts needs the program ip (package iproute2)")
     else:
-        assert first == "two emulated hosts, links of 1gbit" or re.search(
+        assert first == "Training on two emulated hosts, links of 1gbit." or re.search(
             "loopback.*emulated hosts: .", first
         )
     assert (tmp_path / "build" / "demo.png").stat().st_size > 10_000
