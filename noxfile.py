@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 from pathlib import Path
@@ -118,7 +117,7 @@ def unit(session: nox.Session, torch: str) -> None:
 @nox.parametrize("torch", torches([DEFAULT_TORCH]))
 def exhaustive(session: nox.Session, torch: str) -> None:
     """The tests that ``unit`` and ``integration`` leave out: the rest of large families, with one torch."""
-    install(session, *GROUPS["demo"], *GROUPS["side-by-side"], torch=torch)
+    install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
     chosen = [*TESTS, "integration_tests", *SIDE_BY_SIDE, "-m", "exhaustive", *session.posargs]
     session.run("pytest", *chosen, env=environment(session))
 
@@ -132,7 +131,7 @@ def integration(session: nox.Session, torch: str) -> None:
         env = {**env, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
         how = []  # its GPUs, too, are for one test at a time
     else:
-        install(session, *GROUPS["demo"], *GROUPS["side-by-side"], torch=torch)
+        install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
     tests = ["integration_tests", *map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))]
     chosen = ["-m", "not exhaustive", *session.posargs]  # of several -m the last one counts
     session.run("python", "-m", "pytest", *tests, *how, *chosen, env=env, external=True)
@@ -256,14 +255,11 @@ def upload(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
-    """Train a small model through every hook: ``-- --hook NAME --nproc-per-node N --epochs N``."""
-    install(session, *GROUPS["demo"])
-    launcher = argparse.ArgumentParser(add_help=False)
-    launcher.add_argument("--nproc-per-node", default="2")
-    options, rest = launcher.parse_known_args(session.posargs)
-    torchrun = ["python", "-m", "torch.distributed.run", "--standalone"]
-    ranks = f"--nproc-per-node={options.nproc_per_node}"
-    session.run(*torchrun, ranks, "docs/examples/train_digits.py", *rest, env={**ENV, "OMP_NUM_THREADS": "1"})
+    """Train a small model over 1 Gbit/s, with several ways to average gradients: ``-- --rate 200mbit``."""
+    editable = [arg for package in PACKAGES for arg in ("-e", f"packages/{package}")]
+    session.install(f"torch=={DEFAULT_TORCH}", *editable, *GROUPS["demo"], env=ENV)
+    # After Ctrl-C it has that long to end what it started.
+    session.run("python", "benchmarks/demo.py", *session.posargs, env=ENV, interrupt_timeout=5.0)
 
 
 @nox.session(default=False)

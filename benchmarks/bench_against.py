@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from emulated_hosts import EmulationUnavailableError, address, emulated_hosts
+from emulated_hosts import EmulationUnavailableError, Host, address, emulated_hosts
 from machine import describe_machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -159,7 +159,7 @@ def be_a_rank() -> None:
 class Ranks:
     """The ranks of one checkout, which run cases on demand."""
 
-    def __init__(self, checkout: Path, world_size: int, port: int, hosts: list[str]) -> None:
+    def __init__(self, checkout: Path, world_size: int, port: int, hosts: list[Host]) -> None:
         sources = os.pathsep.join(map(str, sorted(checkout.glob("packages/*/src"))))
         shared = {
             **os.environ,
@@ -174,7 +174,7 @@ class Ranks:
         line = [sys.executable, "-W", "ignore", __file__, "--rank"]
         self._processes = [
             subprocess.Popen(
-                ["ip", "netns", "exec", hosts[rank], *line] if hosts else line,
+                [*hosts[rank], *line] if hosts else line,
                 env={**shared, "RANK": str(rank)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -211,7 +211,7 @@ class Ranks:
 
 
 @contextlib.contextmanager
-def both(other: Path, world_size: int, hosts: list[str]) -> Iterator[tuple[Ranks, Ranks]]:
+def both(other: Path, world_size: int, hosts: list[Host]) -> Iterator[tuple[Ranks, Ranks]]:
     """Start the ranks of both checkouts."""
     with contextlib.ExitStack() as stack:
         sides = []

@@ -1,6 +1,6 @@
 """dist-autograd-collectives against torch.distributed.nn.functional and spmd-types, on Gloo.
 
-    python benchmarks/bench_autograd_collectives.py            # tables, and as root also the emulated links
+    python benchmarks/bench_autograd_collectives.py            # everything
     python benchmarks/bench_autograd_collectives.py --repeats 21
 
 1. Forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. All sides in one run,
@@ -181,11 +181,11 @@ def emulated() -> dict[str, Any]:
     with emulated_hosts(2, rate="1gbit") as hosts:
         ranks = [
             subprocess.Popen(
-                ["ip", "netns", "exec", name, sys.executable, __file__, "--host", str(rank), *sys.argv[1:]],
+                [*host, sys.executable, __file__, "--host", str(rank), *sys.argv[1:]],
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for rank, name in enumerate(hosts)
+            for rank, host in enumerate(hosts)
         ]
         outputs = [process.communicate(timeout=600)[0] for process in ranks]
     return slowest([json.loads(output.splitlines()[-1]) for output in outputs])

@@ -1,6 +1,6 @@
 """FSDP2 with averages between nodes in few bits against native HSDP: forward and backward on slow links.
 
-    python benchmarks/bench_fsdp.py --repeats 15        # needs root, for the emulated hosts
+    python benchmarks/bench_fsdp.py --repeats 15
 
 Two emulated hosts with two ranks each; 8.4 million parameters in 8 layers, each with ``fully_shard``. All
 sides run in the same processes, in turns forwards and backwards. Writes results/fsdp.json and .png: median

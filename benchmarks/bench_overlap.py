@@ -1,6 +1,6 @@
 """Overlapped optimizer steps against the ordinary loop and PyTorch's overlap: time and launch cost.
 
-    python benchmarks/bench_overlap.py             # everything, half an hour; hosts need root
+    python benchmarks/bench_overlap.py             # everything, half an hour
     python benchmarks/bench_overlap.py loopback --models 10MB --repeats 20
     python benchmarks/bench_overlap.py hosts | compressed | launch
 

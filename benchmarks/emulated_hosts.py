@@ -1,20 +1,29 @@
 """Hosts with slow links on one machine: a network namespace each, joined by a bridge, rates set by ``tc``.
 
-Needs root and Linux's ``ip`` and ``tc``. Each host has the address ``10.77.0.(index + 1)`` on its
-interface ``eth0``; the links are limited in both directions.
+Needs Linux's ``ip``, ``tc``, ``unshare`` and ``nsenter``, and no root where the system lets ordinary users
+make user namespaces. Each host has the address ``10.77.0.(index + 1)`` on its interface ``eth0``; the links
+are limited in both directions.
+
+A namespace lives as long as a process in it, and nothing gives these a name: they vanish with the program
+that made them, however that ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeAlias
+
+Host: TypeAlias = list[str]
+"""What stands before a command to run it on the host."""
+
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 
 
 class EmulationUnavailableError(RuntimeError):
-    """This machine cannot emulate hosts; the message says what is missing."""
+    """This machine cannot emulate hosts; the message says why, in one line."""
 
 
 def address(index: int) -> str:
@@ -23,59 +32,73 @@ def address(index: int) -> str:
 
 
 @contextlib.contextmanager
-def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[str]]:
-    """Set up ``count`` hosts, yield the names of their namespaces, and take everything down again.
+def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[Host]]:
+    """Set up ``count`` hosts, yield what runs a command on each, and take everything down again.
 
-    Run a program on a host with ``ip netns exec NAME program``.
+    A program runs on a host with ``[*host, "program", "argument"]``, as the user who runs this one, in the
+    same working directory. End what still runs there before leaving: it would keep its host.
 
     Args:
         count: Number of hosts.
         rate: Of each link and each direction, in tc's units.
 
     Raises:
-        EmulationUnavailableError: Not root, or ``ip`` or ``tc`` is missing or refuses.
+        EmulationUnavailableError: The system refuses, or a tool is missing.
     """
-    if os.geteuid() != 0:
-        raise EmulationUnavailableError("emulating hosts needs root, to make network namespaces")
-    for tool in ("ip", "tc"):
+    for tool, package in _TOOLS.items():
         if shutil.which(tool) is None:
-            raise EmulationUnavailableError(f"emulating hosts needs the program {tool} (package iproute2)")
-    prefix = f"bench{os.getpid()}"
-    switch = f"{prefix}sw"
-    hosts = [f"{prefix}h{index}" for index in range(count)]
+            raise EmulationUnavailableError(f"emulating hosts needs the program {tool} (package {package})")
+    # Who may not make network namespaces may do so in a user namespace of his own, being root there.
+    allowed = _complaint(["unshare", "--net", "ip", "link", "set", "lo", "up"]) == ""
+    new_user, user = ([], []) if allowed else (["--map-root-user"], ["--user", "--preserve-credentials"])
+
+    def inside(namespace: int) -> Host:
+        return ["nsenter", f"--target={namespace}", *user, "--net", "--"]
+
     with contextlib.ExitStack() as stack:
-        _namespace(switch, stack)
-        _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge0", "up")
-        for index, host in enumerate(hosts):
-            port = f"port{index}"
-            _namespace(host, stack)
-            _run(
-                "ip", "-n", host, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch
-            )
-            # Before its namespace, or the name can linger. Its other end goes with it.
-            stack.callback(_try, "ip", "-n", host, "link", "del", "eth0")
-            _run("ip", "-n", host, "addr", "add", f"{address(index)}/24", "dev", "eth0")
-            for namespace, link in ((host, "eth0"), (host, "lo"), (switch, port)):
-                _run("ip", "-n", namespace, "link", "set", link, "up")
-            _run("ip", "-n", switch, "link", "set", port, "master", "bridge0")
-            for namespace, link in ((host, "eth0"), (switch, port)):
-                limit = ("rate", rate, "burst", "128kb", "latency", "50ms")
-                _run("tc", "-n", namespace, "qdisc", "add", "dev", link, "root", "tbf", *limit)
-        yield hosts
+        switch = _namespace(["unshare", *new_user, "--net"], stack)
+        bridge = inside(switch)
+        namespaces = [_namespace([*bridge, "unshare", "--net"], stack) for _ in range(count)]
+        _run(bridge, "ip link add bridge0 type bridge")
+        _run(bridge, "ip link set bridge0 up")
+        limit = f"root tbf rate {rate} burst 128kb latency 50ms"
+        for index, namespace in enumerate(namespaces):
+            host, port = inside(namespace), f"port{index}"
+            _run(bridge, f"ip link add {port} type veth peer name eth0 netns {namespace}")
+            _run(bridge, f"ip link set {port} up master bridge0")
+            _run(bridge, f"tc qdisc add dev {port} {limit}")
+            _run(host, f"ip addr add {address(index)}/24 dev eth0")
+            _run(host, "ip link set eth0 up")
+            _run(host, "ip link set lo up")
+            _run(host, f"tc qdisc add dev eth0 {limit}")
+        yield [inside(namespace) for namespace in namespaces]
 
 
-def _namespace(name: str, stack: contextlib.ExitStack) -> None:
-    _run("ip", "netns", "add", name)
-    stack.callback(_try, "ip", "netns", "del", name)
+def _namespace(enter: Sequence[str], stack: contextlib.ExitStack) -> int:
+    """Return the process that holds a new namespace until the stack closes, or this process ends."""
+    holder = subprocess.Popen(
+        [*enter, "sh", "-c", "echo ready; exec cat"],
+        stdin=subprocess.PIPE,  # whose end, with this process, is the holder's too
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C in the terminal is for the programs on the hosts
+    )
+    stack.callback(holder.communicate)
+    stack.callback(holder.kill)
+    assert holder.stdout is not None
+    if not holder.stdout.readline():
+        complaint = " ".join(holder.communicate()[1].split())
+        raise EmulationUnavailableError(f"no network namespace, by {' '.join(enter)}: {complaint}")
+    return holder.pid
 
 
-def _run(*command: str) -> None:
-    if error := _try(*command):
-        raise EmulationUnavailableError(f"{' '.join(command)}: {error}")
+def _run(inside: Host, command: str) -> None:
+    if complaint := _complaint([*inside, *command.split()]):
+        raise EmulationUnavailableError(f"{command}: {complaint}")
 
 
-def _try(*command: str) -> str:
-    """Return the command's complaint, empty if it had none."""
+def _complaint(command: Sequence[str]) -> str:
+    """Return what a command complains about, in one line; nothing if it did what it should."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+    return "" if done.returncode == 0 else " ".join(done.stderr.split()) or f"exit code {done.returncode}"

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +13,12 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from emulated_hosts import address, emulated_hosts
+from rank_processes import run_rank_processes
 from timings import slowest
 
 from dist_utils.testing import grad_bucket
 
 ELEMENTS = 25 * 2**20 // 4
-_PORT = 29811
 
 Hooks: TypeAlias = Mapping[str, Callable[[Any], "torch.futures.Future[torch.Tensor]"]]
 """Hooks by name, as functions of a bucket."""
@@ -105,33 +102,11 @@ def run_on_hosts(
         rate: Of the links.
         ranks_per_host: How often it is run on each; ranks of a host follow each other.
     """
-    world_size = count * ranks_per_host
     with tempfile.TemporaryDirectory() as folder, emulated_hosts(count, rate=rate) as hosts:
-        line = [sys.executable, "-W", "ignore", *command, folder, *options]
-        ranks = [
-            subprocess.Popen(
-                [*("ip", "netns", "exec", hosts[index // ranks_per_host]), *line],
-                env={
-                    **os.environ,
-                    "GLOO_SOCKET_IFNAME": "eth0",
-                    "OMP_NUM_THREADS": "1",
-                    "TORCH_CPP_LOG_LEVEL": "ERROR",
-                    "MASTER_ADDR": address(0),
-                    "MASTER_PORT": str(_PORT),
-                    "RANK": str(index),
-                    "WORLD_SIZE": str(world_size),
-                },
-            )
-            for index in range(world_size)
-        ]
-        try:
-            codes = [rank.wait(timeout=600) for rank in ranks]
-        finally:
-            for rank in ranks:
-                rank.kill()
-        if any(codes):
-            raise RuntimeError(f"ranks on emulated hosts ended with {codes}")
-        return [json.loads((Path(folder) / f"{index}.json").read_text()) for index in range(world_size)]
+        places = [host for host in hosts for _ in range(ranks_per_host)]
+        variables = {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": address(0)}
+        run_rank_processes([*command, folder, *options], places, variables)
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(len(places))]
 
 
 def be_a_rank(folder: Path, make_hooks: MakeHooks, repeats: int) -> None:

@@ -5,7 +5,7 @@
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 train_digits.py
 
 The data is scikit-learn's bundled set of 1797 images: nothing is downloaded. Needs, beside
-ddp-quant-hooks: scikit-learn, matplotlib, tqdm.
+ddp-quant-hooks: scikit-learn, tqdm.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ import os
 import statistics
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import torch
 import torch.distributed as dist
 from sklearn.datasets import load_digits
@@ -44,9 +42,6 @@ from ddp_quant_hooks import (
     quantized_allreduce_hook,
 )
 from dist_utils.testing import tcp_bytes_sent
-
-mpl.use("Agg")
-from matplotlib import pyplot as plt
 
 # What to pass to register_comm_hook: a function that makes the state, and the hook.
 HOOKS: dict[str, tuple[Any, CommHook] | None] = {
@@ -98,7 +93,6 @@ class Run:
     """What one training run showed."""
 
     hook: str
-    losses: list[float]
     step_seconds: float
     bytes_per_step: float | None
     accuracy: float
@@ -137,7 +131,6 @@ def train(name: str, device: torch.device, epochs: int, batch: int) -> Run:
     shuffle = torch.Generator().manual_seed(1)
     steps = len(digits.labels) // (batch * world_size)
 
-    losses: list[float] = []
     seconds: list[float] = []
     dist.barrier()
     sent = count_bytes()
@@ -152,7 +145,7 @@ def train(name: str, device: torch.device, epochs: int, batch: int) -> Run:
                 loss = nn.functional.cross_entropy(model(digits.images[mine]), digits.labels[mine])
                 loss.backward()
                 optimizer.step()
-                losses.append(loss.item())
+                loss.item()  # a GPU has finished then
                 seconds.append(time.perf_counter() - began)
                 bar.update()
     dist.barrier()
@@ -160,11 +153,8 @@ def train(name: str, device: torch.device, epochs: int, batch: int) -> Run:
 
     with torch.no_grad():
         correct = (model.module(test.images).argmax(1) == test.labels).float().mean().item()
-    mean_losses = torch.tensor(losses, device=device)
-    dist.all_reduce(mean_losses)
     run = Run(
         hook=name,
-        losses=(mean_losses / world_size).tolist(),
         step_seconds=statistics.median(seconds),
         bytes_per_step=None if sent is None or sent_now is None else (sent_now - sent) / (epochs * steps),
         accuracy=correct,
@@ -211,8 +201,8 @@ def parameters_equal(model: nn.Module) -> bool:
     return bool(equal.item())
 
 
-def show(runs: list[Run], plot: Path) -> None:
-    """Print the table and draw the loss curves."""
+def show(runs: list[Run]) -> None:
+    """Print what every hook costs and saves."""
     reference = runs[0]
     print(
         f"\n{'hook':<38}{'KiB sent/step':>14}{'of none':>9}{'step ms':>9}"
@@ -229,18 +219,6 @@ def show(runs: list[Run], plot: Path) -> None:
             f"{run.hook:<38}{sent:>14}{share:>9}{1e3 * run.step_seconds:>9.2f}"
             f"{run.accuracy:>10.3f}{run.gradient_error:>13.1e}{'yes' if run.ranks_equal else 'NO':>13}"
         )
-    figure, (curves, gaps) = plt.subplots(2, figsize=(8, 8), sharex=True, layout="constrained")
-    for run in runs:
-        curves.plot(run.losses, label=run.hook, linewidth=1)
-        gap = [abs(loss - plain) for loss, plain in zip(run.losses, reference.losses, strict=True)]
-        gaps.plot(gap, label=run.hook, linewidth=1)
-    curves.set(ylabel="training loss, mean of the ranks", yscale="log")
-    curves.set_title(f"Handwritten digits, {dist.get_world_size()} ranks, {dist.get_backend()}")
-    curves.legend(fontsize="small")
-    gaps.set(xlabel="step", ylabel=f"distance from {reference.hook}", yscale="log")
-    plot.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(plot, dpi=120)
-    print(f"\nloss curves: {plot.resolve()}")
 
 
 def main() -> None:
@@ -253,7 +231,6 @@ def main() -> None:
     )
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch", type=int, default=50, help="images per rank and step")
-    parser.add_argument("--plot", type=Path, default=Path("build/train_digits.png"))
     options = parser.parse_args()
     if options.epochs < 1 or options.batch < 1:
         parser.error("--epochs and --batch must be at least 1")
@@ -270,7 +247,7 @@ def main() -> None:
         chosen = list(HOOKS) if options.hook is None else list(dict.fromkeys(["none", *options.hook]))
         runs = [train(name, device, options.epochs, options.batch) for name in chosen]
         if dist.get_rank() == 0:
-            show(runs, options.plot)
+            show(runs)
         # Meanwhile Gloo's threads drop the tensors of what is done. They need the interpreter for it: a
         # process that ends in that moment aborts (seen with torch 2.13).
         dist.barrier()

@@ -1,0 +1,64 @@
+"""One process for each rank: all end with the first that fails, and with this program, however it ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+_LOOK_SECONDS = 0.05
+
+
+def run_rank_processes(
+    command: Sequence[str],
+    places: Sequence[Sequence[str]],
+    variables: Mapping[str, str],
+    *,
+    timeout: float = 600.0,
+) -> None:
+    """Run ``python COMMAND`` once for each rank, as what ``init_process_group`` finds in the environment.
+
+    Args:
+        command: What joins the process group.
+        places: What stands before the command, for each rank: a host, or nothing for this machine.
+        variables: Of the environment, for every rank: ``MASTER_ADDR`` and what else is not as it is here.
+        timeout: Seconds until all are killed.
+
+    Raises:
+        RuntimeError: A rank failed; the others were killed.
+        TimeoutError: They took too long, and were killed.
+    """
+    with socket.create_server(("", 0)) as free:
+        port = free.getsockname()[1]
+    # The system kills them with this program, even where that is killed itself; also before they ask for it.
+    tied = ["setpriv", "--pdeathsig=KILL", "sh", "-c", f'[ $PPID = {os.getpid()} ] && exec "$@"', "sh"]
+    if shutil.which("setpriv") is None:
+        tied = []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", **variables}
+    environment |= {"MASTER_PORT": str(port), "WORLD_SIZE": str(len(places))}
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, place in enumerate(places):
+            line = [*place, *tied, sys.executable, "-W", "ignore", *command]
+            # Ctrl-C in the terminal is for this program alone: it ends them.
+            own = {**environment, "RANK": str(rank)}
+            ranks.append(subprocess.Popen(line, env=own, start_new_session=True))
+        _wait(ranks, time.monotonic() + timeout)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
+    while None in (codes := [process.poll() for process in ranks]) or any(codes):
+        if any(codes):
+            ended = {rank: code for rank, code in enumerate(codes) if code}
+            raise RuntimeError(f"ranks ended with exit codes {ended}; the others were stopped")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{codes.count(None)} of {len(ranks)} ranks did not end in time")
+        time.sleep(_LOOK_SECONDS)
