@@ -226,6 +226,9 @@ def _error_reaches_ddp(rank):
     """A job's error must raise in backward: DDP's reducer waits for the future in C++."""
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     worker = OrderedWorker()
+    # The error ends the private group: of a rank that still connects it, connecting fails.
+    worker.submit(lambda group: dist.barrier(group=group)).wait()
+    dist.barrier()
 
     def hook(state, bucket):
         def job(group):
