@@ -1,0 +1,139 @@
+"""Which hook to take, and why: rules over what was measured, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_quant_hooks.measure.estimate import Estimate
+from ddp_quant_hooks.measure.links import BETWEEN, Link
+from ddp_quant_hooks.measure.timing import Exchange, HookTimes
+
+__all__ = ["WORTH_IT", "Advice", "advise"]
+
+WORTH_IT = 0.05
+"""How much faster a less exact hook must be to be taken."""
+_MOSTLY = 0.5
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to take.
+
+    Attributes:
+        hook: Its name.
+        situation: ``"slow network"``, ``"fast network"`` or ``"busy processor"``.
+        reasons: Sentences, each with the numbers it stands on.
+    """
+
+    hook: str
+    situation: str
+    reasons: list[str]
+
+
+def advise(links: Sequence[Link], hooks: Sequence[HookTimes], estimate: Estimate | None = None) -> Advice:
+    """Return which hook to take, and why.
+
+    Hooks are looked at from the most exact to the one with the fewest bytes. The next one is taken if it is
+    at least 5 % faster than the one taken so far, and the quartiles of both do not overlap: on the largest
+    bucket that was measured with all hooks; for a model, in the estimated step.
+
+    The processor is busy if it works for half of the time of the first hook's exchange, or if computation
+    loses half of that time. Otherwise the network is slow if another hook is taken, and fast if not.
+
+    Args:
+        links: As measured.
+        hooks: As measured, from the most exact on; the first is what the others are compared with.
+        estimate: Of a model's steps, to decide by them.
+
+    Raises:
+        ValueError: There is no size that was measured with all hooks.
+    """
+    size = max(_common_sizes(hooks), default=None)
+    if size is None:
+        raise ValueError("no bucket size was measured with all hooks: raise the budget")
+    exchanges = {hook.name: exchange for hook in hooks if (exchange := hook.at(size)) is not None}
+    plain, *_ = exchanges
+    taken = _fastest(exchanges, estimate)
+    link = next((one for one in links if one.place == BETWEEN), links[0])
+    situation, why = _situation(exchanges, plain, taken, link)
+    reasons = [why, *_about_buckets(hooks, taken, plain, size), *_about_error(exchanges[taken])]
+    if estimate is not None:
+        reasons.insert(0, _about_steps(estimate, plain, taken))
+    return Advice(taken, situation, reasons)
+
+
+def _common_sizes(hooks: Sequence[HookTimes]) -> set[int]:
+    return set.intersection(*({exchange.size for exchange in hook.exchanges} for hook in hooks))
+
+
+def _fastest(exchanges: dict[str, Exchange], estimate: Estimate | None) -> str:
+    taken, *others = exchanges
+    for name in others:
+        if estimate is not None:
+            faster = estimate.steps[name].seconds <= (1 - WORTH_IT) * estimate.steps[taken].seconds
+        else:
+            faster = _clearly_faster(exchanges[name], exchanges[taken])
+        taken = name if faster else taken
+    return taken
+
+
+def _clearly_faster(one: Exchange, other: Exchange) -> bool:
+    return one.seconds <= (1 - WORTH_IT) * other.seconds and one.quartiles[1] <= other.quartiles[0]
+
+
+def _situation(exchanges: dict[str, Exchange], plain: str, taken: str, link: Link) -> tuple[str, str]:
+    ours, theirs = exchanges[taken], exchanges[plain]
+    others = ", ".join(f"{name} {_ms(own.seconds)}" for name, own in exchanges.items() if name != plain)
+    if taken == plain:
+        outcome = f"Fewer bytes gain nothing: {others}."
+    else:
+        share, faster = ours.bytes_sent / theirs.bytes_sent, theirs.seconds / ours.seconds
+        outcome = (
+            f"{taken} sends {share:.2f} of the bytes in {_ms(ours.seconds)}, {faster:.3g} times as fast."
+        )
+    exchange = f"{plain} takes {_ms(theirs.seconds)} for {_mib(theirs.size)}"
+    beside = theirs.beside
+    if theirs.cpu_seconds >= _MOSTLY * theirs.seconds:
+        works = f"and {_ms(theirs.cpu_seconds)} of a rank's processor time for that"
+        return "busy processor", f"Busy processor: {exchange}, {works}. {outcome}"
+    if beside is not None and beside.lost >= _MOSTLY * beside.seconds:
+        loses = f"and beside computation {_ms(beside.seconds)}, of which that loses {_ms(beside.lost)}"
+        return "busy processor", f"Busy processor: {exchange}, {loses}. {outcome}"
+    situation = "fast network" if taken == plain else "slow network"
+    wire = f"on a link with {link.gbit:.3g} Gbit/s each way"
+    return situation, f"{situation.capitalize()}: {exchange} {wire}. {outcome}"
+
+
+def _about_buckets(hooks: Sequence[HookTimes], taken: str, plain: str, size: int) -> list[str]:
+    """Say so if the hook gains on large buckets only."""
+    by_name = {hook.name: hook for hook in hooks}
+    without = []
+    for common in sorted(_common_sizes(hooks) - {size}):
+        ours, theirs = by_name[taken].at(common), by_name[plain].at(common)
+        if ours is not None and theirs is not None and not _clearly_faster(ours, theirs):
+            without.append(f"{_mib(common)} ({_ms(ours.seconds)} in place of {_ms(theirs.seconds)})")
+    if taken == plain or not without:
+        return []
+    sizes = ", ".join(without)
+    return [f"Buckets too small: {taken} gains nothing with {sizes}. Raise DDP's bucket_cap_mb if most are."]
+
+
+def _about_error(exchange: Exchange) -> list[str]:
+    if exchange.relative_error < 1e-6:
+        return []
+    return [f"Its averages of normal values were wrong by {exchange.relative_error:.2g} of their length."]
+
+
+def _about_steps(estimate: Estimate, plain: str, taken: str) -> str:
+    ours, theirs = estimate.steps[taken], estimate.steps[plain]
+    text = f"A step is estimated to take {_ms(ours.seconds)} with {taken}"
+    return f"{text}." if taken == plain else f"{text}, {_ms(theirs.seconds)} with {plain}."
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:g} MiB"

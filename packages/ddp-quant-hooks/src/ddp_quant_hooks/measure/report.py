@@ -1,0 +1,169 @@
+"""What was measured, all of it, and how to measure it in a program of one's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks import kernels
+from ddp_quant_hooks.candidates import default_candidates
+from ddp_quant_hooks.measure.advice import Advice, advise
+from ddp_quant_hooks.measure.estimate import Estimate, Model, estimate_steps
+from ddp_quant_hooks.measure.links import Link, measure_links
+from ddp_quant_hooks.measure.nodes import grid_of, nodes_of
+from ddp_quant_hooks.measure.prediction import Cluster, Prediction, predict
+from ddp_quant_hooks.measure.schedule import Progress
+from ddp_quant_hooks.measure.timing import HookTimes, measure_hooks
+from ddp_quant_hooks.state import QuantizedAllreduceState
+from dist_utils import GroupLike, require_same_terms, resolve_group
+
+__all__ = ["SIZES", "Report", "measure"]
+
+SIZES = (1 << 20, 5 << 20, 25 << 20)
+"""Bytes of the measured buckets: DDP's first one, a middle one, DDP's others."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured between the ranks of a group; the same on all of them.
+
+    Attributes:
+        world_size: Number of ranks.
+        nodes: The ranks of each node.
+        backend: Of the group, as ``torch.distributed`` names it.
+        device: Of the buckets: ``"cpu"`` or ``"cuda"``.
+        threads: With which rank 0 computes.
+        kernels: What quantizes on rank 0.
+        seconds: That measuring took.
+        links: Between ranks.
+        hooks: From the most exact to the fewest bytes.
+        advice: Which to take.
+        estimate: Of a model's steps, if a model was given.
+        prediction: For another cluster, if one was given.
+    """
+
+    world_size: int
+    nodes: list[list[int]]
+    backend: str
+    device: str
+    threads: int
+    kernels: str
+    seconds: float
+    links: list[Link]
+    hooks: list[HookTimes]
+    advice: Advice
+    estimate: Estimate | None = None
+    prediction: Prediction | None = None
+
+    def for_model(self, model: Model) -> Report:
+        """Return the report with the estimated steps of a model, and advice for it."""
+        estimate = estimate_steps(self.hooks, model)
+        return replace(self, estimate=estimate, advice=advise(self.links, self.hooks, estimate))
+
+    def for_cluster(self, cluster: Cluster) -> Report:
+        """Return the report with predictions for another cluster; of steps, too, if there is an estimate."""
+        model = None if self.estimate is None else self.estimate.model
+        return replace(
+            self,
+            prediction=predict(self.links, self.hooks, self.nodes, cluster, model),
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all of it as plain dictionaries, lists and numbers; times in seconds."""
+        return asdict(self)
+
+    def as_json(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(self.as_dict(), indent=1)
+
+
+def measure(
+    process_group: GroupLike = None,
+    *,
+    device: torch.device | str = "cpu",
+    budget: float = 45.0,
+    node: str | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Measure the links between ranks and every hook on buckets of 1, 5 and 25 MiB.
+
+    Args:
+        process_group: As in :func:`dist_utils.resolve_group`.
+        device: Of the buckets.
+        budget: Seconds for measuring hooks. What does not fit is left out, of all hooks on all ranks alike.
+        node: A name that the ranks of this node share; ``None``: the host's name.
+        progress: Is called with the share that is done and what comes now.
+
+    Returns:
+        The report, the same on every rank.
+
+    Raises:
+        AgreementError: The ranks come with different arguments, or some do not come.
+        ValueError: The group has one rank only; the budget is not positive, or too short for the smallest
+            bucket; and as :func:`dist_utils.resolve_group`.
+        RuntimeError: A rank fails on the way; on every rank.
+
+    Cost:
+        Collective, for the budget and some seconds. 52 MiB of memory.
+
+    Example:
+        >>> report = measure(budget=20)  # doctest: +SKIP
+        >>> print(report.advice.hook)  # doctest: +SKIP
+    """
+    began = time.perf_counter()
+    group, device = resolve_group(process_group), torch.device(device)
+    problem = None if group.size() > 1 else ValueError("measuring needs at least two ranks, got one")
+    if not budget > 0:
+        problem = ValueError(f"budget must be positive, got {budget}")
+    require_same_terms(group, "measure", {"budget": budget, "device": device.type}, problem=problem)
+    tell = progress or (lambda *_: None)
+    nodes = nodes_of(_gathered(group, node or os.uname().nodename))
+    tell(0.0, "links")
+    links = measure_links(group, nodes, device)
+    ranks = dist.get_process_group_ranks(group)
+    mesh = None
+    if len(ranks) == dist.get_world_size():  # all ranks must help to make a mesh
+        mesh = grid_of([[ranks[rank] for rank in members] for members in nodes], device.type)
+    candidates = default_candidates(group, mesh=mesh)
+    slowest = min(link.bandwidth for link in links)
+    try:
+        hooks = measure_hooks(
+            group, candidates, SIZES, device, budget=budget, guess=2 / slowest, progress=tell
+        )
+    finally:
+        for candidate in candidates.values():
+            if isinstance(candidate.state, QuantizedAllreduceState):
+                candidate.state.close()
+    seconds, threads, described = _of_first(
+        group, (time.perf_counter() - began, torch.get_num_threads(), kernels.describe())
+    )
+    return Report(
+        world_size=group.size(),
+        nodes=nodes,
+        backend=dist.get_backend_config(group),
+        device=device.type,
+        threads=threads,
+        kernels=described,
+        seconds=seconds,
+        links=links,
+        hooks=hooks,
+        advice=advise(links, hooks),
+    )
+
+
+def _gathered(group: dist.ProcessGroup, own: str) -> list[str]:
+    found = [""] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def _of_first(group: dist.ProcessGroup, own: tuple[float, int, str]) -> tuple[float, int, str]:
+    values = [own]
+    dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group=group)
+    return values[0]
