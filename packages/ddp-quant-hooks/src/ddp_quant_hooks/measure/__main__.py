@@ -17,7 +17,14 @@ from ddp_quant_hooks.measure.cost_model import Cluster
 from ddp_quant_hooks.measure.devices import choose_device
 from ddp_quant_hooks.measure.estimate import Model
 from ddp_quant_hooks.measure.extra import MissingExtraError, require_extra
-from ddp_quant_hooks.measure.joining import Place, PlaceError, find_place, join, nccl_is_there
+from ddp_quant_hooks.measure.joining import (
+    Place,
+    PlaceError,
+    find_place,
+    join,
+    leave_after_error,
+    nccl_is_there,
+)
 from ddp_quant_hooks.measure.report import Report, measure
 from ddp_quant_hooks.measure.schedule import Progress
 from dist_utils import require_same_terms
@@ -157,6 +164,7 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 - every rank tells what ended it
         sys.stderr.write(f"rank {place.rank}: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
+        leave_after_error()
         # The interpreter's own end would wait for threads that wait for peers, and those for this rank.
         os._exit(1)
     return 0

@@ -9,10 +9,13 @@ from ddp_quant_hooks.measure.estimate import Estimate
 from ddp_quant_hooks.measure.links import BETWEEN, Link
 from ddp_quant_hooks.measure.timing import Exchange, HookTimes
 
-__all__ = ["WORTH_IT", "Advice", "advise"]
+__all__ = ["LARGE_ERROR", "WORTH_ERRORS", "WORTH_IT", "Advice", "advise"]
 
 WORTH_IT = 0.05
-"""How much faster a less exact hook must be to be taken."""
+"""How much faster a less exact hook must be to be taken; beyond that the spread of times is no gain."""
+WORTH_ERRORS = 0.2
+"""How much faster one must be whose averages are wrong by more than ``LARGE_ERROR``: training may suffer."""
+LARGE_ERROR = 0.05
 _MOSTLY = 0.5
 
 
@@ -35,8 +38,9 @@ def advise(links: Sequence[Link], hooks: Sequence[HookTimes], estimate: Estimate
     """Return which hook to take, and why.
 
     Hooks are looked at from the most exact to the one with the fewest bytes. The next one is taken if it is
-    at least 5 % faster than the one taken so far, and the quartiles of both do not overlap: on the largest
-    bucket that was measured with all hooks; for a model, in the estimated step.
+    at least 5 % faster than the one taken so far (20 % if its averages of normal values are wrong by more
+    than 5 %): on the largest bucket that was measured with all hooks, where the quartiles of both must not
+    overlap either; for a model, in the estimated step.
 
     The processor is busy if it works for half of the time of the first hook's exchange, or if computation
     loses half of that time. Otherwise the network is slow if another hook is taken, and fast if not.
@@ -70,16 +74,17 @@ def _common_sizes(hooks: Sequence[HookTimes]) -> set[int]:
 def _fastest(exchanges: dict[str, Exchange], estimate: Estimate | None) -> str:
     taken, *others = exchanges
     for name in others:
+        gain = WORTH_ERRORS if exchanges[name].relative_error > LARGE_ERROR else WORTH_IT
         if estimate is not None:
-            faster = estimate.steps[name].seconds <= (1 - WORTH_IT) * estimate.steps[taken].seconds
+            faster = estimate.steps[name].seconds <= (1 - gain) * estimate.steps[taken].seconds
         else:
-            faster = _clearly_faster(exchanges[name], exchanges[taken])
+            faster = _clearly_faster(exchanges[name], exchanges[taken], gain)
         taken = name if faster else taken
     return taken
 
 
-def _clearly_faster(one: Exchange, other: Exchange) -> bool:
-    return one.seconds <= (1 - WORTH_IT) * other.seconds and one.quartiles[1] <= other.quartiles[0]
+def _clearly_faster(one: Exchange, other: Exchange, gain: float = WORTH_IT) -> bool:
+    return one.seconds <= (1 - gain) * other.seconds and one.quartiles[1] <= other.quartiles[0]
 
 
 def _situation(exchanges: dict[str, Exchange], plain: str, taken: str, link: Link) -> tuple[str, str]:

@@ -46,7 +46,7 @@ class Estimate:
     steps: dict[str, StepTimes]
 
 
-def estimate_steps(hooks: Sequence[HookTimes], model: Model) -> Estimate:
+def estimate_steps(hooks: Sequence[HookTimes], model: Model, copy_per_byte: float = 0.0) -> Estimate:
     """Return what a step of a model would take with each hook.
 
     Buckets are those that DDP makes: 1 MiB, then 25 MiB each. They become ready in the course of backward,
@@ -56,13 +56,16 @@ def estimate_steps(hooks: Sequence[HookTimes], model: Model) -> Estimate:
     Args:
         hooks: As measured. Those without any measured size are left out.
         model: The model.
+        copy_per_byte: Seconds for copying a byte of a gradient.
     """
     sizes = bucket_sizes(model.parameters)
     return Estimate(
         model,
         sizes,
         {
-            hook.name: play_step(model.step_seconds, [_cost(hook.exchanges, size) for size in sizes])
+            hook.name: play_step(
+                model.step_seconds, [_cost(hook.exchanges, size) for size in sizes], copy_per_byte
+            )
             for hook in hooks
             if hook.exchanges
         },

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["Place", "PlaceError", "find_place", "join"]
+from dist_utils.torch_compat import default_store
+
+__all__ = ["Place", "PlaceError", "find_place", "first_host", "join", "leave_after_error", "nccl_is_there"]
 
 _DEFAULT_PORT = 29500
+_LEFT = "ddp_quant_hooks/measure/left"
+"""Key of the store: how many ranks have left after an error."""
 _EXAMPLE = "torchrun --standalone --nproc-per-node 2 -m ddp_quant_hooks.measure"
 
 
@@ -106,6 +113,22 @@ def join(place: Place, *, nccl: bool, timeout: timedelta) -> None:
         world_size=place.world_size,
         timeout=timeout,
     )
+
+
+def leave_after_error(seconds: float = 3.0) -> None:
+    """Return when all ranks know how it ended, or after so many seconds.
+
+    Rank 0 has the store with the verdict that the others are about to read.
+
+    Args:
+        seconds: That rank 0 waits for the others: some of them may be dead.
+    """
+    with contextlib.suppress(RuntimeError, ValueError):  # there is no group, or no rank 0 any more
+        store: Any = default_store()  # torch 2.6 does not declare its methods
+        left, limit = store.add(_LEFT, 1), time.monotonic() + seconds
+        while dist.get_rank() == 0 and left < dist.get_world_size() and time.monotonic() < limit:
+            time.sleep(0.05)
+            left = store.add(_LEFT, 0)
 
 
 def nccl_is_there() -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,19 +98,20 @@ def _repeats(seconds: float, *, most: int) -> int:
 def _exchange(
     group: dist.ProcessGroup, ring: Sequence[int], nbytes: int, repeats: int, device: torch.device
 ) -> tuple[float, float]:
-    """Return seconds and processor seconds for an exchange with the neighbors; of the slowest rank."""
+    """Return median seconds and mean processor seconds of an exchange; of the slowest rank."""
     seconds = cpu = 0.0
     incoming, outgoing = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
     largest_of_ranks(group, [0.0])  # begin together
     if ring:
         place = ring.index(group.rank())
-        before, after = ring[place - 1], ring[(place + 1) % len(ring)]
-        cpu_began, began = processor_time(device), time.perf_counter()
+        left, right = ring[place - 1], ring[(place + 1) % len(ring)]
+        cpu_began, times = processor_time(device), [time.perf_counter()]
         for _ in range(repeats):
-            for arrival in start_messages(group, receives=[(before, incoming)], sends=[(after, outgoing)]):
+            for arrival in start_messages(group, receives=[(left, incoming)], sends=[(right, outgoing)]):
                 arrival.wait()
             synchronize(device)
-        seconds = (time.perf_counter() - began) / repeats
+            times.append(time.perf_counter())
+        seconds = statistics.median(after - before for before, after in itertools.pairwise(times))
         cpu = (processor_time(device) - cpu_began) / repeats
     seconds, cpu = largest_of_ranks(group, [seconds, cpu])
     return seconds, cpu

@@ -37,6 +37,7 @@ def predict(
     nodes: Sequence[Sequence[int]],
     cluster: Cluster,
     model: Model | None = None,
+    copy_per_byte: float = 0.0,
 ) -> Prediction:
     """Return what hooks would cost on another cluster.
 
@@ -47,6 +48,7 @@ def predict(
         cluster: The other cluster. Where it has nodes of several ranks, hierarchical hooks are predicted too,
             from the work of the others of as many bits.
         model: Also predict its steps.
+        copy_per_byte: Seconds for copying a byte of a gradient.
     """
     here = Cluster(sum(map(len, nodes)), 1.0, len(nodes[0]))  # its bandwidth is in the machine
     measured = machine_of(links)
@@ -73,7 +75,7 @@ def predict(
             buckets = [
                 _beside(size, cost, hook, here, cluster, there) for size in bucket_sizes(model.parameters)
             ]
-            steps[name] = play_step(model.step_seconds, buckets)
+            steps[name] = play_step(model.step_seconds, buckets, copy_per_byte)
     return Prediction(cluster, assumptions, seconds, steps)
 
 

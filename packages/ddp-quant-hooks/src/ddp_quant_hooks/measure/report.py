@@ -43,6 +43,7 @@ class Report:
         seconds: That measuring took.
         links: Between ranks.
         hooks: From the most exact to the fewest bytes.
+        copy_per_byte: Seconds for copying a byte of a gradient, as DDP does to buckets and back.
         advice: Which to take.
         estimate: Of a model's steps, if a model was given.
         prediction: For another cluster, if one was given.
@@ -57,13 +58,14 @@ class Report:
     seconds: float
     links: list[Link]
     hooks: list[HookTimes]
+    copy_per_byte: float
     advice: Advice
     estimate: Estimate | None = None
     prediction: Prediction | None = None
 
     def for_model(self, model: Model) -> Report:
         """Return the report with the estimated steps of a model, and advice for it."""
-        estimate = estimate_steps(self.hooks, model)
+        estimate = estimate_steps(self.hooks, model, self.copy_per_byte)
         return replace(self, estimate=estimate, advice=advise(self.links, self.hooks, estimate))
 
     def for_cluster(self, cluster: Cluster) -> Report:
@@ -71,7 +73,7 @@ class Report:
         model = None if self.estimate is None else self.estimate.model
         return replace(
             self,
-            prediction=predict(self.links, self.hooks, self.nodes, cluster, model),
+            prediction=predict(self.links, self.hooks, self.nodes, cluster, model, self.copy_per_byte),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def measure(
     candidates = default_candidates(group, mesh=mesh)
     slowest = min(link.bandwidth for link in links)
     try:
-        hooks = measure_hooks(
+        hooks, copy_per_byte = measure_hooks(
             group, candidates, SIZES, device, budget=budget, guess=2 / slowest, progress=tell
         )
     finally:
@@ -153,6 +155,7 @@ def measure(
         seconds=seconds,
         links=links,
         hooks=hooks,
+        copy_per_byte=copy_per_byte,
         advice=advise(links, hooks),
     )
 

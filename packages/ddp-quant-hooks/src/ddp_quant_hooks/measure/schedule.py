@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch.distributed as dist
 
@@ -15,7 +15,7 @@ __all__ = ["Progress", "repeats_within", "run_trials"]
 Progress = Callable[[float, str], None]
 """Is told what share of the work is done, and what comes now."""
 
-_MOST_REPEATS = 20
+_REPEATS = 20
 
 
 def run_trials(
@@ -41,38 +41,44 @@ def run_trials(
     samples: dict[int, list[Sample]] = {}
     costs: dict[int, float] = {}
     per_byte: dict[tuple[str, bool], float] = {}
-    for place, trial in enumerate(trials):
-        progress(0.5 * place / len(trials), _label(trial))
-        known = per_byte.get((trial.name, trial.beside)) or per_byte.get((trial.name, False), guess)
-        if known * trial.size > clock.left:
-            continue
-        samples[place] = [trial.run()]
+
+    def run(place: int) -> None:
+        progress(1 - max(0.0, clock.left) / budget, _label(trials[place]))
+        samples.setdefault(place, []).append(trials[place].run())
         costs[place] = clock.lap()
-        per_byte[trial.name, trial.beside] = costs[place] / trial.size
-    repeats = repeats_within(costs, clock.left)
-    for turn in range(max(repeats.values(), default=0)):
-        places = [place for place in samples if repeats[place] > turn]
-        for number, place in enumerate(places if turn % 2 else reversed(places)):
-            done = (turn + number / len(places)) / max(repeats.values())
-            progress(0.5 + 0.5 * done, _label(trials[place]))
-            samples[place].append(trials[place].run())
-        clock.lap()
-        if clock.left <= 0:
-            break
+
+    for place, trial in enumerate(trials):
+        known = per_byte.get((trial.name, trial.beside)) or per_byte.get((trial.name, False), guess)
+        if known * trial.size <= clock.left:
+            run(place)
+            per_byte[trial.name, trial.beside] = costs[place] / trial.size
+    turn = 0
+    while due := _due(costs, samples, clock.left):
+        turn += 1
+        for place in due if turn % 2 else reversed(due):
+            run(place)
     return {place: found[1:] or found for place, found in samples.items()}
 
 
-def repeats_within(costs: dict[int, float], seconds: float) -> dict[int, int]:
-    """Return how often each can be repeated in so many seconds: all alike, long ones less often.
+def _due(costs: Mapping[int, float], samples: Mapping[int, Sequence[Sample]], left: float) -> list[int]:
+    """Return what the next round repeats."""
+    wanted = {place: 1 + _REPEATS - len(found) for place, found in samples.items()}
+    repeats = repeats_within(costs, wanted, left)
+    return [place for place in samples if repeats[place] > 0]
+
+
+def repeats_within(costs: Mapping[int, float], wanted: Mapping[int, int], seconds: float) -> dict[int, int]:
+    """Return how often each can be repeated in so many seconds: as wanted, long ones less often.
 
     Args:
         costs: Seconds for one run of each.
+        wanted: How often at most.
         seconds: For all.
     """
     repeats = {}
     for number, place in enumerate(sorted(costs, key=costs.__getitem__)):
-        share = seconds / (len(costs) - number)
-        repeats[place] = max(0, min(_MOST_REPEATS, int(share / costs[place])))
+        share = max(0.0, seconds) / (len(costs) - number)
+        repeats[place] = min(wanted[place], int(share / costs[place]))
         seconds -= repeats[place] * costs[place]
     return repeats
 

@@ -38,11 +38,13 @@ class StepTimes:
         seconds: From its begin to its end.
         exposed: What of that is communication after backward.
         contention: By how much communication slows backward.
+        copying: Gradients into buckets, and averages back.
     """
 
     seconds: float
     exposed: float
     contention: float
+    copying: float
 
 
 def bucket_sizes(parameters: int) -> list[int]:
@@ -58,7 +60,7 @@ def bucket_sizes(parameters: int) -> list[int]:
     return sizes
 
 
-def play_step(compute: float, buckets: Sequence[BucketCost]) -> StepTimes:
+def play_step(compute: float, buckets: Sequence[BucketCost], copy_per_byte: float = 0.0) -> StepTimes:
     """Return what a step takes whose buckets travel while backward computes.
 
     A bucket is ready when as large a share of backward is done as it and those before it are of the model.
@@ -66,9 +68,12 @@ def play_step(compute: float, buckets: Sequence[BucketCost]) -> StepTimes:
     Args:
         compute: Seconds of a step without communication.
         buckets: In their order.
+        copy_per_byte: Seconds for copying a byte, which DDP does into a bucket during backward, and out of
+            it at the end.
     """
-    backward = compute * BACKWARD_SHARE
     total, so_far = sum(bucket.size for bucket in buckets), 0
+    copying = total * copy_per_byte
+    backward = compute * BACKWARD_SHARE + copying
     now = done = 0.0  # since backward began, and how much of it is done
     ends = backward  # when backward ends, if nothing more travels
     for bucket in buckets:
@@ -85,4 +90,5 @@ def play_step(compute: float, buckets: Sequence[BucketCost]) -> StepTimes:
             overlapped /= bucket.beside
         now += (1 - overlapped) * bucket.alone
     now = max(now, ends)
-    return StepTimes(compute - backward + now, now - ends, ends - backward)
+    seconds = compute * (1 - BACKWARD_SHARE) + now + copying
+    return StepTimes(seconds, now - ends, ends - backward, 2 * copying)

@@ -116,10 +116,10 @@ def _cells(exchange: Exchange | None) -> list[str]:
 def _steps(title: str, steps: dict[str, StepTimes]) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("hook")
-    for heading in ("step ms", "of that exposed communication", "of that slower backward"):
+    for heading in ("step ms", "of that exposed communication", "slower backward", "copies"):
         table.add_column(heading, justify="right")
     for name, step in steps.items():
-        table.add_row(name, _ms(step.seconds), _ms(step.exposed), _ms(step.contention))
+        table.add_row(name, _ms(step.seconds), _ms(step.exposed), _ms(step.contention), _ms(step.copying))
     return table
 
 

@@ -91,8 +91,8 @@ def measure_hooks(
     budget: float,
     guess: float,
     progress: Progress,
-) -> list[HookTimes]:
-    """Measure every hook on buckets of every size, alone and beside computation.
+) -> tuple[list[HookTimes], float]:
+    """Measure every hook on buckets of every size, alone and beside computation; and copying.
 
     Args:
         group: Whose ranks average.
@@ -104,7 +104,7 @@ def measure_hooks(
         progress: Is told what comes.
 
     Returns:
-        The same on every rank.
+        The hooks, and the seconds that copying a byte of a gradient takes; the same on every rank.
     """
     gradients, computation = Gradients(group, max(sizes), device), Computation(device)
     trials = []
@@ -115,11 +115,13 @@ def measure_hooks(
             for beside in (False, True)
             for name, candidate in candidates.items()
         ]
+    copy_per_byte = gradients.copy_seconds()
     samples = _of_slowest(group, run_trials(trials, group, budget, guess, progress))
-    return [
+    hooks = [
         HookTimes(name, _pattern(candidate), _exchanges(name, trials, samples))
         for name, candidate in candidates.items()
     ]
+    return hooks, copy_per_byte
 
 
 def _pattern(candidate: Candidate) -> str:

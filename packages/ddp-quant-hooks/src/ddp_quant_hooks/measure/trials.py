@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +51,7 @@ class Gradients:
         blocks = [
             torch.randn(_BLOCK, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size())
         ]
+        self._group = group
         self._own = blocks[group.rank()].to(device)
         self._mean = torch.stack(blocks).double().mean(0).to(device)
         self._buffer = torch.empty(-(-largest // (4 * _BLOCK)), _BLOCK, device=device)
@@ -58,6 +61,19 @@ class Gradients:
         blocks = -(-size // (4 * _BLOCK))
         self._buffer[:blocks].copy_(self._own)
         return self._buffer.view(-1)[: size // 4]
+
+    def copy_seconds(self) -> float:
+        """Return what copying a byte takes, while all ranks do. Collective."""
+        self.fill(self._buffer.nbytes)  # takes memory from the system
+        largest_of_ranks(self._group, [0.0])  # begin together
+        times = [time.perf_counter()]
+        for _ in range(5):
+            self.fill(self._buffer.nbytes)
+            synchronize(self._buffer.device)
+            times.append(time.perf_counter())
+        seconds = statistics.median(after - before for before, after in itertools.pairwise(times))
+        (slowest,) = largest_of_ranks(self._group, [seconds])
+        return slowest / self._buffer.nbytes
 
     def error(self, average: torch.Tensor) -> float:
         """Return the distance of an average from the exact mean, in L2, relative to the mean's own length."""
