@@ -91,7 +91,7 @@ def _situation(exchanges: dict[str, Exchange], plain: str, taken: str, link: Lin
     ours, theirs = exchanges[taken], exchanges[plain]
     others = ", ".join(f"{name} {_ms(own.seconds)}" for name, own in exchanges.items() if name != plain)
     if taken == plain:
-        outcome = f"Fewer bytes gain nothing: {others}."
+        outcome = f"Fewer bytes are not clearly faster: {others}."
     else:
         share, faster = ours.bytes_sent / theirs.bytes_sent, theirs.seconds / ours.seconds
         outcome = (
