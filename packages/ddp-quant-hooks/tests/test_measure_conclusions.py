@@ -35,10 +35,10 @@ def test_a_fast_network_with_free_processors_gains_nothing():
     assert "Fewer bytes are not clearly faster: bf16 " in advice.reasons[0]
 
 
-@pytest.mark.parametrize("how", ["works itself", "takes it from computation"])
+@pytest.mark.parametrize("how", ["works itself", "as an accelerator"])
 def test_a_busy_processor_is_named(how):
     hooks = hooks_on(100.0, lost=0.0)
-    if how == "takes it from computation":
+    if how == "as an accelerator":
         hooks = [
             HookTimes(
                 hook.name,
@@ -52,7 +52,18 @@ def test_a_busy_processor_is_named(how):
         ]
     advice = advise([link(100.0)], hooks)
     assert (advice.hook, advice.situation) == ("fp32", "busy processor")
-    assert ("processor time" if how == "works itself" else "beside computation") in advice.reasons[0]
+    assert ("processor time" if how == "works itself" else "computation beside it loses") in advice.reasons[0]
+
+
+def test_ranks_that_share_cores_keep_them_busy_together():
+    hooks = hooks_on(100.0, work={"fp32": 0.0, "bf16": 3e-4, "8 bits": 4e-4, "4 bits": 9e-4}, fixed=4e-2)
+    share = hooks[0].exchanges[-1].cpu_seconds / hooks[0].exchanges[-1].seconds
+    assert 0.5 / 4 < share < 0.5
+    assert advise([link(100.0)], hooks).situation == "fast network"
+    assert advise([link(100.0)], hooks, cores_per_rank=4.0).situation == "fast network"
+    advice = advise([link(100.0)], hooks, cores_per_rank=0.25)
+    assert advice.situation == "busy processor"
+    assert "with 0.25 of a core for each rank" in advice.reasons[0]
 
 
 def test_buckets_too_small_to_gain_are_named():

@@ -61,7 +61,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="auto: NCCL where each rank has a GPU",
     )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the buckets")
-    parser.add_argument("--budget", type=float, default=45.0, help="seconds for measuring hooks; 45")
+    parser.add_argument("--budget", type=float, default=40.0, help="seconds for measuring; 40")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds to wait for other ranks; 120")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the report")
     model = parser.add_argument_group("estimate a model's steps")

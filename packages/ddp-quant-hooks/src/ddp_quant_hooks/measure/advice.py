@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ddp_quant_hooks.measure.estimate import Estimate
 from ddp_quant_hooks.measure.links import BETWEEN, Link
+from ddp_quant_hooks.measure.quantities import mebibytes, milliseconds
 from ddp_quant_hooks.measure.timing import Exchange, HookTimes
 
 __all__ = ["LARGE_ERROR", "WORTH_ERRORS", "WORTH_IT", "Advice", "advise"]
@@ -34,7 +35,13 @@ class Advice:
     reasons: list[str]
 
 
-def advise(links: Sequence[Link], hooks: Sequence[HookTimes], estimate: Estimate | None = None) -> Advice:
+def advise(
+    links: Sequence[Link],
+    hooks: Sequence[HookTimes],
+    estimate: Estimate | None = None,
+    *,
+    cores_per_rank: float = 1.0,
+) -> Advice:
     """Return which hook to take, and why.
 
     Hooks are looked at from the most exact to the one with the fewest bytes. The next one is taken if it is
@@ -42,13 +49,15 @@ def advise(links: Sequence[Link], hooks: Sequence[HookTimes], estimate: Estimate
     than 5 %): on the largest bucket that was measured with all hooks, where the quartiles of both must not
     overlap either; for a model, in the estimated step.
 
-    The processor is busy if it works for half of the time of the first hook's exchange, or if computation
-    loses half of that time. Otherwise the network is slow if another hook is taken, and fast if not.
+    The processor is busy if the first hook's exchange keeps it so for half of its time: a rank's share of
+    the cores, or an accelerator that computation beside it loses. Otherwise the network is slow if another
+    hook is taken, and fast if not.
 
     Args:
         links: As measured.
         hooks: As measured, from the most exact on; the first is what the others are compared with.
         estimate: Of a model's steps, to decide by them.
+        cores_per_rank: How many cores a rank has for itself, if less than one.
 
     Raises:
         ValueError: There is no size that was measured with all hooks.
@@ -60,7 +69,8 @@ def advise(links: Sequence[Link], hooks: Sequence[HookTimes], estimate: Estimate
     plain, *_ = exchanges
     taken = _fastest(exchanges, estimate)
     link = next((one for one in links if one.place == BETWEEN), links[0])
-    situation, why = _situation(exchanges, plain, taken, link)
+    busy = _about_processor(exchanges[plain], min(1.0, cores_per_rank))
+    situation, why = _situation(exchanges, plain, taken, link, busy)
     reasons = [why, *_about_buckets(hooks, taken, plain, size), *_about_error(exchanges[taken])]
     if estimate is not None:
         reasons.insert(0, _about_steps(estimate, plain, taken))
@@ -87,24 +97,35 @@ def _clearly_faster(one: Exchange, other: Exchange, gain: float = WORTH_IT) -> b
     return one.seconds <= (1 - gain) * other.seconds and one.quartiles[1] <= other.quartiles[0]
 
 
-def _situation(exchanges: dict[str, Exchange], plain: str, taken: str, link: Link) -> tuple[str, str]:
+def _about_processor(exchange: Exchange, cores: float) -> str:
+    """Say so if an exchange keeps processor or accelerator busy."""
+    if exchange.cpu_seconds >= _MOSTLY * cores * exchange.seconds:
+        share = "" if cores == 1 else f", with {cores:.2g} of a core for each rank"
+        return f"and {milliseconds(exchange.cpu_seconds)} ms of a rank's processor time{share}"
+    beside = exchange.beside
+    if exchange.cpu_seconds == 0 and beside is not None and beside.lost >= _MOSTLY * beside.seconds:
+        return f"and computation beside it loses {milliseconds(beside.lost)} ms"
+    return ""
+
+
+def _situation(
+    exchanges: dict[str, Exchange], plain: str, taken: str, link: Link, busy: str
+) -> tuple[str, str]:
     ours, theirs = exchanges[taken], exchanges[plain]
-    others = ", ".join(f"{name} {_ms(own.seconds)}" for name, own in exchanges.items() if name != plain)
     if taken == plain:
-        outcome = f"Fewer bytes are not clearly faster: {others}."
+        others = [
+            f"{name} {milliseconds(own.seconds)} ms" for name, own in exchanges.items() if name != plain
+        ]
+        outcome = f"Fewer bytes are not clearly faster: {', '.join(others)}."
     else:
         share, faster = ours.bytes_sent / theirs.bytes_sent, theirs.seconds / ours.seconds
         outcome = (
-            f"{taken} sends {share:.2f} of the bytes in {_ms(ours.seconds)}, {faster:.3g} times as fast."
+            f"{taken} sends {share:.2f} of the bytes in {milliseconds(ours.seconds)} ms, "
+            f"{faster:.3g} times as fast."
         )
-    exchange = f"{plain} takes {_ms(theirs.seconds)} for {_mib(theirs.size)}"
-    beside = theirs.beside
-    if theirs.cpu_seconds >= _MOSTLY * theirs.seconds:
-        works = f"and {_ms(theirs.cpu_seconds)} of a rank's processor time for that"
-        return "busy processor", f"Busy processor: {exchange}, {works}. {outcome}"
-    if beside is not None and beside.lost >= _MOSTLY * beside.seconds:
-        loses = f"and beside computation {_ms(beside.seconds)}, of which that loses {_ms(beside.lost)}"
-        return "busy processor", f"Busy processor: {exchange}, {loses}. {outcome}"
+    exchange = f"{plain} takes {milliseconds(theirs.seconds)} ms for {mebibytes(theirs.size)}"
+    if busy:
+        return "busy processor", f"Busy processor: {exchange}, {busy}. {outcome}"
     situation = "fast network" if taken == plain else "slow network"
     wire = f"on a link with {link.gbit:.3g} Gbit/s each way"
     return situation, f"{situation.capitalize()}: {exchange} {wire}. {outcome}"
@@ -117,7 +138,8 @@ def _about_buckets(hooks: Sequence[HookTimes], taken: str, plain: str, size: int
     for common in sorted(_common_sizes(hooks) - {size}):
         ours, theirs = by_name[taken].at(common), by_name[plain].at(common)
         if ours is not None and theirs is not None and not _clearly_faster(ours, theirs):
-            without.append(f"{_mib(common)} ({_ms(ours.seconds)} in place of {_ms(theirs.seconds)})")
+            times = f"{milliseconds(ours.seconds)} ms in place of {milliseconds(theirs.seconds)} ms"
+            without.append(f"{mebibytes(common)} ({times})")
     if taken == plain or not without:
         return []
     sizes = ", ".join(without)
@@ -132,13 +154,5 @@ def _about_error(exchange: Exchange) -> list[str]:
 
 def _about_steps(estimate: Estimate, plain: str, taken: str) -> str:
     ours, theirs = estimate.steps[taken], estimate.steps[plain]
-    text = f"A step is estimated to take {_ms(ours.seconds)} with {taken}"
-    return f"{text}." if taken == plain else f"{text}, {_ms(theirs.seconds)} with {plain}."
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:g} MiB"
+    text = f"A step is estimated to take {milliseconds(ours.seconds)} ms with {taken}"
+    return f"{text}." if taken == plain else f"{text}, {milliseconds(theirs.seconds)} ms with {plain}."

@@ -10,6 +10,7 @@ __all__ = ["Computation", "processor_time", "synchronize"]
 
 _WIDTH = 512
 _SHORTEST = 1e-3
+_ALONE = 0.03
 
 
 def synchronize(device: torch.device) -> None:
@@ -32,10 +33,11 @@ class Computation:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._alone_seconds, self._alone_units = 0.0, 0
         self._weights = torch.randn(_WIDTH, _WIDTH, device=device) / _WIDTH**0.5
         rows = 16
         self._resize(rows)
-        while self.seconds_per_unit(5 * _SHORTEST) < _SHORTEST and rows < 1 << 20:
+        while self._time_units(5) < 5 * _SHORTEST and rows < 1 << 20:
             rows *= 2
             self._resize(rows)
 
@@ -49,14 +51,21 @@ class Computation:
         torch.mm(self._input, self._weights, out=self._output)
         synchronize(self._device)
 
-    def seconds_per_unit(self, seconds: float) -> float:
-        """Return what a unit takes when nothing else runs, measured for so many seconds.
-
-        Args:
-            seconds: At least one unit is computed.
-        """
-        count, began = 0, time.perf_counter()
-        while count == 0 or time.perf_counter() - began < seconds:
+    def _time_units(self, count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
             self.run_unit()
-            count += 1
-        return (time.perf_counter() - began) / count
+        return time.perf_counter() - began
+
+    def run_alone(self) -> None:
+        """Compute for a while, beside nothing: now and then, as other programs come and go."""
+        began = time.perf_counter()
+        while time.perf_counter() - began < _ALONE:
+            self.run_unit()
+            self._alone_units += 1
+        self._alone_seconds += time.perf_counter() - began
+
+    @property
+    def seconds_per_unit(self) -> float:
+        """What a unit takes when nothing else runs; the mean of all that was computed so."""
+        return self._alone_seconds / self._alone_units if self._alone_units else 0.0

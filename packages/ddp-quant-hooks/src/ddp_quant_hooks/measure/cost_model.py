@@ -83,7 +83,8 @@ class Traffic:
 
     def waiting(self, machine: Machine) -> float:
         """Return what messages cost however short they are."""
-        return self.rounds * machine.latency + self.messages * machine.cpu_per_message
+        beside = self.messages - self.rounds  # a round's latency has the work for one message in it
+        return self.rounds * machine.latency + beside * machine.cpu_per_message
 
 
 def traffic(pattern: str, size: float, ratio: float, cluster: Cluster) -> Traffic:

@@ -98,20 +98,23 @@ def _repeats(seconds: float, *, most: int) -> int:
 def _exchange(
     group: dist.ProcessGroup, ring: Sequence[int], nbytes: int, repeats: int, device: torch.device
 ) -> tuple[float, float]:
-    """Return median seconds and mean processor seconds of an exchange; of the slowest rank."""
-    seconds = cpu = 0.0
+    """Return median seconds and processor seconds of an exchange with the neighbors; of the slowest rank."""
     incoming, outgoing = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
+    times, cpu_times = [0.0, 0.0], [0.0, 0.0]
     largest_of_ranks(group, [0.0])  # begin together
     if ring:
         place = ring.index(group.rank())
         left, right = ring[place - 1], ring[(place + 1) % len(ring)]
-        cpu_began, times = processor_time(device), [time.perf_counter()]
+        times, cpu_times = [time.perf_counter()], [processor_time(device)]
         for _ in range(repeats):
             for arrival in start_messages(group, receives=[(left, incoming)], sends=[(right, outgoing)]):
                 arrival.wait()
             synchronize(device)
             times.append(time.perf_counter())
-        seconds = statistics.median(after - before for before, after in itertools.pairwise(times))
-        cpu = (processor_time(device) - cpu_began) / repeats
-    seconds, cpu = largest_of_ranks(group, [seconds, cpu])
+            cpu_times.append(processor_time(device))
+    seconds, cpu = largest_of_ranks(group, [_median_step(times), _median_step(cpu_times)])
     return seconds, cpu
+
+
+def _median_step(readings: Sequence[float]) -> float:
+    return statistics.median(after - before for before, after in itertools.pairwise(readings))

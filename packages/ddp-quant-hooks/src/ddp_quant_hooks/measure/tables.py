@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from ddp_quant_hooks.measure.quantities import mebibytes, milliseconds
 from ddp_quant_hooks.measure.report import Report
 from ddp_quant_hooks.measure.schedule import Progress as Told
 from ddp_quant_hooks.measure.step_model import StepTimes
@@ -47,12 +48,8 @@ def print_report(report: Report, console: Console) -> None:
     console.print(_hooks(report))
     if report.estimate is not None:
         model = report.estimate.model
-        console.print(
-            _steps(
-                f"Estimated: {model.parameters / 1e6:g} M parameters, {_ms(model.step_seconds)} ms alone",
-                report.estimate.steps,
-            )
-        )
+        known = f"{model.parameters / 1e6:g} M parameters, {milliseconds(model.step_seconds)} ms alone"
+        console.print(_steps(f"Estimated: {known}", report.estimate.steps))
     _print_prediction(report, console)
     console.print(f"Take: {report.advice.hook}", style="bold", highlight=False)
     for reason in report.advice.reasons:
@@ -103,12 +100,12 @@ def _cells(exchange: Exchange | None) -> list[str]:
         return ["not within the budget"]
     beside = exchange.beside
     return [
-        _ms(exchange.seconds),
-        " - ".join(map(_ms, exchange.quartiles)),
+        milliseconds(exchange.seconds),
+        " - ".join(map(milliseconds, exchange.quartiles)),
         f"{exchange.bytes_sent / 1e6:.2f}",
         f"{exchange.relative_error:.1e}",
-        "" if beside is None else _ms(beside.seconds),
-        "" if beside is None else _ms(beside.lost),
+        "" if beside is None else milliseconds(beside.seconds),
+        "" if beside is None else milliseconds(beside.lost),
         f"{exchange.repeats}" + ("" if beside is None else f" + {beside.repeats}"),
     ]
 
@@ -119,7 +116,13 @@ def _steps(title: str, steps: dict[str, StepTimes]) -> Table:
     for heading in ("step ms", "of that exposed communication", "slower backward", "copies"):
         table.add_column(heading, justify="right")
     for name, step in steps.items():
-        table.add_row(name, _ms(step.seconds), _ms(step.exposed), _ms(step.contention), _ms(step.copying))
+        table.add_row(
+            name,
+            milliseconds(step.seconds),
+            milliseconds(step.exposed),
+            milliseconds(step.contention),
+            milliseconds(step.copying),
+        )
     return table
 
 
@@ -133,15 +136,11 @@ def _print_prediction(report: Report, console: Console) -> None:
     table.add_column("hook")
     sizes = sorted({size for seconds in prediction.predicted_seconds.values() for size in seconds})
     for size in sizes:
-        table.add_column(f"predicted ms, {size / 2**20:g} MiB", justify="right")
+        table.add_column(f"predicted ms, {mebibytes(size)}", justify="right")
     for name, seconds in prediction.predicted_seconds.items():
-        table.add_row(name, *(_ms(seconds[size]) for size in sizes))
+        table.add_row(name, *(milliseconds(seconds[size]) for size in sizes))
     console.print(table)
     if prediction.predicted_steps:
         console.print(_steps(f"Predicted, not measured: steps on {where}", prediction.predicted_steps))
     for assumption in prediction.assumptions:
         console.print(f"  {assumption}", highlight=False)
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"

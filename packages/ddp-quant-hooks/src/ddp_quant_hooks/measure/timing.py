@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,9 +117,10 @@ def measure_hooks(
             for name, candidate in candidates.items()
         ]
     copy_per_byte = gradients.copy_seconds()
-    samples = _of_slowest(group, run_trials(trials, group, budget, guess, progress))
+    samples = run_trials(trials, group, budget, guess, progress)
+    measured = _of_slowest(group, samples, computation.seconds_per_unit)
     hooks = [
-        HookTimes(name, _pattern(candidate), _exchanges(name, trials, samples))
+        HookTimes(name, _pattern(candidate), _exchanges(name, trials, measured))
         for name, candidate in candidates.items()
     ]
     return hooks, copy_per_byte
@@ -130,44 +132,65 @@ def _pattern(candidate: Candidate) -> str:
     return DIRECT if isinstance(candidate.state, QuantizedAllreduceState) else RING
 
 
-def _of_slowest(group: dist.ProcessGroup, samples: Mapping[int, Sequence[Sample]]) -> dict[int, list[Sample]]:
-    flat = [value for found in samples.values() for sample in found for value in sample]
-    largest = iter(largest_of_ranks(group, flat))
+class _Times(NamedTuple):
+    """What was measured of a trial."""
+
+    seconds: list[float]
+    """Of every run, by the slowest rank."""
+    cpu: float
+    lost: float
+
+
+def _of_slowest(
+    group: dist.ProcessGroup, samples: Mapping[int, Sequence[Sample]], unit: float
+) -> dict[int, _Times]:
+    """Return the times of the slowest rank, and the largest of the ranks' medians of the rest.
+
+    Args:
+        group: Of the ranks.
+        samples: Of this rank, by place.
+        unit: Seconds of a unit of computation beside nothing, on this rank.
+    """
+    own: list[float] = []
+    for found in samples.values():
+        own += [sample.seconds for sample in found]
+        own.append(statistics.median(sample.cpu for sample in found))
+        own.append(statistics.median(sample.seconds - unit * sample.units for sample in found))
+    largest = iter(largest_of_ranks(group, own))
     return {
-        place: [Sample(next(largest), next(largest), next(largest)) for _ in found]
+        place: _Times([next(largest) for _ in found], next(largest), next(largest))
         for place, found in samples.items()
     }
 
 
-def _exchanges(name: str, trials: Sequence[Trial], samples: Mapping[int, Sequence[Sample]]) -> list[Exchange]:
+def _exchanges(name: str, trials: Sequence[Trial], measured: Mapping[int, _Times]) -> list[Exchange]:
     own = {
-        (trials[place].size, trials[place].beside): (trials[place], found)
-        for place, found in samples.items()
+        (trials[place].size, trials[place].beside): (trials[place], times)
+        for place, times in measured.items()
         if trials[place].name == name
     }
     return [
         Exchange(
             size=size,
-            seconds=statistics.median(sample.seconds for sample in found),
-            quartiles=_quartiles([sample.seconds for sample in found]),
-            cpu_seconds=statistics.median(sample.cpu for sample in found),
-            repeats=len(found),
+            seconds=statistics.median(times.seconds),
+            quartiles=_quartiles(times.seconds),
+            cpu_seconds=times.cpu,
+            repeats=len(times.seconds),
             bytes_sent=trial.bytes_sent,
             relative_error=trial.relative_error or 0.0,
             beside=_beside(own.get((size, True))),
         )
-        for (size, beside), (trial, found) in own.items()
+        for (size, beside), (trial, times) in own.items()
         if not beside
     ]
 
 
-def _beside(measured: tuple[Trial, Sequence[Sample]] | None) -> Beside | None:
+def _beside(measured: tuple[Trial, _Times] | None) -> Beside | None:
     if measured is None:
         return None
-    _, found = measured
-    seconds = statistics.median(sample.seconds for sample in found)
-    lost = statistics.median(sample.lost for sample in found)
-    return Beside(seconds, min(max(lost, 0.0), seconds), len(found))
+    _, times = measured
+    seconds = statistics.median(times.seconds)
+    return Beside(seconds, min(max(times.lost, 0.0), seconds), len(times.seconds))
 
 
 def _quartiles(values: Sequence[float]) -> tuple[float, float]:

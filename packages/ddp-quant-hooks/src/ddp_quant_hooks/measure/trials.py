@@ -29,13 +29,13 @@ _WIRE_BYTES = {allreduce_hook: 4, bf16_compress_hook: 2}
 
 
 class Sample(NamedTuple):
-    """What one run took, in seconds."""
+    """What one run took."""
 
     seconds: float
     cpu: float
-    """Processor time of this process."""
-    lost: float
-    """What the computation beside it took longer."""
+    """Processor time of this process, in seconds."""
+    units: int
+    """That were computed meanwhile."""
 
 
 class Gradients:
@@ -112,7 +112,8 @@ class Trial:
         """Average a bucket once, on all ranks together."""
         buffer = self.gradients.fill(self.size)
         self.bucket.set_buffer(buffer)
-        unit = self.computation.seconds_per_unit(0.03) if self.beside else 0.0
+        if self.beside:
+            self.computation.run_alone()
         synchronize(buffer.device)
         sent_before = self._sent_so_far()
         largest_of_ranks(self.group, [0.0])  # begin together
@@ -130,7 +131,7 @@ class Trial:
         if self.relative_error is None and not self.beside:
             self.relative_error = self.gradients.error(buffer)
             self.bytes_sent = self._sent(sent_before)
-        return Sample(seconds, cpu, seconds - units * unit if self.beside else 0.0)
+        return Sample(seconds, cpu, units)
 
     def _sent_so_far(self) -> int:
         state = self.candidate.state
