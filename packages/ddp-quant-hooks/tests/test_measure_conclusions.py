@@ -183,6 +183,7 @@ def test_ranks_of_a_node_share_its_link():
     assert packed["8 bits"][size] == pytest.approx(alone["8 bits"][size] * 8, rel=0.1)
     # A grid sends between nodes what 8 ranks alone on nodes do, beside fp32 inside nodes.
     assert packed["8 bits between nodes"][size] < packed["fp32"][size] < packed["8 bits"][size]
+    assert packed["4 bits between nodes"][size] < packed["8 bits between nodes"][size]
 
 
 def test_predicted_steps_need_a_model_and_say_what_they_stand_on():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddp_quant_hooks.measure.timing import DIRECT, GRID, RING
 
@@ -139,6 +139,11 @@ class HookCost:
     work: float
     sending: float
     rest: float
+
+    def in_grid(self, cluster: Cluster) -> HookCost:
+        """Return the costs of a hierarchical hook of as many bits: a rank quantizes its share of a node's."""
+        ranks = cluster.ranks_per_node
+        return replace(self, pattern=GRID, work=self.work / ranks, rest=self.rest / ranks)
 
     def seconds(self, size: float, cluster: Cluster, machine: Machine) -> float:
         """Return what an average of ``size`` bytes takes on a cluster."""

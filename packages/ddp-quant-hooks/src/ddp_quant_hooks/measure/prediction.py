@@ -57,9 +57,7 @@ def predict(
     wanted = {name: cost for name, cost in costs.items() if cost.pattern != GRID}
     if cluster.nodes > 1 and cluster.ranks_per_node > 1:
         wanted |= {
-            f"{name} between nodes": HookCost(
-                GRID, cost.ratio, cost.fixed, cost.work, cost.sending, cost.rest
-            )
+            f"{name} between nodes": cost.in_grid(cluster)
             for name, cost in costs.items()
             if cost.pattern == DIRECT
         }
