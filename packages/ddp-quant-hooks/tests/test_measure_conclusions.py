@@ -197,6 +197,12 @@ def test_predicted_steps_need_a_model_and_say_what_they_stand_on():
     assert "none were measured here" in prediction.assumptions[2]
 
 
+def test_nodes_that_are_not_alike_can_predict_too():
+    links = [link(40.0, place="inside nodes"), link(1.0)]
+    prediction = predict(links, hooks_on(1.0, world=3), [[0, 1], [2]], Cluster(4, 10.0))
+    assert prediction.predicted_seconds["fp32"][SIZES[-1]] < hooks_on(1.0, world=3)[0].exchanges[-1].seconds
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

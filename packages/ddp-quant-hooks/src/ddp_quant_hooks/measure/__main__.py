@@ -96,7 +96,7 @@ def run(options: argparse.Namespace, place: Place) -> None:
     join(place, nccl=nccl, timeout=timedelta(seconds=options.timeout))
     compared = {name: getattr(options, name) for name in COMPARED}
     compared["version"] = ddp_quant_hooks.__version__
-    require_same_terms(None, "ddp_quant_hooks.measure", compared, problem=_problem(options, nccl=nccl))
+    require_same_terms(None, "ddp_quant_hooks.measure", compared, problem=_problem(options, place, nccl=nccl))
     device = choose_device(place.node, wanted=options.device, nccl=nccl)
     with _progress(shown=place.rank == 0) as progress:
         report = measure(device=device, budget=options.budget, node=place.node, progress=progress)
@@ -112,11 +112,11 @@ def run(options: argparse.Namespace, place: Place) -> None:
     dist.destroy_process_group()
 
 
-def _problem(options: argparse.Namespace, *, nccl: bool) -> Exception | None:
+def _problem(options: argparse.Namespace, place: Place, *, nccl: bool) -> Exception | None:
     """Return what would go wrong on this rank later."""
     if options.backend == "nccl" and not nccl:
         return ValueError("backend is 'nccl', but there is no GPU or this torch has no NCCL")
-    if options.json is not None and not options.json.absolute().parent.is_dir():
+    if place.rank == 0 and options.json is not None and not options.json.absolute().parent.is_dir():
         return FileNotFoundError(f"no folder for --json {options.json}")
     return None
 

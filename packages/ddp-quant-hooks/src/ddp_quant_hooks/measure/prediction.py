@@ -50,7 +50,9 @@ def predict(
         model: Also predict its steps.
         copy_per_byte: Seconds for copying a byte of a gradient.
     """
-    here = Cluster(sum(map(len, nodes)), 1.0, len(nodes[0]))  # its bandwidth is in the machine
+    alike = len({len(members) for members in nodes}) == 1
+    # Its bandwidth is in the machine. Nodes that are not alike count as ranks with a link each.
+    here = Cluster(sum(map(len, nodes)), 1.0, len(nodes[0]) if alike else 1)
     measured = machine_of(links)
     costs = {hook.name: fit(hook, here, measured) for hook in hooks if hook.exchanges}
     there, assumptions = _machine_there(measured, links, cluster)

@@ -18,6 +18,7 @@ from ddp_quant_hooks.measure.agreed import largest_of_ranks
 from ddp_quant_hooks.measure.computation import Computation, processor_time, synchronize
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from ddp_quant_hooks.statistics import ring_bytes
+from dist_utils.process_groups import runs_on_host
 from dist_utils.testing import grad_bucket
 
 __all__ = ["Gradients", "Sample", "Trial", "tiny_bucket"]
@@ -121,7 +122,7 @@ class Trial:
         future = self.candidate.hook(self.candidate.state, self.bucket)
         units = 0
         if self.beside:
-            is_done = _watch(future, buffer.device)
+            is_done = _watch(future, self.group, buffer.device)
             while not is_done():
                 self.computation.run_unit()
                 units += 1
@@ -151,9 +152,11 @@ def tiny_bucket(device: torch.device) -> Any:
     return grad_bucket([torch.zeros(1, device=device)])
 
 
-def _watch(future: torch.futures.Future[Any], device: torch.device) -> Callable[[], bool]:
+def _watch(
+    future: torch.futures.Future[Any], group: dist.ProcessGroup, device: torch.device
+) -> Callable[[], bool]:
     """Return what tells whether an average is there."""
-    if device.type == "cpu":
+    if runs_on_host(group, device):
         return future.done
     module = torch.get_device_module(device)
     stream, event = module.Stream(device), module.Event()
