@@ -193,9 +193,14 @@ def _measured_in_a_grid(rank):
     with pytest.raises((ValueError, AgreementError)) as caught:
         measure(budget=-1.0 if rank == 1 else 5.0)
     seen["budget"] = f"{type(caught.value).__name__}: {caught.value}"
-    own = [dist.new_group([member]) for member in range(dist.get_world_size())][rank]
+    own = [dist.new_group([member]) for member in range(4)][rank]
     with pytest.raises(ValueError, match="at least two ranks, got one"):
         measure(own)
+    some = [dist.new_group(members) for members in ([0, 1], [2, 3])][rank // 2]
+    with pytest.raises(ValueError, match="needs all 4 ranks, process_group has 2"):
+        measure(some)
+    with pytest.raises(TypeError, match="budget must be a number, got str"):
+        measure(budget="5")
     torch.set_num_threads(1)
     shares = []
     report = measure(budget=5.0, node="ab"[rank // 2], progress=lambda share, _: shares.append(share))

@@ -93,7 +93,7 @@ def _fastest(exchanges: dict[str, Exchange], estimate: Estimate | None) -> str:
     return taken
 
 
-def _clearly_faster(one: Exchange, other: Exchange, gain: float = WORTH_IT) -> bool:
+def _clearly_faster(one: Exchange, other: Exchange, gain: float) -> bool:
     return one.seconds <= (1 - gain) * other.seconds and one.quartiles[1] <= other.quartiles[0]
 
 
@@ -137,7 +137,7 @@ def _about_buckets(hooks: Sequence[HookTimes], taken: str, plain: str, size: int
     without = []
     for common in sorted(_common_sizes(hooks) - {size}):
         ours, theirs = by_name[taken].at(common), by_name[plain].at(common)
-        if ours is not None and theirs is not None and not _clearly_faster(ours, theirs):
+        if ours is not None and theirs is not None and ours.seconds > (1 - WORTH_IT) * theirs.seconds:
             times = f"{milliseconds(ours.seconds)} ms in place of {milliseconds(theirs.seconds)} ms"
             without.append(f"{mebibytes(common)} ({times})")
     if taken == plain or not without:

@@ -28,7 +28,7 @@ def grid_of(nodes: Sequence[Sequence[int]], device_type: str) -> DeviceMesh | No
     They do if there are several nodes, of several ranks each, all alike.
 
     Args:
-        nodes: Global ranks of each node.
+        nodes: Ranks of each node, all of them together.
         device_type: Of the mesh.
 
     Cost:

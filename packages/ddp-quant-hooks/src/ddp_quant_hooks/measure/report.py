@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -69,7 +70,7 @@ class Report:
     @property
     def cores_per_rank(self) -> float:
         """How many cores a rank has, if its node's ranks share them."""
-        return self.cores / max(map(len, self.nodes))
+        return _share(self.cores, self.nodes)
 
     def for_model(self, model: Model) -> Report:
         """Return the report with the estimated steps of a model, and advice for it."""
@@ -105,7 +106,8 @@ def measure(
     """Measure the links between ranks and every hook on buckets of 1, 5 and 25 MiB.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
+        process_group: As in :func:`dist_utils.resolve_group`; of all ranks, who make buckets and groups
+            together.
         device: Of the buckets.
         budget: Seconds for all of it; hooks get half of them at least. What does not fit is left out, on all
             ranks alike.
@@ -117,8 +119,8 @@ def measure(
 
     Raises:
         AgreementError: The ranks come with different arguments, or some do not come.
-        ValueError: The group has one rank only; the budget is not positive, or too short for the smallest
-            bucket; and as :func:`dist_utils.resolve_group`.
+        TypeError, ValueError: The group has one rank only, or not all; the budget is no number, not positive,
+            or too short for the smallest bucket; and as :func:`dist_utils.resolve_group`.
         RuntimeError: A rank fails on the way; on every rank.
 
     Cost:
@@ -130,19 +132,13 @@ def measure(
     """
     began = time.perf_counter()
     group, device = resolve_group(process_group), torch.device(device)
-    problem = None if group.size() > 1 else ValueError("measuring needs at least two ranks, got one")
-    if not budget > 0:
-        problem = ValueError(f"budget must be positive, got {budget}")
-    require_same_terms(group, "measure", {"budget": budget, "device": device.type}, problem=problem)
+    terms = {"budget": budget, "device": device.type}
+    require_same_terms(group, "measure", terms, problem=_problem(group, budget))
     tell = progress or (lambda *_: None)
     nodes = nodes_of(_gathered(group, node or os.uname().nodename))
     tell(0.0, "links")
     links = measure_links(group, nodes, device)
-    ranks = dist.get_process_group_ranks(group)
-    mesh = None
-    if len(ranks) == dist.get_world_size():  # all ranks must help to make a mesh
-        mesh = grid_of([[ranks[rank] for rank in members] for members in nodes], device.type)
-    candidates = default_candidates(group, mesh=mesh)
+    candidates = default_candidates(group, mesh=grid_of(nodes, device.type))
     guess = 2 / min(link.bandwidth for link in links)
     (used,) = largest_of_ranks(group, [time.perf_counter() - began])
     left = max(budget / 2, budget - used)
@@ -156,7 +152,7 @@ def measure(
                 candidate.state.close()
     head = (time.perf_counter() - began, torch.get_num_threads(), _usable_cores(), kernels.describe())
     seconds, threads, cores, described = _of_first(group, head)
-    report = Report(
+    return Report(
         world_size=group.size(),
         nodes=nodes,
         backend=dist.get_backend_config(group),
@@ -168,9 +164,26 @@ def measure(
         links=links,
         hooks=hooks,
         copy_per_byte=copy_per_byte,
-        advice=Advice("", "", []),
+        advice=advise(links, hooks, cores_per_rank=_share(cores, nodes)),
     )
-    return replace(report, advice=advise(links, hooks, cores_per_rank=report.cores_per_rank))
+
+
+def _problem(group: dist.ProcessGroup, budget: Any) -> Exception | None:
+    """Return what is wrong with the arguments of this rank."""
+    if not isinstance(budget, int | float):
+        return TypeError(f"budget must be a number, got {type(budget).__name__}")
+    if not budget > 0:
+        return ValueError(f"budget must be positive, got {budget}")
+    if group.size() < 2:
+        return ValueError("measuring needs at least two ranks, got one")
+    if group.size() < dist.get_world_size():
+        everyone = dist.get_world_size()
+        return ValueError(f"measuring needs all {everyone} ranks, process_group has {group.size()}")
+    return None
+
+
+def _share(cores: int, nodes: Sequence[Sequence[int]]) -> float:
+    return cores / max(map(len, nodes))
 
 
 def _gathered(group: dist.ProcessGroup, own: str) -> list[str]:

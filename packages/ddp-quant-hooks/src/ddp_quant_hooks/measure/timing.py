@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -107,6 +108,7 @@ def measure_hooks(
     Returns:
         The hooks, and the seconds that copying a byte of a gradient takes; the same on every rank.
     """
+    began = time.perf_counter()
     gradients, computation = Gradients(group, max(sizes), device), Computation(device)
     trials = []
     for size in sorted(sizes):
@@ -117,7 +119,8 @@ def measure_hooks(
             for name, candidate in candidates.items()
         ]
     copy_per_byte = gradients.copy_seconds()
-    samples = run_trials(trials, group, budget, guess, progress)
+    (used,) = largest_of_ranks(group, [time.perf_counter() - began])
+    samples = run_trials(trials, group, max(budget / 2, budget - used), guess, progress)
     measured = _of_slowest(group, samples, computation.seconds_per_unit)
     hooks = [
         HookTimes(name, _pattern(candidate), _exchanges(name, trials, measured))
