@@ -104,11 +104,10 @@ def join(place: Place, *, nccl: bool, timeout: timedelta) -> None:
     Raises:
         RuntimeError: Somebody does not come in time.
     """
+    host = f"[{place.address}]" if ":" in place.address else place.address  # IPv6
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo",
-        init_method=f"tcp://[{place.address}]:{place.port}"
-        if ":" in place.address
-        else f"tcp://{place.address}:{place.port}",
+        init_method=f"tcp://{host}:{place.port}",
         rank=place.rank,
         world_size=place.world_size,
         timeout=timeout,

@@ -54,13 +54,14 @@ def predict(
     # Its bandwidth is in the machine. Nodes that are not alike count as ranks with a link each.
     here = Cluster(sum(map(len, nodes)), 1.0, len(nodes[0]) if alike else 1)
     measured = machine_of(links)
-    costs = {hook.name: fit(hook, here, measured) for hook in hooks if hook.exchanges}
+    wanted = {
+        hook.name: fit(hook, here, measured) for hook in hooks if hook.exchanges and hook.pattern != GRID
+    }
     there, assumptions = _machine_there(measured, links, cluster)
-    wanted = {name: cost for name, cost in costs.items() if cost.pattern != GRID}
     if cluster.nodes > 1 and cluster.ranks_per_node > 1:
         wanted |= {
             f"{name} between nodes": cost.in_grid(cluster)
-            for name, cost in costs.items()
+            for name, cost in wanted.items()
             if cost.pattern == DIRECT
         }
     sizes = sorted({exchange.size for hook in hooks for exchange in hook.exchanges})
@@ -99,15 +100,12 @@ def fit(hook: HookTimes, here: Cluster, machine: Machine) -> HookCost:
     """Return the costs with which the model gives the measured times again.
 
     Args:
-        hook: As measured, with one size at least.
+        hook: As measured, with one size at least; none that averages inside nodes first.
         here: Where that was.
         machine: As measured.
     """
     largest = hook.exchanges[-1]
-    unit = traffic(hook.pattern, largest.size, 1.0, here)
-    # A grid's bytes are those of fp32 inside nodes, and 1 / ranks_per_node of those between them.
-    narrow = unit.between / here.ranks_per_node if hook.pattern == GRID else unit.sent
-    ratio = max(0.0, largest.bytes_sent - (unit.inside if hook.pattern == GRID else 0.0)) / narrow
+    ratio = largest.bytes_sent / traffic(hook.pattern, largest.size, 1.0, here).sent
     moved = traffic(hook.pattern, largest.size, ratio, here)
     waiting, wire = moved.waiting(machine), moved.seconds(machine)
     fixed = max(0.0, _intercept(hook.exchanges) - waiting)
@@ -133,6 +131,8 @@ def _machine_there(measured: Machine, links: Sequence[Link], cluster: Cluster) -
     inside, how = measured.inside, "as measured here"
     if not any(link.place == INSIDE for link in links):
         inside, how = measured.cpu_per_byte, "as fast as the processor sends, as none were measured here"
+        if not inside:  # an accelerator sends
+            how = "taken as no limit, as none were measured here"
     there = Machine(
         measured.latency, measured.cpu_per_message, measured.cpu_per_byte, inside, 8e-9 / cluster.gbit
     )
