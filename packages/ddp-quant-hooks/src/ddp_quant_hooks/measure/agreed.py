@@ -1,0 +1,28 @@
+"""Numbers that all ranks see alike, so that all take the same decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from dist_utils.process_groups import collective_device
+
+__all__ = ["largest_of_ranks"]
+
+
+def largest_of_ranks(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
+    """Return, for each value, the largest that any rank has: of times, the slowest rank's.
+
+    Args:
+        group: Whose ranks come, all with as many values.
+        values: Of this rank.
+
+    Cost:
+        One small all-reduce.
+    """
+    numbers = torch.tensor(values, dtype=torch.float64, device=collective_device(group))
+    dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group)
+    found: list[float] = numbers.tolist()
+    return found

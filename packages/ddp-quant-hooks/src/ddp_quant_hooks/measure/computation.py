@@ -1,0 +1,71 @@
+"""What a model would compute meanwhile: units of work of about a millisecond."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+__all__ = ["Computation", "processor_time", "synchronize"]
+
+_WIDTH = 512
+_SHORTEST = 1e-3
+_ALONE = 0.03
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when ``device`` has computed all that it was asked for."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def processor_time(device: torch.device) -> float:
+    """Return the seconds of all threads of this process; always 0 where an accelerator computes."""
+    return time.process_time() if device.type == "cpu" else 0.0
+
+
+class Computation:
+    """Products of matrices, as large as takes a millisecond here.
+
+    Args:
+        device: That computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._alone_seconds, self._alone_units = 0.0, 0
+        self._weights = torch.randn(_WIDTH, _WIDTH, device=device) / _WIDTH**0.5
+        rows = 16
+        self._resize(rows)
+        while self._time_units(5) < 5 * _SHORTEST and rows < 1 << 20:
+            rows *= 2
+            self._resize(rows)
+
+    def _resize(self, rows: int) -> None:
+        self._input = torch.randn(rows, _WIDTH, device=self._device)
+        self._output = torch.empty_like(self._input)
+        self.run_unit()
+
+    def run_unit(self) -> None:
+        """Compute one unit."""
+        torch.mm(self._input, self._weights, out=self._output)
+        synchronize(self._device)
+
+    def _time_units(self, count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            self.run_unit()
+        return time.perf_counter() - began
+
+    def run_alone(self) -> None:
+        """Compute for a while, beside nothing: now and then, as other programs come and go."""
+        began = time.perf_counter()
+        while time.perf_counter() - began < _ALONE:
+            self.run_unit()
+            self._alone_units += 1
+        self._alone_seconds += time.perf_counter() - began
+
+    @property
+    def seconds_per_unit(self) -> float:
+        """What a unit takes when nothing else runs; the mean of all that was computed so."""
+        return self._alone_seconds / self._alone_units if self._alone_units else 0.0

@@ -1,0 +1,160 @@
+"""What an exchange costs on a cluster, from latency, wire and processor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ddp_quant_hooks.measure.timing import DIRECT, GRID, RING
+
+__all__ = ["Cluster", "HookCost", "Machine", "Traffic", "traffic"]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes, alike, with a link each.
+
+    Attributes:
+        world: Number of ranks.
+        gbit: Of each node's link to the others, in Gbit/s, in each direction.
+        ranks_per_node: Number of ranks in a node.
+    """
+
+    world: int
+    gbit: float
+    ranks_per_node: int = 1
+
+    def __post_init__(self) -> None:
+        if self.world < 2:
+            raise ValueError(f"world must be at least 2, got {self.world}")
+        if not self.gbit > 0:
+            raise ValueError(f"gbit must be positive, got {self.gbit}")
+        if self.ranks_per_node < 1 or self.world % self.ranks_per_node:
+            raise ValueError(f"ranks_per_node must divide world, got {self.ranks_per_node} and {self.world}")
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.world // self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a rank and its links are like.
+
+    Attributes:
+        latency: Seconds for a short message.
+        cpu_per_message: Processor seconds for one.
+        cpu_per_byte: Processor seconds for a byte that is sent, and one received.
+        inside: Seconds for a byte on a rank's way to another of its node.
+        between: Seconds for a byte on a node's way to another; all ranks of a node share it.
+    """
+
+    latency: float
+    cpu_per_message: float
+    cpu_per_byte: float
+    inside: float
+    between: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What an average of one bucket puts on links.
+
+    Attributes:
+        rounds: Messages one after another.
+        messages: That a rank sends.
+        sent: Bytes that a rank sends.
+        inside: Bytes that a rank sends to others of its node.
+        between: Bytes that a node sends to others.
+        in_turns: Whether links inside and between nodes are used one after the other.
+    """
+
+    rounds: int
+    messages: int
+    sent: float
+    inside: float
+    between: float
+    in_turns: bool = False
+
+    def seconds(self, machine: Machine) -> float:
+        """Return what the wire alone takes."""
+        inside, between = self.inside * machine.inside, self.between * machine.between
+        return inside + between if self.in_turns else max(inside, between)
+
+    def waiting(self, machine: Machine) -> float:
+        """Return what messages cost however short they are."""
+        beside = self.messages - self.rounds  # a round's latency has the work for one message in it
+        return self.rounds * machine.latency + beside * machine.cpu_per_message
+
+
+def traffic(pattern: str, size: float, ratio: float, cluster: Cluster) -> Traffic:
+    """Return what an average puts on links.
+
+    Args:
+        pattern: ``"ring"``: each rank sends to the next, so that one rank of a node sends to another node.
+            ``"direct"``: each sends to each other, so that all ranks of a node share its link. ``"grid"``:
+            fp32 inside nodes; between them each rank sends of its share alone.
+        size: Of the bucket, in bytes.
+        ratio: Bytes on the wire for a byte of the bucket; of a grid, between nodes.
+        cluster: The cluster.
+    """
+    world, ranks, nodes = cluster.world, cluster.ranks_per_node, cluster.nodes
+    sent = 2 * (world - 1) / world * size * ratio
+    if pattern == RING:
+        rounds = 2 * (world - 1)
+        return Traffic(rounds, rounds, sent, sent if ranks > 1 else 0.0, sent if nodes > 1 else 0.0)
+    if pattern == DIRECT:
+        to_others = (world - ranks) / (world - 1)
+        shots = 1 if world == 2 else 2
+        inside = sent * (1 - to_others)
+        return Traffic(shots, shots * (world - 1), sent, inside, ranks * sent * to_others)
+    if pattern != GRID:
+        raise ValueError(f"pattern must be one of {RING!r}, {DIRECT!r}, {GRID!r}, got {pattern!r}")
+    inside = 2 * (ranks - 1) / ranks * size
+    between = 2 * (nodes - 1) / nodes * size * ratio
+    rounds = 2 * (ranks - 1) + (1 if nodes == 2 else 2)
+    return Traffic(rounds, rounds + nodes, inside + between / ranks, inside, between, in_turns=True)
+
+
+@dataclass(frozen=True)
+class HookCost:
+    """What a hook costs beside wire and messages: fitted, so that the measured times come out again.
+
+    An exchange takes ``fixed`` + what its messages take however short + the longer of what the wire takes
+    and what the processor takes + ``rest`` for each byte of the bucket.
+
+    Attributes:
+        pattern: How averages travel.
+        ratio: Bytes on the wire for a byte of the bucket; of a grid, between nodes.
+        fixed: Seconds, whatever the size.
+        work: Seconds of the processor for a byte of the bucket, beside what sending takes.
+        sending: Seconds of the processor for a byte that is sent.
+        rest: Seconds for a byte of the bucket that neither wire nor processor explains; of an accelerator
+            its kernels.
+    """
+
+    pattern: str
+    ratio: float
+    fixed: float
+    work: float
+    sending: float
+    rest: float
+
+    def in_grid(self, cluster: Cluster) -> HookCost:
+        """Return the costs of a hierarchical hook of as many bits: a rank quantizes its share of a node's."""
+        ranks = cluster.ranks_per_node
+        return replace(self, pattern=GRID, work=self.work / ranks, rest=self.rest / ranks)
+
+    def seconds(self, size: float, cluster: Cluster, machine: Machine) -> float:
+        """Return what an average of ``size`` bytes takes on a cluster."""
+        moved = traffic(self.pattern, size, self.ratio, cluster)
+        return (
+            self.fixed
+            + moved.waiting(machine)
+            + max(moved.seconds(machine), self.processor(size, moved))
+            + self.rest * size
+        )
+
+    def processor(self, size: float, moved: Traffic) -> float:
+        """Return what the processor works for an average."""
+        return self.work * size + self.sending * moved.sent

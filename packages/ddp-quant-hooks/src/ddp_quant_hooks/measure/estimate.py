@@ -1,0 +1,82 @@
+"""What a whole training step of a model would take with each hook, from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_quant_hooks.measure.interpolation import interpolated
+from ddp_quant_hooks.measure.step_model import BucketCost, StepTimes, bucket_sizes, play_step
+from ddp_quant_hooks.measure.timing import Exchange, HookTimes
+
+__all__ = ["Estimate", "Model", "estimate_steps"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a model.
+
+    Attributes:
+        parameters: Their number; gradients are fp32.
+        step_seconds: Of a training step without communication, as under ``no_sync()``, while all ranks
+            compute.
+    """
+
+    parameters: int
+    step_seconds: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("parameters", self.parameters), ("step_seconds", self.step_seconds)):
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, got {value}")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Whole steps of a model, estimated.
+
+    Attributes:
+        model: The model.
+        buckets: Their sizes in bytes, as DDP makes them.
+        steps: By the name of the hook.
+    """
+
+    model: Model
+    buckets: list[int]
+    steps: dict[str, StepTimes]
+
+
+def estimate_steps(hooks: Sequence[HookTimes], model: Model, copy_per_byte: float = 0.0) -> Estimate:
+    """Return what a step of a model would take with each hook.
+
+    Buckets are those that DDP makes: 1 MiB, then 25 MiB each. They become ready in the course of backward,
+    which is taken as two thirds of the step, and travel one after another. What they cost is interpolated
+    between the measured sizes; beside computation, and after it.
+
+    Args:
+        hooks: As measured. Those without any measured size are left out.
+        model: The model.
+        copy_per_byte: Seconds for copying a byte of a gradient.
+    """
+    sizes = bucket_sizes(model.parameters)
+    return Estimate(
+        model,
+        sizes,
+        {
+            hook.name: play_step(
+                model.step_seconds, [_cost(hook.exchanges, size) for size in sizes], copy_per_byte
+            )
+            for hook in hooks
+            if hook.exchanges
+        },
+    )
+
+
+def _cost(exchanges: Sequence[Exchange], size: int) -> BucketCost:
+    alone = interpolated([(exchange.size, exchange.seconds) for exchange in exchanges], size)
+    measured = [(exchange, exchange.beside) for exchange in exchanges if exchange.beside is not None]
+    if not measured:  # within the budget; then computation is taken as not disturbing
+        return BucketCost(size, alone, alone, 0.0)
+    longer = interpolated([(one.size, beside.seconds) for one, beside in measured], size)
+    lost = interpolated([(one.size, beside.lost) for one, beside in measured], size)
+    return BucketCost(size, alone, max(longer, alone), min(lost, max(longer, alone)))

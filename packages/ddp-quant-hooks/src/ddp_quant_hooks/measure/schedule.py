@@ -1,0 +1,109 @@
+"""How often everything is measured, within a budget that all ranks keep together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch.distributed as dist
+
+from ddp_quant_hooks.measure.agreed import largest_of_ranks
+from ddp_quant_hooks.measure.trials import Sample, Trial
+
+__all__ = ["Progress", "repeats_within", "run_trials"]
+
+Progress = Callable[[float, str], None]
+"""Is told what share of the work is done, and what comes now."""
+
+_REPEATS = 20
+
+
+def run_trials(
+    trials: Sequence[Trial], group: dist.ProcessGroup, budget: float, guess: float, progress: Progress
+) -> dict[int, list[Sample]]:
+    """Run every trial as often as a budget allows, in turns, and return the samples of each.
+
+    First each runs once, small buckets first. That warms up; only of what takes so long that it is not
+    repeated the first run counts. What would not fit, by the same hook's run on the size before, is left
+    out. Then rounds, forwards and backwards.
+
+    Args:
+        trials: In the order of their sizes.
+        group: Whose ranks run them.
+        budget: Seconds.
+        guess: Seconds for a byte of a bucket, where there was no run yet.
+        progress: Is told.
+
+    Returns:
+        By place in ``trials``, of this rank; as many on every rank.
+    """
+    clock = _Clock(group, budget)
+    samples: dict[int, list[Sample]] = {}
+    costs: dict[int, float] = {}
+    per_byte: dict[tuple[str, bool], float] = {}
+
+    def run(place: int) -> None:
+        progress(1 - max(0.0, clock.left) / budget, _label(trials[place]))
+        samples.setdefault(place, []).append(trials[place].run())
+        costs[place] = clock.lap()
+
+    for place, trial in enumerate(trials):
+        known = per_byte.get((trial.name, trial.beside)) or per_byte.get((trial.name, False), guess)
+        if known * trial.size <= clock.left:
+            run(place)
+            per_byte[trial.name, trial.beside] = costs[place] / trial.size
+    turn = 0
+    while due := _due(costs, samples, clock.left):
+        turn += 1
+        for place in due if turn % 2 else reversed(due):
+            run(place)
+    return {place: found[1:] or found for place, found in samples.items()}
+
+
+def _due(costs: Mapping[int, float], samples: Mapping[int, Sequence[Sample]], left: float) -> list[int]:
+    """Return what the next round repeats."""
+    wanted = {place: 1 + _REPEATS - len(found) for place, found in samples.items()}
+    repeats = repeats_within(costs, wanted, left)
+    return [place for place in samples if repeats[place] > 0]
+
+
+def repeats_within(costs: Mapping[int, float], wanted: Mapping[int, int], seconds: float) -> dict[int, int]:
+    """Return how often each can be repeated in so many seconds: as wanted, long ones less often.
+
+    Args:
+        costs: Seconds for one run of each.
+        wanted: How often at most.
+        seconds: For all.
+    """
+    repeats = {}
+    for number, place in enumerate(sorted(costs, key=costs.__getitem__)):
+        share = max(0.0, seconds) / (len(costs) - number)
+        repeats[place] = min(wanted[place], int(share / costs[place]))
+        seconds -= repeats[place] * costs[place]
+    return repeats
+
+
+class _Clock:
+    """What is left of a budget, alike on every rank.
+
+    Args:
+        group: Whose slowest rank counts.
+        budget: Seconds.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, budget: float) -> None:
+        self._group, self._last = group, time.perf_counter()
+        self.left = budget
+
+    def lap(self) -> float:
+        """Return the seconds since the last lap, and take them from what is left. Collective."""
+        now = time.perf_counter()
+        (seconds,) = largest_of_ranks(self._group, [now - self._last])
+        self._last = now
+        self.left -= seconds
+        return seconds
+
+
+def _label(trial: Trial) -> str:
+    beside = ", beside computation" if trial.beside else ""
+    return f"{trial.name}, {trial.size / 2**20:g} MiB{beside}"
