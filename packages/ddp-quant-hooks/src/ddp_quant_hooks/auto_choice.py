@@ -15,9 +15,9 @@ _LEAST_GAIN, _MOST_GAIN = 0.01, 0.02
 _SERVICE_GAIN = 0.1
 """The same for the exchange of one bucket: times of single exchanges scatter more than those of steps."""
 
-_FAR = 0.5
-"""A contender that takes longer than the fastest one by this part, over the number of rounds, gets no more
-turns. A busy moment may last for a whole turn, but not for the turns of one contender in several rounds."""
+_FAR, _LEAST_ROUNDS = 1.25, 2
+"""A contender that takes so many times as long as the fastest one, in each of so many rounds or more, gets no
+more turns. A busy moment may last for a whole turn, and slow one contender only, but hardly so in two rounds."""
 
 _MEDIAN_NOISE = 1.4826 * 1.2533
 """From the median distance to the median of normal numbers to the standard error of their median, but for
@@ -105,11 +105,14 @@ def fastest(contenders: Sequence[Assignment], rounds: Iterable[Round]) -> Assign
 
 def clearly_slower(contenders: Sequence[Assignment], rounds: Iterable[Round]) -> set[Assignment]:
     """Return the contenders that need not be tried again."""
-    compared = _with_all(contenders, rounds)
-    centers = _centers(contenders, compared)
-    least = min(center for center, _ in centers.values())
-    limit = least * (1 + _FAR / max(len(compared), 1))
-    return {contender for contender, (center, _) in centers.items() if center > limit}
+    far: dict[Assignment, list[bool]] = {contender: [] for contender in contenders}
+    for one in rounds:
+        medians = {
+            contender: statistics.median(one[contender]) for contender in contenders if one.get(contender)
+        }
+        for contender, seconds in medians.items():
+            far[contender].append(seconds > _FAR * min(medians.values()))
+    return {contender for contender, seen in far.items() if len(seen) >= _LEAST_ROUNDS and all(seen)}
 
 
 def _with_all(contenders: Sequence[Assignment], rounds: Iterable[Round]) -> list[Round]:

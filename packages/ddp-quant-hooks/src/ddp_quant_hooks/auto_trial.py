@@ -126,7 +126,7 @@ class Trial:
         while len(contenders) > 1 and self._another_round(len(contenders)):
             yield from self._round(contenders, timed=_TIMED)
             contenders = self._without_too_large_errors(contenders)
-            far = clearly_slower(contenders, self._steps) if len(self._steps) > 1 else set()
+            far = clearly_slower(contenders, self._steps)
             contenders = [contender for contender in contenders if contender not in far]
             if len(self._steps) == 2:  # there was one timed round: now sizes can be told apart
                 contenders = self._with_mix(contenders)
