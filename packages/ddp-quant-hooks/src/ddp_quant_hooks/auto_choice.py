@@ -17,7 +17,7 @@ _SERVICE_GAIN = 0.1
 
 _FAR, _LEAST_ROUNDS = 1.25, 2
 """A contender that takes so many times as long as the fastest one, in each of so many rounds or more, gets no
-more turns. A busy moment may last for a whole turn, and slow one contender only, but hardly so in two rounds."""
+more turns. A busy moment may last for a turn and slow one contender only, but hardly so in two rounds."""
 
 _MEDIAN_NOISE = 1.4826 * 1.2533
 """From the median distance to the median of normal numbers to the standard error of their median, but for
@@ -107,9 +107,8 @@ def clearly_slower(contenders: Sequence[Assignment], rounds: Iterable[Round]) ->
     """Return the contenders that need not be tried again."""
     far: dict[Assignment, list[bool]] = {contender: [] for contender in contenders}
     for one in rounds:
-        medians = {
-            contender: statistics.median(one[contender]) for contender in contenders if one.get(contender)
-        }
+        timed = [contender for contender in contenders if one.get(contender)]
+        medians = {contender: statistics.median(one[contender]) for contender in timed}
         for contender, seconds in medians.items():
             far[contender].append(seconds > _FAR * min(medians.values()))
     return {contender for contender, seen in far.items() if len(seen) >= _LEAST_ROUNDS and all(seen)}

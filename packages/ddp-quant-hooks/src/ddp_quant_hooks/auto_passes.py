@@ -183,23 +183,21 @@ class AutoPasses:
             except StopIteration as over:
                 choice: Choice = over.value
                 self._trial, self.since_choice = None, 0
-                self._use(choice.assignment)
+                self._use(choice.assignment, anew=True)
                 self._chosen(choice)
             else:
                 self._use(running.trial.assignment)
 
-    def _use(self, assignment: Assignment) -> None:
-        """Let other candidates average. Who begins or ends, or gets other buckets, begins with no residuals.
+    def _use(self, assignment: Assignment, *, anew: bool = False) -> None:
+        """Let other candidates average. Residuals of those whose buckets change, or of all, are dropped.
 
-        What a candidate lost in its last pass is of a gradient that is long stepped with when it comes again.
+        When a candidate comes again, what it lost in its last pass is of a gradient of long ago.
         """
         before, self.assignment = self.assignment, assignment
         for name in before.names | assignment.names:
             state = self._candidates[name].state
-            changed = (name in before.names) != (name in assignment.names)
-            if (changed or before.part(name) != assignment.part(name)) and isinstance(
-                state, ResidualCheckpoints
-            ):
+            same = name in before.names & assignment.names and before.part(name) == assignment.part(name)
+            if isinstance(state, ResidualCheckpoints) and (anew or not same):
                 state.wait_for_jobs()
                 state.feedback.forget()
 

@@ -73,8 +73,8 @@ class AutoState(AutoCheckpoints):
 
     All ranks must have the same candidates and options: they are compared before the first bucket.
 
-    At a change of candidates the residuals of one whose buckets change are dropped: as much is lost as
-    quantization has lost of them in one pass. The first rank logs the choice at ``INFO``.
+    At a change of candidates, and when one is chosen, the residuals of those concerned are dropped: what
+    quantization has lost in one pass is lost then. The first rank logs the choice at ``INFO``.
 
     Without a process group of more than one rank there is nothing to choose, and nothing is done.
 
