@@ -1,4 +1,4 @@
-"""What the tests of the state that chooses share: a model in training, and candidates that take their time."""
+"""What the tests of the state that chooses share: a model in training, and candidates that are slow."""
 
 import time
 
@@ -8,6 +8,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import AutoState, QuantizedAllreduceState, auto_hook, quantized_allreduce_hook
+from dist_utils.testing import call_in_backward
 
 SECONDS = 0.04
 """Of what is slow on purpose: many times what a step takes."""
@@ -40,9 +41,13 @@ class Net(torch.nn.Module):
         super().__init__()
         self.first = torch.nn.Linear(32, 96, bias=False)  # the last bucket
         self.second = torch.nn.Linear(96, 16, bias=False)  # the first one
+        self.between = lambda: None
+
+    def _call_between(self):
+        self.between()
 
     def forward(self, x):
-        return self.second(torch.tanh(self.first(x)))
+        return self.second(call_in_backward(torch.tanh(self.first(x)), self._call_between))
 
 
 LARGE = 4 * 32 * 96
@@ -53,11 +58,11 @@ SMALL = 4 * 96 * 16
 class Training:
     """A model in training with a hook."""
 
-    def __init__(self, state, hook=auto_hook, *, late=0.0, **options):
+    def __init__(self, state, hook=auto_hook, *, late=0.0, bind=True, **options):
         torch.manual_seed(0)
         self.ddp = DistributedDataParallel(Net(), **{"bucket_cap_mb": 0.005, **options})
         self.state, self.late = state, late
-        if isinstance(state, AutoState):
+        if isinstance(state, AutoState) and bind:
             state.bind(self.ddp)
         self.ddp.register_comm_hook(state, hook)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
