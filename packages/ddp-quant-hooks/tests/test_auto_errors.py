@@ -179,7 +179,7 @@ def _peer_dies(rank, step):
     return training.steps, None
 
 
-@pytest.mark.parametrize("step", [4, 10])
+@pytest.mark.parametrize("step", [pytest.param(8, marks=pytest.mark.exhaustive), 10])
 def test_a_peer_that_dies_in_a_trial_is_an_error_on_every_other_rank(step):
     results = run_ranks(_peer_dies, 3, step, timeout=90, group_timeout=patience(2.0), may_die={1})
     for rank in (0, 2):
