@@ -76,7 +76,7 @@ def _resumes(rank, models):
 @pytest.mark.parametrize(
     ("world_size", "models"),
     [
-        (2, {"plain": {}, "static graph": {"static_graph": True}}),
+        pytest.param(2, {"plain": {}, "static graph": {"static_graph": True}}, marks=pytest.mark.exhaustive),
         (3, {"plain": {}, "unused": {"find_unused_parameters": True, "use": False}}),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,12 +46,13 @@ class ErrorSample:
             return exact
 
         summed = worker.submit(job, device=buffer.device, name="auto_hook:exact_mean")
-        averaged = average()
-        both: torch.futures.Future[Any] = torch.futures.collect_all([summed, averaged])
-        return both.then(self._compare)
+        return average().then(partial(self._compare, summed))
 
-    def _compare(self, both: torch.futures.Future[Any]) -> Any:
-        exact, averaged = (done.value() for done in both.value())
+    def _compare(self, summed: torch.futures.Future[torch.Tensor], done: torch.futures.Future[Any]) -> Any:
+        averaged = done.value()
+        # No rank waits for this thread here: the all-reduce was submitted before the average, on all of them.
+        # (A future of both would know no streams.)
+        exact = summed.wait()
         mean = averaged[0] if isinstance(averaged, (list, tuple)) else averaged
         difference = (_real(mean).to(exact.dtype) - exact).norm()
         error = torch.where(difference == 0, 0.0, difference / exact.norm())
