@@ -1,16 +1,19 @@
 """A state that chooses: the right candidate or one for each size, and the same on all ranks."""
 
+import gc
 import logging
 import threading
+import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from auto_runs import LARGE, SECONDS, SMALL, Training, exact, quantized
 from torch.distributed.algorithms.join import Join
 
 from ddp_compress_hooks import allreduce_hook
-from ddp_quant_hooks import AutoState, QuantizedAllreduceState, quantized_allreduce_hook
-from dist_utils.testing import run_ranks
+from ddp_quant_hooks import AutoState, QuantizedAllreduceState, auto_hook, quantized_allreduce_hook
+from dist_utils.testing import grad_bucket, run_ranks
 
 
 def _trained(rank, candidates, *, late=0.0, steps=4, options=None, **kwargs):
@@ -227,3 +230,26 @@ def test_the_default_candidates_are_this_projects_hooks():
     assert candidate in names
     assert step <= 100
     assert errors == {}
+
+
+def _garbage(rank):
+    """Drop a state in the middle of its trial, without the garbage collector."""
+    gc.disable()
+    state = AutoState(candidates={"a": exact(), "b": quantized(bits=4)})
+    bucket = grad_bucket([torch.zeros(100)])
+    for _ in range(11):  # outside of backward() each call with the first bucket is a pass
+        bucket.set_buffer(torch.ones(100))
+        auto_hook(state, bucket).wait()
+    threads = [one for one in threading.enumerate() if one.name in {"AutoState", "QuantizedAllreduceState"}]
+    alive, trying = weakref.ref(state), state.trying
+    dist.barrier()
+    del state
+    gone = alive() is None
+    for thread in threads:
+        thread.join(20)
+    return trying, len(threads), gone, [thread.is_alive() for thread in threads]
+
+
+def test_a_state_in_its_trial_is_garbage_at_once():
+    for trying, threads, gone, alive in run_ranks(_garbage, 2, timeout=60):
+        assert (trying, threads, gone, alive) == (True, 2, True, [False, False])

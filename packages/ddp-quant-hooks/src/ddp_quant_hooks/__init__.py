@@ -3,7 +3,8 @@
 from ddp_quant_hooks.affine_hooks import quantization_perchannel_hook, quantization_pertensor_hook
 from ddp_quant_hooks.auto_choice import Choice
 from ddp_quant_hooks.auto_hooks import auto_hook
-from ddp_quant_hooks.auto_state import AutoState, CandidateError
+from ddp_quant_hooks.auto_passes import CandidateError
+from ddp_quant_hooks.auto_state import AutoState
 from ddp_quant_hooks.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
 from ddp_quant_hooks.hierarchical import HierarchicalAllreduceState
 from ddp_quant_hooks.hooks import quantized_allreduce_hook

@@ -26,8 +26,6 @@ _VERSION = 1
 class AutoCheckpoints(BoundModel):
     """The part of a state that saves its choice and loads it."""
 
-    choice: Choice | None
-
     @property
     @abstractmethod
     def candidates(self) -> Mapping[str, Candidate]:
@@ -69,12 +67,13 @@ class AutoCheckpoints(BoundModel):
         """
         known = self._parameters_of(model, "state_dict")
         saved: dict[str, Any] = {**self._identity(), "choice": None}
-        if self.passes.trying or self.choice is None:
+        choice = self.passes.choice
+        if self.passes.trying or choice is None:
             return saved
         model = model if model is not None or self._model is None else self._model()
         return {
             **saved,
-            "choice": {**asdict(self.choice), "by_size": dict(self.choice.by_size)},
+            "choice": {**asdict(choice), "by_size": dict(choice.by_size)},
             "passes": self.passes.since_choice,
             "buckets": _written(self.passes.layout, known),
             "states": {name: state.state_dict(model) for name, state in self._states_in_use()},
@@ -115,9 +114,7 @@ class AutoCheckpoints(BoundModel):
         known = self._parameters_of(model, "load_state_dict")
         if state["choice"] is None:
             self.close()
-            self.choice = None
-            if not self.passes.trying:
-                self.passes.begin_trial()
+            self.passes.try_anew()
             return
         model = model if model is not None or self._model is None else self._model()
         try:
@@ -140,7 +137,6 @@ class AutoCheckpoints(BoundModel):
         self.close()
         for name, saved in checked.items():
             states[name].take_over(saved, in_saved_buckets=False)
-        self.choice = choice
         self.passes.go_on_with(choice, since, buckets)
 
     def _identity(self) -> dict[str, Any]:

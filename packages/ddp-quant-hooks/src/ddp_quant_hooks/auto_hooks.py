@@ -52,4 +52,4 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         return failed_future(error.with_traceback(None), buffer)
     if running.held is not None:
         return running.held.take(bucket)
-    return state.average(running, bucket)
+    return state.passes.average(running, bucket)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from ddp_compress_hooks import CompressState
 from ddp_quant_hooks.auto_choice import Assignment, Choice
+from ddp_quant_hooks.auto_options import AutoOptions
+from ddp_quant_hooks.auto_ranks import AutoRanks
 from ddp_quant_hooks.auto_times import Mark
 from ddp_quant_hooks.auto_trial import Trial, TrialPass
 from ddp_quant_hooks.candidates import Candidate
@@ -18,8 +21,11 @@ from ddp_quant_hooks.checkpoints import ResidualCheckpoints
 from ddp_quant_hooks.passes import BackwardPass
 from ddp_quant_hooks.resume import Bucket, HeldPass, Resumption
 from dist_utils import torch_compat
+from dist_utils.torch_compat import GradBucket
 
-__all__ = ["AutoPasses", "BucketLayout", "RunningPass", "bucket_bytes", "close_states"]
+__all__ = ["AutoPasses", "BucketLayout", "CandidateError", "RunningPass", "close_states"]
+
+_log = logging.getLogger(__name__)
 
 BucketLayout = list[tuple[int, list["weakref.ref[torch.Tensor]"]]]
 """The buckets of a pass in their order: bytes and parameters of each."""
@@ -52,31 +58,33 @@ class RunningPass:
         self.layout: BucketLayout = []
 
 
+class CandidateError(RuntimeError):
+    """A candidate has raised during the trial; its error is the cause."""
+
+
 class AutoPasses:
-    """Counts backward passes, and says which candidate averages the buckets of each.
+    """Counts backward passes, and averages the buckets of each with the candidate whose turn it is.
+
+    Does not know the state, which could not become garbage at once.
 
     Args:
         candidates: By name.
-        make_trial: Makes a trial, given what averages until its first turn.
-        chosen: Told of a choice.
-        idle: Told when candidates that were not chosen are idle on all ranks.
-        look_again_every: After so many passes with a choice there is another trial; 0: never.
+        ranks: All of them.
+        options: Of the state.
+
+    Attributes:
+        choice: The latest one.
+        assignment: Which candidate averages what now.
+        since_choice: How many passes there were behind the one of the choice.
     """
 
-    def __init__(
-        self,
-        candidates: Mapping[str, Candidate],
-        make_trial: Callable[[Assignment], Trial],
-        chosen: Callable[[Choice], None],
-        idle: Callable[[], None],
-        look_again_every: int,
-    ) -> None:
-        self._candidates = candidates
-        self._make_trial, self._chosen, self._idle = make_trial, chosen, idle
-        self._look_again_every = look_again_every
+    def __init__(self, candidates: Mapping[str, Candidate], ranks: AutoRanks, options: AutoOptions) -> None:
+        self._candidates, self._ranks, self._options = candidates, ranks, options
+        self.choice: Choice | None = None
         self.assignment = Assignment(next(iter(candidates)))
         self.since_choice = 0
-        self._trial: Generator[TrialPass, None, Choice] | None = None
+        self._trial: Generator[TrialPass, Sequence[int], Choice] | None = None
+        self._trial_began = False
         self._running: RunningPass | None = None
         self._layout: BucketLayout = []
         self._resumption: Resumption | None = None
@@ -97,17 +105,29 @@ class AutoPasses:
         return self._layout
 
     @property
-    def sizes(self) -> list[int]:
-        """The bytes of those of the last one before the running pass."""
-        return [size for size, _ in self._layout]
+    def used(self) -> list[tuple[str, Candidate]]:
+        """The candidates that average now, in the order of their names."""
+        return [(name, self._candidates[name]) for name in sorted(self.assignment.names)]
 
     def begin_trial(self) -> None:
         """Try the candidates, from the next pass on."""
-        self._trial = self._make_trial(self.assignment).run()
+        options = self._options
+        trial = Trial(
+            list(self._candidates), self.assignment, options.max_error, options.most_passes, self._ranks
+        )
+        self._trial, self._trial_began = trial.run(), False
+
+    def try_anew(self) -> None:
+        """Forget the choice."""
+        self.choice = None
+        self._resumption = None
+        self.begin_trial()
+        self.start_over()
 
     def go_on_with(self, choice: Choice, since_choice: int, layout: BucketLayout) -> None:
         """Go on from another run's choice, in its buckets."""
         self._trial, self._running, self._failure = None, None, None
+        self.choice = choice
         self.assignment, self.since_choice, self._layout = choice.assignment, since_choice, layout
         parameters = [[one() for one in bucket] for _, bucket in layout]
         self._resumption = Resumption(parameters) if layout else None  # type: ignore[arg-type] # they live
@@ -119,14 +139,8 @@ class AutoPasses:
             self.begin_trial()
         self.since_choice = 0
 
-    def begin_bucket(
-        self, bucket: Bucket, average: Callable[[RunningPass, Bucket], torch.futures.Future[Any]]
-    ) -> RunningPass:
+    def begin_bucket(self, bucket: Bucket) -> RunningPass:
         """Return the pass that a bucket belongs to; the first bucket of a pass begins it.
-
-        Args:
-            bucket: The bucket.
-            average: Averages a bucket of the pass.
 
         Raises:
             RuntimeError: The ranks have not agreed, now or before; for every bucket until :meth:`start_over`.
@@ -135,13 +149,33 @@ class AutoPasses:
         if running is None or not running.seen.includes(task, bucket.index()):
             running = self._begin_pass(bucket)
             if self._resumption is not None and running.failure is None:
-                running.held = self._resumption.next_pass(bucket, partial(average, running))
+                running.held = self._resumption.next_pass(bucket, partial(self.average, running))
         running.seen.add_bucket(task, bucket.index())
         parameters = [weakref.ref(parameter) for parameter in bucket.parameters()]
         running.layout.append((bucket_bytes(bucket.buffer()), parameters))
         if running.failure is not None:
             raise running.failure
         return running
+
+    def average(self, running: RunningPass, bucket: Bucket) -> torch.futures.Future[Any]:
+        """Average a bucket with the candidate whose turn it is.
+
+        Raises:
+            CandidateError: The candidate raises, during a trial.
+        """
+        buffer, trial = bucket.buffer(), running.trial
+        size = bucket_bytes(buffer)
+        name = self.assignment.of(size)
+        if trial is None:
+            state, hook = self._candidates[name]
+            return hook(state, cast("GradBucket", bucket))
+        call = partial(_try, name, self._candidates[name], bucket)
+        if trial.sampled == len(running.layout) - 1 and not buffer.is_sparse:
+            return trial.error.average(self._ranks.worker, buffer, call)
+        if not trial.timed:
+            return call()
+        handed_over = Mark(buffer.device)
+        return trial.times.watch(size, handed_over, buffer.device, call())
 
     def _begin_pass(self, bucket: Bucket) -> RunningPass:
         ended, self._running = self._running, RunningPass()
@@ -171,22 +205,35 @@ class AutoPasses:
         ended.held = None  # which refers to the pass
 
     def _advance(self, running: RunningPass) -> None:
+        every = self._options.look_again_every
         if self._trial is None:
             self.since_choice += 1
-            if self.since_choice == _PASSES_UNTIL_IDLE and not self._look_again_every:
-                self._idle()
-            if self._look_again_every and self.since_choice >= self._look_again_every:
+            if self.since_choice == _PASSES_UNTIL_IDLE and not every:
+                self._free()
+            if every and self.since_choice >= every:
                 self.begin_trial()
         if self._trial is not None:
+            sizes = [size for size, _ in self._layout]
             try:
-                running.trial = next(self._trial)
+                running.trial = self._trial.send(sizes) if self._trial_began else next(self._trial)
             except StopIteration as over:
-                choice: Choice = over.value
-                self._trial, self.since_choice = None, 0
-                self._use(choice.assignment, anew=True)
-                self._chosen(choice)
+                self._choose(over.value)
             else:
+                self._trial_began = True
                 self._use(running.trial.assignment)
+
+    def _choose(self, choice: Choice) -> None:
+        self._trial, self.since_choice = None, 0
+        self._use(choice.assignment, anew=True)
+        self.choice = choice
+        if self._ranks.process_group.rank() == 0:
+            _log.info("AutoState: %s", choice.why)
+
+    def _free(self) -> None:
+        """End what only the trial has needed."""
+        used = [candidate for _, candidate in self.used]
+        close_states(list(self._candidates.values()), but=used)
+        self._ranks.rest()
 
     def _use(self, assignment: Assignment, *, anew: bool = False) -> None:
         """Let other candidates average. Residuals of those whose buckets change, or of all, are dropped.
@@ -200,6 +247,16 @@ class AutoPasses:
             if isinstance(state, ResidualCheckpoints) and (anew or not same):
                 state.wait_for_jobs()
                 state.feedback.forget()
+
+
+def _try(name: str, candidate: Candidate, bucket: Bucket) -> torch.futures.Future[Any]:
+    try:
+        averaged = candidate.hook(candidate.state, cast("GradBucket", bucket))
+    except Exception as error:
+        raise CandidateError(f"candidate {name!r} of AutoState: {error}") from error
+    if not hasattr(averaged, "then"):  # futures of C++ are of another class than torch.futures.Future
+        raise CandidateError(f"candidate {name!r} returned a {type(averaged).__name__}, no future")
+    return averaged
 
 
 def close_states(candidates: Sequence[Candidate], *, but: Sequence[Candidate] = ()) -> None:

@@ -56,8 +56,8 @@ class Largest(Protocol):
 class Ranks(Protocol):
     """What a trial asks of all ranks together."""
 
-    def agreed_sizes(self) -> Sequence[int]:
-        """Return the bytes of the buckets of a pass, in their order."""
+    def agreed_sizes(self, sizes: Sequence[int]) -> Sequence[int]:
+        """Return the bytes of the buckets of a pass, in their order, if all have the same."""
 
     def largest(self, values: Sequence[float]) -> Largest:
         """Begin to compare numbers with those of the other ranks."""
@@ -113,14 +113,18 @@ class Trial:
         self._errors: dict[str, float] = {}
         self._left_out: dict[str, str] = {}
 
-    def run(self) -> Generator[TrialPass, None, Choice]:
-        """Yield each pass as it begins, and return the choice when the first one begins behind the trial."""
+    def run(self) -> Generator[TrialPass, Sequence[int], Choice]:
+        """Yield each pass as it begins, and return the choice when the first one begins behind the trial.
+
+        It is sent the bytes of the buckets of the last pass.
+        """
         uniform = [Assignment(name) for name in self._names]
         if len(uniform) == 1:
             return self._choice(uniform[0])
+        sizes: Sequence[int] = []
         for _ in range(_WARM_UP):
-            yield self._pass(self._meanwhile)
-        self._sizes = self._ranks.agreed_sizes()
+            sizes = yield self._pass(self._meanwhile)
+        self._sizes = self._ranks.agreed_sizes(sizes)
         yield from self._round(uniform, timed=0)  # also makes what each needs, and shows which are too wrong
         contenders = self._without_too_large_errors(uniform)
         while len(contenders) > 1 and self._another_round(len(contenders)):
@@ -140,7 +144,9 @@ class Trial:
         few = len(self._steps) - 1 < _ROUNDS
         return few and self._passes + _round_passes(contenders) <= self._most_passes
 
-    def _round(self, contenders: Sequence[Assignment], *, timed: int) -> Generator[TrialPass, None, None]:
+    def _round(
+        self, contenders: Sequence[Assignment], *, timed: int
+    ) -> Generator[TrialPass, Sequence[int], None]:
         number = len(self._steps)
         in_order = list(contenders) if number % 2 else list(reversed(contenders))
         turns: dict[Assignment, list[TrialPass]] = {}
