@@ -3,6 +3,7 @@
 import gc
 import logging
 import threading
+import time
 import weakref
 
 import pytest
@@ -75,6 +76,27 @@ def test_all_ranks_choose_the_fastest_in_the_same_step(world_size):
     assert "max_error" in too_wrong.why
     assert len([line for line in logs if too_wrong.why in line]) == 1
     assert all(own == [] for _, _, own in others)
+
+
+def _other_clock(rank):
+    """Let the clock of rank 1 jump in every pass of the candidate that is fast by all other clocks."""
+    real, jumps = time.perf_counter, [0.0]
+    time.perf_counter = lambda: real() + jumps[0]
+
+    def jump(_):
+        jumps[0] += rank
+        return 0.0
+
+    found = _trained(rank, {"slow": exact(SECONDS), "fast": quantized(jump)})
+    time.perf_counter = real
+    return found[:4]
+
+
+def test_the_slowest_ranks_times_count_on_all():
+    first, second = run_ranks(_other_clock, 2, timeout=60)
+    assert first[:3] == second[:3]
+    assert first[0] == "slow"
+    assert torch.equal(first[3], second[3])
 
 
 def _by_size(rank):
