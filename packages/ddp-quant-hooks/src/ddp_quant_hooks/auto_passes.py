@@ -136,6 +136,9 @@ class AutoPasses:
         """Forget an error, and a trial that was not over: it begins anew."""
         self._failure, self._running = None, None
         if self.trying:
+            # An error may have come when ranks were at different turns.
+            first = Assignment(next(iter(self._candidates)))
+            self.assignment = first if self.choice is None else self.choice.assignment
             self.begin_trial()
         self.since_choice = 0
 

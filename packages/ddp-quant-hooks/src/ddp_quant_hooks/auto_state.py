@@ -184,7 +184,8 @@ class AutoState(AutoCheckpoints):
         return {
             "candidates": told_candidates(self.candidates, self.process_group),
             **asdict(self.options),
-            "choice": None if self.trying else self.passes.assignment,
+            "choice": None if self.choice is None else self.choice.assignment,
+            "trying": self.trying,
             "passes since the choice": self.passes.since_choice,
         }
 
