@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import OverlapMode, overlap_optimizer
-from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from ddp_quant_hooks import AutoState, QuantizedAllreduceState, auto_hook, quantized_allreduce_hook
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "examples" / "overlapped_training.py"
 
@@ -76,3 +76,40 @@ def _quantized(rank):
 
 def test_the_bits_of_the_ordinary_loop_with_a_quantized_hook(launch):
     assert launch(_quantized, timeout=120) == [[True, True, True]] * launch.world_size
+
+
+def _chosen(rank):
+    """Train with a hook alone, and with a choice between two of it, without and with the overlap."""
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    found, choices = [], []
+    for chooses, mode in ((False, None), (True, None), *((True, mode) for mode in OverlapMode)):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(
+            torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).to(device), bucket_cap_mb=0.01
+        )
+        optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+        state, hook = QuantizedAllreduceState(min_bytes=0), quantized_allreduce_hook
+        if chooses:
+            alike = [QuantizedAllreduceState(min_bytes=0) for _ in range(2)]
+            candidates = {str(number): (one, hook) for number, one in enumerate(alike)}
+            state, hook = AutoState(candidates=candidates), auto_hook
+        if mode is None:
+            ddp.register_comm_hook(state, hook)
+        else:
+            overlap_optimizer(ddp, optimizer, mode=mode, comm_hook=hook, comm_state=state)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(70):
+            optimizer.zero_grad()
+            ddp(torch.randn(8, 64, generator=generator).to(device)).square().mean().backward()
+            optimizer.step()
+        found.append(torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()]))
+        if chooses:
+            choices.append((state.choice.candidate, state.choice.by_size))
+            state.close()
+    return [torch.equal(found[0], other) for other in found[1:]], choices
+
+
+def test_a_choice_with_the_overlap_has_the_bits_of_what_was_chosen(launch):
+    results = launch(_chosen, timeout=120)
+    assert [equal for equal, _ in results] == [[True, True, True]] * launch.world_size
+    assert all(choices == results[0][1] for _, choices in results)

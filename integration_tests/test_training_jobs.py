@@ -7,7 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CompressState, bf16_compress_hook, compress_hook, fp16_compress_hook
 from ddp_quant_hooks import (
+    AutoState,
     QuantizedAllreduceState,
+    auto_hook,
     quantization_perchannel_hook,
     quantized_allreduce_hook,
 )
@@ -47,6 +49,7 @@ def _states():
     for options in ({}, {"bits": 4}, {"gather": "bf16", "error_feedback": "shard", "exact_1d": True}):
         yield QuantizedAllreduceState(min_bytes=0, **options), quantized_allreduce_hook
     yield None, quantization_perchannel_hook
+    yield AutoState(), auto_hook
 
 
 def _train(rank):

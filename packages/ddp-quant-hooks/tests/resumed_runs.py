@@ -43,14 +43,16 @@ def complex_if_sent():
 class Run:
     """A model, its optimizer and the hook's state."""
 
-    def __init__(self, make_state, *, weights=None, use=True, net=Net, **options):
+    def __init__(
+        self, make_state, *, weights=None, use=True, net=Net, hook=quantized_allreduce_hook, **options
+    ):
         torch.manual_seed(0)
         net = net()
         if weights is not None:
             net.load_state_dict(weights)
         self.ddp = DistributedDataParallel(net, **options)
         self.state = make_state()
-        self.ddp.register_comm_hook(self.state.bind(self.ddp), quantized_allreduce_hook)
+        self.ddp.register_comm_hook(self.state.bind(self.ddp), hook)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-2)
         self.use = use
 

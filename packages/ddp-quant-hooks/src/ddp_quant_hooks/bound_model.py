@@ -59,6 +59,17 @@ class BoundModel:
         Example:
             >>> ddp.register_comm_hook(state.bind(ddp), quantized_allreduce_hook)  # doctest: +SKIP
         """
+        self.remember(ddp)
+        self.bucket_came()  # or nothing is expected of an earlier model any more
+        self._watch = BucketWatch(ddp, type(self).__name__)
+        return self
+
+    def remember(self, ddp: DistributedDataParallel) -> None:
+        """Know a model as :meth:`bind` does, without a warning if it brings no bucket.
+
+        Raises:
+            TypeError, ValueError: As :meth:`bind`.
+        """
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(f"bind() takes a DistributedDataParallel module, got {type(ddp).__name__}")
         self._use_group_of(ddp)
@@ -66,9 +77,6 @@ class BoundModel:
         self._bound_names = WeakIdKeyDictionary()
         for name, parameter in self._known_names(ddp).items():
             self._bound_names[parameter] = name
-        self.bucket_came()  # or nothing is expected of an earlier model any more
-        self._watch = BucketWatch(ddp, type(self).__name__)
-        return self
 
     def bucket_came(self) -> None:
         """Notice a bucket of the model, before anything is done with it: the hook is in use."""

@@ -109,7 +109,7 @@ class ResidualCheckpoints(BoundModel):
                 does not have, or of another length than here; nothing is changed.
             RuntimeError: Inside ``backward()`` or :meth:`step`.
         """
-        self._load(self._read(state, model))
+        self.take_over(self.checked(state, model))
 
     def gather_state_dict(
         self, model: torch.nn.Module | None = None, *, dst: int = 0
@@ -179,21 +179,15 @@ class ResidualCheckpoints(BoundModel):
         dist.scatter_object_list(mine, parts, src=src, group=group)
         checked: SavedResiduals | None = None
         try:
-            checked = self._read(mine[0], model)
+            checked = self.checked(mine[0], model)
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
         self._agree("", problem)
         assert checked is not None
-        self._load(checked)
+        self.take_over(checked)
 
-    def _agreement_terms(self) -> dict[str, str]:
-        """Return what of the residuals must be alike on all ranks, for when a private group is made."""
-        loaded = self.feedback.loaded
-        if loaded is None:
-            return {"loaded residuals": "none"}
-        return {"loaded residuals": f"of step {loaded.steps}, in buckets {loaded.digest}"}
-
-    def _read(self, state: dict[str, Any], model: torch.nn.Module | None) -> SavedResiduals:
+    def checked(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> SavedResiduals:
+        """Return what :meth:`load_state_dict` would take over. Raises what that raises; changes nothing."""
         self._refuse_inside_backward("load_state_dict()")
         if self.feedback.step_is_open:
             raise RuntimeError("load_state_dict() inside of step(): call it between two steps")
@@ -209,13 +203,26 @@ class ResidualCheckpoints(BoundModel):
         read = saved_residuals.read(state, known, self._lengths, own_in_buckets=own_in_buckets)
         return replace(read, keys=None if keys is None else known, places=places)
 
-    def _load(self, checked: SavedResiduals) -> None:
+    def take_over(self, checked: SavedResiduals, *, in_saved_buckets: bool = True) -> None:
+        """Go on from what :meth:`checked` returned.
+
+        Args:
+            checked: Of this state.
+            in_saved_buckets: See :meth:`ddp_quant_hooks.feedback.Feedback.load`.
+        """
         self.wait_for_jobs()
-        self.feedback.load(checked)
+        self.feedback.load(checked, in_saved_buckets=in_saved_buckets)
         if checked.keys is not None:
             self.stand_ins.named = dict(checked.keys)
             self.places = checked.places or self.places
         self.close()  # the ranks compare what they have loaded when they make the next private group
+
+    def _agreement_terms(self) -> dict[str, str]:
+        """Return what of the residuals must be alike on all ranks, for when a private group is made."""
+        loaded = self.feedback.loaded
+        if loaded is None:
+            return {"loaded residuals": "none"}
+        return {"loaded residuals": f"of step {loaded.steps}, in buckets {loaded.digest}"}
 
     def _require_member(self, name: str, rank: int) -> None:
         ranks = dist.get_process_group_ranks(self.process_group)

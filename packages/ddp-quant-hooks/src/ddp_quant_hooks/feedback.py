@@ -139,13 +139,24 @@ class Feedback:
             }
         return lambda residual: residual.next if id(residual) in turned else residual.last
 
-    def load(self, saved: SavedResiduals) -> None:
-        """Go on from what another run has saved."""
+    def forget(self) -> None:
+        """Begin anew as if nothing had been lost so far. All jobs must have run."""
+        self.residuals.load([], [])
+        self.loaded, self._pass, self._resumption = None, None, None
+
+    def load(self, saved: SavedResiduals, *, in_saved_buckets: bool = True) -> None:
+        """Go on from what another run has saved.
+
+        Args:
+            saved: By that run.
+            in_saved_buckets: Average the first passes in that run's buckets, whatever buckets come. If not,
+                those buckets do come.
+        """
         self.residuals.load(saved.own, saved.buckets)
         self.loaded, self._steps, self._pass = saved, saved.steps, None
         self._kind = None if saved.keys is None else TensorStep
         layout = [parameters for parameters, _, _ in saved.buckets]
-        self._resumption = Resumption(layout) if saved.keys is None else None
+        self._resumption = Resumption(layout) if in_saved_buckets and saved.keys is None else None
 
     def _refuse_other_kind(self, kind: type[BackwardPass]) -> None:
         if self._kind not in (None, kind):

@@ -1,0 +1,250 @@
+"""The state that chooses against each of its candidates: whole training steps, on networks of several speeds.
+
+    python benchmarks/bench_auto.py              # everything, a quarter of an hour; hosts need root
+    python benchmarks/bench_auto.py links --links loopback 1gbit --models mlp --repeats 15
+    python benchmarks/bench_auto.py change
+
+Two ranks on Gloo: on loopback, or one on each of two emulated hosts. Every model trains with each candidate,
+and with the state that chooses after it has chosen, in one job: each repeat makes one step of each, in turns
+forwards and backwards. Times are of the slowest rank, for zero_grad, forward, backward and step. 4 bits are
+admitted (max_error=0.2), so that all candidates may be chosen.
+
+The part "change" lets the state choose at 10 Gbit/s, then limits the links to 0.1 Gbit/s, and waits until it
+has chosen again (look_again_every=20).
+
+Writes results/auto.json beside this file; a part that is run alone replaces only its own numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from emulated_hosts import EmulationUnavailableError
+from hook_harness import run_on_hosts
+from machine import describe_machine
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_quant_hooks import AutoState, auto_hook
+from dist_utils.testing import run_ranks
+
+RESULTS = Path(__file__).parent / "results" / "auto.json"
+AUTO = "auto"
+LINKS = ("loopback", "10gbit", "1gbit", "100mbit")
+BEFORE, AFTER = "10gbit", "100mbit"
+MAX_ERROR = 0.2
+LOOK_AGAIN_EVERY = 20
+WARM_UP = 4
+WORDS, WORDS_IN_ROW, WIDTH = 1000, 64, 256
+ROWS = {"transformer": 4, "mlp": 8}
+"""Of a batch, for each model."""
+
+
+class Transformer(nn.Module):
+    """A small encoder over words, of 6.8 million parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, WIDTH)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
+        self.out = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a score of every word at every place."""
+        scores: torch.Tensor = self.out(self.layers(self.words(x)))
+        return scores
+
+
+def make_net(model: str) -> nn.Module:
+    """Return a transformer, or layers so wide that their exchange takes longer than their computation."""
+    torch.manual_seed(0)
+    if model == "transformer":
+        return Transformer()
+    return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+
+
+def make_batch(model: str, seed: int) -> torch.Tensor:
+    """Return what the model trains with."""
+    generator = torch.Generator().manual_seed(seed)
+    if model == "transformer":
+        return torch.randint(0, WORDS, (ROWS[model], WORDS_IN_ROW), generator=generator)
+    return torch.randn(ROWS[model], 1024, generator=generator)
+
+
+class Side:
+    """A model in training with one hook.
+
+    Args:
+        model: Its name.
+        state: Of the hook.
+        hook: The hook.
+    """
+
+    def __init__(self, model: str, state: object, hook: Any) -> None:
+        self.ddp = DistributedDataParallel(make_net(model), bucket_cap_mb=4)
+        self.ddp.register_comm_hook(state, hook)
+        self._batch = make_batch(model, seed=dist.get_rank())
+        self._optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-3)
+
+    def step(self) -> float:
+        """Make a step; return its seconds."""
+        began = time.perf_counter()
+        self._optimizer.zero_grad()
+        self.ddp(self._batch).square().mean().backward()
+        self._optimizer.step()
+        return time.perf_counter() - began
+
+
+def until_chosen(side: Side, state: AutoState) -> int:
+    """Train until there is another choice than now; return after how many steps."""
+    before, steps = state.choice, 0
+    while state.choice is before:
+        side.step()
+        steps += 1
+    return steps
+
+
+def in_turns(sides: Mapping[str, Side], repeats: int) -> dict[str, list[float]]:
+    """Return the seconds of every side's steps."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(-WARM_UP, repeats):
+        for name in list(sides) if repeat % 2 else reversed(list(sides)):
+            dist.barrier()
+            took = sides[name].step()
+            if repeat >= 0:
+                seconds[name].append(took)
+    return seconds
+
+
+def measure(rank: int, model: str, repeats: int, *, change: bool = False) -> dict[str, Any]:
+    """Return the choice, after how many steps it came, and the seconds of all sides behind it."""
+    del rank
+    torch.set_num_threads(1)
+    state = AutoState(max_error=MAX_ERROR, look_again_every=LOOK_AGAIN_EVERY if change else 0)
+    auto = Side(model, state, auto_hook)
+    seen: dict[str, Any] = {"steps": until_chosen(auto, state), **_told(state)}
+    if change:
+        dist.barrier()
+        limit = ("rate", AFTER, "burst", "128kb", "latency", "50ms")
+        subprocess.run(["tc", "qdisc", "change", "dev", "eth0", "root", "tbf", *limit], check=True)
+        dist.barrier()
+        seen |= {"before": dict(seen), "steps": until_chosen(auto, state), **_told(state)}
+    sides = {name: Side(model, *candidate) for name, candidate in AutoState().candidates.items()}
+    # A state without another trial: what is compared is the choice.
+    chosen = AutoState(max_error=MAX_ERROR)
+    sides[AUTO] = Side(model, chosen, auto_hook) if change else auto
+    if change:
+        chosen.load_state_dict(state.state_dict(auto.ddp), sides[AUTO].ddp)
+    seen["seconds"] = in_turns(sides, repeats)
+    return seen
+
+
+def _told(state: AutoState) -> dict[str, Any]:
+    assert state.choice is not None
+    by_size = {str(size): name for size, name in state.choice.by_size.items()}
+    return {"choice": state.choice.candidate, "by_size": by_size, "why": state.choice.why}
+
+
+def summarize(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return medians and quartiles of the slowest rank in ms, and what auto takes of the best candidate."""
+    times = {
+        name: [1e3 * max(repeat) for repeat in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
+        for name in ranks[0]["seconds"]
+    }
+    sides = {}
+    for name, values in times.items():
+        low, median, high = statistics.quantiles(values, n=4)
+        sides[name] = {"median_ms": round(median, 2), "quartiles_ms": [round(low, 2), round(high, 2)]}
+    best = min((name for name in times if name != AUTO), key=lambda name: statistics.median(times[name]))
+    # Of the same turn: what slows the machine for a while slows both.
+    paired = statistics.median(own / other for own, other in zip(times[AUTO], times[best], strict=True))
+    facts = {name: value for name, value in ranks[0].items() if name != "seconds"}
+    return {
+        **facts,
+        "load_1_5_15_min": [round(value, 1) for value in os.getloadavg()],
+        "repeats": len(times[AUTO]),
+        "sides": sides,
+        "best": best,
+        "auto_of_best": round(statistics.median(times[AUTO]) / statistics.median(times[best]), 3),
+        "auto_of_best_in_pairs": round(paired, 3),
+    }
+
+
+def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
+    """Be one rank on an emulated host."""
+    dist.init_process_group("gloo")
+    seen = measure(dist.get_rank(), options.models[0], options.repeats, change=options.change)
+    (folder / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run_case(link: str, model: str, repeats: int, *, change: bool = False) -> dict[str, Any]:
+    """Return the summary of one model on one network."""
+    if link == "loopback":
+        return summarize(run_ranks(measure, 2, model, repeats, timeout=600))
+    options = [f"--models={model}", f"--repeats={repeats}", *(["--change"] if change else [])]
+    ranks: Any = run_on_hosts([__file__, "rank"], options, 2, rate=link)
+    return summarize(ranks)
+
+
+def show(case: str, summary: dict[str, Any]) -> None:
+    """Print a summary."""
+    print(f"{case}: {summary['why']} (load {summary['load_1_5_15_min']})")
+    for name, side in summary["sides"].items():
+        print(f"  {name:<10}{side['median_ms']:>9} ms {side['quartiles_ms']}")
+    print(
+        f"  chosen in step {summary['steps']}; {AUTO} takes {summary['auto_of_best']} of {summary['best']}, "
+        f"{summary['auto_of_best_in_pairs']} in pairs",
+        flush=True,
+    )
+
+
+def main() -> None:
+    """Run the parts that are asked for, and write what they found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("part", nargs="?", default="all", choices=("all", "links", "change", "rank"))
+    parser.add_argument("folder", nargs="?", type=Path)
+    parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
+    parser.add_argument("--models", nargs="+", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument("--repeats", type=int, default=31)
+    parser.add_argument("--change", action="store_true", help="of a rank")
+    options = parser.parse_args()
+    if options.part == "rank":
+        be_a_rank(options.folder, options)
+        return
+    cases = []
+    if options.part in ("all", "links"):
+        cases += [("links", link, model) for link in options.links for model in options.models]
+    if options.part in ("all", "change"):
+        cases += [("change", BEFORE, model) for model in options.models]
+    for part, link, model in cases:
+        try:
+            summary = run_case(link, model, options.repeats, change=part == "change")
+        except EmulationUnavailableError as error:
+            print(f"no emulated hosts: {error}", file=sys.stderr)
+            continue
+        case = f"{model}, {link}" + (f", then {AFTER}" if part == "change" else "")
+        show(case, summary)
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        cells = results.get(part, {}).get("cases", {})
+        results[part] = {**describe_machine(), "cases": {**cells, case: summary}}
+        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

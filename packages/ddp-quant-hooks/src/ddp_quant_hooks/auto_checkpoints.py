@@ -1,0 +1,179 @@
+"""The choice in checkpoints, with the residuals of what was chosen."""
+
+from __future__ import annotations
+
+import weakref
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ddp_quant_hooks.auto_choice import Choice
+from ddp_quant_hooks.auto_passes import AutoPasses, BucketLayout
+from ddp_quant_hooks.bound_model import BoundModel
+from ddp_quant_hooks.candidates import Candidate
+from ddp_quant_hooks.checkpoints import ResidualCheckpoints
+from ddp_quant_hooks.passes import value_count
+from dist_utils.torch_compat import inside_backward
+
+__all__ = ["AutoCheckpoints"]
+
+_VERSION = 1
+
+
+class AutoCheckpoints(BoundModel):
+    """The part of a state that saves its choice and loads it."""
+
+    @property
+    @abstractmethod
+    def candidates(self) -> Mapping[str, Candidate]:
+        """What is chosen from, by name."""
+
+    @property
+    @abstractmethod
+    def passes(self) -> AutoPasses:
+        """Which candidate has which backward pass."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End threads and private groups."""
+
+    @abstractmethod
+    def _states_in_use(self) -> list[tuple[str, ResidualCheckpoints]]:
+        """Return the chosen candidates' states that have residuals to save."""
+
+    def state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
+        """Return the choice and the residuals of this rank that go with it, for :meth:`load_state_dict`.
+
+        Every rank has its own: save one file for each. During a trial, the first one or a later one, there is
+        nothing to save but that. Of candidates of other projects only the name is saved: what their states
+        keep is theirs to save.
+
+        Args:
+            model: Whose gradients were averaged, as ``DistributedDataParallel`` module or without its
+                wrapper; ``None`` after :meth:`bind`.
+
+        Returns:
+            Tensors on the CPU, numbers and strings in dicts, lists and tuples: ``torch.load`` reads them
+            with ``weights_only=True``.
+
+        Raises:
+            ValueError: No model is known, or it lacks a parameter.
+
+        Cost:
+            Waits for the buckets that are being averaged. A copy of the residuals.
+        """
+        known = self._parameters_of(model, "state_dict")
+        saved: dict[str, Any] = {**self._identity(), "choice": None}
+        choice = self.passes.choice
+        if self.passes.trying or choice is None:
+            return saved
+        model = model if model is not None or self._model is None else self._model()
+        return {
+            **saved,
+            "choice": {**asdict(choice), "by_size": dict(choice.by_size)},
+            "passes": self.passes.since_choice,
+            "buckets": _written(self.passes.layout, known),
+            "states": {name: state.state_dict(model) for name, state in self._states_in_use()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
+        """Take over the choice that another run, or this one, has saved. On every rank.
+
+        Training goes on with the bits of the run that was saved, if what was chosen is of this project. For
+        that the first pass after it (the first two if the second comes in the same buckets) is averaged in
+        the buckets that the saved run had: see :meth:`QuantizedAllreduceState.load_state_dict`. A run that
+        was saved during a trial tries again from the beginning.
+
+        Ends threads and private groups, as :meth:`close` does.
+
+        Args:
+            state: What :meth:`state_dict` returned on this rank.
+            model: As for :meth:`state_dict`.
+
+        Raises:
+            TypeError: ``state`` is no dict.
+            ValueError: It is of another rank, number of ranks or list of candidates, or does not fit the
+                model; nothing is changed.
+            RuntimeError: Inside ``backward()``.
+        """
+        if inside_backward():
+            raise RuntimeError("load_state_dict() inside backward(): call it between two steps")
+        if not isinstance(state, dict):
+            raise TypeError(
+                f"a choice is loaded from what state_dict() returned, got a {type(state).__name__}"
+            )
+        for name, value in self._identity().items():
+            if name not in state or state[name] != value:
+                raise ValueError(
+                    f"the choice is of {name} {state.get(name)!r}, but here it is {value!r}, on rank "
+                    f"{self.process_group.rank()}"
+                )
+        known = self._parameters_of(model, "load_state_dict")
+        if state["choice"] is None:
+            self.close()
+            self.passes.try_anew()
+            return
+        model = model if model is not None or self._model is None else self._model()
+        try:
+            choice = Choice(**state["choice"])
+            since = int(state["passes"])
+            layout = [(size, list(names)) for size, names in state["buckets"]]
+            residuals = dict(state["states"])
+            chosen = choice.assignment.names
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ValueError(f"this is no choice that state_dict() returned: {error!r}") from error
+        states = {name: self.candidates[name].state for name in chosen & self.candidates.keys()}
+        own = {name for name, inner in states.items() if isinstance(inner, ResidualCheckpoints)}
+        if chosen != states.keys() or own != residuals.keys():
+            raise ValueError(
+                f"the choice is of candidates {sorted(chosen)} with residuals of {sorted(residuals)}, but "
+                f"here there are {list(self.candidates)}, of which {sorted(own)} have residuals"
+            )
+        buckets = _read(layout, known)
+        checked = {name: states[name].checked(residuals[name], model) for name in sorted(own)}
+        self.close()
+        for name, saved in checked.items():
+            states[name].take_over(saved, in_saved_buckets=False)
+        self.passes.go_on_with(choice, since, buckets)
+
+    def _identity(self) -> dict[str, Any]:
+        group = self.process_group
+        return {
+            "version": _VERSION,
+            "state": type(self).__name__,
+            "rank": group.rank(),
+            "world_size": group.size(),
+            "candidates": list(self.candidates),
+        }
+
+
+def _written(layout: BucketLayout, known: Mapping[str, torch.Tensor]) -> list[Any]:
+    names = {id(parameter): name for name, parameter in known.items()}
+    written = []
+    for size, parameters in layout:
+        row = []
+        for reference in parameters:
+            parameter = reference()
+            if parameter is None or id(parameter) not in names:
+                raise ValueError(
+                    "a parameter of the last pass is not in the model: give the model that trains"
+                )
+            row.append((names[id(parameter)], value_count(parameter)))
+        written.append((size, row))
+    return written
+
+
+def _read(layout: list[tuple[int, list[Any]]], known: Mapping[str, torch.Tensor]) -> BucketLayout:
+    read: BucketLayout = []
+    for size, row in layout:
+        parameters = []
+        for name, length in row:
+            if name not in known or value_count(known[name]) != length:
+                here = "not there" if name not in known else f"{value_count(known[name])} long here"
+                raise ValueError(f"the choice is of a parameter {name!r} of {length} values, {here}")
+            parameters.append(weakref.ref(known[name]))
+        read.append((size, parameters))
+    return read

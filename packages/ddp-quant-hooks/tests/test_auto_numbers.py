@@ -1,0 +1,89 @@
+"""What a state that chooses makes of times: functions of numbers, the same on all ranks."""
+
+import pytest
+
+from ddp_quant_hooks.auto_choice import Assignment, best_by_size, clearly_slower, fastest
+from ddp_quant_hooks.auto_trial import Trial, least_passes
+
+A, B, C = (Assignment(name) for name in "abc")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ([1.0, 1.0], A),
+        ([1.0, 0.995], A),  # less than can matter
+        ([1.0, 0.95], B),
+        ([0.95, 1.0], A),
+    ],
+)
+def test_fewer_bytes_must_gain_more_than_nothing(seconds, best):
+    rounds = [{contender: [one] * 3 for contender, one in zip((A, B), seconds, strict=True)}] * 3
+    assert fastest([A, B], rounds) == best
+
+
+def test_a_gain_within_the_noise_is_none():
+    noisy = [0.80, 0.985, 1.17]
+    quiet = [0.984, 0.985, 0.986]
+    assert fastest([A, B], [{A: [1.0] * 3, B: noisy}] * 4) == A
+    assert fastest([A, B], [{A: [1.0] * 3, B: quiet}] * 4) == B
+
+
+def test_what_slows_a_whole_round_does_not_count():
+    rounds = [{A: [scale * 1.0] * 3, B: [scale * 0.9] * 3} for scale in (1.0, 5.0, 0.3, 2.0)]
+    assert fastest([A, B], rounds) == B
+
+
+def test_a_slow_moment_does_not_decide():
+    rounds = [{A: [1.0] * 3, B: [0.9] * 3}, {A: [1.0] * 3, B: [9.0] * 3}, {A: [1.0] * 3, B: [0.9] * 3}]
+    assert fastest([A, B], rounds) == B
+    assert clearly_slower([A, B], rounds) == set()
+    assert clearly_slower([A, B], rounds[1:2]) == set()
+
+
+def test_who_is_far_behind_twice_gets_no_more_turns():
+    rounds = [{A: [1.0] * 3, B: [1.5] * 3, C: [1.1] * 3}] * 2
+    assert clearly_slower([A, B, C], rounds) == {B}
+
+
+def test_each_size_gets_the_shortest_exchange_and_ties_the_more_exact_one():
+    services = {"a": {10: [1.0], 20: [2.0], 30: [1.0]}, "b": {10: [0.5], 20: [1.9], 30: [3.0]}}
+    assert best_by_size(["a", "b"], services) == Assignment("a", ((10, "b"), (20, "a"), (30, "a")))
+    assert best_by_size(["a"], services) is None
+    assert best_by_size(["a", "b"], {"a": {10: [1.0]}, "b": {10: [2.0]}}) is None
+
+
+class _OneRank:
+    """Gives back its own numbers; errors and times are not measured here."""
+
+    def __init__(self):
+        self.values = 0
+
+    def agreed_sizes(self, sizes):
+        return [100, 200]
+
+    def largest(self, values):
+        self.values = max(self.values, len(values))
+        return self
+
+    def read(self):
+        return [-1.0] * self.values
+
+
+@pytest.mark.parametrize("most", [100, 40])
+@pytest.mark.parametrize("count", [2, 4, 6])
+def test_there_is_a_choice_within_so_many_passes(count, most):
+    names = [str(number) for number in range(count)]
+    most = max(most, least_passes(count))
+    trial = Trial(names, Assignment("0"), 0.1, most, _OneRank()).run()
+    chosen = []
+
+    def run():
+        choice = yield from trial
+        chosen.append(choice.candidate)
+
+    passes = list(run())
+    assert least_passes(count) <= len(passes) <= most
+    assert chosen == ["0"]
+    turns = {name: sum(one.timed for one in passes if one.assignment.default == name) for name in names}
+    assert len(set(turns.values())) == 1  # each as often as the others
