@@ -95,6 +95,7 @@ def run_on_hosts(
     *,
     rate: str = "1gbit",
     ranks_per_host: int = 1,
+    timeout: float = 600.0,
 ) -> list[dict[str, list[float]]]:
     """Run ``python COMMAND FOLDER OPTIONS`` on ``count`` emulated hosts; return what each rank writes.
 
@@ -104,6 +105,7 @@ def run_on_hosts(
         count: Number of hosts.
         rate: Of the links.
         ranks_per_host: How often it is run on each; ranks of a host follow each other.
+        timeout: Seconds until all are killed.
     """
     world_size = count * ranks_per_host
     with tempfile.TemporaryDirectory() as folder, emulated_hosts(count, rate=rate) as hosts:
@@ -125,7 +127,7 @@ def run_on_hosts(
             for index in range(world_size)
         ]
         try:
-            codes = [rank.wait(timeout=600) for rank in ranks]
+            codes = [rank.wait(timeout) for rank in ranks]
         finally:
             for rank in ranks:
                 rank.kill()
