@@ -1,6 +1,6 @@
 """Whole training steps with every hook, with and without an overlapped optimizer: what a user gains.
 
-    python benchmarks/bench_whole_steps.py steps            # the whole table: hours
+    python benchmarks/bench_whole_steps.py                  # everything: hours, and hosts need root
     python benchmarks/bench_whole_steps.py steps --models 7M --hosts 2 --rates 1gbit --sides plain fp16 8bits
     python benchmarks/bench_whole_steps.py losses           # an hour
     python benchmarks/bench_whole_steps.py table | plot     # of what was measured, for documents
@@ -99,7 +99,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", choices=["all", "steps", "losses", "table", "plot", "rank"])
+    parts = ["all", "steps", "losses", "table", "plot", "rank"]
+    parser.add_argument("part", nargs="?", default="all", choices=parts)
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
