@@ -286,7 +286,7 @@ CLAIMS = (
     ),
     Claim(
         name="all_gather with gradients",
-        sentence="all_gather of 64 MiB on 2 ranks, forward and backward, takes {value:.2f} of PyTorch's time.",
+        sentence="all_gather of 64 MiB on 2 ranks, with its backward, takes {value:.2f} of PyTorch's time.",
         places=(
             Place(COLLECTIVES, "{one:.0f} / {other:.0f} ({value:.2f})", "`all_gather`", "2 ranks, 64 MiB"),
         ),

@@ -119,7 +119,7 @@ def _bench(name: str) -> Any:
 
 
 def measure(name: str) -> dict[str, Any] | str:
-    """Return what a function of this module has measured, as a result file has it, or why it could not."""
+    """Return what a function of this module measures, as a result file has it, or why it cannot."""
     function: Callable[[], dict[str, Any]] = globals()[name]
     print(f"\n{name}: {function.__doc__}", flush=True)
     try:
@@ -143,9 +143,8 @@ def check(claim: Claim, results: dict[str, Any] | str) -> bool:
         return True
     worse = "less" if claim.better == "more" else "more"
     held = claim.holds(now)
-    print(
-        f"{'holds ' if held else 'FAILS '}  {sentence} Now {now:.3g}; at most {spread:.0%} {worse} is allowed."
-    )
+    verdict = "holds" if held else "FAILS"
+    print(f"{verdict}  {sentence} Now {now:.3g}; at most {spread:.0%} {worse} is allowed.")
     return held
 
 

@@ -90,7 +90,7 @@ def measure(rank: int, job: Job) -> dict[str, Any]:
                 seen["seconds"][name].append(seconds)
                 seen["tcp_bytes"][name].append(after[0] - before[0])
                 seen["wire_bytes"][name].append(after[1] - before[1])
-    seen["buckets"] = sides[PLAIN].bucket_bytes()
+    seen["buckets"] = {name: side.bucket_bytes() for name, side in sides.items()}
     seen["parameters"] = sum(parameter.numel() for parameter in sides[PLAIN].ddp.parameters())
     for side in sides.values():
         side.close()

@@ -24,62 +24,72 @@ from typing import Any
 
 from whole_steps.sides import COMPUTE, PLAIN
 
-CANDIDATES = (PLAIN, "bf16", "8bits", "nodes")
+CANDIDATES = {PLAIN, "bf16", "8bits", "nodes"}
 """What ``auto`` chooses from, as far as it may by default, where the table has a side for it."""
 
 
 def summarize(
     ranks: list[dict[str, Any]], bytes_a_second: float | None, ranks_per_host: int
 ) -> dict[str, Any]:
-    """Return what the result file says of a job's sides, by name, and of the model."""
+    """Return what the result file says of a job's sides, by name, and of the model.
+
+    Args:
+        ranks: What each rank has seen.
+        bytes_a_second: Of each host's link; ``None`` on loopback.
+        ranks_per_host: Neighbors that share a link.
+    """
     steps = {
-        name: [1e3 * max(turn) for turn in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
-        for name in ranks[0]["seconds"]
+        name: [1e3 * max(turn) for turn in _turns(ranks, "seconds", name)] for name in ranks[0]["seconds"]
     }
-    buckets = ranks[0]["buckets"]
-    last = buckets[-1] / sum(buckets)
-    best = min(
-        (name for name in CANDIDATES if name in steps), key=lambda name: statistics.median(steps[name])
-    )
-    sides = {}
+    load = [round(value, 1) for value in os.getloadavg()]
+    sides: dict[str, Any] = {}
     for name, own in steps.items():
-        side: dict[str, Any] = {**spread(own, "_ms"), "repeats": len(own)}
-        payload = statistics.median(max(turn) for turn in _turns(ranks, "tcp_bytes", name))
-        side["mib_sent"] = round(payload / 2**20, 3)
+        sent = max_median(_turns(ranks, "tcp_bytes", name))
+        sides[name] = {**spread(own, "_ms"), "repeats": len(own), "load_1_5_15_min": load}
+        sides[name]["mib_sent"] = round(sent / 2**20, 3)
         wire = 0.0
         if bytes_a_second is not None:
             # Ranks of a host read the same counter.
-            sent = statistics.median(
-                max(turn) for turn in _turns(ranks[::ranks_per_host], "wire_bytes", name)
-            )
+            sent = max_median(_turns(ranks[::ranks_per_host], "wire_bytes", name))
             wire = 1e3 * sent / bytes_a_second
-            side |= {"mib_on_wire": round(sent / 2**20, 3), "wire_ms": round(wire, 2)}
+            sides[name] |= {"mib_on_wire": round(sent / 2**20, 3), "wire_ms": round(wire, 2)}
         if name != COMPUTE:
-            compute = statistics.median(steps[COMPUTE])
-            possible = max(compute + wire * last, wire)
-            exposed = [step - alone for step, alone in zip(own, steps[COMPUTE], strict=True)]
-            side |= {
-                "exposed": spread(exposed, "_ms"),
-                "faster_than_plain": ratios(steps[PLAIN], own),
-                "plain_ms": round(statistics.median(steps[PLAIN]), 2),
-                "compute_ms": round(compute, 2),
-                "last_bucket_ms": round(wire * last, 2),
-                "fraction_of_possible": round(possible / statistics.median(own), 3),
-            }
-        base, plus, _ = name.partition("+")
-        if plus and base in steps:
-            side["of_without_overlap"] = ratios(own, steps[base])
-        if base == "auto" and not plus:
-            side |= {"best_candidate": best, "of_best": ratios(own, steps[best])}
+            buckets = ranks[0]["buckets"][name]
+            sides[name] |= compare(name, steps, wire, wire * buckets[-1] / sum(buckets))
         if name in ranks[0]["chosen"]:
-            side["chosen"] = ranks[0]["chosen"][name]
-        side["load_1_5_15_min"] = [round(load, 1) for load in os.getloadavg()]
-        sides[name] = side
+            sides[name]["chosen"] = ranks[0]["chosen"][name]
     return {
         "parameters": ranks[0]["parameters"],
-        "bucket_mib": [round(size / 2**20, 2) for size in buckets],
+        "bucket_mib": [round(size / 2**20, 2) for size in ranks[0]["buckets"][PLAIN]],
         "sides": sides,
     }
+
+
+def compare(name: str, steps: dict[str, list[float]], wire: float, last: float) -> dict[str, Any]:
+    """Return how one side's steps compare with the computation, plain DDP and what is possible."""
+    own, compute = steps[name], statistics.median(steps[COMPUTE])
+    possible = max(compute + last, wire)
+    exposed = [step - alone for step, alone in zip(own, steps[COMPUTE], strict=True)]
+    found = {
+        "exposed": spread(exposed, "_ms"),
+        "faster_than_plain": ratios(steps[PLAIN], own),
+        "plain_ms": round(statistics.median(steps[PLAIN]), 2),
+        "compute_ms": round(compute, 2),
+        "last_bucket_ms": round(last, 2),
+        "fraction_of_possible": round(possible / statistics.median(own), 3),
+    }
+    base, plus, _ = name.partition("+")
+    if plus and base in steps:
+        found["of_without_overlap"] = ratios(own, steps[base])
+    if name == "auto":
+        best = min(steps.keys() & CANDIDATES, key=lambda candidate: statistics.median(steps[candidate]))
+        found |= {"best_candidate": best, "of_best": ratios(own, steps[best])}
+    return found
+
+
+def max_median(turns: list[tuple[float, ...]]) -> float:
+    """Return the median over the turns of the largest of each."""
+    return statistics.median(max(turn) for turn in turns)
 
 
 def _turns(ranks: list[dict[str, Any]], kind: str, name: str) -> list[tuple[float, ...]]:

@@ -132,7 +132,7 @@ def details(title: str, cell: dict[str, Any]) -> str:
                 f"{side['faster_than_plain']['median']:.2f}x",
                 f"{exposed['median_ms']:.0f} {_range(exposed['quartiles_ms'])}",
                 f"{side['last_bucket_ms']:.1f}",
-                f"{side['mib_sent']:.2f}",
+                f"{side.get('mib_on_wire', side['mib_sent']):.2f}",
                 f"{side['fraction_of_possible']:.2f}",
             ]
         )
@@ -143,7 +143,7 @@ def details(title: str, cell: dict[str, Any]) -> str:
         "faster",
         "exposed, ms",
         "last bucket, ms",
-        "MiB sent",
+        "MiB sent by a host",
         "of the possible",
     ]
     return table(heads, rows)
