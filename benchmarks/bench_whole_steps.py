@@ -31,7 +31,7 @@ from typing import Any
 from emulated_hosts import EmulationUnavailableError
 from machine import describe_machine, describe_tree
 from whole_steps.cells import LOOPBACK, RATES, Cell, chosen_cells, jobs_of, run
-from whole_steps.losses import HOW_LONG, learn_all
+from whole_steps.losses import DILOCO, HOW_LONG, learn_all
 from whole_steps.plots import draw
 from whole_steps.ranks import Job, be_a_rank
 from whole_steps.sides import ALL, PLAIN, available, label
@@ -44,7 +44,8 @@ RESULTS = Path(__file__).parent / "results" / "whole_steps.json"
 
 def measure_cell(cell: Cell, options: argparse.Namespace, results: dict[str, Any], path: Path) -> None:
     """Run the jobs of a cell, and write what each of them has found."""
-    names = available([PLAIN, *(name for name in options.sides if name != PLAIN)], cell.ranks_per_host)
+    asked = [name for name in options.sides if name in ALL and name != PLAIN]
+    names = available([PLAIN, *asked], cell.ranks_per_host)
     try:
         waiting = list(jobs_of(cell, names, options.repeats, options.memory_gib))
     except MemoryError as error:
@@ -107,7 +108,8 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8], help="on loopback: ranks")
     parser.add_argument("--rates", nargs="+", default=[*RATES, LOOPBACK], choices=[*RATES, LOOPBACK])
     parser.add_argument("--ranks-per-host", type=int, nargs="+", default=[1, 2], choices=[1, 2])
-    parser.add_argument("--sides", nargs="+", default=ALL, choices=ALL)
+    sides = [*ALL, DILOCO]  # which has no step to compare, only losses
+    parser.add_argument("--sides", nargs="+", default=sides, choices=sides)
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--memory-gib", type=float, default=12, help="for the models of all ranks")
     parser.add_argument("--steps", type=int, default=HOW_LONG, help="of losses")

@@ -49,7 +49,7 @@ def _curve(rank: int, task: Task, model_name: str, name: str, seed: int, steps: 
         schedule.step()
     dist.all_reduce(losses)
     close()
-    return [round(value, 4) for value in (losses / RANKS).view(-1, THIN).mean(1).tolist()]
+    return [round(value, 6) for value in (losses / RANKS).view(-1, THIN).mean(1).tolist()]
 
 
 Learner = tuple[Callable[[torch.Tensor], torch.Tensor], torch.optim.Optimizer, Callable[[], None]]
@@ -87,7 +87,7 @@ def _diloco(task: Task, seed: int) -> Learner:
 
 def learn_all(options: argparse.Namespace, results: dict[str, Any], save: Callable[[], None]) -> None:
     """Train with every side that is asked for, and write the curves."""
-    wanted = [name for name in LEARNERS if name in (*options.sides, DILOCO)]
+    wanted = [name for name in LEARNERS if name in options.sides]
     for model in [model for model in LEARNT if model in options.models]:
         entry = results.setdefault("losses", {}).setdefault(model, {})
         if (entry.get("steps"), entry.get("seeds")) != (options.steps, options.seeds):

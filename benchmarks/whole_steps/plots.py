@@ -11,8 +11,8 @@ from whole_steps.sides import COMPUTE, OVERLAP, label
 from whole_steps.tables import MAIN
 
 SHOWN = {
-    "plain": "black",
-    "fp16": "tab:gray",
+    "plain": "dimgray",
+    "fp16": "tab:orange",
     "bf16": "tab:green",
     "8bits": "tab:blue",
     "8bits" + OVERLAP: "tab:red",
@@ -30,16 +30,14 @@ def draw(results: dict[str, Any], path: Path) -> None:
     cells = {name: results["cells"][name] for name in MAIN if name in results.get("cells", {})}
     if not cells:
         return
-    figure, axes = plt.subplots(
-        1, len(cells) + 1, figsize=(4.2 * (len(cells) + 1), 3.2), layout="constrained"
-    )
-    for axis, (name, cell) in zip(axes, cells.items(), strict=False):
-        _bars(axis, name, cell["sides"])
     title, cell = next(iter(cells.items()))
     entry = results.get("losses", {}).get(title.split(",")[0])
-    if entry is None:
-        axes[-1].remove()
-    else:
+    panels = len(cells) + (entry is not None)
+    size = (4.5 * panels, 3.2)
+    figure, (axes,) = plt.subplots(1, panels, figsize=size, layout="constrained", squeeze=False)
+    for axis, (name, shown) in zip(axes, cells.items(), strict=False):
+        _bars(axis, name, shown["sides"])
+    if entry is not None:
         _curves(axes[-1], title, entry, cell["sides"])
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -58,7 +56,7 @@ def _bars(axis: Any, title: str, sides: dict[str, Any]) -> None:
         axis.axvline(sides[COMPUTE]["median_ms"], color="black", linestyle=":", linewidth=1)
     axis.set_yticks(range(len(shown)), [_short(name) for name in shown])
     axis.invert_yaxis()
-    axis.margins(x=0.35)
+    axis.margins(x=0.4)
     axis.set_xlim(left=0)
     axis.set(title=title, xlabel="ms for a step; dotted: computation alone")
 

@@ -177,8 +177,8 @@ def _final(own: list[list[float]], plain: list[list[float]] | None) -> tuple[str
     if plain is None or own is plain:
         return mean, ""
     differences = [mine[-1] - its[-1] for mine, its in zip(own, plain, strict=True)]
-    each = ", ".join(f"{difference:+.3f}" for difference in differences)
-    return mean, f"{statistics.fmean(differences):+.3f} [{each}]"
+    each = ", ".join(f"{difference:+.4f}" for difference in differences)
+    return mean, f"{statistics.fmean(differences):+.4f} [{each}]"
 
 
 def _range(quartiles: list[float]) -> str:
