@@ -69,8 +69,9 @@ def measure_cell(cell: Cell, options: argparse.Namespace, results: dict[str, Any
                 print(f"{cell.name}: {label(name)} FAILED: {error}", flush=True)
         else:
             found = summarize(ranks, RATES.get(cell.rate), cell.ranks_per_host)
-            entry["sides"] |= found.pop("sides")
-            entry |= {**describe_machine(), "tree": describe_tree(), **found}
+            about = {**describe_machine(), "tree": describe_tree()}
+            entry["sides"] |= {name: {**side, "run": about} for name, side in found.pop("sides").items()}
+            entry |= found
             report(cell, job, entry["sides"])
         save(results, path)
 

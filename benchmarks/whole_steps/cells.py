@@ -11,7 +11,7 @@ from typing import Any
 from emulated_hosts import EmulationUnavailableError
 from hook_harness import run_on_hosts
 from whole_steps.ranks import MOST_TRIALS, WARM_UP, Job, measure
-from whole_steps.sides import COMPUTE, FRAGILE, PLAIN
+from whole_steps.sides import FRAGILE, PLAIN
 from whole_steps.tasks import MODELS
 
 from dist_utils.testing import run_ranks
@@ -129,8 +129,3 @@ def run(cell: Cell, job: Job) -> list[dict[str, Any]]:
         if "error" in rank:
             raise RuntimeError(rank["error"].strip().splitlines()[0])
     return ranks
-
-
-def sides_of(job: Job) -> list[str]:
-    """Return what a job tells of."""
-    return [COMPUTE, *job.sides]

@@ -34,25 +34,16 @@ def _model(cell: str) -> str:
 
 
 def heading(cells: dict[str, Any]) -> str:
-    """Say where and when; cells of several trees or machines in one table are called that."""
-    about = {
-        (
-            cell["machine"]["cpu"],
-            cell["machine"]["cores"],
-            cell["versions"]["torch"],
-            cell["tree"],
-            cell["date"],
-        )
-        for cell in cells.values()
-        if "machine" in cell
+    """Say where and when; sides of several trees or machines in one table are called that."""
+    runs = [side["run"] for cell in cells.values() for side in cell["sides"].values() if "run" in side]
+    said = {
+        f"torch {run['versions']['torch']}, {run['machine']['cores']} cores ({run['machine']['cpu']}), "
+        f"tree {run['tree']}, {run['date']}"
+        for run in runs
     }
-    said = [
-        f"torch {torch}, {cores} cores ({cpu}), tree {tree}, {date}"
-        for cpu, cores, torch, tree, date in about
-    ]
-    return "ms for a training step; in brackets: how many times faster than plain DDP in the same turn. " + (
-        said[0] if len(said) == 1 else "FROM SEVERAL RUNS: " + "; ".join(sorted(said))
-    )
+    several = "FROM SEVERAL RUNS: " if len(said) > 1 else ""
+    what = "ms for a training step; in brackets: how many times faster than plain DDP in the same turn. "
+    return what + several + "; ".join(sorted(said))
 
 
 def overview(cells: dict[str, Any]) -> str:
