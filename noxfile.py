@@ -263,6 +263,21 @@ def demo(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def bench(session: nox.Session) -> None:
+    """All benchmarks, or ``-- NAME ...``: hours; ``-- --quick``: the documents' claims again, ten minutes."""
+    install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["bench"])
+    env = {**ENV, "OMP_NUM_THREADS": "1"}
+    if "--quick" in session.posargs:
+        chosen = [name for name in session.posargs if name != "--quick"]
+        session.run("python", "benchmarks/repeat_claims.py", *chosen, env=env)
+        return
+    scripts = {path.stem.removeprefix("bench_"): path for path in sorted(ROOT.glob("benchmarks/bench_*.py"))}
+    del scripts["against"]  # needs another checkout
+    for name in session.posargs or scripts:
+        session.run("python", str(scripts[name]), env=env)
+
+
+@nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """The documentation site, in docs/_build/html."""
     install(session, *GROUPS["docs"])

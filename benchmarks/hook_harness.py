@@ -92,6 +92,7 @@ def run_on_hosts(
     *,
     rate: str = "1gbit",
     ranks_per_host: int = 1,
+    timeout: float = 600.0,
 ) -> list[dict[str, list[float]]]:
     """Run ``python COMMAND FOLDER OPTIONS`` on ``count`` emulated hosts; return what each rank writes.
 
@@ -101,11 +102,12 @@ def run_on_hosts(
         count: Number of hosts.
         rate: Of the links.
         ranks_per_host: How often it is run on each; ranks of a host follow each other.
+        timeout: Seconds until all are killed.
     """
     with tempfile.TemporaryDirectory() as folder, emulated_hosts(count, rate=rate) as hosts:
         places = [host for host in hosts for _ in range(ranks_per_host)]
         variables = {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": address(0)}
-        run_rank_processes([*command, folder, *options], places, variables)
+        run_rank_processes([*command, folder, *options], places, variables, timeout=timeout)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(len(places))]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,13 @@ def describe_machine() -> dict[str, Any]:
         "machine": {"cpu": _cpu_name(), "cores": os.cpu_count(), "system": platform.system()},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }
+
+
+def describe_tree() -> str:
+    """Return the commit that was measured, with a plus behind it where files differ from it."""
+    command = ("git", "describe", "--always", "--exclude=*", "--dirty=+")
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
 
 
 def _cpu_name() -> str:

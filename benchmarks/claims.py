@@ -1,0 +1,299 @@
+"""The main claims of the documents: what each says, where its number stands, and how it is measured again.
+
+No number is written here: it is that of the result file, and a test of ``nox -s repository`` compares the
+documents with it. ``nox -s bench -- --quick`` (repeat_claims.py) measures every claim again, with few
+repeats, and fails where one is worse by more than its spread. This module needs no torch.
+
+A claim's spread is what its result file says of the spread of the times: the interquartile ranges of both
+sides, as shares of their medians, together; but not less than ``least_spread``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a number stands.
+
+    Args:
+        document: Below the root.
+        text: With ``{value}`` where the number is, and ``{one}`` and ``{other}`` for what it is a ratio of.
+        row: For a table: what its row's first cell says.
+        column: For a table: what the head of the column says.
+    """
+
+    document: str
+    text: str
+    row: str = ""
+    column: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a document says, and what it rests on.
+
+    Args:
+        name: Short and unique.
+        sentence: What is claimed, with ``{value}`` where the number is.
+        places: Where the number stands.
+        results: The file below ``benchmarks/results``.
+        one: The keys that lead to an entry of the file: a number, or a median with its quartiles.
+        other: The same of what it is divided by; nothing if the number stands for itself.
+        spread_of: Entries whose quartiles tell the spread, if ``one`` and ``other`` have none.
+        measured_by: A function of repeat_claims.py, which returns what the file would have.
+        better: Whether more of it is better. Only what is worse is a failure.
+        least_spread: As a share of the number. A tenth: as much do machines of one kind differ.
+    """
+
+    name: str
+    sentence: str
+    places: tuple[Place, ...]
+    results: str
+    one: tuple[str, ...]
+    measured_by: str
+    other: tuple[str, ...] = ()
+    spread_of: tuple[tuple[str, ...], ...] = ()
+    better: Literal["more", "less"] = "more"
+    least_spread: float = 0.1
+
+    def stored(self) -> dict[str, Any]:
+        """Return the result file."""
+        found: dict[str, Any] = json.loads((RESULTS / self.results).read_text())
+        return found
+
+    def value(self, results: Mapping[str, Any]) -> float:
+        """Return the number that results have for it."""
+        one = median(entry(results, self.one))
+        return one / median(entry(results, self.other)) if self.other else one
+
+    def spread(self, results: Mapping[str, Any]) -> float:
+        """Return by which share the number may be worse than the stored one, if these are the results."""
+        paths = self.spread_of or tuple(path for path in (self.one, self.other) if path)
+        return max(self.least_spread, sum(relative_range(entry(results, path)) for path in paths))
+
+    def holds(self, now: float) -> bool:
+        """Tell whether a new number is not worse than the stored one by more than the spread."""
+        stored = self.stored()
+        then, spread = self.value(stored), self.spread(stored)
+        return now >= then * (1 - spread) if self.better == "more" else now <= then * (1 + spread)
+
+    def texts(self, results: Mapping[str, Any]) -> list[tuple[Place, str]]:
+        """Return what must stand in each place."""
+        numbers = {"value": self.value(results), "one": median(entry(results, self.one))}
+        if self.other:
+            numbers["other"] = median(entry(results, self.other))
+        return [(place, place.text.format(**numbers)) for place in self.places]
+
+
+def entry(results: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """Return what stands at the end of these keys."""
+    found: Any = results
+    for key in path:
+        found = found[key]
+    return found
+
+
+def median(found: Any) -> float:
+    """Return an entry's median; a number is its own."""
+    if isinstance(found, (int, float)):
+        return found
+    return float(next(value for key, value in found.items() if key.startswith("median")))
+
+
+def relative_range(found: Any) -> float:
+    """Return how far an entry's quartiles are apart, as a share of its median; nothing for a number."""
+    if isinstance(found, (int, float)):
+        return 0.0
+    low, high = next(
+        (value for key, value in found.items() if key.startswith(("quartiles", "range"))), (0.0, 0.0)
+    )
+    return float((high - low) / median(found))
+
+
+def stands(place: Place, text: str) -> bool:
+    """Tell whether a text stands in its place."""
+    document = (ROOT / place.document).read_text()
+    if not place.row:
+        return text in re.sub(r"\s+", " ", document)  # lines may break anywhere
+    return any(text in cell for cell in cells(document, place.row, place.column))
+
+
+def cells(document: str, row: str, column: str) -> list[str]:
+    """Return the cells of a row and column in all tables of a Markdown document that have both."""
+    found, heads = [], []
+    for line in document.splitlines():
+        if not line.startswith("|"):
+            heads = []
+            continue
+        parts = [part.strip() for part in line.strip("|").split("|")]
+        heads = heads or parts
+        if parts[0] == row and column in heads:
+            found.append(parts[heads.index(column)])
+    return found
+
+
+QUANT, COMPRESS, OVERLAP, UTILS, COLLECTIVES = (
+    f"packages/{package}/README.md"
+    for package in (
+        "ddp-quant-hooks",
+        "ddp-compress-hooks",
+        "ddp-optim-overlap",
+        "dist-utils",
+        "dist-autograd-collectives",
+    )
+)
+FP32 = "fp32, allreduce_hook"
+
+
+def _bucket(bits: str, row: str, key: str, hosts: int, rate: str, documents: Sequence[str]) -> Claim:
+    """Return a claim of the table of 25 MiB buckets."""
+    link = rate.replace("gbit", " Gbit/s")
+    column = f"{hosts} hosts, {link}"
+    return Claim(
+        name=f"{bits}, {column}",
+        sentence=f"On {column}, {bits} average a bucket of 25 MiB {{value:.2f}} times as fast as fp32.",
+        places=tuple(Place(document, "{other:.0f} ({value:.2f}x)", row, column) for document in documents),
+        results="quantized_allreduce.json",
+        one=("hosts", rate, str(hosts), FP32),
+        other=("hosts", rate, str(hosts), key),
+        measured_by=f"buckets_on_{hosts}_hosts",
+    )
+
+
+CLAIMS = (
+    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "1gbit", [QUANT, "README.md"]),
+    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 4, "1gbit", [QUANT, "README.md"]),
+    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "10gbit", [QUANT, "README.md"]),
+    _bucket(
+        "4 bits without feedback",
+        '4 bits, `error_feedback="none"`',
+        "ours: 4 bits, no error feedback",
+        2,
+        "1gbit",
+        [QUANT],
+    ),
+    *(
+        Claim(
+            name=f"bytes of 8 bits, {ranks} ranks",
+            sentence=f"8 bits send {{value:.3f}} of fp32's bytes on {ranks} ranks.",
+            places=(Place(QUANT, "{value:.3f}", "**8 bits**", f"{ranks} ranks"),),
+            results="quantized_allreduce.json",
+            one=("bytes", str(ranks), "ours: 8 bits"),
+            other=("bytes", str(ranks), FP32),
+            measured_by="bytes_of_buckets",
+            better="less",
+            least_spread=0.01,
+        )
+        for ranks in (2, 4)
+    ),
+    *(
+        Claim(
+            name=f"error of 8 bits, {gradients}, {ranks} ranks",
+            sentence=f"A step of 8 bits has a relative error of {{value:.1e}}: {gradients}, {ranks} ranks.",
+            places=(Place(QUANT, "{value:.1e}", "ours: int8", column),),
+            results="quant_accuracy.json",
+            one=("schemes", "ours: int8", "relative_error", gradients, str(ranks)),
+            measured_by="errors",
+            better="less",
+            least_spread=0.05,
+        )
+        for gradients, ranks, column in (
+            ("Gaussian", 2, "Gaussian, W=2"),
+            ("heavy tails", 8, "heavy tails, W=8"),
+        )
+    ),
+    Claim(
+        name="encoding",
+        sentence="Encoding with AVX2 reaches {value:.2f} of a copy's bandwidth.",
+        places=(Place(QUANT, "({value:.2f})", "AVX2", "encode"),),
+        results="quant_kernels.json",
+        one=("kernels", "ours: encode, AVX2", "of_copy"),
+        spread_of=(("kernels", "tensor.copy_"), ("kernels", "ours: encode, AVX2")),
+        measured_by="kernels_alone",
+    ),
+    Claim(
+        name="fp16, 2 hosts",
+        sentence="On 2 hosts, 1 Gbit/s, fp16 averages a bucket of 25 MiB {value:.2f} times as fast as fp32.",
+        places=tuple(
+            Place(document, text, "`fp16_compress_hook`", "2 hosts, 1 Gbit/s")
+            for document in (COMPRESS, "README.md")
+            for text in ("{other:.0f} / ", "({value:.2f}x)")
+        ),
+        results="compress_hooks.json",
+        one=("hosts", "2", "ours/allreduce_hook"),
+        other=("hosts", "2", "ours/fp16_compress_hook"),
+        measured_by="half_buckets_on_2_hosts",
+    ),
+    Claim(
+        name="overlapped step, 2 hosts",
+        sentence="With AdamW overlapped a step of 60 MB takes {value:.3f} of the ordinary loop's time.",
+        places=(Place(OVERLAP, "({value:.3f})", "60 MB, foreach", "**`BUCKET`**"),),
+        results="overlap.json",
+        one=(
+            "hosts",
+            "cases",
+            "60MB, foreach, batch 8",
+            "sides",
+            "ours: BUCKET",
+            "share_of",
+            "ordinary loop",
+        ),
+        spread_of=(("hosts", "cases", "60MB, foreach, batch 8", "sides", "ours: BUCKET"),),
+        measured_by="overlapped_steps",
+        better="less",
+    ),
+    Claim(
+        name="FSDP2 in 8 bits, 2 x 2 ranks",
+        sentence="On 2 hosts of 2 ranks, 1 Gbit/s, 8 bits are {value:.2f} times as fast as HSDP.",
+        places=(Place("docs/fsdp2.md", "{other:.0f} ms, {value:.2f}x", "8 bits", "1 Gbit/s"),),
+        results="fsdp.json",
+        one=("times", "1gbit", "native HSDP, fp32"),
+        other=("times", "1gbit", "ours: 8 bits"),
+        measured_by="sharded_steps",
+    ),
+    Claim(
+        name="walk of a batch",
+        sentence="PyTorch's walk of a dict of lists takes {value:.1f} times as long.",
+        places=(
+            Place(UTILS, "{other:.2f}", "dict of lists", "dist_utils"),
+            Place(UTILS, "{one:.2f}", "dict of lists", "torch"),
+            Place("README.md", "takes {other:.2f} us a tensor ({one:.2f} with PyTorch's function"),
+        ),
+        results="containers.json",
+        one=("us_per_tensor", "dict of lists", "keep", "torch"),
+        other=("us_per_tensor", "dict of lists", "keep", "dist_utils"),
+        measured_by="walks",
+    ),
+    Claim(
+        name="module states",
+        sentence="sync_module_states of 100 MiB takes {value:.2f} of the time of PyTorch's function.",
+        places=(Place(UTILS, "{one:.1f} / {other:.1f} ({value:.2f})", "100.2 MiB", "compared first"),),
+        results="module_sync.json",
+        one=("ms", "100.2 MiB", "ours, with verification"),
+        other=("ms", "100.2 MiB", "pytorch, with verification"),
+        measured_by="module_states",
+        better="less",
+    ),
+    Claim(
+        name="all_gather with gradients",
+        sentence="all_gather of 64 MiB on 2 ranks, with its backward, takes {value:.2f} of PyTorch's time.",
+        places=(
+            Place(COLLECTIVES, "{one:.0f} / {other:.0f} ({value:.2f})", "`all_gather`", "2 ranks, 64 MiB"),
+        ),
+        results="autograd_collectives.json",
+        one=("ms", "2 ranks, 64 MiB", "all_gather / ours"),
+        other=("ms", "2 ranks, 64 MiB", "all_gather / pytorch"),
+        measured_by="gathers",
+        better="less",
+    ),
+)

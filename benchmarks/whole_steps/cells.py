@@ -1,0 +1,131 @@
+"""The cells of the table: which model trains on how many hosts, and the jobs that measure it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from emulated_hosts import EmulationUnavailableError
+from hook_harness import run_on_hosts
+from whole_steps.ranks import MOST_TRIALS, WARM_UP, Job, measure
+from whole_steps.sides import FRAGILE, PLAIN
+from whole_steps.tasks import MODELS
+
+from dist_utils.testing import run_ranks
+
+LOOPBACK = "loopback"
+RATES = {"1gbit": 1e9 / 8, "10gbit": 10e9 / 8, "0.1gbit": 0.1e9 / 8}
+"""Bytes a second of the emulated links, by what the command line calls them."""
+SCRIPT = Path(__file__).parents[1] / "bench_whole_steps.py"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where a model trains.
+
+    Args:
+        model: Its name.
+        hosts: How many; on loopback how many ranks.
+        rate: A name of RATES, or LOOPBACK.
+        ranks_per_host: How many ranks each host has.
+    """
+
+    model: str
+    hosts: int
+    rate: str
+    ranks_per_host: int = 1
+
+    @property
+    def name(self) -> str:
+        """What results and tables call it."""
+        if self.rate == LOOPBACK:
+            return f"{self.model}, {self.world_size} ranks, loopback"
+        ranks = "" if self.ranks_per_host == 1 else f" of {self.ranks_per_host} ranks"
+        return f"{self.model}, {self.hosts} hosts{ranks}, {self.rate.replace('gbit', ' Gbit/s')}"
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train."""
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def plain_seconds(self) -> float:
+        """What a step of plain DDP may take, roughly."""
+        model, size = MODELS[self.model], self.world_size
+        wire = 0.0 if self.rate == LOOPBACK else model.plain_bytes * 2 * (size - 1) / size / RATES[self.rate]
+        # Several ranks of a host share its link, and all ranks two cores.
+        return wire * self.ranks_per_host + model.step_seconds * max(1, size / 2)
+
+
+FIRST = (
+    Cell("7M", 2, "1gbit"),
+    Cell("MLP", 2, "1gbit"),
+    Cell("7M", 4, "1gbit"),
+    Cell("7M", 2, LOOPBACK),
+    Cell("7M", 2, "1gbit", 2),
+    Cell("7M", 2, "10gbit"),
+    Cell("7M", 2, "0.1gbit"),
+    Cell("MLP", 2, "10gbit"),
+    Cell("MLP", 2, LOOPBACK),
+    Cell("conv", 2, "1gbit"),
+    Cell("60M", 2, "1gbit"),
+)
+"""What matters most: measured in this order, before all others."""
+
+
+def chosen_cells(
+    models: Sequence[str], hosts: Sequence[int], rates: Sequence[str], ranks_per_host: Sequence[int]
+) -> list[Cell]:
+    """Return the cells with these properties, the most important first."""
+    possible = [
+        Cell(model, count, rate, ranks)
+        for count, rate, model, ranks in itertools.product(hosts, rates, models, ranks_per_host)
+        # Several ranks of a host are for two hosts: eight of them share two cores as it is.
+        if ranks == 1 or (rate != LOOPBACK and count == 2)
+    ]
+    return sorted(possible, key=lambda cell: FIRST.index(cell) if cell in FIRST else len(FIRST))
+
+
+def jobs_of(cell: Cell, names: Sequence[str], repeats: int, memory_gib: float) -> Iterator[Job]:
+    """Divide the sides into jobs that fit into memory, each with plain DDP, fragile sides each alone."""
+    fits = int(memory_gib * 2**30 / (MODELS[cell.model].bytes_of_a_side * cell.world_size))
+    if fits < 2:
+        raise MemoryError(f"{cell.name}: two models on every rank need more than {memory_gib} GiB")
+    others = [name for name in names if name != PLAIN]
+    sturdy = [name for name in others if name not in FRAGILE]
+    size = fits - 1
+    parts = [sturdy[begin : begin + size] for begin in range(0, len(sturdy), size)]
+    parts += [[name] for name in others if name in FRAGILE]
+    for part in parts or [[]]:
+        yield Job(cell.model, (PLAIN, *part), repeats, cell.ranks_per_host, 60 + 20 * cell.plain_seconds)
+
+
+def run(cell: Cell, job: Job) -> list[dict[str, Any]]:
+    """Return what every rank of a job has seen.
+
+    Raises:
+        EmulationUnavailableError: There can be no hosts.
+        RuntimeError: A rank failed, or it took ten times as long as it should.
+    """
+    steps = (job.repeats + WARM_UP) * (len(job.sides) + 1)
+    steps += MOST_TRIALS * sum(name.startswith("auto") for name in job.sides)
+    timeout = 120 + 5 * steps * cell.plain_seconds
+    try:
+        if cell.rate == LOOPBACK:
+            return run_ranks(measure, cell.world_size, job, timeout=timeout, group_timeout=job.patience)
+        command, options = [str(SCRIPT), "rank"], ["--job", job.to_text()]
+        rate = "100mbit" if cell.rate == "0.1gbit" else cell.rate
+        ranks: list[dict[str, Any]] = run_on_hosts(
+            command, options, cell.hosts, rate=rate, ranks_per_host=cell.ranks_per_host, timeout=timeout
+        )
+    except EmulationUnavailableError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+    for rank in ranks:
+        if "error" in rank:
+            raise RuntimeError(rank["error"].strip().splitlines()[0])
+    return ranks

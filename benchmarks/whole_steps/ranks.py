@@ -1,0 +1,142 @@
+"""What a rank does: it steps every side in turns, and notes seconds and bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from bench_quant_convergence import Task
+from torch.distributed.device_mesh import init_device_mesh
+from whole_steps.sides import COMPUTE, PLAIN, Side, make_side
+from whole_steps.tasks import MODELS
+
+from dist_utils.testing import tcp_bytes_sent
+
+WARM_UP = 4
+"""Steps of each side before the first that counts: DDP forms its buckets, powerSGD gets warm."""
+MOST_TRIALS = 110
+"""Steps after which a side that chooses must have chosen."""
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # names of numbers in glibc's malloc.h
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks of one process group measure.
+
+    Args:
+        model: Its name.
+        sides: In turns, always with plain DDP.
+        repeats: Steps of each.
+        ranks_per_host: A mesh is made of them where there are several.
+        patience: Seconds until a collective gives up.
+    """
+
+    model: str
+    sides: tuple[str, ...]
+    repeats: int
+    ranks_per_host: int = 1
+    patience: float = 300.0
+
+    def to_text(self) -> str:
+        """Return it as one argument of a command."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Job:
+        """Return what :meth:`to_text` has written."""
+        fields = json.loads(text)
+        return cls(**{**fields, "sides": tuple(fields["sides"])})
+
+
+def measure(rank: int, job: Job) -> dict[str, Any]:
+    """Return this rank's seconds and bytes of every step, by side, with the buckets and what was chosen."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    model = MODELS[job.model]
+    task = model.task()
+    several = job.ranks_per_host > 1
+    shape = (dist.get_world_size() // job.ranks_per_host, job.ranks_per_host)
+    mesh = init_device_mesh("cpu", shape) if several else None
+    sides = {name: make_side(name, model, task, mesh) for name in job.sides}
+    batches = torch.Generator().manual_seed(rank)
+    chosen = {name: let_choose(side, task, batches) for name, side in sides.items() if side.choosing}
+    turns = [COMPUTE, *sides]
+    seen: dict[str, Any] = {"chosen": chosen}
+    seen |= {kind: {name: [] for name in turns} for kind in ("seconds", "tcp_bytes", "wire_bytes")}
+    gc.collect()
+    gc.disable()
+    for repeat in range(-WARM_UP, job.repeats):
+        examples = task.draw(task.batch, batches)
+        for name in turns if repeat % 2 else reversed(turns):
+            # Without communication it is plain DDP's model: one less that must fit into memory.
+            side = sides[PLAIN if name == COMPUTE else name]
+            before = tcp_bytes_sent(), wire_bytes_sent()
+            dist.barrier()
+            began = time.perf_counter()
+            side.step(task, examples, alone=name == COMPUTE)
+            seconds = time.perf_counter() - began
+            dist.barrier()  # the hosts' interfaces have sent what their other ranks send
+            after = tcp_bytes_sent(), wire_bytes_sent()
+            if repeat >= 0:
+                seen["seconds"][name].append(seconds)
+                seen["tcp_bytes"][name].append(after[0] - before[0])
+                seen["wire_bytes"][name].append(after[1] - before[1])
+    seen["buckets"] = {name: side.bucket_bytes() for name, side in sides.items()}
+    seen["parameters"] = sum(parameter.numel() for parameter in sides[PLAIN].ddp.parameters())
+    for side in sides.values():
+        side.close()
+    return seen
+
+
+def let_choose(side: Side, task: Task, batches: torch.Generator) -> dict[str, Any]:
+    """Train alone, without turns, until the side has chosen; return after how many steps, and what."""
+    for step in range(1, MOST_TRIALS + 1):
+        side.step(task, task.draw(task.batch, batches))
+        if not side.choosing:
+            choice = side.state.choice
+            return {
+                "steps": step,
+                "candidate": choice.candidate,
+                "by_size": {str(size): name for size, name in choice.by_size.items()},
+                "why": choice.why,
+            }
+    raise RuntimeError(f"nothing was chosen in {MOST_TRIALS} steps")
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator keep what is freed: new pages would cost more than what is compared."""
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_MMAP_THRESHOLD, 2**25)
+    libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def wire_bytes_sent() -> int:
+    """Return what the host's interface has sent, with all headers; nothing on loopback."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "eth0":
+            return int(counts.split()[8])
+    return 0
+
+
+def be_a_rank(folder: Path, job: Job) -> None:
+    """Be one rank on an emulated host; write what it has seen, or why it failed."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
+    mine = folder / f"{dist.get_rank()}.json"
+    try:
+        seen = measure(dist.get_rank(), job)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
+        mine.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        os._exit(0)  # a hook's threads may wait for ever
+    mine.write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()

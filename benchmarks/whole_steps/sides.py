@@ -1,0 +1,137 @@
+"""How gradients are averaged and parameters are stepped: every side of the comparison, made by name.
+
+A name is that of a hook, with ``+overlap`` behind it where its optimizer steps inside ``backward()``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from bench_quant_convergence import Task
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from whole_steps.tasks import Model
+
+import ddp_quant_hooks
+from ddp_compress_hooks import bf16_compress_hook
+from ddp_optim_overlap import overlap_optimizer
+from ddp_quant_hooks import (
+    HierarchicalAllreduceState,
+    QuantizedAllreduceState,
+    quantized_allreduce_hook,
+)
+from ddp_quant_hooks.candidates import default_candidates
+
+PLAIN, COMPUTE, OVERLAP = "plain", "compute", "+overlap"
+LABELS = {
+    COMPUTE: "no communication",
+    PLAIN: "plain DDP",
+    "fp16": "PyTorch's `fp16_compress_hook`",
+    "powersgd": "PyTorch's `powerSGD_hook`, rank 1",
+    "powersgd-one": "PyTorch's `powerSGD_hook`, rank 1, one bucket",
+    "perchannel": "PyTorch's `quantization_perchannel_hook`",
+    "bf16": "ours: 16 bits",
+    "8bits": "ours: 8 bits",
+    "4bits": "ours: 4 bits",
+    "nodes": "ours: 8 bits between nodes",
+    "auto": "ours: auto",
+}
+OURS = ("bf16", "8bits", "4bits", "nodes", "auto")
+ALL = [name for name in LABELS if name != COMPUTE] + [name + OVERLAP for name in OURS]
+FRAGILE = ("powersgd", "powersgd-one", "perchannel")
+"""They hang or abort on Gloo in some versions of torch: each gets ranks of its own.
+
+powerSGD's collectives of several buckets get mixed up; in one bucket it works, and nothing is overlapped.
+"""
+
+
+def label(name: str) -> str:
+    """Return what the tables call a side."""
+    base, plus, _ = name.partition("+")
+    return LABELS[base] + (" + overlap" if plus else "")
+
+
+def available(names: list[str], ranks_per_host: int) -> list[str]:
+    """Return the sides that can be there: nodes need several ranks, and ``auto`` the version that has it."""
+    missing = set()
+    if ranks_per_host == 1:
+        missing.add("nodes")
+    if getattr(ddp_quant_hooks, "AutoState", None) is None:
+        missing.add("auto")
+    return [name for name in names if name.partition("+")[0] not in missing]
+
+
+def make_hook(name: str, mesh: DeviceMesh | None) -> tuple[Any, Callable[..., Any]] | None:
+    """Return a state and a hook, or ``None`` for plain DDP. ``mesh``: nodes first, then their ranks."""
+    if name == PLAIN:
+        return None
+    if name == "fp16":
+        return None, default_hooks.fp16_compress_hook
+    if name.startswith("powersgd"):
+        # The first step has DDP's first buckets; warm from the third step on.
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        return state, powerSGD_hook.powerSGD_hook
+    if name == "perchannel":
+        return torch.distributed.group.WORLD, quantization_hooks.quantization_perchannel_hook
+    if name == "bf16":
+        return None, bf16_compress_hook
+    if name == "nodes":
+        return HierarchicalAllreduceState(mesh=mesh), quantized_allreduce_hook
+    if name == "auto":
+        candidates = None if mesh is None else default_candidates(mesh=mesh)
+        return ddp_quant_hooks.AutoState(candidates=candidates), ddp_quant_hooks.auto_hook
+    return QuantizedAllreduceState(bits={"8bits": 8, "4bits": 4}[name]), quantized_allreduce_hook
+
+
+@dataclass
+class Side:
+    """A model that is trained in one way."""
+
+    ddp: DistributedDataParallel
+    optimizer: torch.optim.Optimizer
+    state: Any = None
+
+    def step(self, task: Task, chosen: torch.Tensor, *, alone: bool = False) -> torch.Tensor:
+        """Train with these examples, without the other ranks if ``alone``, and return the loss."""
+        self.optimizer.zero_grad()
+        with self.ddp.no_sync() if alone else contextlib.nullcontext():
+            loss = task.loss(self.ddp, chosen)
+            torch.autograd.backward(loss)
+        self.optimizer.step()
+        return loss.detach()
+
+    def bucket_bytes(self) -> list[int]:
+        """Return how large DDP's buckets are, in the order in which they are ready, in fp32."""
+        logged = self.ddp._get_ddp_logging_data()  # noqa: SLF001 - no public name tells without a hook
+        return [int(size) for size in logged["rebuilt_bucket_sizes"].split(",")]
+
+    @property
+    def choosing(self) -> bool:
+        """Whether the side still tries what it may choose."""
+        return getattr(self.state, "choice", self) is None
+
+    def close(self) -> None:
+        """End the threads of the side's state."""
+        if hasattr(self.state, "close"):
+            self.state.close()
+
+
+def make_side(name: str, model: Model, task: Task, mesh: DeviceMesh | None = None, seed: int = 0) -> Side:
+    """Make a model, and what averages and steps it."""
+    torch.manual_seed(seed)
+    bucket_mb = 1e4 if name.endswith("-one") else model.bucket_mb
+    ddp = DistributedDataParallel(task.model(), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=model.views)
+    optimizer = task.optimizer(ddp.parameters())
+    base, plus, _ = name.partition("+")
+    made = make_hook(base, mesh)
+    state, hook = made or (None, None)
+    if plus:
+        overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=state)
+    elif hook is not None:
+        ddp.register_comm_hook(state, hook)
+    return Side(ddp, optimizer, state)

@@ -1,0 +1,110 @@
+"""What a job's seconds and bytes say: medians and quartiles, what is exposed, how near the possible it is.
+
+All differences and ratios are of one turn: what slows the machine for a while slows both sides. Times are of
+the slowest rank.
+
+* *compute*: a step of plain DDP's model under ``no_sync()``, with the optimizer's step, on all ranks at once.
+* *exposed*: what a step takes longer than compute. That is waiting for the network, and what quantizing,
+  sending and receiving take from the computation where they share its cores.
+* *wire*: how long the busiest host's link needs for all bytes of a step, headers included, as its interface
+  counts them.
+* *last bucket*: the part of this that the last bucket has of the model. It is ready when ``backward()`` has
+  computed everything, so no computation can hide it.
+* *possible*: ``max(compute + last bucket, wire)``, of the same side's bytes. No step with these bytes is
+  shorter, but for an overlapped optimizer, which can hide steps of other buckets behind the last one.
+  *fraction*: possible / step. On loopback the wire takes no time.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from whole_steps.sides import COMPUTE, PLAIN
+
+CANDIDATES = {PLAIN, "bf16", "8bits", "nodes"}
+"""What ``auto`` chooses from, as far as it may by default, where the table has a side for it."""
+
+
+def summarize(
+    ranks: list[dict[str, Any]], bytes_a_second: float | None, ranks_per_host: int
+) -> dict[str, Any]:
+    """Return what the result file says of a job's sides, by name, and of the model.
+
+    Args:
+        ranks: What each rank has seen.
+        bytes_a_second: Of each host's link; ``None`` on loopback.
+        ranks_per_host: Neighbors that share a link.
+    """
+    steps = {
+        name: [1e3 * max(turn) for turn in _turns(ranks, "seconds", name)] for name in ranks[0]["seconds"]
+    }
+    load = [round(value, 1) for value in os.getloadavg()]
+    sides: dict[str, Any] = {}
+    for name, own in steps.items():
+        sent = max_median(_turns(ranks, "tcp_bytes", name))
+        sides[name] = {**spread(own, "_ms"), "repeats": len(own), "load_1_5_15_min": load}
+        sides[name]["mib_sent"] = round(sent / 2**20, 3)
+        wire = 0.0
+        if bytes_a_second is not None:
+            # Ranks of a host read the same counter.
+            sent = max_median(_turns(ranks[::ranks_per_host], "wire_bytes", name))
+            wire = 1e3 * sent / bytes_a_second
+            sides[name] |= {"mib_on_wire": round(sent / 2**20, 3), "wire_ms": round(wire, 2)}
+        if name != COMPUTE:
+            buckets = ranks[0]["buckets"][name]
+            sides[name] |= compare(name, steps, wire, wire * buckets[-1] / sum(buckets))
+        if name in ranks[0]["chosen"]:
+            sides[name]["chosen"] = ranks[0]["chosen"][name]
+    return {
+        "parameters": ranks[0]["parameters"],
+        "bucket_mib": [round(size / 2**20, 2) for size in ranks[0]["buckets"][PLAIN]],
+        "sides": sides,
+    }
+
+
+def compare(name: str, steps: dict[str, list[float]], wire: float, last: float) -> dict[str, Any]:
+    """Return how one side's steps compare with the computation, plain DDP and what is possible."""
+    own, compute = steps[name], statistics.median(steps[COMPUTE])
+    possible = max(compute + last, wire)
+    exposed = [step - alone for step, alone in zip(own, steps[COMPUTE], strict=True)]
+    found = {
+        "exposed": spread(exposed, "_ms"),
+        "faster_than_plain": ratios(steps[PLAIN], own),
+        "plain_ms": round(statistics.median(steps[PLAIN]), 2),
+        "compute_ms": round(compute, 2),
+        "last_bucket_ms": round(last, 2),
+        "fraction_of_possible": round(possible / statistics.median(own), 3),
+    }
+    base, plus, _ = name.partition("+")
+    if plus and base in steps:
+        found["of_without_overlap"] = ratios(own, steps[base])
+    if name == "auto":
+        best = min(steps.keys() & CANDIDATES, key=lambda candidate: statistics.median(steps[candidate]))
+        found |= {"best_candidate": best, "of_best": ratios(own, steps[best])}
+    return found
+
+
+def max_median(turns: list[tuple[float, ...]]) -> float:
+    """Return the median over the turns of the largest of each."""
+    return statistics.median(max(turn) for turn in turns)
+
+
+def _turns(ranks: list[dict[str, Any]], kind: str, name: str) -> list[tuple[float, ...]]:
+    return list(zip(*(rank[kind][name] for rank in ranks), strict=True))
+
+
+def spread(values: Sequence[float], unit: str = "", digits: int = 2) -> dict[str, Any]:
+    """Return median and quartiles."""
+    low, median, high = statistics.quantiles(values, n=4)
+    return {
+        f"median{unit}": round(median, digits),
+        f"quartiles{unit}": [round(low, digits), round(high, digits)],
+    }
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
+    """Return median and quartiles of the ratios of each turn."""
+    return spread([one / other for one, other in zip(over, under, strict=True)], digits=3)
