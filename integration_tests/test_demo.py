@@ -37,7 +37,7 @@ def _start(folder, *arguments, **environment):
     )
 
 
-@pytest.mark.parametrize("tools", ["there", "missing"])
+@pytest.mark.parametrize("tools", ["there", pytest.param("missing", marks=pytest.mark.exhaustive)])
 def test_every_way_learns_alike_and_sends_what_it_says(tmp_path, tools):
     environment = {} if tools == "there" else {"PATH": str(tmp_path)}
     process = _start(tmp_path, "--steps=2", **environment)
@@ -86,7 +86,9 @@ def _wait_until(condition):
 
 
 @needs_linux
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive), signal.SIGKILL]
+)
 def test_nothing_is_left_behind(tmp_path, how):
     process = _start(tmp_path)
     _wait_until(lambda: sum("demo_training.py" in line for line in _processes_of(tmp_path)) == 2)

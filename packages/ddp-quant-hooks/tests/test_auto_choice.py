@@ -215,7 +215,7 @@ def _afterwards(rank):
     return left, equal, idle
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_after_the_choice_all_is_as_with_the_candidate_alone(world_size):
     for left, equal, idle in run_ranks(_afterwards, world_size, timeout=60):
         assert left == ("4 bits", 0, 2)  # the thread of the candidate, and of the reference

@@ -101,6 +101,7 @@ def test_torchrun_starts_it_and_rank_0_alone_reports(tmp_path):
     assert "8 bits between nodes" in report["prediction"]["predicted_seconds"]
 
 
+@pytest.mark.exhaustive
 def test_ranks_with_other_options_both_fail_under_slurm():
     job = _free_job()
     budgets = ["4", "5"]
