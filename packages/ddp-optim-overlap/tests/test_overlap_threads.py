@@ -1,6 +1,7 @@
 """Who steps, who waits for whom, and what is told of it; and which ranks take part."""
 
 import gc
+import itertools
 import threading
 import time
 import types
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from overlap_runs import (
     Net,
+    PoisonedPages,
     adamw,
     backward,
     batches,
+    begin_overlap,
     both,
     differences,
     make_ddp,
@@ -30,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
+    ConfigError,
     DoubleBackwardError,
     OptimizerHookState,
     OverlapMode,
@@ -170,11 +174,59 @@ def _a_slow_peer(seen):
         seen[mode.name] = handle.wait(timeout=30).number == 2
 
 
+def _asked_in_the_middle(seen):
+    """Of a backward pass, by another thread or in a hook that goes on: refused, and nothing is lost."""
+    for name, ask in (
+        ("wait", lambda handle, _: handle.wait()),
+        ("step", lambda _, optimizer: optimizer.step()),
+        ("remove", lambda handle, _: handle.remove()),
+    ):
+        for where, memory in itertools.product(("thread", "hook"), (None, PoisonedPages)):
+            refused = []
+
+            def run(*, overlapped, ask=ask, where=where, memory=memory, refused=refused):
+                ddp = make_ddp()
+                optimizer = adamw(ddp)
+                handle = begin_overlap(ddp, optimizer, memory=memory) if overlapped else None
+
+                def asks():
+                    try:
+                        ask(handle, optimizer)
+                    except ConfigError as error:
+                        refused.append("backward()" in str(error))
+
+                def in_the_middle(_):
+                    if where == "thread":
+                        other = threading.Thread(target=asks)
+                        other.start()
+                        other.join()
+                    else:
+                        asks()
+
+                for step, x in enumerate(batches(3)):
+                    if overlapped and step == 1:  # the first pass has a single bucket, at its end
+                        ddp.module.layers[1].weight.register_post_accumulate_grad_hook(in_the_middle)
+                    backward(ddp, x)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                return snapshot(ddp), optimizer.state_dict()
+
+            way = "released" if memory else ""
+            seen[name, where, way] = both(run) and refused == [True] * 2
+
+
 def _check(seen):
     seen["check=True"] = not differences(ADAMW, options={"check": True})
 
 
-PARTS = named(_who_steps, _backward_does_not_wait_for_an_average, _what_was_hidden, _a_slow_peer, _check)
+PARTS = named(
+    _who_steps,
+    _backward_does_not_wait_for_an_average,
+    _what_was_hidden,
+    _a_slow_peer,
+    _asked_in_the_middle,
+    _check,
+)
 
 
 @pytest.fixture(scope="module")

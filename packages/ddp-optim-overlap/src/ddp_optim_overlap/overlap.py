@@ -89,6 +89,7 @@ class OverlapHandle:
 
         Raises:
             OverlapError: The first error, of its own type; ``backward()`` raises it as ``RuntimeError``.
+            ConfigError: ``backward()`` runs, around this call or in another thread; it goes on.
             TimeoutError: A peer has not finished.
         """
         return self._engine.wait(timeout)
@@ -114,7 +115,7 @@ class OverlapHandle:
         this twice is harmless.
 
         Raises:
-            ConfigError: A backward pass is stepping.
+            ConfigError: A backward pass is stepping, around this call or in another thread.
         """
         self._engine.refuse_inside_pass()
         self._calls.remove()
