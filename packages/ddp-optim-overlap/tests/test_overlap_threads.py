@@ -1,5 +1,6 @@
 """Who steps, who waits for whom, and what is told of it; and which ranks take part."""
 
+import contextlib
 import gc
 import itertools
 import threading
@@ -30,13 +31,16 @@ from overlap_runs import (
 from parity_cases import ADAMW
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
     ConfigError,
     DoubleBackwardError,
     OptimizerHookState,
+    OverlapError,
     OverlapMode,
+    StepError,
     hook_then_optimizer,
     overlap_optimizer,
 )
@@ -106,6 +110,17 @@ def _backward_does_not_wait_for_an_average(seen):
 
     seen["same bits"] = both(run)
     seen["in time"] = in_time == [True] * 3
+
+
+class Checkpoint(torch.nn.Module):
+    """A layer whose backward is a pass inside of the pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=True)
 
 
 STEPPED = threading.Event()
@@ -215,6 +230,33 @@ def _asked_in_the_middle(seen):
             seen[name, where, way] = both(run) and refused == [True] * 2
 
 
+def _asked_between_parts(seen):
+    """Of a backward pass in nested parts, whose end cannot be known before it has come: never silently."""
+    for memory in (None, PoisonedPages):
+        ddp = DistributedDataParallel(
+            torch.nn.Sequential(*[Checkpoint() for _ in range(4)]), bucket_cap_mb=0.0005
+        )
+        optimizer = adamw(ddp)
+        handle = begin_overlap(ddp, optimizer, memory=memory)
+
+        def asks(_, handle=handle):
+            with contextlib.suppress(OverlapError):
+                handle.wait()
+
+        x = torch.ones(3, 16, requires_grad=True)
+        backward(ddp, x)
+        optimizer.zero_grad()
+        ddp.module[1].inner.weight.register_post_accumulate_grad_hook(asks)
+        with pytest.raises(RuntimeError, match=r"while backward\(\) ran"):
+            backward(ddp, x)
+        with pytest.raises(StepError, match=r"while backward\(\) ran"):
+            optimizer.step()
+        handle.remove()
+        optimizer.zero_grad()
+        backward(ddp, x)
+        seen["released" if memory else ""] = all(one.grad is not None for one in ddp.parameters())
+
+
 def _check(seen):
     seen["check=True"] = not differences(ADAMW, options={"check": True})
 
@@ -225,6 +267,7 @@ PARTS = named(
     _what_was_hidden,
     _a_slow_peer,
     _asked_in_the_middle,
+    _asked_between_parts,
     _check,
 )
 
