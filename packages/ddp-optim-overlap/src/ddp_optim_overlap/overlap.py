@@ -273,14 +273,15 @@ def overlap_optimizer(
         check=check,
         release=release,
     )
-    # A handle may outlive the model; what the engine knows of DDP's buckets must not.
-    weakref.finalize(ddp, engine.known_buckets.forget).atexit = False
     if slot is None:
         _register(ddp, engine)
     else:
         if slot.engine is not None:
             slot.engine.gradients.stop()
+            engine.known_buckets = slot.engine.known_buckets
         slot.engine = engine
+    # A handle may outlive the model; what the engine knows of DDP's buckets must not.
+    weakref.finalize(ddp, engine.known_buckets.forget).atexit = False
     overlapped.attach(engine)
     return OverlapHandle(engine, optimizers, mode, overlapped)
 
