@@ -64,6 +64,54 @@ def _other_strides(_):
     return seen
 
 
+class _SomeUsed(torch.nn.Module):
+    """The middle one of three convolutions is left out by rank 1 in some passes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
+        self.all_used = True
+
+    def forward(self, x):
+        first, middle, last = self.layers
+        x = first(x)
+        return last(x if dist.get_rank() == 1 and not self.all_used else middle(x).tanh())
+
+
+def _train_some(unused, when, *, overlapped, memory=None, cap=0.0005, again=False):
+    net = _SomeUsed()
+    ddp = DistributedDataParallel(
+        net, bucket_cap_mb=cap, find_unused_parameters=True, gradient_as_bucket_view=True
+    )
+    optimizer = adamw(ddp)
+    handle = begin_overlap(ddp, optimizer, memory=memory) if overlapped else None
+    for step in range(7):
+        if step == when:
+            _channels_last(net)
+            if handle is not None and again:
+                handle.remove()
+                begin_overlap(ddp, optimizer, memory=memory)
+        net.all_used = step not in unused
+        generator = torch.Generator().manual_seed(step + 10 * dist.get_rank())
+        ddp(torch.randn(2, 4, 5, 5, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return snapshot(ddp)
+
+
+def _other_strides_where_some_are_unused(_):
+    """A gradient stays in its bucket as it was, though this rank has none that shows how."""
+    seen = {}
+    for unused, when in (((2, 3), 2), ((2, 3), 3), ((3,), 1), ((0, 1, 2), 1), ((0, 2), 2)):
+        for cap in (0.0005, 1):
+            ordinary = _train_some(unused, when, overlapped=False, cap=cap)
+            for memory, again in ((None, False), (PoisonedPages, False), (None, True)):
+                ends = _train_some(unused, when, overlapped=True, memory=memory, cap=cap, again=again)
+                seen[unused, when, cap, memory is None, again] = same(ordinary, ends)
+    return seen
+
+
 def _let_go(_):
     """The memory of buckets goes with the model, though the handle stays."""
     ddp = make_ddp()
@@ -88,7 +136,7 @@ def _let_go(_):
 
 
 def _run(rank):
-    return _other_strides(rank), _let_go(rank)
+    return {**_other_strides(rank), **_other_strides_where_some_are_unused(rank)}, _let_go(rank)
 
 
 def test_parameters_with_other_strides_and_models_that_go():

@@ -1,6 +1,8 @@
 """Who steps, who waits for whom, and what is told of it; and which ranks take part."""
 
+import contextlib
 import gc
+import itertools
 import threading
 import time
 import types
@@ -11,9 +13,11 @@ import torch
 import torch.distributed as dist
 from overlap_runs import (
     Net,
+    PoisonedPages,
     adamw,
     backward,
     batches,
+    begin_overlap,
     both,
     differences,
     make_ddp,
@@ -27,12 +31,16 @@ from overlap_runs import (
 from parity_cases import ADAMW
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
+    ConfigError,
     DoubleBackwardError,
     OptimizerHookState,
+    OverlapError,
     OverlapMode,
+    StepError,
     hook_then_optimizer,
     overlap_optimizer,
 )
@@ -104,6 +112,17 @@ def _backward_does_not_wait_for_an_average(seen):
     seen["in time"] = in_time == [True] * 3
 
 
+class Checkpoint(torch.nn.Module):
+    """A layer whose backward is a pass inside of the pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=True)
+
+
 STEPPED = threading.Event()
 
 
@@ -170,11 +189,87 @@ def _a_slow_peer(seen):
         seen[mode.name] = handle.wait(timeout=30).number == 2
 
 
+def _asked_in_the_middle(seen):
+    """Of a backward pass, by another thread or in a hook that goes on: refused, and nothing is lost."""
+    for name, ask in (
+        ("wait", lambda handle, _: handle.wait()),
+        ("step", lambda _, optimizer: optimizer.step()),
+        ("remove", lambda handle, _: handle.remove()),
+    ):
+        for where, memory in itertools.product(("thread", "hook"), (None, PoisonedPages)):
+            refused = []
+
+            def run(*, overlapped, ask=ask, where=where, memory=memory, refused=refused):
+                ddp = make_ddp()
+                optimizer = adamw(ddp)
+                handle = begin_overlap(ddp, optimizer, memory=memory) if overlapped else None
+
+                def asks():
+                    try:
+                        ask(handle, optimizer)
+                    except ConfigError as error:
+                        refused.append("backward()" in str(error))
+
+                def in_the_middle(_):
+                    if where == "thread":
+                        other = threading.Thread(target=asks)
+                        other.start()
+                        other.join()
+                    else:
+                        asks()
+
+                for step, x in enumerate(batches(3)):
+                    if overlapped and step == 1:  # the first pass has a single bucket, at its end
+                        ddp.module.layers[1].weight.register_post_accumulate_grad_hook(in_the_middle)
+                    backward(ddp, x)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                return snapshot(ddp), optimizer.state_dict()
+
+            way = "released" if memory else ""
+            seen[name, where, way] = both(run) and refused == [True] * 2
+
+
+def _asked_between_parts(seen):
+    """Of a backward pass in nested parts, whose end cannot be known before it has come: never silently."""
+    for memory in (None, PoisonedPages):
+        ddp = DistributedDataParallel(
+            torch.nn.Sequential(*[Checkpoint() for _ in range(4)]), bucket_cap_mb=0.0005
+        )
+        optimizer = adamw(ddp)
+        handle = begin_overlap(ddp, optimizer, memory=memory)
+
+        def asks(_, handle=handle):
+            with contextlib.suppress(OverlapError):
+                handle.wait()
+
+        x = torch.ones(3, 16, requires_grad=True)
+        backward(ddp, x)
+        optimizer.zero_grad()
+        ddp.module[1].inner.weight.register_post_accumulate_grad_hook(asks)
+        with pytest.raises(RuntimeError, match=r"while backward\(\) ran"):
+            backward(ddp, x)
+        with pytest.raises(StepError, match=r"while backward\(\) ran"):
+            optimizer.step()
+        handle.remove()
+        optimizer.zero_grad()
+        backward(ddp, x)
+        seen["released" if memory else ""] = all(one.grad is not None for one in ddp.parameters())
+
+
 def _check(seen):
     seen["check=True"] = not differences(ADAMW, options={"check": True})
 
 
-PARTS = named(_who_steps, _backward_does_not_wait_for_an_average, _what_was_hidden, _a_slow_peer, _check)
+PARTS = named(
+    _who_steps,
+    _backward_does_not_wait_for_an_average,
+    _what_was_hidden,
+    _a_slow_peer,
+    _asked_in_the_middle,
+    _asked_between_parts,
+    _check,
+)
 
 
 @pytest.fixture(scope="module")

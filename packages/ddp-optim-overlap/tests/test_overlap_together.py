@@ -9,6 +9,7 @@ from overlap_runs import step_buckets_of
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import CommunicationError, PerBucketNorm, StepError, overlap_optimizer
+from ddp_optim_overlap.handed_over import HandedOver
 from dist_utils.testing import run_ranks, same_bits
 
 LAYERS = 6
@@ -37,11 +38,11 @@ class Noted(PerBucketNorm):
         super().clip(parameters)
 
 
-def _start(size, comm_hook=None, comm_state=None, *, width=20, **options):
+def _start(size, comm_hook=None, comm_state=None, *, width=20, layers=LAYERS, **options):
     """Train until DDP has its final buckets, one for each layer."""
     step_buckets_of(size)
     torch.manual_seed(0)
-    net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(LAYERS)])
+    net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
     ddp = DistributedDataParallel(net, bucket_cap_mb=width * (width + 1) * 4 / 2**20)
     optimizer = Counts(ddp.parameters(), lr=0.1)
     handle = overlap_optimizer(ddp, optimizer, comm_hook=comm_hook, comm_state=comm_state, **options)
@@ -125,6 +126,28 @@ def _bits(_):
 
 def test_the_bits_do_not_depend_on_what_is_stepped_together():
     assert run_ranks(_bits, 3) == [True] * 3
+
+
+def _sizes_asked_for(_):
+    """In one pass, of the buckets that wait."""
+    layers, asked = 60, []
+    ddp, optimizer, handle = _start(1000 * BUCKET, layers=layers)
+    nbytes = HandedOver.nbytes.fget
+
+    def counted(bucket):
+        asked.append(bucket.index)
+        return nbytes(bucket)
+
+    HandedOver.nbytes = property(counted)
+    _pass(ddp, optimizer)
+    handle.wait()
+    HandedOver.nbytes = property(nbytes)
+    return max(map(asked.count, range(layers)))
+
+
+def test_what_waits_is_not_counted_anew_with_every_bucket():
+    """Or thousands of small buckets would cost millions of looks."""
+    assert max(run_ranks(_sizes_asked_for, 2)) <= 3
 
 
 def _a_step_fails(_):

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from overlap_runs import (
     Net,
+    PoisonedPages,
     adamw,
     backward,
     batches,
+    begin_overlap,
     both,
     changed,
     make_ddp,
@@ -197,6 +199,19 @@ def _too_late(seen):
         )
 
 
+def _loaded_inside(seen):
+    """A state that a hook loads when the first bucket is handed over already."""
+    for memory in (None, PoisonedPages):
+        ddp = make_ddp(find_unused_parameters=True)  # with several buckets from the beginning
+        optimizer = adamw(ddp)
+        begin_overlap(ddp, optimizer, memory=memory)
+        backward(ddp, batches(1)[0])
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        ddp.module.conv.bias.register_hook(lambda _, last=optimizer, saved=saved: last.load_state_dict(saved))
+        seen["released" if memory else ""] = _refused(ddp, optimizer, batches(1)[0], "state was loaded")
+
+
 class DecaysInPlace(torch.optim.SGD):
     """Writes its weight decay into the gradients."""
 
@@ -365,6 +380,7 @@ PARTS = named(
     _another_first_one,
     _looks_by_autograd_grad,
     _too_late,
+    _loaded_inside,
     _no_bit_changed,
     _one_value_changed,
     _late_pre_hook,

@@ -26,6 +26,7 @@ class BackwardPass:
         watch: Told of stepped weights, if anybody is.
         released: Takes the gradients of stepped buckets away, if anybody does.
         stepping: Held while a bucket is stepped.
+        runs: Whether torch is still computing it.
     """
 
     number: int
@@ -42,6 +43,7 @@ class BackwardPass:
     norm: torch.Tensor | None = None
     cancelled: bool = False
     stepping: threading.Lock = field(default_factory=threading.Lock)
+    runs: bool = False
 
     def cancel(self) -> None:
         """Let no bucket's step begin any more, and wait for the one in progress: the report is final then."""
@@ -118,17 +120,21 @@ class CancelUnlessCalled:
     """A callback for the end of a backward pass. If that fails, torch drops its callbacks uncalled.
 
     Args:
-        current: The backward pass.
+        current: The backward pass, which begins to run.
     """
 
     def __init__(self, current: BackwardPass) -> None:
         self._pass: BackwardPass | None = current
+        current.runs = True
 
     def __call__(self) -> None:
         """End well."""
+        if self._pass is not None:
+            self._pass.runs = False
         self._pass = None
 
     def __del__(self) -> None:
         if self._pass is not None:
+            self._pass.runs = False
             self._pass.cancel()  # before backward() raises
             self._pass.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -14,18 +14,23 @@ from dist_utils.torch_compat import GradBucket
 __all__ = ["BucketGradients", "KnownBuckets", "average_of", "gradients_replaced"]
 
 
+Strides = tuple[int, ...] | None
+"""Of a gradient in its bucket; ``None`` if it lies there row by row."""
+
+
 class BucketGradients:
     """Where the averaged gradients of a bucket will be: views of its memory.
 
     Args:
         bucket: As DDP hands it to the communication hook, before anything is done with it: hooks may set
             another buffer.
+        strides: Those that DDP has given to each gradient.
     """
 
-    def __init__(self, bucket: GradBucket) -> None:
+    def __init__(self, bucket: GradBucket, strides: Sequence[Strides]) -> None:
         self.parameters: list[torch.Tensor] = bucket.parameters()
         self.buffer = bucket.buffer()
-        self.views = [self.buffer] if self.buffer.is_sparse else _views(bucket, self.parameters)
+        self.views = [self.buffer] if self.buffer.is_sparse else _views(bucket, self.parameters, strides)
         self._strides = _strides(self.parameters)
 
     @property
@@ -57,6 +62,44 @@ class BucketGradients:
         self.buffer.copy_(first if self.buffer.is_sparse else first.view_as(self.buffer))
 
 
+class _Layout:
+    """The strides of the gradients in a bucket.
+
+    Without ``gradient_as_bucket_view`` DDP takes those of the parameters, in every pass anew. With it they
+    stay as they were when the bucket was made, which shows in gradients that lie in it: not in those of
+    parameters that this rank has not used.
+    """
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = weakref.ref(buffer)  # DDP's own: it may let go of it
+        self._first: list[Strides] = []
+        self._shown: dict[int, Strides] = {}
+
+    @property
+    def all_shown(self) -> bool:
+        """Whether all gradients have lain in the bucket."""
+        return len(self._shown) == len(self._first)
+
+    def strides(self, bucket: GradBucket, *, stays: bool) -> list[Strides]:
+        """Return those of a bucket's gradients.
+
+        Args:
+            bucket: With this buffer.
+            stays: Whether the layout stays as it was.
+        """
+        parameters = bucket.parameters()
+        now = [_strides_of(parameter) for parameter in parameters]
+        self._first = self._first or now
+        if not stays:
+            return now
+        for position, parameter in enumerate(parameters):
+            if _lies_in(parameter.grad, bucket.buffer()):
+                self._shown[position] = _strides_of(parameter.grad)
+            elif not parameter.numel():  # lies nowhere
+                self._shown[position] = None
+        return [self._shown.get(position, first) for position, first in enumerate(self._first)]
+
+
 class KnownBuckets:
     """The gradients of buckets that have come before: making views takes as long as a small step.
 
@@ -65,8 +108,10 @@ class KnownBuckets:
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._layouts: dict[int, _Layout] = {}
         self._known: dict[int, BucketGradients] = {}
+        self._as_views = False
+        """Whether gradients lie in their buckets."""
 
     def gradients(self, bucket: GradBucket) -> BucketGradients:
         """Return those of a bucket, as DDP hands it to the communication hook."""
@@ -75,18 +120,19 @@ class KnownBuckets:
         # Other buckets have buffers of their own.
         if known is not None and known.buffer is buffer and known.are_in_place:
             return known
-        made = BucketGradients(bucket)
-        seen = self._seen.get(index)
-        if seen is not None and seen() is buffer:
-            self._known[index] = made
-        else:
-            self._seen[index] = weakref.ref(buffer)
+        layout = self._layouts.get(index)
+        came_again = layout is not None and layout.buffer() is buffer
+        if layout is None or not came_again:
+            layout = self._layouts[index] = _Layout(buffer)
             self._known.pop(index, None)
+        self._as_views = self._as_views or any(_lies_in(one.grad, buffer) for one in bucket.parameters())
+        made = BucketGradients(bucket, layout.strides(bucket, stays=self._as_views))
+        if came_again and (layout.all_shown or not self._as_views):
+            self._known[index] = made
         return made
 
     def forget(self) -> None:
         """Let go of all memory."""
-        self._seen.clear()
         self._known.clear()
 
 
@@ -105,31 +151,32 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     return same_kind and one.data_ptr() == other.data_ptr() and one.nbytes == other.nbytes
 
 
-def _views(bucket: GradBucket, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _views(
+    bucket: GradBucket, parameters: Sequence[torch.Tensor], strides: Sequence[Strides]
+) -> list[torch.Tensor]:
     """Return one view for each parameter, with the strides that DDP has given it.
 
     ``bucket.gradients()`` has the right places but always rows first: for a channels_last weight it
-    permutes the gradient. DDP takes the parameter's own strides; with ``gradient_as_bucket_view`` those that
-    it had when the bucket was made.
+    permutes the gradient.
     """
-    buffer = bucket.buffer()
-    flat = _complex_views(buffer, parameters) or bucket.gradients()
-    laid_out = [_laid_out(parameter, buffer) for parameter in parameters]
+    flat = _complex_views(bucket.buffer(), parameters) or bucket.gradients()
     return [
-        view
-        if one.is_contiguous() or not _fills_its_memory(one)
-        else view.as_strided(one.size(), one.stride())
-        for one, view in zip(laid_out, flat, strict=True)
+        view if one is None else view.as_strided(view.size(), one)
+        for view, one in zip(flat, strides, strict=True)
     ]
 
 
-def _laid_out(parameter: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """Return what has the strides of a parameter's gradient in a bucket: the gradient, if it is there."""
-    gradient = parameter.grad
-    if gradient is None or gradient.layout is not torch.strided:
-        return parameter
+def _strides_of(tensor: torch.Tensor) -> Strides:
+    """Return the strides that DDP takes from a parameter for its gradient, or those of such a gradient."""
+    return None if tensor.is_contiguous() or not _fills_its_memory(tensor) else tensor.stride()
+
+
+def _lies_in(gradient: torch.Tensor | None, buffer: torch.Tensor) -> TypeGuard[torch.Tensor]:
+    """Whether a gradient is a piece of a bucket."""
+    if gradient is None or gradient.layout is not torch.strided or buffer.layout is not torch.strided:
+        return False
     begin = buffer.data_ptr()
-    return gradient if begin <= gradient.data_ptr() < begin + buffer.nbytes else parameter
+    return begin <= gradient.data_ptr() < begin + buffer.nbytes
 
 
 def _strides(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:

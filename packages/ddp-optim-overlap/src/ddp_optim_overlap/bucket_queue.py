@@ -59,7 +59,8 @@ class BucketQueue:
         self._worth_a_step = worth_a_step
         self._waits = False
         self._waiting: deque[HandedOver] = deque()
-        self._unannounced: list[HandedOver] = []
+        self._unannounced: deque[HandedOver] = deque()
+        self._unannounced_bytes = 0
         self._newest_job: torch.futures.Future[Any] | None = None
 
     def begin(self, worker: OrderedWorker, current: BackwardPass) -> None:
@@ -103,9 +104,9 @@ class BucketQueue:
 
     def give_up(self, error: Exception) -> None:
         """Give an error to buckets that the worker was not told of: DDP waits for each of them."""
-        unannounced, self._unannounced = self._unannounced, []
-        for bucket in unannounced:
-            bucket.fail(error)
+        while self._unannounced:
+            self._unannounced.popleft().fail(error)
+        self._unannounced_bytes = 0
 
     def wait(self) -> None:
         """Return when the steps that were announced are over; on an accelerator, make its stream wait."""
@@ -125,16 +126,23 @@ class BucketQueue:
             self._announce(worker, current)
         self._waiting.append(bucket)
         self._unannounced.append(bucket)
-        if last or not self._waits or self._are_enough([one for one in self._unannounced if not one.taken]):
+        self._unannounced_bytes += bucket.nbytes
+        self._forget_taken()
+        if last or not self._waits or self._unannounced_bytes >= self._worth_a_step:
             self._announce(worker, current)
         return done
 
-    def _are_enough(self, buckets: Sequence[HandedOver]) -> bool:
-        return _size(buckets) >= self._worth_a_step
+    def _forget_taken(self) -> None:
+        """Let go of what the worker has taken without being told: the oldest ones."""
+        while self._unannounced and self._unannounced[0].taken:
+            self._unannounced_bytes -= self._unannounced.popleft().nbytes
 
     def _announce(self, worker: OrderedWorker, current: BackwardPass) -> None:
         """Let the worker step what is waiting."""
-        announced, self._unannounced = [one for one in self._unannounced if not one.taken], []
+        self._forget_taken()
+        announced = list(self._unannounced)
+        self._unannounced.clear()
+        self._unannounced_bytes = 0
         if not announced:
             return
         newest = announced[-1]
@@ -158,16 +166,18 @@ class BucketQueue:
         told_of_more = not newest.taken
         while told_of_more:
             together: list[HandedOver] = []
+            nbytes = 0
             try:
                 while told_of_more or _is_ready(waiting):
-                    if _size(together) >= _WORTH_A_CALL and not _is_ready(waiting):
+                    if nbytes >= _WORTH_A_CALL and not _is_ready(waiting):
                         break  # the wait for the next average hides this step
                     bucket = waiting.popleft()
                     bucket.taken = True
                     told_of_more = told_of_more and bucket is not newest
                     together.append(bucket)
+                    nbytes += bucket.nbytes
                     self._await(current, bucket, group)
-                    if self._are_enough(together):
+                    if nbytes >= self._worth_a_step:
                         break
                 averages = self._step(current, together)
             except BaseException as error:
@@ -194,10 +204,6 @@ def _used_anywhere(used: list[bool], group: dist.ProcessGroup, device: torch.dev
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
     # Reading it waits for the device: only where the answer is open.
     return used if all(used) else [bool(value) for value in anywhere.tolist()]
-
-
-def _size(buckets: Sequence[HandedOver]) -> int:
-    return sum(bucket.nbytes for bucket in buckets)
 
 
 def _is_ready(waiting: deque[HandedOver]) -> bool:

@@ -154,9 +154,19 @@ class Engine:
         self._failure.raise_if_any()
 
     def require_complete(self) -> None:
-        """Raise if a backward pass has begun to hand over buckets and has not ended."""
+        """Raise if a backward pass has begun to hand over buckets and has not ended.
+
+        Raises:
+            ConfigError: It still runs, and goes on.
+            StepError: It has failed.
+        """
         current = self._passes.running
         if current is not None and current.steps:
+            if current.runs:
+                raise ConfigError(
+                    "step() or wait() while backward() runs, in one of its hooks or in another thread: call "
+                    "it when backward() has returned"
+                )
             self._queue.wait()  # what is in progress ends first, or the report would miss it
             current.cancel()
             current.end()
@@ -168,15 +178,16 @@ class Engine:
             )
 
     def refuse_inside_pass(self) -> None:
-        """Raise if this thread runs a backward pass that steps.
+        """Raise if a backward pass that steps is running, in this thread or another one.
 
         Raises:
-            ConfigError: It does.
+            ConfigError: One is.
         """
         current = self._passes.running
-        if current is not None and current.steps and inside_backward():
+        if current is not None and current.steps and (current.runs or inside_backward()):
             raise ConfigError(
-                "remove() inside backward(), which may have stepped some parameters: call it afterwards"
+                "remove() inside backward(), or while another thread runs it, which may have stepped some "
+                "parameters: call it afterwards"
             )
 
     def remove(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -60,7 +61,7 @@ class OverlappedOptimizers(Stepper):
         self._calls = StepCalls(optimizers, self.parts, whole=whole)
         self._foreign = ForeignParameters(self.parts)
         self._reads_gradients_only = all(map(is_torchs_own, optimizers))
-        self._options: dict[torch.optim.Optimizer, Options] = {}
+        self._read: dict[torch.optim.Optimizer, tuple[Options, Mapping[torch.Tensor, Any]]] = {}
 
     def terms(self) -> dict[str, object]:
         """Return what must be alike on all ranks; an option's value is the user's own affair, as in DDP."""
@@ -97,13 +98,9 @@ class OverlappedOptimizers(Stepper):
         """A backward pass that has stepped is over."""
         if not self.whole:
             self.parts.finish()
-        stepped = {
-            # The step of all may change options, that of parts reads them when its gradients come.
-            optimizer: StepInputs(
-                optimizer, options_of(optimizer) if self.whole else self._options[optimizer]
-            )
-            for optimizer in self._optimizers
-        }
+        if self.whole:  # it may change options; parts read them when their gradients come
+            self._read = self._options_and_states()
+        stepped = {optimizer: StepInputs(optimizer, *self._read[optimizer]) for optimizer in self._optimizers}
         self._calls.finish(stepped)
         engine.gradients.take_as_used(
             [parameter for inputs in stepped.values() for parameter in inputs.parameters],
@@ -116,12 +113,15 @@ class OverlappedOptimizers(Stepper):
         """A backward pass hands over its first bucket."""
         self._calls.begin(engine)
         self._renew_trials()
-        self._options = {optimizer: options_of(optimizer) for optimizer in self._optimizers}
+        self._read = self._options_and_states()
         self.parts.begin()
         self._foreign.require_none(engine.averaged)
         if self._clip is not None:
             self._clip.begin()
         self.refuse_pre_hooks()
+
+    def _options_and_states(self) -> dict[torch.optim.Optimizer, tuple[Options, Mapping[torch.Tensor, Any]]]:
+        return {optimizer: (options_of(optimizer), optimizer.state) for optimizer in self._optimizers}
 
     def refuse_pre_hooks(self) -> None:
         """Raise if a step pre-hook would run too late.

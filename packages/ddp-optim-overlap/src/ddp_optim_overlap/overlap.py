@@ -89,6 +89,7 @@ class OverlapHandle:
 
         Raises:
             OverlapError: The first error, of its own type; ``backward()`` raises it as ``RuntimeError``.
+            ConfigError: ``backward()`` runs, around this call or in another thread; it goes on.
             TimeoutError: A peer has not finished.
         """
         return self._engine.wait(timeout)
@@ -114,7 +115,7 @@ class OverlapHandle:
         this twice is harmless.
 
         Raises:
-            ConfigError: A backward pass is stepping.
+            ConfigError: A backward pass is stepping, around this call or in another thread.
         """
         self._engine.refuse_inside_pass()
         self._calls.remove()
@@ -272,14 +273,15 @@ def overlap_optimizer(
         check=check,
         release=release,
     )
-    # A handle may outlive the model; what the engine knows of DDP's buckets must not.
-    weakref.finalize(ddp, engine.known_buckets.forget).atexit = False
     if slot is None:
         _register(ddp, engine)
     else:
         if slot.engine is not None:
             slot.engine.gradients.stop()
+            engine.known_buckets = slot.engine.known_buckets
         slot.engine = engine
+    # A handle may outlive the model; what the engine knows of DDP's buckets must not.
+    weakref.finalize(ddp, engine.known_buckets.forget).atexit = False
     overlapped.attach(engine)
     return OverlapHandle(engine, optimizers, mode, overlapped)
 

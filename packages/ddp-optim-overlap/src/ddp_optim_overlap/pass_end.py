@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_optim_overlap.backward_pass import BackwardPass
-from ddp_optim_overlap.errors import CommunicationError, StepError, text_of
+from ddp_optim_overlap.errors import CommunicationError, OverlapError, StepError, text_of
 from ddp_optim_overlap.failed_futures import raise_error
 from ddp_optim_overlap.first_error import FirstError
 from ddp_optim_overlap.whole_step import WholeStep
@@ -79,6 +79,14 @@ class PassEnd:
         self, current: BackwardPass, device: torch.device, then: Callable[[BackwardPass], None]
     ) -> None:
         current.end()
+        if current.cancelled:  # torch does not tell the end of a nested pass from the end of all
+            raise self._keep(
+                StepError(
+                    "step() or wait() was called while backward() ran, whose rest is not stepped",
+                    current.report(),
+                ),
+                device,
+            )
         if self._whole is not None:
             self._step_whole(self._whole, current, device)
             self._meet_peers(current, device)
@@ -88,15 +96,20 @@ class PassEnd:
         try:
             whole.step(current, device)
         except StepError as error:
-            failure = self._failure.keep(error)
-            # On an accelerator the peers do not wait, and a job would make this rank alone make a group.
-            if self._worker is not None and device.type == "cpu":
-                self._worker.submit(partial(raise_error, failure))  # which tells the peers
+            failure = self._keep(error, device)
             cause = error.__cause__
             if cause is not None and not isinstance(cause, Exception):  # an interrupt, or an exit
                 raise cause from None
             raise failure from cause
         whole.keep_contents()
+
+    def _keep(self, error: StepError, device: torch.device) -> OverlapError:
+        """Return the first error: this one, unless there was one before; and tell the peers."""
+        failure = self._failure.keep(error)
+        # On an accelerator the peers do not wait, and a job would make this rank alone make a group.
+        if self._worker is not None and device.type == "cpu":
+            self._worker.submit(partial(raise_error, failure))  # which tells the peers
+        return failure
 
     def _meet_peers(self, current: BackwardPass, device: torch.device) -> None:
         if self._worker is not None and device.type == "cpu":

@@ -28,6 +28,7 @@ class StepInputs:
     Args:
         optimizer: It has just been stepped.
         options: Those that the step has read.
+        state: The one that the step has read.
 
     Attributes:
         parameters: Of all its groups, in order.
@@ -38,9 +39,10 @@ class StepInputs:
         self,
         optimizer: torch.optim.Optimizer,
         options: Options,
+        state: Mapping[torch.Tensor, Any],
     ) -> None:
         self._groups = options
-        self._state = optimizer.state
+        self._state = state
         self.parameters = parameters = parameters_of(optimizer)
         self._versions = tensor_versions(parameters)
         self.marks = gradient_marks(parameters)
