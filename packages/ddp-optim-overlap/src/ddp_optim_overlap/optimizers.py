@@ -98,9 +98,10 @@ class OverlappedOptimizers(Stepper):
         """A backward pass that has stepped is over."""
         if not self.whole:
             self.parts.finish()
-        if self.whole:  # it may change options; parts read them when their gradients come
-            self._read = self._options_and_states()
-        stepped = {optimizer: StepInputs(optimizer, *self._read[optimizer]) for optimizer in self._optimizers}
+        # The step of all may change options, those of parts read them when their gradients come.
+        read = self._options_and_states() if self.whole else self._read
+        self._read = {}  # a state that is replaced goes
+        stepped = {optimizer: StepInputs(optimizer, *read[optimizer]) for optimizer in self._optimizers}
         self._calls.finish(stepped)
         engine.gradients.take_as_used(
             [parameter for inputs in stepped.values() for parameter in inputs.parameters],
