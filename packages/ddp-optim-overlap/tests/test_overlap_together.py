@@ -153,11 +153,21 @@ def test_what_waits_is_not_counted_anew_with_every_bucket():
 def _a_step_fails(_):
     ddp, optimizer, handle = _start(1000 * BUCKET)
     _seen["fails"] = True
+    known, fail = [], HandedOver.fail
+
+    def note(bucket, error):
+        with pytest.raises(StepError):
+            handle._engine.raise_error()
+        known.append(True)
+        fail(bucket, error)
+
+    HandedOver.fail = note  # backward() may raise from then on, and who calls it looks for the reason
     with pytest.raises(RuntimeError, match=r"the step of bucket 0, 1, 2, 3, 4.* failed: ValueError"):
         _pass(ddp, optimizer)
     with pytest.raises(StepError) as caught:
         handle.wait()
     report = caught.value.report
+    assert known
     return report.stepped == () and report.partial in (tuple(range(LAYERS - 1)), tuple(range(LAYERS)))
 
 

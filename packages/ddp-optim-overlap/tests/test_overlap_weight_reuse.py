@@ -60,7 +60,10 @@ def _weight_reuse(_):
             weight = ddp.module.last.weight
             before = weight.detach().clone()
             now = weight.detach()  # made here: whoever reads the parameter inside is found out
-            ddp.module.goes_on = lambda now=now, before=before: bool((now != before).any())
+            if check:  # between the step and the mark nothing would be noticed
+                ddp.module.goes_on = lambda weight=weight: type(weight) is not torch.nn.Parameter
+            else:
+                ddp.module.goes_on = lambda now=now, before=before: bool((now != before).any())
             seen[how, check] = None
             try:
                 backward(ddp, torch.ones(2, 8))

@@ -140,15 +140,15 @@ class BucketQueue:
     def _announce(self, worker: OrderedWorker, current: BackwardPass) -> None:
         """Let the worker step what is waiting."""
         self._forget_taken()
-        announced = list(self._unannounced)
+        buckets = list(self._unannounced)
         self._unannounced.clear()
         self._unannounced_bytes = 0
-        if not announced:
+        if not buckets:
             return
-        newest = announced[-1]
-        job = partial(self._step_until, current, self._waiting, newest)
-        self._newest_job = worker.submit(job, name=f"{self._name}:bucket_{newest.index}")
-        self._newest_job.add_done_callback(partial(_fail_with, announced))
+        job = partial(self._step_until, current, self._waiting, buckets)
+        self._newest_job = worker.submit(job, name=f"{self._name}:bucket_{buckets[-1].index}")
+        # Not before the worker knows the error: when backward() raises, step() looks for it there.
+        self._newest_job.add_done_callback(partial(_fail_with, buckets))
 
     def _step_one(self, current: BackwardPass, bucket: HandedOver, group: dist.ProcessGroup) -> torch.Tensor:
         self._await(current, bucket, group)
@@ -159,32 +159,36 @@ class BucketQueue:
         self,
         current: BackwardPass,
         waiting: deque[HandedOver],
-        newest: HandedOver,
+        buckets: list[HandedOver],
         group: dist.ProcessGroup,
     ) -> None:
-        """Wait for averages and step with them, as far as the newest bucket; with more, if they are ready."""
+        """Wait for averages and step with them.
+
+        Args:
+            current: The backward pass.
+            waiting: Its buckets that no job has taken.
+            buckets: What to step. Others that are ready by then are stepped too, and added here.
+            group: The worker's.
+        """
+        newest = buckets[-1]
         told_of_more = not newest.taken
         while told_of_more:
             together: list[HandedOver] = []
             nbytes = 0
-            try:
-                while told_of_more or _is_ready(waiting):
-                    if nbytes >= _WORTH_A_CALL and not _is_ready(waiting):
-                        break  # the wait for the next average hides this step
-                    bucket = waiting.popleft()
-                    bucket.taken = True
-                    told_of_more = told_of_more and bucket is not newest
-                    together.append(bucket)
-                    nbytes += bucket.nbytes
-                    self._await(current, bucket, group)
-                    if nbytes >= self._worth_a_step:
-                        break
-                averages = self._step(current, together)
-            except BaseException as error:
-                for bucket in together:  # the worker was told of some of them only
-                    bucket.fail(error)
-                raise
-            for bucket, average in zip(together, averages, strict=True):
+            while told_of_more or _is_ready(waiting):
+                if nbytes >= _WORTH_A_CALL and not _is_ready(waiting):
+                    break  # the wait for the next average hides this step
+                bucket = waiting.popleft()
+                bucket.taken = True
+                if not told_of_more:
+                    buckets.append(bucket)
+                told_of_more = told_of_more and bucket is not newest
+                together.append(bucket)
+                nbytes += bucket.nbytes
+                self._await(current, bucket, group)
+                if nbytes >= self._worth_a_step:
+                    break
+            for bucket, average in zip(together, self._step(current, together), strict=True):
                 bucket.complete(average)
 
     def _await(self, current: BackwardPass, bucket: HandedOver, group: dist.ProcessGroup) -> None:
@@ -212,7 +216,7 @@ def _is_ready(waiting: deque[HandedOver]) -> bool:
 
 
 def _fail_with(buckets: Sequence[HandedOver], stepped: torch.futures.Future[None]) -> None:
-    """Give the error of a job to the buckets that it has not come to."""
+    """Give the error of a job to its buckets that it has not stepped."""
     try:
         stepped.value()
     except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
