@@ -60,7 +60,7 @@ def _compiled(rank, backend, names):
 @pytest.mark.parametrize(
     ("backend", "names"),
     [
-        ("aot_eager", NAMES),
+        pytest.param("aot_eager", NAMES, marks=pytest.mark.exhaustive),
         ("inductor", ["bf16_compress_hook/fp32", "saturate wire"]),
         pytest.param("inductor", NAMES, marks=pytest.mark.exhaustive),
     ],

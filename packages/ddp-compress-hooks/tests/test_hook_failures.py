@@ -71,7 +71,9 @@ def test_survivors_raise_within_the_timeout_and_keep_their_parameters(name):
         assert seconds < GROUP_TIMEOUT
 
 
-@pytest.mark.parametrize("name", ["bf16_compress_hook", "bf16_compress_hook/fp32"])
+@pytest.mark.parametrize(
+    "name", ["bf16_compress_hook", pytest.param("bf16_compress_hook/fp32", marks=pytest.mark.exhaustive)]
+)
 def test_a_peer_that_stops_raises_at_the_timeout_and_changes_no_parameter(name):
     """As one that dies, but with its connections open: only the group's timeout can tell."""
     limit = patience(3.0)

@@ -77,7 +77,12 @@ def _resumes(rank, models):
     ("world_size", "models"),
     [
         pytest.param(2, {"plain": {}, "static graph": {"static_graph": True}}, marks=pytest.mark.exhaustive),
-        (3, {"plain": {}, "unused": {"find_unused_parameters": True, "use": False}}),
+        pytest.param(
+            3,
+            {"plain": {}, "unused": {"find_unused_parameters": True, "use": False}},
+            marks=pytest.mark.exhaustive,
+        ),
+        (2, {"plain": {}}),
     ],
 )
 def test_a_resumed_choice_is_the_uninterrupted_run(world_size, models):

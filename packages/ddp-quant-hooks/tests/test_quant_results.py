@@ -69,7 +69,7 @@ def _bits(rank):
     return compared
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_every_bucket_gets_the_bits_of_the_formula_on_every_rank(world_size):
     compared = run_ranks(_bits, world_size, timeout=150)
     assert compared == [len(STATES) * len(VALUE_DTYPES) * len(LENGTHS) + 10] * world_size

@@ -145,7 +145,7 @@ def _one_rank_without(rank, state):
     return str(caught.value), time.monotonic() - start
 
 
-@pytest.mark.parametrize("state", [True, False])
+@pytest.mark.parametrize("state", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_hook_on_one_rank_only_is_an_error_that_says_so(state):
     limit = patience(3.0)
     (message, first), (_, second) = run_ranks(_one_rank_without, 2, state, group_timeout=limit)

@@ -98,7 +98,7 @@ def _compiled(rank, backend, names):
 @pytest.mark.parametrize(
     ("backend", "names"),
     [
-        ("aot_eager", COMPILED),
+        pytest.param("aot_eager", COMPILED, marks=pytest.mark.exhaustive),
         ("inductor", ["reduce_scatter AVG", "permute some"]),
         pytest.param("inductor", COMPILED, marks=pytest.mark.exhaustive),
     ],
