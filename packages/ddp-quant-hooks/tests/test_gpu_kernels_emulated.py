@@ -87,7 +87,7 @@ def test_memory_may_start_anywhere_and_nothing_beside_it_is_touched(gpu, layout,
             assert (memory[offset + own.numel() :] == 7).all()
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 100, 200])
+@pytest.mark.parametrize("count", [1, 3, pytest.param(100, marks=pytest.mark.exhaustive), 200])
 def test_shards_are_one_launch_each_hundred_or_so(gpu, count):
     layout, values = Layout("int8", 128), torch.randn(128 * 150 - 5)
     spans = shards(Span(0, values.numel()), count, 128)
@@ -110,7 +110,7 @@ def test_shards_are_one_launch_each_hundred_or_so(gpu, count):
     assert len(gpu.launches) == 2 * -(-not_empty // 85)  # 48 bytes a shard, 4096 for a launch
 
 
-@pytest.mark.parametrize("ranks", [9, 100, 600])
+@pytest.mark.parametrize("ranks", [9, pytest.param(100, marks=pytest.mark.exhaustive), 600])
 def test_any_number_of_ranks(gpu, ranks):
     """Some 500 messages fit into a launch; of more, torch's operators make the mean."""
     layout, values = Layout("int8", 64), torch.randn(ranks, 150)

@@ -91,7 +91,7 @@ def _branches(rank):
     return errors
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_feedback_does_not_rely_on_the_first_bucket(world_size):
     for errors in run_ranks(_branches, world_size, timeout=150):
         assert max(errors.values()) < 1, errors
@@ -184,7 +184,7 @@ def _raises(rank):
         twin.close()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_a_backward_that_raises_leaves_residuals_and_may_be_saved_at_once(world_size):
     run_ranks(_raises, world_size, timeout=90)
 
@@ -485,7 +485,7 @@ def _discards(rank):
     assert steps == other_steps == 5
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_a_discarded_step_never_was(world_size):
     run_ranks(_discards, world_size)
 

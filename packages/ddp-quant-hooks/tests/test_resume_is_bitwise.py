@@ -204,7 +204,7 @@ def _first_step_fails(rank, limit):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_a_first_step_that_fails_can_be_made_again(world_size):
     limit = 40.0 if torch_compat.GROUPS_END_WITHOUT_GIL else patience(4.0)
     messages = run_ranks(_first_step_fails, world_size, limit, group_timeout=limit)
