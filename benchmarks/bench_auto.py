@@ -33,6 +33,7 @@ import torch.distributed as dist
 from emulated_hosts import EmulationUnavailableError
 from hook_harness import run_on_hosts
 from machine import describe_machine
+from models import Transformer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -51,27 +52,11 @@ ROWS = {"transformer": 4, "mlp": 8}
 """Of a batch, for each model."""
 
 
-class Transformer(nn.Module):
-    """A small encoder over words, of 6.8 million parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False)
-        self.out = nn.Linear(WIDTH, WORDS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a score of every word at every place."""
-        scores: torch.Tensor = self.out(self.layers(self.words(x)))
-        return scores
-
-
 def make_net(model: str) -> nn.Module:
     """Return a transformer, or layers so wide that their exchange takes longer than their computation."""
     torch.manual_seed(0)
     if model == "transformer":
-        return Transformer()
+        return Transformer(WORDS, WIDTH, heads=4, layers=8)
     return nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
 
 

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from hook_harness import run_on_hosts
 from machine import describe_machine
+from models import Transformer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -52,22 +53,6 @@ CASES = {
 LETTERS, LETTERS_IN_ROW = 96, 64
 
 
-class Transformer(nn.Module):
-    """An encoder over letters with 7 million parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.letters = nn.Embedding(LETTERS, 320)
-        layer = nn.TransformerEncoderLayer(320, 5, 1280, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-        self.out = nn.Linear(320, LETTERS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a score of every letter at every place."""
-        scores: torch.Tensor = self.out(self.layers(self.letters(x)))
-        return scores
-
-
 def transformer(rank: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """Return the model, and what computes a batch's loss with it."""
     generator = torch.Generator().manual_seed(rank)
@@ -76,7 +61,7 @@ def transformer(rank: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tenso
     def loss(model: nn.Module) -> torch.Tensor:
         return nn.functional.cross_entropy(model(letters).flatten(0, 1), letters.flatten())
 
-    return Transformer(), loss
+    return Transformer(LETTERS, 320, heads=5, layers=6), loss
 
 
 def wide_layers(rank: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:

@@ -39,6 +39,7 @@ from bar_charts import draw_bars
 from emulated_hosts import EmulationUnavailableError
 from hook_harness import run_on_hosts
 from machine import describe_machine
+from models import Transformer
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -79,27 +80,11 @@ WORDS, WORDS_IN_ROW = 500, 32
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # names of numbers in glibc's malloc.h
 
 
-class Transformer(nn.Module):
-    """A small encoder over words."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, 128)
-        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-        self.out = nn.Linear(128, WORDS)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a score of every word at every place."""
-        scores: torch.Tensor = self.out(self.layers(self.words(x)))
-        return scores
-
-
 def make_net(model: str) -> nn.Module:
     """Return a stack of linear layers, or a transformer."""
     torch.manual_seed(0)
     if model not in LAYERS:
-        return Transformer()
+        return Transformer(WORDS, 128, heads=4, layers=6)
     width, count = LAYERS[model]
     layers = [nn.Linear(width, width) for _ in range(count)]
     for layer in layers:
