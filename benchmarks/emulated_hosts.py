@@ -11,6 +11,7 @@ that made them, however that ends.
 from __future__ import annotations
 
 import contextlib
+import select
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,11 @@ Host: TypeAlias = list[str]
 """What stands before a command to run it on the host."""
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+
+
+_PATIENCE = 60.0
+"""Seconds for what takes milliseconds, but waits for locks of the kernel's."""
+_LATE = f"not done after {_PATIENCE:.0f} s"
 
 
 class EmulationUnavailableError(RuntimeError):
@@ -87,8 +93,10 @@ def _namespace(enter: Sequence[str], stack: contextlib.ExitStack) -> int:
     stack.callback(holder.communicate)
     stack.callback(holder.kill)
     assert holder.stdout is not None
-    if not holder.stdout.readline():
-        complaint = " ".join(holder.communicate()[1].split())
+    answers, _, _ = select.select([holder.stdout], [], [], _PATIENCE)
+    if not answers or not holder.stdout.readline():
+        holder.kill()
+        complaint = " ".join(holder.communicate()[1].split()) if answers else _LATE
         raise EmulationUnavailableError(f"no network namespace, by {' '.join(enter)}: {complaint}")
     return holder.pid
 
@@ -100,5 +108,8 @@ def _run(inside: Host, command: str) -> None:
 
 def _complaint(command: Sequence[str]) -> str:
     """Return what a command complains about, in one line; nothing if it did what it should."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
+    except subprocess.TimeoutExpired:
+        return _LATE
     return "" if done.returncode == 0 else " ".join(done.stderr.split()) or f"exit code {done.returncode}"

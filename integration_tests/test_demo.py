@@ -78,11 +78,20 @@ def _processes_of(folder):
     return found
 
 
-def _wait_until(condition):
-    deadline = time.monotonic() + patience(60)
-    while not condition() and time.monotonic() < deadline:
+def _are_both_ranks(lines):
+    return sum("demo_training.py" in line for line in lines) == 2
+
+
+def _wait_for_processes(folder, are_right, demo):
+    """Wait until ``are_right`` of the command lines in ``folder``; a failure tells what the demo said."""
+    # Looks are counted, not time: a machine that was suspended has had no time to get on.
+    for _ in range(int(patience(60) / 0.05)):
+        if are_right(_processes_of(folder)):
+            return
         time.sleep(0.05)
-    assert condition()
+    ended, lines = demo.poll(), _processes_of(folder)
+    demo.kill()
+    pytest.fail(f"{ended=}, {lines=}, {demo.communicate(timeout=60)}")
 
 
 @needs_linux
@@ -91,14 +100,14 @@ def _wait_until(condition):
 )
 def test_nothing_is_left_behind(tmp_path, how):
     process = _start(tmp_path)
-    _wait_until(lambda: sum("demo_training.py" in line for line in _processes_of(tmp_path)) == 2)
+    _wait_for_processes(tmp_path, _are_both_ranks, process)
     process.send_signal(how)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == (1 if how == signal.SIGINT else -how)
     if how == signal.SIGINT:
         assert errors.strip().splitlines()[-1].endswith("stopped"), output + errors
         assert "Traceback" not in errors
-    _wait_until(lambda: not _processes_of(tmp_path))
+    _wait_for_processes(tmp_path, lambda lines: not lines, process)
 
 
 def test_bad_arguments_say_what_is_wrong(tmp_path):
