@@ -28,7 +28,8 @@ PACKAGES = {
     path.parent.name: nox.project.load_toml(path) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 SOURCES = [f"packages/{package}/src" for package in PACKAGES]
-TESTS = [f"packages/{package}/tests" for package in PACKAGES]
+# The last files leave workers without work: those of the first package, which wait the least, come last.
+TESTS = [f"packages/{package}/tests" for package in reversed(PACKAGES)]
 
 # What sessions need besides the packages' own needs is there, where Dependabot sees it.
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
@@ -186,7 +187,9 @@ def sanitize(session: nox.Session) -> None:
 def repository(session: nox.Session) -> None:
     """Tests of the tools in releasing/, of the workflows and of docs/compatibility.md; no torch."""
     session.install(*GROUPS["releasing"], *GROUPS["repository"], *GROUPS["side-by-side"], env=ENV)
-    session.run("python", "-m", "pytest", "-o", "addopts=", *(session.posargs or ["releasing/tests"]))
+    session.run(
+        "python", "-m", "pytest", "-o", "addopts=", *(session.posargs or ["releasing/tests", *SIDE_BY_SIDE])
+    )
 
 
 @nox.session(default=False)

@@ -108,6 +108,7 @@ def _with_python_reducer(rank):
     return raised
 
 
+@pytest.mark.exhaustive
 def test_the_python_reducer_is_refused_by_who_needs_buckets(launch):
     for raised in launch(_with_python_reducer, timeout=300):
         assert raised["quantized"][0].startswith("TypeError: quantized_allreduce_hook averages buckets")

@@ -60,11 +60,11 @@ def _compiled(rank, backend, names):
 @pytest.mark.parametrize(
     ("backend", "names"),
     [
+        ("aot_eager", ["bf16_compress_hook/fp32", "saturate wire"]),
         pytest.param("aot_eager", NAMES, marks=pytest.mark.exhaustive),
-        ("inductor", ["bf16_compress_hook/fp32", "saturate wire"]),
         pytest.param("inductor", NAMES, marks=pytest.mark.exhaustive),
     ],
-    ids=["aot_eager", "inductor", "inductor, every hook"],
+    ids=["aot_eager", "aot_eager, every hook", "inductor, every hook"],
 )
 def test_compiled_backward(backend, names):
     first, second = run_ranks(_compiled, 2, backend, names, timeout=600)

@@ -136,11 +136,12 @@ def every_optimizer(_, modes=tuple(MODES), released_modes=tuple(MODES)):
     return seen
 
 
-def every_mode(_):
-    """Every mode with groups, with two optimizers, with gradients given back, and after the reduction."""
+def every_mode(_, modes=tuple(MODES)):
+    """These modes with groups, with two optimizers, with gradients given back, and after the reduction."""
     seen = {}
     with _no_scheduler_warns():
-        for name, arguments in MODES.items():
+        for name in modes:
+            arguments = MODES[name]
             released = ways_to_release(arguments)
             seen["groups", name] = differences(_groups, released=released, **arguments)
             seen["two optimizers", name] = differences(_two, released=released, **arguments)

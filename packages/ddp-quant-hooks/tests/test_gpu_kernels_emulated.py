@@ -190,8 +190,16 @@ def _affine_inputs(dtype, length):
         pytest.param(torch.float16, marks=pytest.mark.exhaustive),
     ],
 )
-def test_affine_kernels_give_the_bits_of_torchs_operators(gpu, dtype):
-    for channel, length in CHANNELS.items():
+@pytest.mark.parametrize(
+    "channels",
+    [
+        pytest.param((1, 777, 8193), id="some channels"),
+        pytest.param(tuple(CHANNELS), id="all channels", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_affine_kernels_give_the_bits_of_torchs_operators(gpu, dtype, channels):
+    for channel in channels:
+        length = CHANNELS[channel]
         layout = AffineLayout(length, channel, torch.float32)
         for name, values in _affine_inputs(dtype, length):
             messages, theirs = (

@@ -335,7 +335,7 @@ def _in_turns(rank):
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_feedback_keeps_what_ddp_throws_away_of_unused_parameters(world_size):
     """Without that the error grows with the steps: 0.4 and 0.8 of a gradient after 200 of them."""
     for found in run_ranks(_in_turns, world_size, timeout=150):

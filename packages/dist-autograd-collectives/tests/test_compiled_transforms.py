@@ -74,8 +74,8 @@ def _transformed(rank, backend, collectives, transforms):
     return wrong
 
 
-def test_every_transform_of_some_collectives():
-    names = ["all_reduce product, replicated", "gather", "all_to_all_dim"]
+def test_every_transform_of_a_collective():
+    names = ["all_reduce product, replicated"]
     assert run_ranks(_transformed, 2, "aot_eager", names, list(TRANSFORMS), timeout=600) == [{}, {}]
 
 
