@@ -35,8 +35,8 @@ _PASSES_UNTIL_IDLE = 2
 
 
 def bucket_bytes(buffer: torch.Tensor) -> int:
-    """Return the size of a bucket; of a sparse one, as if it were dense."""
-    return buffer.numel() * buffer.element_size()
+    """Return the size of a bucket; 0 of a sparse one, which is averaged without compression."""
+    return 0 if buffer.is_sparse else buffer.numel() * buffer.element_size()
 
 
 class RunningPass:
@@ -173,7 +173,7 @@ class AutoPasses:
             state, hook = self._candidates[name]
             return hook(state, cast("GradBucket", bucket))
         call = partial(_try, name, self._candidates[name], bucket)
-        if trial.sampled == len(running.layout) - 1 and not buffer.is_sparse:
+        if trial.sampled == len(running.layout) - 1 and size:
             return trial.error.average(self._ranks.worker, buffer, call)
         if not trial.timed:
             return call()
@@ -223,7 +223,8 @@ class AutoPasses:
                 self._choose(over.value)
             else:
                 self._trial_began = True
-                self._use(running.trial.assignment)
+                # A sample is of what one pass loses, so without what earlier ones have lost.
+                self._use(running.trial.assignment, anew=running.trial.sampled is not None)
 
     def _choose(self, choice: Choice) -> None:
         self._trial, self.since_choice = None, 0
