@@ -76,6 +76,7 @@ class AutoPasses:
         choice: The latest one.
         assignment: Which candidate averages what now.
         since_choice: How many passes there were behind the one of the choice.
+        began: Whether there was a pass, behind what was loaded last.
     """
 
     def __init__(self, candidates: Mapping[str, Candidate], ranks: AutoRanks, options: AutoOptions) -> None:
@@ -83,6 +84,7 @@ class AutoPasses:
         self.choice: Choice | None = None
         self.assignment = Assignment(next(iter(candidates)))
         self.since_choice = 0
+        self.began = False
         self._trial: Generator[TrialPass, Sequence[int], Choice] | None = None
         self._trial_began = False
         self._running: RunningPass | None = None
@@ -127,6 +129,7 @@ class AutoPasses:
     def go_on_with(self, choice: Choice, since_choice: int, layout: BucketLayout) -> None:
         """Go on from another run's choice, in its buckets."""
         self._trial, self._running, self._failure = None, None, None
+        self.began = False
         self.choice = choice
         self.assignment, self.since_choice, self._layout = choice.assignment, since_choice, layout
         parameters = [[one() for one in bucket] for _, bucket in layout]
@@ -181,6 +184,7 @@ class AutoPasses:
         return trial.times.watch(size, handed_over, buffer.device, call())
 
     def _begin_pass(self, bucket: Bucket) -> RunningPass:
+        self.began = True
         ended, self._running = self._running, RunningPass()
         if ended is not None:
             self._finish(ended)
