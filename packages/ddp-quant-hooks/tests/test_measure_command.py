@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ddp_quant_hooks.measure.__main__ import main, parse
 from ddp_quant_hooks.measure.joining import find_place
 from dist_utils import AgreementError
 from dist_utils.testing import patience, run_ranks
+from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
 COMMAND = [sys.executable, "-m", "ddp_quant_hooks.measure"]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_RANK", "SLURM_", "TORCHELASTIC_")
@@ -188,6 +190,11 @@ def test_wrong_options_are_refused_before_anything_is_joined(options, message, c
     assert message in capsys.readouterr().err
 
 
+def _threads():
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
+
+
 def _measured_in_a_grid(rank):
     """Refusals first, then two nodes of two ranks."""
     seen = {}
@@ -202,9 +209,17 @@ def _measured_in_a_grid(rank):
         measure(some)
     with pytest.raises(TypeError, match="budget must be a number, got str"):
         measure(budget="5")
+    with pytest.raises((ValueError, AgreementError), match="device is 'nothing'"):
+        measure(device="nothing" if rank == 1 else "cpu")
     torch.set_num_threads(1)
     shares = []
-    report = measure(budget=5.0, node="ab"[rank // 2], progress=lambda share, _: shares.append(share))
+    # In a program that is about to evaluate in double precision, and draws the same numbers on all ranks.
+    torch.set_default_dtype(torch.float64)
+    random, threads = torch.get_rng_state(), _threads()
+    with torch.no_grad():
+        report = measure(budget=5.0, node="ab"[rank // 2], progress=lambda share, _: shares.append(share))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert _threads() <= threads or not GROUPS_END_WITHOUT_GIL  # each group has some
     assert shares == sorted(shares)
     assert 0 <= shares[0] <= shares[-1] <= 1
     seen["report"] = report.as_dict()
@@ -225,4 +240,4 @@ def test_nodes_of_several_ranks_get_hierarchical_hooks_and_every_rank_the_same_r
     assert measured["bytes_sent"] == pytest.approx((1 + 0.5 * 0.2578) * measured["size"], rel=0.01)
     assert measured["relative_error"] < hooks["8 bits"]["exchanges"][0]["relative_error"] * 1.5
     assert first["budget"].startswith("AgreementError: measure: rank 1 cannot go on: ValueError: budget must")
-    assert others[0]["budget"] == "ValueError: budget must be positive, got -1.0"
+    assert others[0]["budget"] == "ValueError: budget must be positive and finite, got -1.0"
