@@ -120,6 +120,20 @@ def test_ranks_with_other_options_both_fail_under_slurm():
         assert "budget is 4.0 on rank 0, 5.0 on rank 1" in complaints
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_measuring(tmp_path):
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    options = [*("--world-size", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))]
+    outcomes = _outcomes(
+        *(([*COMMAND, "--rank", f"{rank}", *options, "--json", str(tmp_path)], _environ()) for rank in (0, 1))
+    )
+    for code, said, complaints in outcomes:
+        assert code == 1
+        assert not said
+        assert f"IsADirectoryError: --json {tmp_path} is a folder" in complaints
+
+
 DIES = """
 import os, sys
 from ddp_quant_hooks.measure import __main__ as command, trials
@@ -179,8 +193,10 @@ def test_without_a_launcher_it_says_how_to_start_it(monkeypatch, capsys):
             "ranks_per_node must divide world, got 2 and 9",
         ),
         (["--params", "-7", "--step-seconds", "1"], "parameters must be positive, got -7"),
-        (["--budget", "0"], "--budget must be positive, got 0"),
-        (["--timeout", "nan"], "--timeout must be positive, got nan"),
+        (["--budget", "0"], "--budget must be positive and at most 1e+07, got 0"),
+        (["--budget", "inf"], "--budget must be positive and at most 1e+07, got inf"),
+        (["--timeout", "nan"], "--timeout must be positive and at most 1e+07, got nan"),
+        (["--gpus-per-node", "8"], "--gpus-per-node belongs to --world and --gbit"),
         (["--backend", "nccl", "--device", "cpu"], "--backend nccl needs --device cuda"),
     ],
 )

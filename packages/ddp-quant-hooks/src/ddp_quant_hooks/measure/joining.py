@@ -169,7 +169,7 @@ def _node(environ: Mapping[str, str]) -> str:
 
 
 def _number(key: str, text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():  # isdigit() takes superscripts
         raise PlaceError(f"{key} must be a number from 0 on, got {text!r}")
     return int(text)
 
