@@ -134,6 +134,17 @@ def test_a_report_that_cannot_be_written_is_refused_before_measuring(tmp_path):
         assert f"IsADirectoryError: --json {tmp_path} is a folder" in complaints
 
 
+@pytest.mark.exhaustive
+def test_a_rank_does_not_wait_for_ever_for_who_is_not_rank_0():
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        options = ["--rank", "1", "--world-size", "2", "--timeout", "1"]
+        options += ["--master-addr", "127.0.0.1", "--master-port", str(mute.getsockname()[1])]
+        ((code, said, complaints),) = _outcomes(([*COMMAND, *options], _environ()))
+    assert code == 1
+    assert not said
+    assert "rank 1: " in complaints
+
+
 DIES = """
 import os, sys
 from ddp_quant_hooks.measure import __main__ as command, trials
