@@ -34,7 +34,7 @@ from whole_steps.cells import LOOPBACK, RATES, Cell, chosen_cells, jobs_of, run
 from whole_steps.losses import DILOCO, HOW_LONG, learn_all
 from whole_steps.plots import draw
 from whole_steps.ranks import Job, be_a_rank
-from whole_steps.sides import ALL, PLAIN, available, label
+from whole_steps.sides import ALL, COMPUTE, PLAIN, available, label
 from whole_steps.summary import summarize
 from whole_steps.tables import tables
 from whole_steps.tasks import MODELS
@@ -52,6 +52,7 @@ def measure_cell(cell: Cell, options: argparse.Namespace, results: dict[str, Any
         print(f"SKIPPED {error}", file=sys.stderr)
         return
     entry = results.setdefault("cells", {}).setdefault(cell.name, {"sides": {}})
+    measured = False
     while waiting:
         job = waiting.pop(0)
         try:
@@ -70,7 +71,13 @@ def measure_cell(cell: Cell, options: argparse.Namespace, results: dict[str, Any
         else:
             found = summarize(ranks, RATES.get(cell.rate), cell.ranks_per_host)
             about = {**describe_machine(), "tree": describe_tree()}
-            entry["sides"] |= {name: {**side, "run": about} for name, side in found.pop("sides").items()}
+            sides = {name: {**side, "run": about} for name, side in found.pop("sides").items()}
+            if (
+                measured
+            ):  # what the other jobs are compared with is in their ratios; the table has the first one's
+                sides = {name: side for name, side in sides.items() if name not in (COMPUTE, PLAIN)}
+            measured = True
+            entry["sides"] |= sides
             entry |= found
             report(cell, job, entry["sides"])
         save(results, path)

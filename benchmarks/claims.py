@@ -170,7 +170,24 @@ def _bucket(bits: str, row: str, key: str, hosts: int, rate: str, documents: Seq
     )
 
 
+def _step(side: str, row: str, cell: str, documents: Sequence[str]) -> Claim:
+    """Return a claim of the table of whole steps."""
+    return Claim(
+        name=f"whole steps, {row}, {cell}",
+        sentence=f"A training step, {cell}, is {{value:.2f}} times as fast as plain DDP's with {row}.",
+        places=tuple(Place(document, "({value:.2f}x)", row, cell) for document in documents),
+        results="whole_steps.json",
+        one=("cells", cell, "sides", side, "faster_than_plain"),
+        measured_by="whole_steps",
+    )
+
+
 CLAIMS = (
+    *(
+        _step(side, row, cell, [QUANT, "README.md"])
+        for side, row in (("8bits", "**8 bits**"), ("8bits+overlap", "**8 bits, overlapped step**"))
+        for cell in ("7M, 2 hosts, 1 Gbit/s", "MLP, 2 hosts, 1 Gbit/s")
+    ),
     _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "1gbit", [QUANT, "README.md"]),
     _bucket("8 bits", "**8 bits**", "ours: 8 bits", 4, "1gbit", [QUANT, "README.md"]),
     _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "10gbit", [QUANT, "README.md"]),

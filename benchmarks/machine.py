@@ -22,10 +22,17 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_tree() -> str:
-    """Return the commit that was measured, with a plus behind it where files differ from it."""
-    command = ("git", "describe", "--always", "--exclude=*", "--dirty=+")
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    """Return the commit that was measured, with a plus behind it where files other than results differ."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results")
+    return f"{commit}+" if changed else commit or "unknown"
+
+
+def _git(*command: str) -> str:
+    done = subprocess.run(
+        ("git", *command), cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip()
 
 
 def _cpu_name() -> str:

@@ -2,7 +2,14 @@
 
 import pytest
 
-from ddp_quant_hooks.auto_choice import Assignment, best_by_size, clearly_slower, fastest
+from ddp_quant_hooks.auto_choice import (
+    Assignment,
+    another_round_tells,
+    best_by_size,
+    clearly_slower,
+    fastest,
+    typical_steps,
+)
 from ddp_quant_hooks.auto_trial import Trial, least_passes
 
 A, B, C = (Assignment(name) for name in "abc")
@@ -34,16 +41,46 @@ def test_what_slows_a_whole_round_does_not_count():
     assert fastest([A, B], rounds) == B
 
 
+def _around(*centers, noise=0.1):
+    """Return a round with three steps around each center."""
+    return {
+        contender: [center * (1 - noise), center, center * (1 + noise)]
+        for contender, center in zip((A, B, C), centers, strict=False)
+    }
+
+
 def test_a_slow_moment_does_not_decide():
-    rounds = [{A: [1.0] * 3, B: [0.9] * 3}, {A: [1.0] * 3, B: [9.0] * 3}, {A: [1.0] * 3, B: [0.9] * 3}]
+    rounds = [_around(1.0, seconds, noise=0.02) for seconds in (0.9, 9.0, 0.9)]
     assert fastest([A, B], rounds) == B
-    assert clearly_slower([A, B], rounds) == set()
+    assert B not in clearly_slower([A, B], rounds)
     assert clearly_slower([A, B], rounds[1:2]) == set()
 
 
 def test_who_is_far_behind_twice_gets_no_more_turns():
-    rounds = [{A: [1.0] * 3, B: [1.5] * 3, C: [1.1] * 3}] * 2
-    assert clearly_slower([A, B, C], rounds) == {B}
+    assert clearly_slower([A, B, C], [_around(1.0, 1.5, 1.1)] * 2) == {B}
+    assert clearly_slower([A, B, C], [_around(1.0, 1.5, 1.1)]) == set()
+
+
+def test_who_is_slower_by_more_than_chance_gets_no_more_turns():
+    assert clearly_slower([A, B, C], [_around(1.0, 1.02, 1.1, noise=0.01)] * 2) == {C}
+    assert clearly_slower([A, B, C], [_around(1.0, 1.02, 1.1, noise=0.01)]) == set()
+
+
+def test_another_round_is_for_what_is_open_and_matters():
+    assert another_round_tells([A, B], [_around(1.0, 0.95)] * 4)  # of which A is chosen
+    assert not another_round_tells([A, B], [_around(1.0, 0.95, noise=0.001)] * 4)
+    assert not another_round_tells([A, B], [_around(1.0, 0.99, noise=0.001)] * 4)
+    assert not another_round_tells([A, B], [])
+
+
+def test_who_left_in_a_fast_moment_is_not_taken_for_fast():
+    """B, twice as slow as A, had its turns before everything became three times as slow."""
+    rounds = [_around(1.0, 2.0)] * 2 + [_around(3.0)] * 3
+    seconds = {contender: step.seconds for contender, step in typical_steps([A, B], rounds).items()}
+    assert seconds == pytest.approx({A: 3.0, B: 6.0})
+    late = [_around(1.0)] * 2 + [_around(3.0, 6.0)] * 3  # nor who came late for slow
+    seconds = {contender: step.seconds for contender, step in typical_steps([A, B], late).items()}
+    assert seconds == pytest.approx({A: 3.0, B: 6.0})
 
 
 def test_each_size_gets_the_shortest_exchange_and_ties_the_more_exact_one():

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-__all__ = ["Assignment", "Choice", "Round", "best_by_size", "clearly_slower", "fastest", "told"]
+__all__ = [
+    "Assignment",
+    "Choice",
+    "Round",
+    "Typical",
+    "another_round_tells",
+    "best_by_size",
+    "clearly_slower",
+    "fastest",
+    "told",
+    "typical_steps",
+]
 
 _LEAST_GAIN, _MOST_GAIN = 0.01, 0.02
 """By what part a contender of fewer bytes must be faster: more than the noise, within these bounds."""
@@ -18,6 +30,12 @@ _SERVICE_GAIN = 0.1
 _FAR, _LEAST_ROUNDS = 1.25, 2
 """A contender that takes so many times as long as the fastest one, in each of so many rounds or more, gets no
 more turns. A busy moment may last for a turn and slow one contender only, but hardly so in two rounds."""
+
+_MATTERS = 0.03
+"""Who is slower by less, is as good."""
+
+_SURE = 4.0
+"""So many standard errors slower is slower. Few steps tell little of their spread: three were not enough."""
 
 _MEDIAN_NOISE = 1.4826 * 1.2533
 """From the median distance to the median of normal numbers to the standard error of their median, but for
@@ -84,59 +102,106 @@ Round: TypeAlias = Mapping[Assignment, Sequence[float]]
 """The seconds of each contender's timed steps, when all had their turns."""
 
 
+class Typical(NamedTuple):
+    """A contender's typical step.
+
+    Attributes:
+        seconds: The median of its steps, as if every round had been like the median one.
+        uncertainty: The standard error of that.
+    """
+
+    seconds: float
+    uncertainty: float
+
+
+def typical_steps(contenders: Sequence[Assignment], rounds: Iterable[Round]) -> dict[Assignment, Typical]:
+    """Return the typical step of each contender that has timed ones.
+
+    How slow a round was, tells the least disturbed of those that had turns in the most rounds. So what makes
+    the whole machine or network slower for a while does not count, whoever was not there in that round, nor
+    does a busy moment that one contender has met.
+    """
+    rounds = list(rounds)
+    turns = {contender: sum(bool(one.get(contender)) for one in rounds) for contender in contenders}
+    always = [contender for contender in contenders if 0 < turns[contender] == max(turns.values())]
+    timed = [one for one in rounds if always and all(one.get(contender) for contender in always)]
+    usual = {
+        contender: statistics.median(seconds for one in timed for seconds in one[contender])
+        for contender in always
+        if timed
+    }
+    scales = [
+        min(statistics.median(one[contender]) / (usual[contender] or 1.0) for contender in always)
+        for one in timed
+    ]
+    found = {}
+    for contender in contenders:
+        steps = [
+            seconds * statistics.median(scales) / (scale or 1.0)
+            for one, scale in zip(timed, scales, strict=True)
+            for seconds in one.get(contender, ())
+        ]
+        if steps:
+            center = statistics.median(steps)
+            spread = statistics.median(abs(step - center) for step in steps)
+            found[contender] = Typical(center, _MEDIAN_NOISE * spread / len(steps) ** 0.5)
+    return found
+
+
 def fastest(contenders: Sequence[Assignment], rounds: Iterable[Round]) -> Assignment:
     """Return the first contender that none is faster than by more than the noise.
 
     Args:
         contenders: The most exact one first.
-        rounds: All of them. Those in which a contender is missing do not count.
+        rounds: All of them.
     """
-    centers = _centers(contenders, _with_all(contenders, rounds))
-    quickest = min(centers, key=lambda contender: centers[contender][0])
-    least, noise = centers[quickest]
+    typical = typical_steps(contenders, rounds)
+    if not typical:
+        return contenders[0]
+    least = min(typical.values())
     for contender in contenders:
-        if contender in centers:
-            center, own_noise = centers[contender]
-            gain = min(max(2 * (noise + own_noise) / least, _LEAST_GAIN), _MOST_GAIN)
-            if center <= least * (1 + gain):
+        if contender in typical:
+            seconds, uncertainty = typical[contender]
+            gain = 2 * (least.uncertainty + uncertainty) / (least.seconds or 1.0)
+            if seconds <= least.seconds * (1 + min(max(gain, _LEAST_GAIN), _MOST_GAIN)):
                 return contender
-    return quickest
+    raise AssertionError("the fastest one is not slower than itself")
 
 
-def clearly_slower(contenders: Sequence[Assignment], rounds: Iterable[Round]) -> set[Assignment]:
+def clearly_slower(contenders: Sequence[Assignment], rounds: Sequence[Round]) -> set[Assignment]:
     """Return the contenders that need not be tried again."""
+    found = set()
     far: dict[Assignment, list[bool]] = {contender: [] for contender in contenders}
     for one in rounds:
         timed = [contender for contender in contenders if one.get(contender)]
         medians = {contender: statistics.median(one[contender]) for contender in timed}
         for contender, seconds in medians.items():
             far[contender].append(seconds > _FAR * min(medians.values()))
-    return {contender for contender, seen in far.items() if len(seen) >= _LEAST_ROUNDS and all(seen)}
+    typical = typical_steps(contenders, rounds)
+    for contender, step in typical.items():
+        least = min(typical.values())
+        difference, uncertainty = step.seconds - least.seconds, _together(step, least)
+        surely = difference > max(_MATTERS * least.seconds, _SURE * uncertainty)
+        if len(far[contender]) >= _LEAST_ROUNDS and (surely or all(far[contender])):
+            found.add(contender)
+    return found
 
 
-def _with_all(contenders: Sequence[Assignment], rounds: Iterable[Round]) -> list[Round]:
-    return [one for one in rounds if all(one.get(contender) for contender in contenders)]
+def another_round_tells(contenders: Sequence[Assignment], rounds: Sequence[Round]) -> bool:
+    """Tell whether some contender may well be faster than the choice by what matters."""
+    typical = typical_steps(contenders, rounds)
+    if not typical:
+        return False
+    chosen, least = typical[fastest(contenders, rounds)], min(typical.values())
+    return any(
+        chosen.seconds + 2 * _together(chosen, other) - other.seconds > _MATTERS * least.seconds
+        for other in typical.values()
+        if other is not chosen
+    )
 
 
-def _centers(
-    contenders: Sequence[Assignment], rounds: Sequence[Round]
-) -> dict[Assignment, tuple[float, float]]:
-    """Return the median of each contender's steps and its standard error, relative to their round.
-
-    So what makes the whole machine or network slower for a while does not count.
-    """
-    together: dict[Assignment, list[float]] = {contender: [] for contender in contenders}
-    for one in rounds:
-        scale = statistics.median(seconds for contender in contenders for seconds in one[contender])
-        for contender in contenders:
-            together[contender] += [seconds / (scale or 1.0) for seconds in one[contender]]
-    found = {}
-    for contender, steps in together.items():
-        if steps:
-            center = statistics.median(steps)
-            spread = statistics.median(abs(step - center) for step in steps)
-            found[contender] = center, _MEDIAN_NOISE * spread / len(steps) ** 0.5
-    return found or dict.fromkeys(contenders, (1.0, 0.0))
+def _together(one: Typical, other: Typical) -> float:
+    return math.hypot(one.uncertainty, other.uncertainty)
 
 
 def best_by_size(

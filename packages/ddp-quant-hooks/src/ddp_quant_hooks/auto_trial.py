@@ -11,7 +11,16 @@ import statistics
 from collections.abc import Generator, Iterator, Sequence
 from typing import Protocol
 
-from ddp_quant_hooks.auto_choice import Assignment, Choice, best_by_size, clearly_slower, fastest, told
+from ddp_quant_hooks.auto_choice import (
+    Assignment,
+    Choice,
+    another_round_tells,
+    best_by_size,
+    clearly_slower,
+    fastest,
+    told,
+    typical_steps,
+)
 from ddp_quant_hooks.auto_errors import ErrorSample
 from ddp_quant_hooks.auto_times import PassTimes
 
@@ -29,7 +38,8 @@ _BETWEEN = 2
 """Passes behind a round: one until an accelerator is past the last timed one, one to compare times."""
 
 _ROUNDS = 4
-"""In which every contender has a turn, the first one first in one round and last in the next."""
+"""In which every contender has a turn, the first one first in one round and last in the next. More where they
+leave it open, as long as there are passes left."""
 
 PASSES_BEFORE_CHOICE = 100
 """At most."""
@@ -127,7 +137,7 @@ class Trial:
         self._sizes = self._ranks.agreed_sizes(sizes)
         yield from self._round(uniform, timed=0)  # also makes what each needs, and shows which are too wrong
         contenders = self._without_too_large_errors(uniform)
-        while len(contenders) > 1 and self._another_round(len(contenders)):
+        while len(contenders) > 1 and self._another_round(contenders):
             yield from self._round(contenders, timed=_TIMED)
             contenders = self._without_too_large_errors(contenders)
             far = clearly_slower(contenders, self._steps)
@@ -140,9 +150,9 @@ class Trial:
         self._passes += 1
         return TrialPass(assignment, timed=timed, sampled=sampled)
 
-    def _another_round(self, contenders: int) -> bool:
-        few = len(self._steps) - 1 < _ROUNDS
-        return few and self._passes + _round_passes(contenders) <= self._most_passes
+    def _another_round(self, contenders: Sequence[Assignment]) -> bool:
+        wanted = len(self._steps) - 1 < _ROUNDS or another_round_tells(contenders, self._steps)
+        return wanted and self._passes + _round_passes(len(contenders)) <= self._most_passes
 
     def _round(
         self, contenders: Sequence[Assignment], *, timed: int
@@ -242,18 +252,16 @@ class Trial:
         """Return the contenders and, if there is time to try it, the best candidate for each size."""
         names = [name for name in self._names if name not in self._left_out]
         mix = best_by_size(names, self._services)
-        if mix is None or not self._another_round(len(contenders) + 1):
+        if mix is None or not self._another_round([*contenders, mix]):
             return contenders
         last = max(self._names.index(name) for name in mix.names)
         exact = [one for one in contenders if self._names.index(one.default) <= last]
         return [*exact, mix, *contenders[len(exact) :]]
 
     def _choice(self, chosen: Assignment) -> Choice:
-        together: dict[str, list[float]] = {}
-        for one in self._steps:
-            for contender, steps in one.items():
-                together.setdefault(contender.name, []).extend(steps)
-        seconds = {name: statistics.median(steps) for name, steps in together.items() if steps}
+        tried = dict.fromkeys(contender for one in self._steps for contender in one)
+        typical = typical_steps(list(tried), self._steps)
+        seconds = {contender.name: steps.seconds for contender, steps in typical.items()}
         why = told(chosen, seconds, self._errors, self._left_out, self._passes)
         return Choice(chosen.default, dict(chosen.by_size), seconds, dict(self._errors), why)
 
