@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from emulated_hosts import EmulationUnavailableError, address, emulated_hosts
+from emulated_hosts import EmulationUnavailableError, address, emulated_hosts, require_rate
 from rank_processes import run_rank_processes
 
 TRAINING = str(Path(__file__).with_name("demo_training.py"))
@@ -116,13 +116,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rate", default="1gbit", help="of the links, in tc's units")
+    parser.add_argument("--rate", default="1gbit", help="of the links, as in 200mbit")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seconds", type=float, default=45, help="after which no further step begins")
     parser.add_argument("--plot", type=Path, default=Path("build/demo.png"))
     options = parser.parse_args()
     if options.steps < 2:
         parser.error("--steps must be at least 2")
+    try:
+        require_rate(options.rate)
+    except ValueError as error:
+        parser.error(f"--{error}")
     try:
         where, seen = train(options)
     except KeyboardInterrupt:

@@ -11,6 +11,7 @@ that made them, however that ends.
 from __future__ import annotations
 
 import contextlib
+import re
 import select
 import shutil
 import subprocess
@@ -22,6 +23,9 @@ Host: TypeAlias = list[str]
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 
+
+_MOST_HOSTS = 254
+_RATE = re.compile(r"(\d+(?:\.\d+)?)[kmg]bit")
 
 _PATIENCE = 60.0
 """Seconds for what takes milliseconds, but waits for locks of the kernel's."""
@@ -37,6 +41,13 @@ def address(index: int) -> str:
     return f"10.77.0.{index + 1}"
 
 
+def require_rate(rate: str) -> None:
+    """Raise ``ValueError`` if links cannot have a rate: tc takes a negative one, too, and limits nothing."""
+    found = _RATE.fullmatch(rate)
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"rate must be a positive number with kbit, mbit or gbit, got {rate!r}")
+
+
 @contextlib.contextmanager
 def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[Host]]:
     """Set up ``count`` hosts, yield what runs a command on each, and take everything down again.
@@ -46,11 +57,15 @@ def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[Host]]:
 
     Args:
         count: Number of hosts.
-        rate: Of each link and each direction, in tc's units.
+        rate: Of each link and each direction: a number with ``kbit``, ``mbit`` or ``gbit``.
 
     Raises:
+        ValueError: There is no such rate, or no network for so many.
         EmulationUnavailableError: The system refuses, or a tool is missing.
     """
+    require_rate(rate)
+    if not 1 <= count <= _MOST_HOSTS:
+        raise ValueError(f"count must be from 1 to {_MOST_HOSTS}, got {count}")
     for tool, package in _TOOLS.items():
         if shutil.which(tool) is None:
             raise EmulationUnavailableError(f"emulating hosts needs the program {tool} (package {package})")

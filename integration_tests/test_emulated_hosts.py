@@ -47,6 +47,15 @@ def test_a_link_is_no_faster_than_it_is_said_to_be():
     assert float(seconds) > 1 - 2 * 0.132
 
 
+@pytest.mark.parametrize("rate", ["fast", "-1gbit", "0mbit", "8", "1gbit burst 1", ""])
+def test_a_rate_that_limits_nothing_or_everything_is_refused(rate):
+    with (
+        pytest.raises(ValueError, match="rate must be a positive number"),
+        emulation.emulated_hosts(2, rate=rate),
+    ):
+        pass
+
+
 def test_a_missing_program_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with (

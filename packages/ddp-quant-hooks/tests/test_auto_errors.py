@@ -11,8 +11,11 @@ from auto_runs import SECONDS, Training, exact, quantized
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import AutoState, CandidateError, QuantizedAllreduceState, auto_hook
 from dist_utils.testing import grad_bucket, patience, run_ranks
+from dist_utils.torch_compat import default_store
 
 TWO = {"a": (None, allreduce_hook), "b": (None, allreduce_hook)}
+LEAST = 17
+"""Passes that a trial of two candidates takes at least."""
 
 
 @pytest.mark.parametrize(
@@ -29,7 +32,7 @@ TWO = {"a": (None, allreduce_hook), "b": (None, allreduce_hook)}
         ({"look_again_every": 1.5}, TypeError, "look_again_every"),
         ({"look_again_every": -1}, ValueError, "look_again_every"),
         ({"most_passes": True}, TypeError, "most_passes"),
-        ({"candidates": TWO, "most_passes": 16}, ValueError, "most_passes"),
+        ({"candidates": TWO, "most_passes": LEAST - 1}, ValueError, "most_passes"),
     ],
 )
 def test_wrong_options_are_refused(options, error, named):
@@ -165,6 +168,80 @@ def test_after_an_error_and_close_the_trial_begins_anew():
     assert first == second
     assert "in the middle of a pass" in first[0]
     assert first[1] == "fast"
+
+
+def _some_have_chosen(rank):
+    """Let rank 0 fail in the first pass behind the trial, to which the others do not come."""
+    fails = []
+
+    def hook(_, bucket):
+        return _fail() if fails else allreduce_hook(None, bucket)
+
+    candidates = {"a": (None, hook), "b": (None, hook)}
+    state = AutoState(candidates=candidates, max_error=None, most_passes=LEAST)
+    training = Training(state)
+    for _ in range(LEAST):
+        training.step()
+    if rank == 0:
+        fails.append(True)
+        _error_of(training)
+        fails.clear()
+    before = state.choice is not None
+    state.close()
+    again = Training(state)
+    chosen = []
+    for _ in range(LEAST + 1):
+        again.step()
+        chosen.append(state.choice is not None)
+    weights = again.weights()
+    state.close()
+    return before, chosen, weights
+
+
+def test_ranks_that_failed_before_and_behind_the_choice_all_try_anew():
+    results = run_ranks(_some_have_chosen, 3, timeout=60)
+    assert [before for before, _, _ in results] == [True, False, False]
+    for _, chosen, weights in results:
+        assert chosen == [False] * LEAST + [True]
+        assert torch.equal(weights, results[0][2])
+
+
+class _Own:
+    """The state of a candidate that is not of this project."""
+
+    options = object()
+
+
+def _elsewhere(rank):
+    """Train in a group of some ranks, then in WORLD, and then in the WORLD that follows."""
+    pair = dist.new_group([0, 1])
+    outcomes = []
+    if rank < 2:
+        state = AutoState(max_error=None)
+        assert state.trying  # asked before it knows the model's group
+        training = Training(state, process_group=pair)
+        outcomes.append(_error_of(training, steps=6))
+        state.close()
+    _Own.options = object()
+    state = AutoState(
+        candidates={"own": (_Own(), lambda _, bucket: allreduce_hook(None, bucket)), "b": quantized()}
+    )
+    outcomes.append(_error_of(Training(state, bind=False), steps=5))
+    state.close()
+    state = AutoState()
+    outcomes.append(_error_of(Training(state, bind=False), steps=5))
+    store = dist.PrefixStore("again", default_store())
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    outcomes.append(_error_of(Training(state, bind=False), steps=5))
+    state.close()
+    return outcomes
+
+
+def test_it_goes_to_the_models_group_and_to_the_next_world():
+    for outcomes in run_ranks(_elsewhere, 3, timeout=60):
+        assert set(outcomes) == {None}, outcomes
 
 
 def _peer_dies(rank, step):

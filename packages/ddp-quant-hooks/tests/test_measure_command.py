@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from ddp_quant_hooks.measure.__main__ import main, parse
 from ddp_quant_hooks.measure.joining import find_place
 from dist_utils import AgreementError
 from dist_utils.testing import patience, run_ranks
+from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
 COMMAND = [sys.executable, "-m", "ddp_quant_hooks.measure"]
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_RANK", "SLURM_", "TORCHELASTIC_")
@@ -118,6 +120,31 @@ def test_ranks_with_other_options_both_fail_under_slurm():
         assert "budget is 4.0 on rank 0, 5.0 on rank 1" in complaints
 
 
+def test_a_report_that_cannot_be_written_is_refused_before_measuring(tmp_path):
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    options = [*("--world-size", "2", "--master-addr", "127.0.0.1", "--master-port", str(port))]
+    outcomes = _outcomes(
+        *(([*COMMAND, "--rank", f"{rank}", *options, "--json", str(tmp_path)], _environ()) for rank in (0, 1))
+    )
+    for code, said, complaints in outcomes:
+        assert code == 1
+        assert not said
+        assert f"IsADirectoryError: --json {tmp_path} is a folder" in complaints
+
+
+@pytest.mark.exhaustive
+def test_a_rank_does_not_wait_for_ever_for_who_is_not_rank_0():
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        options = ["--rank", "1", "--world-size", "2", "--timeout", "1"]
+        options += ["--master-addr", "127.0.0.1", "--master-port", str(mute.getsockname()[1])]
+        ((code, said, complaints),) = _outcomes(([*COMMAND, *options], _environ()))
+    assert code == 1
+    assert not said
+    assert "rank 1: " in complaints
+
+
 DIES = """
 import os, sys
 from ddp_quant_hooks.measure import __main__ as command, trials
@@ -177,8 +204,10 @@ def test_without_a_launcher_it_says_how_to_start_it(monkeypatch, capsys):
             "ranks_per_node must divide world, got 2 and 9",
         ),
         (["--params", "-7", "--step-seconds", "1"], "parameters must be positive, got -7"),
-        (["--budget", "0"], "--budget must be positive, got 0"),
-        (["--timeout", "nan"], "--timeout must be positive, got nan"),
+        (["--budget", "0"], "--budget must be positive and at most 1e+07, got 0"),
+        (["--budget", "inf"], "--budget must be positive and at most 1e+07, got inf"),
+        (["--timeout", "nan"], "--timeout must be positive and at most 1e+07, got nan"),
+        (["--gpus-per-node", "8"], "--gpus-per-node belongs to --world and --gbit"),
         (["--backend", "nccl", "--device", "cpu"], "--backend nccl needs --device cuda"),
     ],
 )
@@ -186,6 +215,11 @@ def test_wrong_options_are_refused_before_anything_is_joined(options, message, c
     with pytest.raises(SystemExit):
         parse(options)
     assert message in capsys.readouterr().err
+
+
+def _threads():
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 
 
 def _measured_in_a_grid(rank):
@@ -202,9 +236,17 @@ def _measured_in_a_grid(rank):
         measure(some)
     with pytest.raises(TypeError, match="budget must be a number, got str"):
         measure(budget="5")
+    with pytest.raises((ValueError, AgreementError), match="device is 'nothing'"):
+        measure(device="nothing" if rank == 1 else "cpu")
     torch.set_num_threads(1)
     shares = []
-    report = measure(budget=5.0, node="ab"[rank // 2], progress=lambda share, _: shares.append(share))
+    # In a program that is about to evaluate in double precision, and draws the same numbers on all ranks.
+    torch.set_default_dtype(torch.float64)
+    random, threads = torch.get_rng_state(), _threads()
+    with torch.no_grad():
+        report = measure(budget=5.0, node="ab"[rank // 2], progress=lambda share, _: shares.append(share))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert _threads() <= threads or not GROUPS_END_WITHOUT_GIL  # each group has some
     assert shares == sorted(shares)
     assert 0 <= shares[0] <= shares[-1] <= 1
     seen["report"] = report.as_dict()
@@ -225,4 +267,4 @@ def test_nodes_of_several_ranks_get_hierarchical_hooks_and_every_rank_the_same_r
     assert measured["bytes_sent"] == pytest.approx((1 + 0.5 * 0.2578) * measured["size"], rel=0.01)
     assert measured["relative_error"] < hooks["8 bits"]["exchanges"][0]["relative_error"] * 1.5
     assert first["budget"].startswith("AgreementError: measure: rank 1 cannot go on: ValueError: budget must")
-    assert others[0]["budget"] == "ValueError: budget must be positive, got -1.0"
+    assert others[0]["budget"] == "ValueError: budget must be positive and finite, got -1.0"

@@ -94,11 +94,22 @@ def test_with_a_model_the_estimated_step_decides():
     advice = advise([link(1.0)], hooks, estimate)
     assert advice.hook == "fp32", "a step of 10 s hides all of it"
     assert advice.reasons[0].startswith("A step is estimated to take ")
+    assert advice.situation == "slow network", "it is, though nobody waits for it"
+    assert "Fewer bytes arrive sooner, but the step is not clearly shorter: bf16 " in advice.reasons[1]
     assert advise([link(1.0)], hooks).hook == "4 bits"
     urgent = estimate_steps(hooks, Model(7_000_000, 0.1))
     gain = 1 - urgent.steps["4 bits"].seconds / urgent.steps["8 bits"].seconds
     assert 0.05 < gain < 0.2, "too little for errors of 10 %"
     assert advise([link(1.0)], hooks, urgent).hook == "8 bits"
+
+
+def test_a_hook_that_gains_in_the_step_alone_is_not_called_faster():
+    hooks = [hook for hook in hooks_on(1.0) if hook.name in ("fp32", "8 bits")]
+    slow_end = dataclasses.replace(hooks[1].exchanges[-1], seconds=0.3, quartiles=(0.3, 0.3))
+    hooks[1] = HookTimes("8 bits", "direct", [*hooks[1].exchanges[:-1], slow_end])
+    advice = advise([link(1.0)], hooks, estimate_steps(hooks, Model(500_000, 0.01)))
+    assert advice.hook == "8 bits"
+    assert "in 300 ms, not sooner, but the step is shorter" in advice.reasons[1]
 
 
 def test_buckets_are_those_of_ddp():
@@ -206,11 +217,16 @@ def test_nodes_that_are_not_alike_can_predict_too():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Cluster(1, 1.0), "world must be at least 2, got 1"),
-        (lambda: Cluster(8, 0.0), "gbit must be positive, got 0.0"),
+        (lambda: Cluster(1, 1.0), "world must be at least 2 and at most 1e.09, got 1"),
+        (lambda: Cluster(10**400, 1.0), "world must be at least 2 and at most 1e.09, got 1"),
+        (lambda: Cluster(8, 0.0), "gbit must be positive and finite, got 0.0"),
+        (lambda: Cluster(8, float("inf")), "gbit must be positive and finite, got inf"),
         (lambda: Cluster(8, 1.0, 3), "ranks_per_node must divide world, got 3 and 8"),
         (lambda: Model(0, 1.0), "parameters must be positive, got 0"),
-        (lambda: Model(10, float("nan")), "step_seconds must be positive, got nan"),
+        (lambda: Model(10**400, 1.0), "parameters must be at most 1e.12, got 1"),
+        (lambda: Model(float("inf"), 1.0), "parameters must be at most 1e.12, got inf"),
+        (lambda: Model(10, float("nan")), "step_seconds must be positive and finite, got nan"),
+        (lambda: Model(10, float("inf")), "step_seconds must be positive and finite, got inf"),
     ],
 )
 def test_what_no_cluster_or_model_has_is_refused(make, message):

@@ -253,4 +253,6 @@ def told(
 
 
 def _bytes(size: int) -> str:
+    if size == 0:
+        return "sparse buckets"
     return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"

@@ -54,9 +54,12 @@ class ErrorSample:
         # (A future of both would know no streams.)
         exact = summed.wait()
         mean = averaged[0] if isinstance(averaged, (list, tuple)) else averaged
-        difference = (_real(mean).to(exact.dtype) - exact).norm()
-        error = torch.where(difference == 0, 0.0, difference / exact.norm())
-        self._seen = Arriving(torch.stack([error, exact.isfinite().all().to(error.dtype)]))
+        finite = exact.isfinite().all()
+        # Squares of very small or large gradients would be zero or infinite.
+        largest = exact.abs().amax().clamp_min(torch.finfo(exact.dtype).tiny)
+        difference = (_real(mean).to(exact.dtype) - exact).div_(largest).norm()
+        error = torch.where(difference == 0, 0.0, difference / exact.div_(largest).norm())
+        self._seen = Arriving(torch.stack([error, finite.to(error.dtype)]))
         return averaged
 
     def read(self) -> float | None:

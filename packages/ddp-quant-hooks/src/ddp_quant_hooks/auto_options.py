@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,6 +17,9 @@ from ddp_quant_hooks.wire_format import is_integer
 from dist_utils import resolve_group
 
 __all__ = ["AutoOptions", "checked_candidates", "told_candidates"]
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+"""In the ``repr`` of an object of somebody's class, other ones on other ranks."""
 
 _DEFAULT_COUNT = 4
 """Of candidates, if none are given."""
@@ -95,4 +99,7 @@ def _ranks_of(state: object) -> list[int] | None:
 def _told(candidate: Candidate) -> str:
     state, hook = candidate
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    return f"{name}({type(state).__name__} {getattr(state, 'options', '')})"
+    if state is None or isinstance(state, (dist.ProcessGroup, DeviceMesh)):  # whose ranks were looked at
+        return f"{name}()"
+    options = _ADDRESS.sub("", str(getattr(state, "options", "")))
+    return f"{name}({type(state).__name__} {options})"

@@ -35,8 +35,8 @@ _PASSES_UNTIL_IDLE = 2
 
 
 def bucket_bytes(buffer: torch.Tensor) -> int:
-    """Return the size of a bucket; of a sparse one, as if it were dense."""
-    return buffer.numel() * buffer.element_size()
+    """Return the size of a bucket; 0 of a sparse one, which is averaged without compression."""
+    return 0 if buffer.is_sparse else buffer.numel() * buffer.element_size()
 
 
 class RunningPass:
@@ -76,6 +76,7 @@ class AutoPasses:
         choice: The latest one.
         assignment: Which candidate averages what now.
         since_choice: How many passes there were behind the one of the choice.
+        began: Whether there was a pass, behind what was loaded last.
     """
 
     def __init__(self, candidates: Mapping[str, Candidate], ranks: AutoRanks, options: AutoOptions) -> None:
@@ -83,6 +84,7 @@ class AutoPasses:
         self.choice: Choice | None = None
         self.assignment = Assignment(next(iter(candidates)))
         self.since_choice = 0
+        self.began = False
         self._trial: Generator[TrialPass, Sequence[int], Choice] | None = None
         self._trial_began = False
         self._running: RunningPass | None = None
@@ -127,6 +129,7 @@ class AutoPasses:
     def go_on_with(self, choice: Choice, since_choice: int, layout: BucketLayout) -> None:
         """Go on from another run's choice, in its buckets."""
         self._trial, self._running, self._failure = None, None, None
+        self.began = False
         self.choice = choice
         self.assignment, self.since_choice, self._layout = choice.assignment, since_choice, layout
         parameters = [[one() for one in bucket] for _, bucket in layout]
@@ -173,7 +176,7 @@ class AutoPasses:
             state, hook = self._candidates[name]
             return hook(state, cast("GradBucket", bucket))
         call = partial(_try, name, self._candidates[name], bucket)
-        if trial.sampled == len(running.layout) - 1 and not buffer.is_sparse:
+        if trial.sampled == len(running.layout) - 1 and size:
             return trial.error.average(self._ranks.worker, buffer, call)
         if not trial.timed:
             return call()
@@ -181,6 +184,7 @@ class AutoPasses:
         return trial.times.watch(size, handed_over, buffer.device, call())
 
     def _begin_pass(self, bucket: Bucket) -> RunningPass:
+        self.began = True
         ended, self._running = self._running, RunningPass()
         if ended is not None:
             self._finish(ended)
@@ -223,7 +227,8 @@ class AutoPasses:
                 self._choose(over.value)
             else:
                 self._trial_began = True
-                self._use(running.trial.assignment)
+                # A sample is of what one pass loses, so without what earlier ones have lost.
+                self._use(running.trial.assignment, anew=running.trial.sampled is not None)
 
     def _choose(self, choice: Choice) -> None:
         self._trial, self.since_choice = None, 0

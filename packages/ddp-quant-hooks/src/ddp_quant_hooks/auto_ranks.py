@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks.auto_times import Arriving
-from dist_utils import GroupLike, OrderedWorker, require_same_terms, resolve_group
+from dist_utils import AgreementError, GroupLike, OrderedWorker, require_same_terms, resolve_group
 from dist_utils.process_groups import collective_device
+from dist_utils.torch_compat import group_timeout
 
 __all__ = ["AutoRanks"]
+
+_SOON = timedelta(seconds=30)
+"""In which all ranks come that have just got the same verdict."""
 
 
 class AutoRanks:
@@ -26,7 +32,7 @@ class AutoRanks:
         self._group = group
         self._name = name
         self._worker: OrderedWorker | None = None
-        self._agreed = False
+        self._agreed_in: weakref.ref[dist.ProcessGroup] | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -40,22 +46,49 @@ class AutoRanks:
             self._worker = OrderedWorker(self.process_group, name=self._name)
         return self._worker
 
-    def agree(self, terms: Callable[[], Mapping[str, object]]) -> None:
+    @property
+    def moved(self) -> bool:
+        """Whether these ranks have agreed in a group that WORLD is no more."""
+        return self._agreed_in is not None and self._agreed_in() is not self.process_group
+
+    def agree(
+        self, terms: Callable[[], Mapping[str, object]], try_anew: Callable[[], None] | None = None
+    ) -> None:
         """Compare, once, what must be alike.
 
         Args:
             terms: Returns that, by name.
+            try_anew: Called, on all ranks, if they differ, before they are compared again: an error may have
+                come when some had made their choice and others not. ``None``: they must not differ.
 
         Raises:
             AgreementError: Something is not, or a rank does not come.
             Exception: What ``terms`` raises; the other ranks get an ``AgreementError``.
         """
-        if self._agreed:
+        if self._agreed_in is not None:
             return
+        group, failed_before = self.process_group, self._worker is not None
         if self._worker is None:
-            self._worker = OrderedWorker(self.process_group, name=self._name, terms=terms)
-        self._worker.agree()
-        self._agreed = True
+            self._worker = OrderedWorker(group, name=self._name, terms=terms)
+        try:
+            self._worker.agree()
+        except AgreementError:
+            if failed_before or try_anew is None or not self._all_try_anew():
+                raise
+            try_anew()
+            self._worker = OrderedWorker(group, name=self._name, terms=terms)
+            self._worker.agree()
+        self._agreed_in = weakref.ref(group)
+
+    def _all_try_anew(self) -> bool:
+        """Return whether every rank comes here, soon after it was told that the ranks differ."""
+        group = self.process_group
+        timeout = min(_SOON, group_timeout(group, collective_device(group)) or _SOON)
+        try:
+            require_same_terms(group, f"{self._name}, which tries anew,", timeout=timeout)
+        except AgreementError:
+            return False
+        return True
 
     def agreed_sizes(self, sizes: Sequence[int]) -> Sequence[int]:
         """Return the bytes of the buckets of a pass, if all ranks have the same.
@@ -79,7 +112,7 @@ class AutoRanks:
     def close(self) -> None:
         """As :meth:`rest`; and what must be alike is compared again."""
         self.rest()
-        self._agreed = False
+        self._agreed_in = None
 
 
 class Largest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -23,6 +24,8 @@ from ddp_quant_hooks.resume import Bucket
 from dist_utils import GroupLike, resolve_group
 
 __all__ = ["AutoState"]
+
+_log = logging.getLogger(__name__)
 
 _MAX_ERROR = 0.03
 
@@ -99,7 +102,7 @@ class AutoState(AutoCheckpoints):
     def candidates(self) -> Mapping[str, Candidate]:
         """What is chosen from, by name."""
         if self._candidates is None:
-            self._candidates = self._given or default_candidates(self.process_group)
+            self._candidates = self._given or default_candidates(self._group)
         return self._candidates
 
     @property
@@ -128,7 +131,11 @@ class AutoState(AutoCheckpoints):
 
     def remember(self, ddp: DistributedDataParallel) -> None:
         """Know a model, here and in the candidates' states."""
+        of_all_ranks = self._group is None
         super().remember(ddp)
+        if of_all_ranks and self.process_group is not resolve_group(None):
+            self._passes = self._ranks = None  # somebody has asked for them before
+            self._candidates = None
         for candidate in self.candidates.values():
             if isinstance(candidate.state, ResidualCheckpoints):
                 candidate.state.remember(ddp)
@@ -139,7 +146,9 @@ class AutoState(AutoCheckpoints):
         Raises:
             RuntimeError: The ranks have not agreed.
         """
-        self.ranks.agree(self._terms)
+        if self.ranks.moved:  # the process groups were destroyed and made again
+            self.close()
+        self.ranks.agree(self._terms, self._try_anew if self.passes.began else None)
         return self.passes.begin_bucket(bucket)
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:
@@ -179,6 +188,10 @@ class AutoState(AutoCheckpoints):
         return [
             (name, state) for name, (state, _) in self.passes.used if isinstance(state, ResidualCheckpoints)
         ]
+
+    def _try_anew(self) -> None:
+        _log.info("AutoState: the ranks stopped at different passes, some with a choice: all try again")
+        self.passes.try_anew()
 
     def _terms(self) -> dict[str, object]:
         return {

@@ -173,10 +173,11 @@ class Trial:
         self._note(contenders, timed, iter(largest.read()))
 
     def _sampled_in(self, number: int) -> int | None:
-        """Return which bucket is sampled in a round: the largest one, then the next."""
-        if self._max_error is None or not self._sizes:
+        """Return which bucket is sampled in a round: the largest one, then the next; no sparse one."""
+        dense = [place for place, size in enumerate(self._sizes) if size]
+        if self._max_error is None or not dense:
             return None
-        by_size = sorted(range(len(self._sizes)), key=lambda place: -self._sizes[place])
+        by_size = sorted(dense, key=lambda place: -self._sizes[place])
         return by_size[number % len(by_size)]
 
     def _measured(
@@ -227,23 +228,25 @@ class Trial:
             if error > limit:
                 self._left_out[name] = f"its error {error:.2g} is larger than max_error {limit:.2g}"
         left = [one for one in contenders if not one.names & self._left_out.keys()]
-        if not left:
-            closest = min(self._errors, key=lambda name: self._errors[name])
-            self._left_out.pop(closest, None)
-            self._left_out[f"nothing within max_error {limit:.2g}"] = f"{closest} has the smallest error"
-            left = [Assignment(closest)]
-        return left
+        return left or [self._closest()]
 
     def _with_known_errors(self, contenders: list[Assignment]) -> list[Assignment]:
         """Leave out whom no sample has measured: gradients were not finite in every one of them."""
         if self._max_error is None:
             return contenders
         known = [one for one in contenders if one.names <= self._errors.keys()]
-        if known:
-            for one in contenders:
-                if one not in known and not one.by_size:
-                    self._left_out[one.name] = "no finite sample has shown its error"
-        return known or contenders
+        for one in contenders:
+            if one not in known and not one.by_size:
+                self._left_out[one.name] = "no finite sample has shown its error"
+        return known or [self._closest()]
+
+    def _closest(self) -> Assignment:
+        """Return the candidate of the smallest error that is known, or else the most exact one."""
+        closest = min(self._errors, key=lambda name: self._errors[name], default=self._names[0])
+        self._left_out.pop(closest, None)
+        why = f"{closest} has the smallest error" if self._errors else "no finite sample has shown any error"
+        self._left_out[f"all but {closest}"] = f"nothing is known to be within max_error, and {why}"
+        return Assignment(closest)
 
     def _with_mix(self, contenders: list[Assignment]) -> list[Assignment]:
         """Return the contenders and, if there is time to try it, the best candidate for each size."""

@@ -31,13 +31,13 @@ def default_candidates(
     """Return the hooks that are worth trying, by name, from the most exact to the fewest bytes.
 
     Args:
-        process_group: Of the model, as in :func:`dist_utils.resolve_group`.
+        process_group: Of the model, as in :func:`dist_utils.resolve_group`; ``None`` is looked up when used.
         mesh: Nodes first, ranks in a node second: then also 8 and 4 bits between nodes only.
 
     Raises:
         TypeError, ValueError: As the states.
     """
-    group = resolve_group(process_group)
+    group = None if process_group is None else resolve_group(process_group)
     found = {
         "fp32": Candidate(group, allreduce_hook),
         "bf16": Candidate(group, bf16_compress_hook),

@@ -41,6 +41,8 @@ COMPARED = (
     "timeout",
 )
 """Options that all ranks must have alike."""
+_LONGEST = 1e7
+"""Seconds: some months."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -70,20 +72,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     other = parser.add_argument_group("predict for another cluster")
     other.add_argument("--world", type=int, help="its number of ranks")
     other.add_argument("--gbit", type=float, help="of each node's link")
-    other.add_argument("--gpus-per-node", type=int, default=1, help="ranks of each node; 1")
+    other.add_argument("--gpus-per-node", type=int, help="ranks of each node; 1")
     options = parser.parse_args(arguments)
     for left, right in (("params", "step_seconds"), ("world", "gbit")):
         if (getattr(options, left) is None) != (getattr(options, right) is None):
             parser.error(f"--{left} and --{right.replace('_', '-')} belong together")
+    if options.world is None and options.gpus_per_node is not None:
+        parser.error("--gpus-per-node belongs to --world and --gbit")
     for name in ("budget", "timeout"):
-        if not getattr(options, name) > 0:
-            parser.error(f"--{name} must be positive, got {getattr(options, name):g}")
+        if not 0 < getattr(options, name) <= _LONGEST:
+            parser.error(
+                f"--{name} must be positive and at most {_LONGEST:g}, got {getattr(options, name):g}"
+            )
     if options.backend == "nccl" and options.device == "cpu":
         parser.error("--backend nccl needs --device cuda")
     try:
         options.model = None if options.params is None else Model(options.params, options.step_seconds)
         options.cluster = (
-            None if options.world is None else Cluster(options.world, options.gbit, options.gpus_per_node)
+            None
+            if options.world is None
+            else Cluster(
+                options.world, options.gbit, 1 if options.gpus_per_node is None else options.gpus_per_node
+            )
         )
     except ValueError as error:
         parser.error(str(error))
@@ -105,9 +115,9 @@ def run(options: argparse.Namespace, place: Place) -> None:
     if options.cluster is not None:
         report = report.for_cluster(options.cluster)
     if place.rank == 0:
-        _show(report)
         if options.json is not None:
             options.json.write_text(report.as_json() + "\n")
+        _show(report)
     dist.barrier()  # Gloo's threads finish meanwhile: a process that ends before they do can abort
     dist.destroy_process_group()
 
@@ -116,8 +126,18 @@ def _problem(options: argparse.Namespace, place: Place, *, nccl: bool) -> Except
     """Return what would go wrong on this rank later."""
     if options.backend == "nccl" and not nccl:
         return ValueError("backend is 'nccl', but there is no GPU or this torch has no NCCL")
-    if place.rank == 0 and options.json is not None and not options.json.absolute().parent.is_dir():
-        return FileNotFoundError(f"no folder for --json {options.json}")
+    return _problem_of_file(options.json) if place.rank == 0 and options.json is not None else None
+
+
+def _problem_of_file(file: Path) -> Exception | None:
+    """Return why a report cannot be written there."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        return FileNotFoundError(f"no folder for --json {file}")
+    if file.is_dir():
+        return IsADirectoryError(f"--json {file} is a folder")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        return PermissionError(f"--json {file} cannot be written")
     return None
 
 

@@ -51,7 +51,7 @@ def advise(
 
     The processor is busy if the first hook's exchange keeps it so for half of its time: a rank's share of
     the cores, or an accelerator that computation beside it loses. Otherwise the network is slow if another
-    hook is taken, and fast if not.
+    hook is taken, or would be for its exchanges alone, and fast if not.
 
     Args:
         links: As measured.
@@ -112,21 +112,22 @@ def _situation(
     exchanges: dict[str, Exchange], plain: str, taken: str, link: Link, busy: str
 ) -> tuple[str, str]:
     ours, theirs = exchanges[taken], exchanges[plain]
+    sooner = _fastest(exchanges, None)  # whatever a step makes of it
     if taken == plain:
-        others = [
+        others = ", ".join(
             f"{name} {milliseconds(own.seconds)} ms" for name, own in exchanges.items() if name != plain
-        ]
-        outcome = f"Fewer bytes are not clearly faster: {', '.join(others)}."
+        )
+        outcome = f"Fewer bytes are not clearly faster: {others}."
+        if sooner != plain:
+            outcome = f"Fewer bytes arrive sooner, but the step is not clearly shorter: {others}."
     else:
         share, faster = ours.bytes_sent / theirs.bytes_sent, theirs.seconds / ours.seconds
-        outcome = (
-            f"{taken} sends {share:.2f} of the bytes in {milliseconds(ours.seconds)} ms, "
-            f"{faster:.3g} times as fast."
-        )
+        gain = f"{faster:.3g} times as fast" if faster > 1 else "not sooner, but the step is shorter"
+        outcome = f"{taken} sends {share:.2f} of the bytes in {milliseconds(ours.seconds)} ms, {gain}."
     exchange = f"{plain} takes {milliseconds(theirs.seconds)} ms for {mebibytes(theirs.size)}"
     if busy:
         return "busy processor", f"Busy processor: {exchange}, {busy}. {outcome}"
-    situation = "fast network" if taken == plain else "slow network"
+    situation = "fast network" if plain == taken == sooner else "slow network"
     wire = f"on a link with {link.gbit:.3g} Gbit/s each way"
     return situation, f"{situation.capitalize()}: {exchange} {wire}. {outcome}"
 

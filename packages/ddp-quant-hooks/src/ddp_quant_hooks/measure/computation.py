@@ -34,15 +34,20 @@ class Computation:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._alone_seconds, self._alone_units = 0.0, 0
-        self._weights = torch.randn(_WIDTH, _WIDTH, device=device) / _WIDTH**0.5
+        # The caller's random numbers stay as they are: how many are drawn here differs between ranks.
+        self._random = torch.Generator(device).manual_seed(0)
+        self._weights = self._normal(_WIDTH) / _WIDTH**0.5
         rows = 16
         self._resize(rows)
         while self._time_units(5) < 5 * _SHORTEST and rows < 1 << 20:
             rows *= 2
             self._resize(rows)
 
+    def _normal(self, rows: int) -> torch.Tensor:
+        return torch.randn(rows, _WIDTH, generator=self._random, device=self._device, dtype=torch.float32)
+
     def _resize(self, rows: int) -> None:
-        self._input = torch.randn(rows, _WIDTH, device=self._device)
+        self._input = self._normal(rows)
         self._output = torch.empty_like(self._input)
         self.run_unit()
 

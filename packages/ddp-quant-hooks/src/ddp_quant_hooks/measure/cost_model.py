@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ddp_quant_hooks.measure.timing import DIRECT, GRID, RING
 
 __all__ = ["Cluster", "HookCost", "Machine", "Traffic", "traffic"]
+
+_MOST_RANKS = 10**9
 
 
 @dataclass(frozen=True)
@@ -24,10 +27,10 @@ class Cluster:
     ranks_per_node: int = 1
 
     def __post_init__(self) -> None:
-        if self.world < 2:
-            raise ValueError(f"world must be at least 2, got {self.world}")
-        if not self.gbit > 0:
-            raise ValueError(f"gbit must be positive, got {self.gbit}")
+        if not 2 <= self.world <= _MOST_RANKS:
+            raise ValueError(f"world must be at least 2 and at most {_MOST_RANKS:.0e}, got {self.world}")
+        if not 0 < self.gbit < math.inf:
+            raise ValueError(f"gbit must be positive and finite, got {self.gbit}")
         if self.ranks_per_node < 1 or self.world % self.ranks_per_node:
             raise ValueError(f"ranks_per_node must divide world, got {self.ranks_per_node} and {self.world}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,13 +12,16 @@ from ddp_quant_hooks.measure.timing import Exchange, HookTimes
 
 __all__ = ["Estimate", "Model", "estimate_steps"]
 
+_MOST_PARAMETERS = 10**12
+"""More than any rank can hold: every bucket is played through."""
+
 
 @dataclass(frozen=True)
 class Model:
     """What is known of a model.
 
     Attributes:
-        parameters: Their number; gradients are fp32.
+        parameters: Their number, at most 1e12; gradients are fp32.
         step_seconds: Of a training step without communication, as under ``no_sync()``, while all ranks
             compute.
     """
@@ -26,9 +30,12 @@ class Model:
     step_seconds: float
 
     def __post_init__(self) -> None:
-        for name, value in (("parameters", self.parameters), ("step_seconds", self.step_seconds)):
-            if not value > 0:
-                raise ValueError(f"{name} must be positive, got {value}")
+        if not self.parameters > 0:
+            raise ValueError(f"parameters must be positive, got {self.parameters}")
+        if self.parameters > _MOST_PARAMETERS:
+            raise ValueError(f"parameters must be at most {_MOST_PARAMETERS:.0e}, got {self.parameters}")
+        if not 0 < self.step_seconds < math.inf:
+            raise ValueError(f"step_seconds must be positive and finite, got {self.step_seconds}")
 
 
 @dataclass(frozen=True)

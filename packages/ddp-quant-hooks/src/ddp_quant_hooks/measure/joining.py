@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import socket
+import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -19,6 +22,8 @@ from dist_utils.torch_compat import default_store
 __all__ = ["Place", "PlaceError", "find_place", "first_host", "join", "leave_after_error", "nccl_is_there"]
 
 _DEFAULT_PORT = 29500
+_TO_TELL = 5.0
+"""Seconds for torch's own error."""
 _LEFT = "ddp_quant_hooks/measure/left"
 """Key of the store: how many ranks have left after an error."""
 _EXAMPLE = "torchrun --standalone --nproc-per-node 2 -m ddp_quant_hooks.measure"
@@ -102,16 +107,35 @@ def join(place: Place, *, nccl: bool, timeout: timedelta) -> None:
         timeout: For the others to come, and for each collective.
 
     Raises:
-        RuntimeError: Somebody does not come in time.
+        RuntimeError: Somebody does not come in time. If something else listens on the port, the process ends.
     """
     host = f"[{place.address}]" if ":" in place.address else place.address  # IPv6
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if nccl else "gloo",
-        init_method=f"tcp://{host}:{place.port}",
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout,
-    )
+    with _ending_without_answer(place, 2 * timeout.total_seconds() + _TO_TELL):  # torch tries twice
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if nccl else "gloo",
+            init_method=f"tcp://{host}:{place.port}",
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+        )
+
+
+@contextlib.contextmanager
+def _ending_without_answer(place: Place, seconds: float) -> Iterator[None]:
+    """End the process if this takes too long: torch waits for ever for who listens and is no store."""
+
+    def end() -> None:
+        sys.stderr.write(f"rank {place.rank}: {place.address}:{place.port} answers, but is not rank 0\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def leave_after_error(seconds: float = 3.0) -> None:
@@ -169,7 +193,7 @@ def _node(environ: Mapping[str, str]) -> str:
 
 
 def _number(key: str, text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():  # isdigit() takes superscripts
         raise PlaceError(f"{key} must be a number from 0 on, got {text!r}")
     return int(text)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
 __all__ = ["grid_of", "nodes_of"]
 
@@ -22,8 +26,9 @@ def nodes_of(keys: Sequence[str]) -> list[list[int]]:
     return list(nodes.values())
 
 
-def grid_of(nodes: Sequence[Sequence[int]], device_type: str) -> DeviceMesh | None:
-    """Return the mesh of a hierarchical state, or ``None`` where the ranks make no grid.
+@contextmanager
+def grid_of(nodes: Sequence[Sequence[int]], device_type: str) -> Iterator[DeviceMesh | None]:
+    """Yield the mesh of a hierarchical state, or ``None`` where the ranks make no grid; then end its groups.
 
     They do if there are several nodes, of several ranks each, all alike.
 
@@ -36,5 +41,12 @@ def grid_of(nodes: Sequence[Sequence[int]], device_type: str) -> DeviceMesh | No
     """
     sizes = {len(node) for node in nodes}
     if len(nodes) == 1 or len(sizes) > 1 or sizes == {1}:
-        return None
-    return DeviceMesh(device_type, torch.tensor([list(node) for node in nodes]))
+        yield None
+        return
+    mesh = DeviceMesh(device_type, torch.tensor([list(node) for node in nodes], device="cpu"))
+    try:
+        yield mesh
+    finally:
+        if GROUPS_END_WITHOUT_GIL:  # else with all others
+            for group in mesh.get_all_groups():
+                dist.destroy_process_group(group)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -119,8 +120,9 @@ def measure(
 
     Raises:
         AgreementError: The ranks come with different arguments, or some do not come.
-        TypeError, ValueError: The group has one rank only, or not all; the budget is no number, not positive,
-            or too short for the smallest bucket; and as :func:`dist_utils.resolve_group`.
+        TypeError, ValueError: The group has one rank only, or not all; the budget is no number, not positive
+            and finite, or too short for the smallest bucket; there is no such device; and as
+            :func:`dist_utils.resolve_group`.
         RuntimeError: A rank fails on the way; on every rank.
 
     Cost:
@@ -131,32 +133,36 @@ def measure(
         >>> print(report.advice.hook)  # doctest: +SKIP
     """
     began = time.perf_counter()
-    group, device = resolve_group(process_group), torch.device(device)
-    terms = {"budget": budget, "device": device.type}
-    require_same_terms(group, "measure", terms, problem=_problem(group, budget))
+    group = resolve_group(process_group)
+    kind, problem = _device_of(device)
+    terms = {"budget": budget, "device": kind.type}
+    require_same_terms(group, "measure", terms, problem=_problem(group, budget) or problem)
     tell = progress or (lambda *_: None)
     nodes = nodes_of(_gathered(group, node or os.uname().nodename))
     tell(0.0, "links")
-    links = measure_links(group, nodes, device)
-    candidates = default_candidates(group, mesh=grid_of(nodes, device.type))
-    guess = 2 / min(link.bandwidth for link in links)
-    (used,) = largest_of_ranks(group, [time.perf_counter() - began])
-    left = max(budget / 2, budget - used)
-    try:
-        hooks, copy_per_byte = measure_hooks(
-            group, candidates, SIZES, device, budget=left, guess=guess, progress=tell
-        )
-    finally:
-        for candidate in candidates.values():
-            if isinstance(candidate.state, QuantizedAllreduceState):
-                candidate.state.close()
+    # Buckets come from backward passes, whatever surrounds this call.
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        links = measure_links(group, nodes, kind)
+        guess = 2 / min(link.bandwidth for link in links)
+        with grid_of(nodes, kind.type) as mesh:
+            candidates = default_candidates(group, mesh=mesh)
+            (used,) = largest_of_ranks(group, [time.perf_counter() - began])
+            left = max(budget / 2, budget - used)
+            try:
+                hooks, copy_per_byte = measure_hooks(
+                    group, candidates, SIZES, kind, budget=left, guess=guess, progress=tell
+                )
+            finally:
+                for candidate in candidates.values():
+                    if isinstance(candidate.state, QuantizedAllreduceState):
+                        candidate.state.close()
     head = (time.perf_counter() - began, torch.get_num_threads(), _usable_cores(), kernels.describe())
     seconds, threads, cores, described = _of_first(group, head)
     return Report(
         world_size=group.size(),
         nodes=nodes,
         backend=dist.get_backend_config(group),
-        device=device.type,
+        device=kind.type,
         threads=threads,
         cores=cores,
         kernels=described,
@@ -168,12 +174,24 @@ def measure(
     )
 
 
+def _device_of(given: Any) -> tuple[torch.device, Exception | None]:
+    """Return the device of the buckets, and what is wrong with it."""
+    try:
+        device = torch.device(given)
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        return torch.device("cpu"), ValueError(f"device is {given!r}: {error}")
+    if device.type == "meta":
+        return device, ValueError("device is 'meta', which computes nothing")
+    return device, None
+
+
 def _problem(group: dist.ProcessGroup, budget: Any) -> Exception | None:
     """Return what is wrong with the arguments of this rank."""
     if not isinstance(budget, int | float):
         return TypeError(f"budget must be a number, got {type(budget).__name__}")
-    if not budget > 0:
-        return ValueError(f"budget must be positive, got {budget}")
+    if not 0 < budget < math.inf:
+        return ValueError(f"budget must be positive and finite, got {budget}")
     if group.size() < 2:
         return ValueError("measuring needs at least two ranks, got one")
     if group.size() < dist.get_world_size():

@@ -50,12 +50,18 @@ class Gradients:
 
     def __init__(self, group: dist.ProcessGroup, largest: int, device: torch.device) -> None:
         blocks = [
-            torch.randn(_BLOCK, generator=torch.Generator().manual_seed(rank)) for rank in range(group.size())
+            torch.randn(
+                _BLOCK,
+                generator=torch.Generator("cpu").manual_seed(rank),
+                dtype=torch.float32,
+                device="cpu",
+            )
+            for rank in range(group.size())
         ]
         self._group = group
         self._own = blocks[group.rank()].to(device)
         self._mean = torch.stack(blocks).double().mean(0).to(device)
-        self._buffer = torch.empty(-(-largest // (4 * _BLOCK)), _BLOCK, device=device)
+        self._buffer = torch.empty(-(-largest // (4 * _BLOCK)), _BLOCK, device=device, dtype=torch.float32)
 
     def fill(self, size: int) -> torch.Tensor:
         """Return this rank's values, ``size`` bytes of them."""
@@ -149,7 +155,7 @@ def tiny_bucket(device: torch.device) -> Any:
 
     A model of 25 MiB would be broadcast first, which a slow link takes seconds for.
     """
-    return grad_bucket([torch.zeros(1, device=device)])
+    return grad_bucket([torch.zeros(1, device=device, dtype=torch.float32)])
 
 
 def _watch(

@@ -1,0 +1,79 @@
+"""What a state that chooses knows of its candidates' errors, and that ``max_error`` keeps what it says."""
+
+import torch
+from auto_runs import SECONDS, Net, Training, exact, quantized
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_quant_hooks import AutoState, auto_hook
+from dist_utils.testing import run_ranks
+
+FOUR_BITS = 0.06, 0.2
+"""What they show for the gradients here, without residuals."""
+
+
+class _Embeddings(torch.nn.Module):
+    """More sparse buckets than there are samples, each larger than the dense one."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = torch.nn.ModuleList(torch.nn.Embedding(600, 16, sparse=True) for _ in range(6))
+        self.last = torch.nn.Linear(16, 64)
+
+    def forward(self, tokens):
+        return self.last(sum(table(tokens) for table in self.tables))
+
+
+def _chosen(net, loss, *, slow=SECONDS / 2, **options):
+    """Return the choice between full precision, which is slow, and 4 bits; each step has another loss."""
+    four = quantized(bits=4, error_feedback="none")
+    state = AutoState(candidates={"exact": exact(slow), "4 bits": four}, **options)
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.005)
+    ddp.register_comm_hook(state.bind(ddp), auto_hook)
+    for step in range(100):
+        ddp.zero_grad()
+        loss(ddp, torch.Generator().manual_seed(step)).backward()
+        if state.choice is not None:
+            break
+    state.close()
+    return state.choice.candidate, dict(state.choice.errors), state.choice.why
+
+
+def _loss_of(ddp, generator, factor=1.0):
+    return (ddp(torch.randn(8, 32, generator=generator)) * factor).sum()
+
+
+def _samples(rank):
+    tokens = _chosen(
+        _Embeddings(), lambda ddp, draw: ddp(torch.randint(600, (16,), generator=draw)).square().sum()
+    )
+    scaled = {
+        factor: _chosen(Net(), lambda ddp, draw, factor=factor: _loss_of(ddp, draw, factor))
+        for factor in (1e-30, 1e25)
+    }
+    nothing = _chosen(Net(), lambda ddp, draw: _loss_of(ddp, draw, float("nan")))
+    return tokens, scaled, nothing
+
+
+def test_who_is_too_wrong_is_not_chosen_whatever_the_gradients():
+    for tokens, scaled, nothing in run_ranks(_samples, 2, timeout=120):
+        for name, errors, why in (tokens, *scaled.values()):
+            assert name == "exact", why
+            assert errors["exact"] < 1e-6
+            assert FOUR_BITS[0] < errors["4 bits"] < FOUR_BITS[1], why
+        name, errors, why = nothing
+        assert (name, errors) == ("exact", {})
+        assert "no finite sample" in why
+
+
+def _with_residuals(rank):
+    candidates = {"exact": exact(SECONDS / 2), "4 bits": quantized(bits=4, error_feedback="both")}
+    training = Training(AutoState(candidates=candidates, max_error=0.11))
+    choice, _ = training.until_chosen()
+    training.state.close()
+    return choice.candidate, choice.errors["4 bits"]
+
+
+def test_samples_have_no_residuals_in_them():
+    """A candidate that ends one round and begins the next one has a turn without a break."""
+    for name, error in run_ranks(_with_residuals, 2, timeout=60):
+        assert (name, error < 0.11) == ("4 bits", True)
