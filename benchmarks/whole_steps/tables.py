@@ -41,7 +41,7 @@ def heading(cells: dict[str, Any]) -> str:
         f"tree {run['tree']}, {run['date']}"
         for run in runs
     }
-    several = "FROM SEVERAL RUNS: " if len(said) > 1 else ""
+    several = "Several runs: " if len(said) > 1 else ""
     what = "ms for a training step; in brackets: how many times faster than plain DDP in the same turn. "
     return what + several + "; ".join(sorted(said))
 
