@@ -72,9 +72,7 @@ def measure_cell(cell: Cell, options: argparse.Namespace, results: dict[str, Any
             found = summarize(ranks, RATES.get(cell.rate), cell.ranks_per_host)
             about = {**describe_machine(), "tree": describe_tree()}
             sides = {name: {**side, "run": about} for name, side in found.pop("sides").items()}
-            if (
-                measured
-            ):  # what the other jobs are compared with is in their ratios; the table has the first one's
+            if measured:  # each job's ratios are its own; the table shows what the first one compared with
                 sides = {name: side for name, side in sides.items() if name not in (COMPUTE, PLAIN)}
             measured = True
             entry["sides"] |= sides

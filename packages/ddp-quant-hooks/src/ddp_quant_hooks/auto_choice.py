@@ -125,19 +125,21 @@ def typical_steps(contenders: Sequence[Assignment], rounds: Iterable[Round]) -> 
     turns = {contender: sum(bool(one.get(contender)) for one in rounds) for contender in contenders}
     always = [contender for contender in contenders if 0 < turns[contender] == max(turns.values())]
     timed = [one for one in rounds if always and all(one.get(contender) for contender in always)]
+    if not timed:
+        return {}
     usual = {
         contender: statistics.median(seconds for one in timed for seconds in one[contender])
         for contender in always
-        if timed
     }
     scales = [
         min(statistics.median(one[contender]) / (usual[contender] or 1.0) for contender in always)
         for one in timed
     ]
+    usual_scale = statistics.median(scales)
     found = {}
     for contender in contenders:
         steps = [
-            seconds * statistics.median(scales) / (scale or 1.0)
+            seconds * usual_scale / (scale or 1.0)
             for one, scale in zip(timed, scales, strict=True)
             for seconds in one.get(contender, ())
         ]
@@ -178,8 +180,8 @@ def clearly_slower(contenders: Sequence[Assignment], rounds: Sequence[Round]) ->
         for contender, seconds in medians.items():
             far[contender].append(seconds > _FAR * min(medians.values()))
     typical = typical_steps(contenders, rounds)
+    least = min(typical.values(), default=Typical(0.0, 0.0))
     for contender, step in typical.items():
-        least = min(typical.values())
         difference, uncertainty = step.seconds - least.seconds, _together(step, least)
         surely = difference > max(_MATTERS * least.seconds, _SURE * uncertainty)
         if len(far[contender]) >= _LEAST_ROUNDS and (surely or all(far[contender])):
