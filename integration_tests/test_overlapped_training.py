@@ -92,7 +92,7 @@ def _chosen(rank):
         if chooses:
             alike = [QuantizedAllreduceState(min_bytes=0) for _ in range(2)]
             candidates = {str(number): (one, hook) for number, one in enumerate(alike)}
-            state, hook = AutoState(candidates=candidates), auto_hook
+            state, hook = AutoState(candidates=candidates, most_passes=60), auto_hook  # of 70 steps
         if mode is None:
             ddp.register_comm_hook(state, hook)
         else:
