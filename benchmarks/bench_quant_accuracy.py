@@ -1,13 +1,15 @@
 """The error of gradients averaged in 8 and 4 bits: ddp-quant-hooks against PyTorch's hooks and others.
 
-    python benchmarks/bench_quant_accuracy.py              # about a minute, one thread, no network
+    python benchmarks/bench_quant_accuracy.py              # some minutes, one thread, no network
     python benchmarks/bench_quant_accuracy.py --world-sizes 2 8 --seeds 1
 
 The relative error |averaged - exact| / |exact| of the mean over W ranks, against the exact mean in fp64; the
 median over the seeds. The ranks are simulated in one process, with the kernels that the hooks use. Gradients:
 
 * Gaussian, independent on each rank;
-* heavy tails: Student's t with 3 degrees of freedom, independent on each rank;
+* heavy tails: Student's t with 3 degrees of freedom, independent on each rank; heavier tails: with 2;
+* outliers: Gaussian, but one value in 128 is 100 times as large, at the same places on each rank;
+* mixed scales: Gaussian, each value times exp(2 n) with n Gaussian, the same on each rank;
 * language model: a small transformer on the standard library's sources, one batch for each rank.
 
 Rows with error feedback are another measure than the rest: the mean of 20 averages of the same gradients,
@@ -42,8 +44,9 @@ RESULTS = Path(__file__).parent / "results"
 FEEDBACK_STEPS = 20
 GOAL = 1e-2
 
-GAUSSIAN, HEAVY_TAILS, LANGUAGE_MODEL = "Gaussian", "heavy tails", "language model"
-KINDS = [GAUSSIAN, HEAVY_TAILS, LANGUAGE_MODEL]
+GAUSSIAN, HEAVY_TAILS, HEAVIER_TAILS = "Gaussian", "heavy tails", "heavier tails"
+OUTLIERS, MIXED_SCALES, LANGUAGE_MODEL = "outliers", "mixed scales", "language model"
+KINDS = [GAUSSIAN, HEAVY_TAILS, HEAVIER_TAILS, OUTLIERS, MIXED_SCALES, LANGUAGE_MODEL]
 
 WIDTH, HEADS, LAYERS, CONTEXT, CHARACTERS = 144, 4, 2, 64, 128
 BATCH, TRAINING_STEPS = 16, 60
@@ -128,11 +131,17 @@ def gradients_of_all_kinds(ranks: int, seed: int) -> Iterator[tuple[str, torch.T
     model = language_model_gradients(ranks, seed)
     generator = torch.Generator().manual_seed(seed)
     yield GAUSSIAN, torch.randn(model.shape, generator=generator)
-    tails = torch.empty_like(model)
-    for row in tails:
-        squares = torch.randn(3, len(row), generator=generator).square().sum(0)
-        row.copy_(torch.randn(len(row), generator=generator) / (squares / 3).sqrt())
-    yield HEAVY_TAILS, tails
+    for kind, degrees in ((HEAVY_TAILS, 3), (HEAVIER_TAILS, 2)):
+        tails = torch.empty_like(model)
+        for row in tails:
+            squares = torch.randn(degrees, len(row), generator=generator).square().sum(0)
+            row.copy_(torch.randn(len(row), generator=generator) / (squares / degrees).sqrt())
+        yield kind, tails
+    outliers = torch.randn(model.shape, generator=generator)
+    outliers[:, 17::128] *= 100
+    yield OUTLIERS, outliers
+    scales = torch.exp(2 * torch.randn(model.shape[1], generator=generator))
+    yield MIXED_SCALES, torch.randn(model.shape, generator=generator) * scales
     yield LANGUAGE_MODEL, model
 
 
@@ -296,10 +305,12 @@ def power_sgd(rank: int, values: int) -> Scheme:
 
 def all_schemes(values: int) -> dict[str, Scheme]:
     """Return the rows of the table, for gradients of so many values."""
-    int8, int4 = Layout("int8", 128), Layout("int4", 32)
+    int8, int4 = Layout("int8", 128, rotate=True), Layout("int4", 32, rotate=True)
+    plain8, plain4 = Layout("int8", 128), Layout("int4", 32)
     carried, alone = f"mean of {FEEDBACK_STEPS} steps", f"{FEEDBACK_STEPS}th step alone"
     return {
         "ours: int8": ours(int8),
+        "ours: int8, rotate=False": ours(plain8),
         'ours: int8, gather="bf16"': ours(int8, Layout("bf16", 128)),
         'ours: int8, gather="fp16"': ours(int8, Layout("fp16", 128)),
         f'ours: int8, feedback "shard", {carried}': ours(int8, feedback="shard"),
@@ -307,6 +318,7 @@ def all_schemes(values: int) -> dict[str, Scheme]:
         f'ours: int8, feedback "shard", {alone}': ours(int8, feedback="shard", last_alone=True),
         f'ours: int8, feedback "both", {alone}': ours(int8, feedback="both", last_alone=True),
         "ours: int4": ours(int4),
+        "ours: int4, rotate=False": ours(plain4),
         f'ours: int4, feedback "both", {carried}': ours(int4, feedback="both"),
         f'ours: int4, feedback "both", {alone}': ours(int4, feedback="both", last_alone=True),
         "pytorch: per tensor": affine(None),
@@ -428,7 +440,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     sizes, schemes = results["world_sizes"], results["schemes"]
     groups = {name: scheme.group for name, scheme in all_schemes(results["values_per_rank"]).items()}
     markers = dict(zip(sizes, "osD^vPX*", strict=False))
-    figure, axes = plt.subplots(1, len(KINDS) + 1, figsize=(17, 6), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(1, len(KINDS) + 1, figsize=(26, 7), layout="constrained", sharey=True)
     for axis, kind in zip(axes, [*KINDS, None], strict=True):
         for place, (name, entry) in enumerate(schemes.items()):
             source = entry["relative_error"][kind] if kind else entry["bytes_of_fp32_ring_by_formula"]

@@ -17,10 +17,12 @@ pytestmark = needs_compiler
 LAYOUTS = [
     *(Layout("int8", block) for block in (32, 96, 128, 4096)),
     *(Layout("int4", block) for block in (32, 160)),
+    *(Layout("int8", block, rotate=True) for block in (32, 128, 2048)),
+    Layout("int4", 32, rotate=True),
     Layout("bf16", 32),
     Layout("fp16", 128),
 ]
-QUICK_LAYOUTS = [Layout("int8", 128), Layout("int4", 32)]
+QUICK_LAYOUTS = [Layout("int8", 128, rotate=True), Layout("int4", 32)]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def gpu(tmp_path_factory):
     [
         pytest.param(
             layout,
-            id=f"{layout.format}-{layout.block_size}",
+            id=f"{layout.format}-{layout.block_size}" + ("-rotate" if layout.rotate else ""),
             marks=() if layout in QUICK_LAYOUTS else pytest.mark.exhaustive,
         )
         for layout in LAYOUTS

@@ -43,12 +43,23 @@ def _every_program():
         yield block_program("reduce", layout, new_layout=layout, ranks=3)
         yield block_program("decode", layout, dtype=torch.float32, ranks=3)
     yield block_program("decode", Layout("int8", 128), dtype=torch.float32, shards=80)
+    yield from _every_program_that_rotates()
     for dtype in DTYPES:
         for name in ("encode_short_channels", "find_extremes_of_long_channels", "encode_long_channels"):
             yield affine_program(name, dtype)
         yield affine_program("decode", dtype, ranks=8)
         yield affine_program("encode_short_channels", dtype, aligned=False)
         yield affine_program("decode", dtype, ranks=2, aligned=False)
+
+
+def _every_program_that_rotates():
+    for kind, block in [("int8", 128), ("int4", 32), ("int8", 512)]:
+        layout = Layout(kind, block, rotate=True)
+        for dtype in DTYPES:
+            yield block_program("encode", layout, dtype=dtype)
+            yield block_program("decode", layout, dtype=dtype, ranks=2)
+        for new_layout, ranks in [(layout, 2), (layout, 8), (layout, 100), (Layout("fp16", block), 4)]:
+            yield block_program("reduce", layout, new_layout=new_layout, ranks=ranks)
 
 
 @pytest.fixture(autouse=True)

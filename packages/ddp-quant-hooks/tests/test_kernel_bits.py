@@ -13,6 +13,7 @@ from dist_utils.testing import same_bits
 SETS = CpuKernels().available if library_path().exists() else []
 needs_library = pytest.mark.skipif(not SETS, reason="there are no compiled kernels: no C++ compiler")
 LAYOUTS = [
+    *(Layout(kind, block, rotate=True) for kind in ("int8", "int4") for block in (32, 64, 128, 512)),
     *(Layout(kind, block) for kind in ("int8", "int4") for block in (32, 64, 96, 128, 512)),
     *(Layout(kind, block) for kind in ("bf16", "fp16") for block in (32, 128)),
 ]
@@ -30,6 +31,12 @@ def inputs(dtype, length):
     exponents = torch.randint(-149, 128, (length,), generator=generator).float()
     yield "every exponent", (noise.sign() * torch.exp2(exponents)).to(dtype)
     yield "tiny", (noise * torch.finfo(dtype).smallest_normal / 3).to(dtype)
+    yield "heavy tails", (noise / torch.rand(length, generator=generator)).to(dtype)
+    peaks = torch.where(torch.arange(length) % 40 == 7, 100, 1)
+    yield "peaks", (noise * peaks).to(dtype)
+    yield "peaks and zeros", (noise * peaks * (torch.arange(length) % 1000 > 200)).to(dtype)
+    for name, factor in (("tiny peaks", 2.0**-103), ("huge peaks", 2.0**95)):
+        yield name, (noise * peaks * factor).to(dtype)
     yield "subnormal", (noise * 3 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).to(dtype)
     yield "huge", (noise / noise.abs().max() * torch.finfo(dtype).max).to(dtype)
     yield "halfway", (torch.arange(length) % 255 - 127).div(2).to(dtype)
@@ -69,7 +76,7 @@ def everything(backend, layout, dtype, name, values):
         out[f"decoded {ranks}"] = sevens(dtype)
         backend.decode([(gathered, out[f"decoded {ranks}"])], layout)
         for kind in {layout.format, "int8", "bf16", "fp16"}:
-            result = Layout(kind, layout.block_size)
+            result = layout if kind == layout.format else Layout(kind, layout.block_size)
             out[f"reduced {ranks} {kind}"], out[f"lost {ranks} {kind}"] = message(result), sevens()
             if kind == layout.format:  # in the place of one of them, as the hook does
                 in_place = gathered[-1].clone()

@@ -5,12 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_quant_hooks import kernels
+from ddp_quant_hooks import QuantizedAllreduceState, kernels
 from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.kernels import choice, torch_ops
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.cpu import library_path
 from ddp_quant_hooks.wire_format import Layout
+from dist_utils.testing import same_bits
 
 INT8 = Layout("int8", 128)
 LARGEST = torch.finfo(torch.float32).max
@@ -38,6 +39,104 @@ def test_no_value_is_further_away_than_half_a_step(kind, levels, scale):
     # Half a step of the grid, and three roundings in fp32 of at most `levels` steps.
     step = largest / levels
     assert (error <= step * (0.5 + 3 * levels * 2.0**-24)).all()
+
+
+def heavy_tails(count, scale=1.0):
+    """Return Student's t with 3 degrees of freedom: a block's largest value is far above the others."""
+    generator = torch.Generator().manual_seed(0)
+    squares = torch.randn(3, count, generator=generator).square().sum(0)
+    return torch.randn(count, generator=generator) / (squares / 3).sqrt() * scale
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "levels"), [("int8", 128, 127), ("int4", 32, 7), ("int8", 4096, 127)]
+)
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+def test_no_value_of_a_rotated_block_is_further_away_than_half_a_rotated_step(kind, block, levels, scale):
+    layout, values = Layout(kind, block, rotate=True), heavy_tails(8192, scale)
+    message = encoded(values, layout)
+    sent = layout.scales(message, 8192).view(-1, 1)
+    error = (decoded([message], 8192, layout) - values).view(-1, block).abs().double()
+    assert (sent < 0).float().mean() > 0.5, "most blocks are rotated"
+    # A value is the mean of all rotated ones with signs: it is off by the mean of their errors at most, each
+    # half a step. A number rounds three times, sums log2(block) times to rotate and to restore: each by 2^-24
+    # of at most `levels` steps.
+    step = sent.abs().double() / levels
+    roundings = (3 + 2 * (block.bit_length() - 1)) * levels * 2.0**-24
+    assert (error <= step * (0.5 + roundings)).all()
+
+
+@pytest.mark.parametrize(("kind", "block", "better"), [("int8", 128, 1.7), ("int4", 32, 1.3)])
+def test_the_error_on_heavy_tails_is_that_of_normal_values(kind, block, better):
+    def error(values, layout):
+        return (decoded([encoded(values, layout)], len(values), layout) - values).norm() / values.norm()
+
+    plain, rotating, tails = Layout(kind, block), Layout(kind, block, rotate=True), heavy_tails(1 << 17)
+    normal = torch.randn(1 << 17, generator=torch.Generator().manual_seed(1))
+    assert error(normal, rotating) <= error(normal, plain)
+    assert error(tails, rotating) <= error(normal, plain)
+    assert error(tails, rotating) * better <= error(tails, plain)
+
+
+def test_blocks_that_need_no_rotation_or_may_have_none_have_the_bits_of_none():
+    peak = torch.where(
+        torch.arange(128) == 17, 100.0, torch.randn(128, generator=torch.Generator().manual_seed(2))
+    )
+    rotated, with_a_zero = Layout("int8", 128, rotate=True), peak.clone()
+    with_a_zero[5] = 0
+    for values in (
+        torch.zeros(128),
+        torch.full((128,), -0.3),
+        torch.where(torch.arange(128) == 17, 100.0, torch.zeros(128)),
+        with_a_zero,
+        peak * 2.0**-108,  # the largest is between 2^-102 and 2^-101
+        peak * 2.0**94,
+        peak.masked_fill(peak == 100, torch.nan),
+        peak[:127],  # the last block is filled with zeros
+    ):
+        assert same_bits(encoded(values, rotated), encoded(values, INT8))
+    assert not same_bits(encoded(peak, rotated), encoded(peak, INT8))
+    assert (decoded([encoded(with_a_zero, rotated)], 128, rotated)[5] == 0).all()
+
+
+def test_a_mean_of_rotated_blocks_and_others_is_near_the_exact_one():
+    layout = Layout("int8", 128, rotate=True)
+    values = torch.stack(
+        [heavy_tails(12800), torch.randn(12800), heavy_tails(12800).flip(0), torch.ones(12800)]
+    )
+    messages = [encoded(row, layout) for row in values]
+    mean, alone = (
+        decoded(messages, 12800, layout),
+        [decoded([message], 12800, layout) for message in messages],
+    )
+    # Of fp32 sums of four, each rounded a few times relative to the largest value.
+    torch.testing.assert_close(
+        mean, torch.stack(alone).double().mean(0).float(), rtol=0, atol=1e-6 * values.abs().max()
+    )
+    assert torch.equal(decoded(messages[:1] * 3, 12800, layout), alone[0])
+
+
+def test_what_a_rotated_block_loses_is_what_is_missing():
+    layout, values = Layout("int4", 32, rotate=True), heavy_tails(1000)
+    lost = torch.empty(1000)
+    message = encoded(values, layout, new_residual=lost)
+    assert torch.equal(lost, values - decoded([message], 1000, layout))
+
+
+def test_what_cannot_be_rotated_is_refused():
+    for arguments in (("int8", 96), ("fp16", 128), ("bf16", 32)):
+        with pytest.raises(ValueError, match="rotate needs integers in blocks of a power of two"):
+            Layout(*arguments, rotate=True)
+    with pytest.raises(TypeError, match="rotate must be True or False"):
+        Layout("int8", 128, rotate=1)
+    with pytest.raises(ValueError, match="rotate needs integers in blocks of a power of two"):
+        QuantizedAllreduceState(block_size=96, rotate=True)
+    with pytest.raises(TypeError, match="rotate must be None, True or False"):
+        QuantizedAllreduceState(rotate="yes")
+    assert not QuantizedAllreduceState(block_size=96).scatter.rotate
+    state = QuantizedAllreduceState(gather="fp16")
+    assert state.scatter.rotate
+    assert not state.gather.rotate
 
 
 @pytest.mark.parametrize(("kind", "unit"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])

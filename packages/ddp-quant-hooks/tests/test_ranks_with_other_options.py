@@ -25,6 +25,7 @@ OPTIONS = [
     ({"gather": "fp16"}, {"gather": "bf16"}, "gather is 'fp16' on {others}, 'bf16' on rank {last}"),
     ({}, {"gather": "bf16"}, "gather is 'int8' on {others}, 'bf16' on rank {last}"),
     ({}, {"error_feedback": "both"}, "error_feedback is 'none' on {others}, 'both' on rank {last}"),
+    ({}, {"rotate": False}, "rotate is True on {others}, False on rank {last}"),
     ({}, {"exact_1d": True}, "exact_1d is False on {others}, True on rank {last}"),
     ({}, {"sample_every": 2}, "sample_every is 0 on {others}, 2 on rank {last}"),
     ({}, {"min_bytes": 1 << 30}, "min_bytes is 0 on {others}, 1073741824 on rank {last}"),

@@ -6,7 +6,7 @@ import operator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from ddp_quant_hooks.wire_format import Format, Layout
+from ddp_quant_hooks.wire_format import Format, Layout, can_rotate
 
 __all__ = ["ErrorFeedback", "Options", "checked"]
 
@@ -20,6 +20,7 @@ class Options:
     bits: Literal[8, 4]
     block_size: int
     gather: Format
+    rotate: bool
     error_feedback: ErrorFeedback
     min_bytes: int
     exact_1d: bool
@@ -28,12 +29,13 @@ class Options:
     @property
     def scatter_layout(self) -> Layout:
         """How values travel."""
-        return Layout("int8" if self.bits == 8 else "int4", self.block_size)
+        return Layout("int8" if self.bits == 8 else "int4", self.block_size, self.rotate)
 
     @property
     def gather_layout(self) -> Layout:
         """How averages travel."""
-        return Layout(self.gather, self.block_size)
+        # 16-bit floats are relative to each value: a block's largest costs the others nothing.
+        return Layout(self.gather, self.block_size, self.rotate and can_rotate(self.gather, self.block_size))
 
 
 def checked(
@@ -45,6 +47,7 @@ def checked(
     min_bytes: Any,
     exact_1d: Any,
     sample_every: Any,
+    rotate: Any = None,
 ) -> Options:
     """Return options whose types and values are right.
 
@@ -62,16 +65,20 @@ def checked(
     default_feedback = "none" if bits == 8 else "both"
     if not isinstance(exact_1d, bool):
         raise TypeError(f"exact_1d must be True or False, got {exact_1d!r}")
+    block_size = _whole("block_size", (128 if bits == 8 else 32) if block_size is None else block_size)
+    if not (rotate is None or isinstance(rotate, bool)):
+        raise TypeError(f"rotate must be None, True or False, got {rotate!r}")
     options = Options(
         bits=bits,
-        block_size=_whole("block_size", (128 if bits == 8 else 32) if block_size is None else block_size),
+        block_size=block_size,
         gather=gather,
+        rotate=can_rotate(few, block_size) if rotate is None else rotate,
         error_feedback=_choice("error_feedback", error_feedback, default_feedback, ("none", "shard", "both")),
         min_bytes=_count("min_bytes", min_bytes),
         exact_1d=exact_1d,
         sample_every=_count("sample_every", sample_every),
     )
-    options.scatter_layout  # noqa: B018 - raises if there is no such block
+    options.scatter_layout  # noqa: B018 - raises if there is no such block, or none that can be rotated
     return options
 
 

@@ -42,6 +42,9 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             ``"int4"`` (with ``bits=4``), ``"bf16"`` or ``"fp16"`` (both relative to the block's scale, so
             nothing overflows). ``None``: in ``bits`` bits. 16 bits spare the second rounding for half as
             many bytes again.
+        rotate: Spread the values of blocks with a few large ones over the block before they are quantized,
+            so that the error does not depend on the largest (half of it on heavy tails). Values that are
+            zero on all ranks stay zero. Needs a ``block_size`` that is a power of two; ``None``: if it is.
         error_feedback: ``"none"``; ``"shard"``: add what the averages of a rank's shard lost to the next
             step's, 8 / W bytes of memory a value, no effect between two ranks, who make no shards;
             ``"both"``: also what a rank's own gradients lost, 8 bytes a value. ``None``: ``"none"`` for 8
@@ -74,6 +77,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         bits: Literal[8, 4] = 8,
         block_size: int | None = None,
         gather: Format | None = None,
+        rotate: bool | None = None,
         error_feedback: ErrorFeedback | None = None,
         min_bytes: int = _MIN_BYTES,
         exact_1d: bool = False,
@@ -84,6 +88,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             bits=bits,
             block_size=block_size,
             gather=gather,
+            rotate=rotate,
             error_feedback=error_feedback,
             min_bytes=min_bytes,
             exact_1d=exact_1d,

@@ -7,9 +7,9 @@ from typing import Literal, TypeAlias
 
 import torch
 
-__all__ = ["SCALE_BYTES", "WIRE_VERSION", "Format", "Layout", "is_integer"]
+__all__ = ["SCALE_BYTES", "WIRE_VERSION", "Format", "Layout", "can_rotate", "is_integer"]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Of what travels, and of how values are chunked and sharded: ranks with other versions cannot average."""
 
 Format: TypeAlias = Literal["int8", "int4", "bf16", "fp16"]
@@ -26,6 +26,11 @@ def is_integer(number: object) -> bool:
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
+def can_rotate(format: str, block_size: int) -> bool:  # noqa: A002 - the layout's name for it
+    """Tell whether blocks of this format and size can be rotated."""
+    return format in {"int8", "int4"} and block_size > 0 and block_size & (block_size - 1) == 0
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the values of a message lie: ``[payload][one fp32 scale per block]``, without header.
@@ -33,6 +38,8 @@ class Layout:
     Args:
         format: Of the payload's numbers.
         block_size: Values per block: a multiple of 32 up to 4096. The last block is filled with zeros.
+        rotate: Whether blocks with a few large values are rotated first (:mod:`ddp_quant_hooks.kernels`):
+            of integers, in blocks of a power of two.
 
     Raises:
         TypeError: An argument is of another type.
@@ -41,6 +48,7 @@ class Layout:
 
     format: Format
     block_size: int
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, str):
@@ -53,6 +61,13 @@ class Layout:
             raise ValueError(
                 f"block_size must be a multiple of {_SMALLEST_BLOCK} up to {_LARGEST_BLOCK}, "
                 f"got {self.block_size!r}"
+            )
+        if not isinstance(self.rotate, bool):
+            raise TypeError(f"rotate must be True or False, got {self.rotate!r}")
+        if self.rotate and not can_rotate(self.format, self.block_size):
+            raise ValueError(
+                "rotate needs integers in blocks of a power of two, "
+                f"got {self.format!r} in blocks of {self.block_size!r}"
             )
 
     def blocks(self, values: int) -> int:
@@ -68,5 +83,8 @@ class Layout:
         return self.payload_bytes(values) + SCALE_BYTES * self.blocks(values)
 
     def scales(self, message: torch.Tensor, values: int) -> torch.Tensor:
-        """Return the fp32 scales in a message: the largest magnitude of each block, NaN if not finite."""
+        """Return the fp32 scales in a message: the largest magnitude of each block, NaN if not finite.
+
+        A block that was rotated has the largest magnitude of its rotated values, with a minus sign.
+        """
         return message[self.payload_bytes(values) :].view(torch.float32)

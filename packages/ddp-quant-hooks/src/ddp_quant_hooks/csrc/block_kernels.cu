@@ -9,6 +9,7 @@
 // kUnit so that a lane moves 16 bytes at a time on the side with more bytes.
 
 #include "gpu_memory.h"
+#include "rotation.h"
 
 namespace block_kernels {
 
@@ -158,76 +159,225 @@ BLOCK_MATH void add_residual(B& block, const float* residual) {
         }
 }
 
-// All lanes of a thread block must come here.
+// Of all values of the block, as `join` takes two of them together. All lanes of a thread block must come here.
+template <class B, class Join>
+BLOCK_MATH int32_t of_team(int32_t number, Join join) {
+    #pragma unroll
+    for (int step = (B::kLanes < kWarp ? B::kLanes : kWarp) / 2; step > 0; step /= 2)
+        number = join(number, __shfl_xor_sync(0xffffffffu, number, step));
+    if constexpr (B::kLanes > kWarp) {
+        __shared__ int32_t of_warp[kThreads / kWarp];
+        int thread = static_cast<int>(threadIdx.x), first = thread / B::kLanes * B::kLanes / kWarp;
+        __syncthreads();  // the last such numbers have been read
+        if (thread % kWarp == 0) of_warp[thread / kWarp] = number;
+        __syncthreads();
+        number = of_warp[first];
+        #pragma unroll
+        for (int i = 1; i < B::kLanes / kWarp; ++i) number = join(number, of_warp[first + i]);
+    }
+    return number;
+}
+
 template <class B>
-BLOCK_MATH int32_t largest_of_team(const B& block) {
+BLOCK_MATH int32_t largest_of_team(const B& block, const float (&values)[B::kUnits][2][B::kUnit]) {
     int32_t largest = 0;
     #pragma unroll
     for (int unit = 0; unit < B::kUnits; ++unit)
         #pragma unroll
         for (int half = 0; half < 2; ++half)
             #pragma unroll
-            for (int i = 0; i < B::kUnit; ++i)
-                largest = larger(largest, magnitude_bits(block.values[unit][half][i]));
-    largest = largest_of<(B::kLanes < kWarp ? B::kLanes : kWarp)>(largest);
-    if constexpr (B::kLanes > kWarp) {
-        __shared__ int32_t of_warp[kThreads / kWarp];
-        int thread = static_cast<int>(threadIdx.x), first = thread / B::kLanes * B::kLanes / kWarp;
-        if (thread % kWarp == 0) of_warp[thread / kWarp] = largest;
-        __syncthreads();
-        #pragma unroll
-        for (int i = 0; i < B::kLanes / kWarp; ++i) largest = larger(largest, of_warp[first + i]);
-    }
-    return largest;
+            for (int i = 0; i < B::kUnit; ++i) largest = larger(largest, magnitude_bits(values[unit][half][i]));
+    return of_team<B>(largest, larger);
 }
 
-// What a unit's payload lost of half its values, for the next step.
+// ---- rotating ----
+
+// Whether a team of this warp, or of this thread block where a team has several warps, has something to do.
 template <class B>
-BLOCK_MATH void store_loss(const B& block, const Shard& shard, const uint8_t* bytes, int unit, int half,
-                           int32_t largest, float scale) {
+BLOCK_MATH bool some_team(bool has) {
+    if constexpr (B::kLanes > kWarp) return true;
+    return largest_of<kWarp>(has);
+}
+
+// Sums and differences of all values a power of two apart, in the order of rotation.h. All lanes of a warp must come
+// here, or of a thread block where a team has several warps.
+template <class B>
+BLOCK_MATH void transform(float (&values)[B::kUnits][2][B::kUnit], int lane) {
+    #pragma unroll
+    for (int unit = 0; unit < B::kUnits; ++unit)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float(&row)[B::kUnit] = values[unit][half];
+            #pragma unroll
+            for (int step = 1; step < B::kUnit; step *= 2)
+                #pragma unroll
+                for (int i = 0; i < B::kUnit; ++i)
+                    if (!(i & step)) {
+                        float low = row[i], high = row[i + step];
+                        row[i] = low + high;
+                        row[i + step] = low - high;
+                    }
+            #pragma unroll
+            for (int step = 1; step < B::kLanes; step *= 2)
+                #pragma unroll
+                for (int i = 0; i < B::kUnit; ++i) {
+                    float other;
+                    if constexpr (B::kLanes <= kWarp) {
+                        other = exchanged(row[i], step);
+                    } else if (step < kWarp) {
+                        other = exchanged(row[i], step);
+                    } else {
+                        __shared__ float of_thread[kThreads];
+                        __syncthreads();  // the last ones have been read
+                        of_thread[threadIdx.x] = row[i];
+                        __syncthreads();
+                        other = of_thread[threadIdx.x ^ static_cast<unsigned>(step)];
+                    }
+                    row[i] = lane & step ? other - row[i] : row[i] + other;
+                }
+        }
+    #pragma unroll
+    for (int step = 1; step < B::kUnits; step *= 2)
+        #pragma unroll
+        for (int unit = 0; unit < B::kUnits; ++unit)
+            if (!(unit & step))
+                #pragma unroll
+                for (int half = 0; half < 2; ++half)
+                    #pragma unroll
+                    for (int i = 0; i < B::kUnit; ++i) {
+                        float low = values[unit][half][i], high = values[unit + step][half][i];
+                        values[unit][half][i] = low + high;
+                        values[unit + step][half][i] = low - high;
+                    }
+    #pragma unroll
+    for (int unit = 0; unit < B::kUnits; ++unit)
+        #pragma unroll
+        for (int i = 0; i < B::kUnit; ++i) {
+            float low = values[unit][0][i], high = values[unit][1][i];
+            values[unit][0][i] = low + high;
+            values[unit][1][i] = low - high;
+        }
+}
+
+// Writes this lane's values, with the signs of their places.
+template <class B>
+BLOCK_MATH void turn(const B& block, const float (&from)[B::kUnits][2][B::kUnit], float (&to)[B::kUnits][2][B::kUnit]) {
+    #pragma unroll
+    for (int unit = 0; unit < B::kUnits; ++unit)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half)
+            #pragma unroll
+            for (int i = 0; i < B::kUnit; ++i)
+                to[unit][half][i] = turned_by(from[unit][half][i], sign_at(static_cast<uint32_t>(block.place(unit, half) + i)));
+}
+
+// Rotates the block if that pays. Returns its largest magnitude then, and 0 otherwise. All lanes of a thread block must
+// come here.
+template <class B>
+BLOCK_MATH int32_t rotate_if_it_pays(const B& block, int32_t largest, float (&rotated)[B::kUnits][2][B::kUnit]) {
+    int32_t limit = magnitude_bits(float_of(static_cast<uint32_t>(largest)) * kPeak), above = 0, smallest = kInfinityBits;
+    #pragma unroll
+    for (int unit = 0; unit < B::kUnits; ++unit)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half)
+            #pragma unroll
+            for (int i = 0; i < B::kUnit; ++i) {
+                int32_t magnitude = magnitude_bits(block.values[unit][half][i]);
+                above += magnitude > limit;
+                smallest = magnitude < smallest ? magnitude : smallest;
+            }
+    above = of_team<B>(above, [](int32_t left, int32_t right) { return left + right; });
+    smallest = of_team<B>(smallest, [](int32_t left, int32_t right) { return left < right ? left : right; });
+    bool may = is_peaked<typename B::Numbers>(above, B::kBlock) && may_rotate(smallest, largest);
+    if (!some_team<B>(may)) return 0;
+    turn(block, block.values, rotated);
+    transform<B>(rotated, block.lane);
+    int32_t largest_rotated = largest_of_team(block, rotated);
+    return may && rotation_pays(largest, largest_rotated, B::kBlock) ? largest_rotated : 0;
+}
+
+// Restores a block from its numbers times their restoring scale, if its team has one.
+template <class B>
+BLOCK_MATH void restore_if(bool rotated, const B& block, float (&values)[B::kUnits][2][B::kUnit]) {
+    if (!some_team<B>(rotated)) return;
+    float restored[B::kUnits][2][B::kUnit];
+    memcpy(restored, values, sizeof restored);
+    transform<B>(restored, block.lane);
+    turn(block, restored, restored);
+    if (rotated) memcpy(values, restored, sizeof restored);
+}
+
+// What a unit's payload lost of half its values, for the next step. `restored`: what the message has of them.
+template <class B>
+BLOCK_MATH void store_loss(const B& block, const Shard& shard, const float (&restored)[B::kUnit], int unit, int half,
+                           int32_t largest) {
     int64_t start = block.start(unit, half), left = block.left(unit, half);
     float lost[B::kUnit] = {};
     if (largest >= kInfinityBits) {  // a step that will not be made, so it must leave no trace
         if (shard.residual) load<Stored32, B::kUnit, B::kAligned>(lost, shard.residual + start, left);
     } else if (largest != 0) {
         #pragma unroll
-        for (int i = 0; i < B::kUnit; ++i)
-            lost[i] = block.values[unit][half][i] - decoded(B::number(bytes, half, i), B::kStep, scale);
+        for (int i = 0; i < B::kUnit; ++i) lost[i] = block.values[unit][half][i] - restored[i];
     }
     store<Stored32, B::kUnit, B::kAligned>(shard.new_residual + start, lost, left);
 }
 
 // Writes the block's payload and scale, and what they lose. All lanes of a thread block must come here.
-template <class B>
+template <bool kRotate, class B>
 BLOCK_MATH void encode_block(B& block, const Shard& shard) {
     if (shard.residual) add_residual(block, shard.residual);
-    int32_t largest = largest_of_team(block);
+    int32_t largest = largest_of_team(block, block.values);
     Encoding by = encoding_of(largest, B::Numbers::kLevels);
     bool has_numbers = largest != 0 && largest < kInfinityBits;
+    float numbers[B::kUnits][2][B::kUnit];  // what is written, of the values or of the rotated ones
+    memcpy(numbers, block.values, sizeof numbers);
+    bool is_turned = false;
+    if constexpr (kRotate) {
+        float rotated[B::kUnits][2][B::kUnit];
+        int32_t largest_rotated = rotate_if_it_pays(block, largest, rotated);
+        is_turned = largest_rotated != 0;
+        if (is_turned) {
+            by = encoding_of(largest_rotated, B::Numbers::kLevels);
+            memcpy(numbers, rotated, sizeof numbers);
+        }
+    }
+    float scale = is_turned ? -by.scale : by.scale;
     #pragma unroll
     for (int unit = 0; unit < B::kUnits; ++unit) {
-        if (!block.stores(unit)) continue;
         alignas(16) uint8_t bytes[B::kUnitBytes] = {};
         if (has_numbers) {
             #pragma unroll
             for (int i = 0; i < B::kUnit; ++i)
-                B::Numbers::write(bytes, i, B::kUnit, scaled(block.values[unit][0][i], by),
-                                  scaled(block.values[unit][1][i], by));
+                B::Numbers::write(bytes, i, B::kUnit, scaled(numbers[unit][0][i], by), scaled(numbers[unit][1][i], by));
         }
-        block.store_payload(shard.message, bytes, unit);
-        if (shard.new_residual) {
-            store_loss(block, shard, bytes, unit, 0, largest, by.scale);
-            store_loss(block, shard, bytes, unit, 1, largest, by.scale);
+        if (block.stores(unit)) block.store_payload(shard.message, bytes, unit);
+        if (!shard.new_residual) continue;
+        float by_scale = kRotate ? restoring(scale, B::kBlock) : scale;
+        #pragma unroll
+        for (int i = 0; i < B::kUnit; ++i) {
+            numbers[unit][0][i] = decoded(B::number(bytes, 0, i), B::kStep, by_scale);
+            numbers[unit][1][i] = decoded(B::number(bytes, 1, i), B::kStep, by_scale);
         }
     }
-    if (block.there && block.lane == 0) block.store_scale(shard.message, by.scale);
+    if (block.there && block.lane == 0) block.store_scale(shard.message, scale);
+    if (!shard.new_residual) return;
+    if constexpr (kRotate) restore_if(is_turned, block, numbers);
+    #pragma unroll
+    for (int unit = 0; unit < B::kUnits; ++unit)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half)
+            if (block.stores(unit)) store_loss(block, shard, numbers[unit][half], unit, half, largest);
 }
 
 // ---- the mean over the ranks ----
 
+// Which ranks' blocks are included: all, or only those that are rotated, or that are not.
+enum Which { kAll, kRotatedOnly, kPlainOnly };
+
 // Includes kCount ranks in the mean, after `before` others. All their memory is asked for before any of it is used.
-template <bool kFirst, int kCount, class B>
-BLOCK_MATH void include(B& block, const uint8_t* const* messages, int before, float shrink) {
+// Where not all are included, `included` counts those that are.
+template <Which kWhich, bool kFirst, int kCount, class B>
+BLOCK_MATH void include(B& block, const uint8_t* const* messages, int before, float shrink, int& included) {
     alignas(16) uint8_t bytes[kCount][B::kUnits][B::kUnitBytes];
     float scales[kCount];
     #pragma unroll
@@ -238,7 +388,11 @@ BLOCK_MATH void include(B& block, const uint8_t* const* messages, int before, fl
     }
     #pragma unroll
     for (int rank = 0; rank < kCount; ++rank) {
-        float scale = scales[rank] * shrink, weight = 1.0f / static_cast<float>(before + rank + 1);
+        if (kWhich != kAll && is_rotated(scales[rank]) != (kWhich == kRotatedOnly)) continue;
+        float scale = (kWhich == kRotatedOnly ? restoring(scales[rank], B::kBlock) : scales[rank]) * shrink;
+        bool is_first = kWhich == kAll ? kFirst && rank == 0 : included == 0;
+        float weight = 1.0f / static_cast<float>((kWhich == kAll ? before + rank : included) + 1);
+        ++included;
         #pragma unroll
         for (int unit = 0; unit < B::kUnits; ++unit)
             #pragma unroll
@@ -247,31 +401,47 @@ BLOCK_MATH void include(B& block, const uint8_t* const* messages, int before, fl
                 for (int i = 0; i < B::kUnit; ++i) {
                     float value = decoded(B::number(bytes[rank][unit], half, i), B::kStep, scale);
                     float& mean = block.values[unit][half][i];
-                    mean = kFirst && rank == 0 ? value : running_mean(mean, value, weight);
+                    mean = is_first ? value : running_mean(mean, value, weight);
                 }
     }
 }
 
-// A block that is not finite on some rank is NaN.
-template <int kRanks, class B>
+// Includes the blocks of all ranks that `kWhich` says.
+template <Which kWhich, int kRanks, class B>
+BLOCK_MATH void include_ranks(B& block, const uint8_t* const* messages, float shrink, int& included) {
+    constexpr int kMost = B::kUnitBytes * B::kUnits > 32 ? 2 : 4;  // ranks at a time, in registers
+    constexpr int kGroup = kRanks < kMost ? kRanks : kMost, kRest = kRanks % kGroup;
+    include<kWhich, true, kGroup>(block, messages, 0, shrink, included);
+    #pragma unroll(kRanks <= 16 ? 16 : 1)
+    for (int before = kGroup; before + kGroup <= kRanks; before += kGroup)
+        include<kWhich, false, kGroup>(block, messages, before, shrink, included);
+    if constexpr (kRest > 0) include<kWhich, false, kRest>(block, messages, kRanks - kRest, shrink, included);
+}
+
+// A block that is not finite on some rank is NaN. Ranks that rotated the block come first, so that their mean is
+// restored once. All lanes of a thread block must come here.
+template <bool kRotated, int kRanks, class B>
 BLOCK_MATH void average(B& block, const uint8_t* const* messages) {
-    bool finite = true;
+    bool finite = true, some_rotated = false;
     float largest = 0.0f;
     #pragma unroll 8
     for (int rank = 0; rank < kRanks; ++rank) {
         float scale = block.load_scale(messages[rank]);
         finite = finite && is_finite(scale);
+        some_rotated = some_rotated || is_rotated(scale);
         largest = scale > largest ? scale : largest;
     }
     float shrink = kRanks > 1 && must_shrink(largest) ? kShrink : 1.0f;
 
-    constexpr int kMost = B::kUnitBytes * B::kUnits > 32 ? 2 : 4;  // ranks at a time, in registers
-    constexpr int kGroup = kRanks < kMost ? kRanks : kMost, kRest = kRanks % kGroup;
-    include<true, kGroup>(block, messages, 0, shrink);
-    #pragma unroll(kRanks <= 16 ? 16 : 1)
-    for (int before = kGroup; before + kGroup <= kRanks; before += kGroup)
-        include<false, kGroup>(block, messages, before, shrink);
-    if constexpr (kRest > 0) include<false, kRest>(block, messages, kRanks - kRest, shrink);
+    int included = 0;
+    if constexpr (kRotated) {
+        memset(block.values, 0, sizeof block.values);
+        if (some_rotated) include_ranks<kRotatedOnly, kRanks>(block, messages, shrink, included);
+        restore_if(some_rotated, block, block.values);
+        include_ranks<kPlainOnly, kRanks>(block, messages, shrink, included);
+    } else {
+        include_ranks<kAll, kRanks>(block, messages, shrink, included);
+    }
 
     if (shrink == 1.0f && finite) return;
     #pragma unroll
@@ -285,32 +455,32 @@ BLOCK_MATH void average(B& block, const uint8_t* const* messages) {
             }
 }
 
-// ---- the kernels ----
+// ---- the kernels; kRotate: whether blocks of their messages can be rotated ----
 
-template <class Value, class Numbers, int kBlock, bool kAligned, int kShards>
+template <class Value, class Numbers, int kBlock, bool kAligned, bool kRotate, int kShards>
 BLOCK_MATH void encode(const Work<kShards, 1>& work) {
     const Shard& shard = work.shards[blockIdx.y];
     Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored), kAligned> block(shard.values);
     block.template load_values<Value>(shard.tensor);
-    encode_block(block, shard);
+    encode_block<kRotate>(block, shard);
 }
 
-template <class Numbers, class NewNumbers, int kBlock, bool kAligned, int kRanks>
+template <class Numbers, class NewNumbers, int kBlock, bool kAligned, bool kRotated, bool kRotate, int kRanks>
 BLOCK_MATH void reduce(const Work<1, kRanks>& work) {
     const Shard& shard = work.shards[0];
     constexpr int kUnit = Numbers::bytes(2) == 4 ? 8 : 16;  // values of 16 bytes of payload
     Block<Numbers, kBlock, kUnit, kAligned> mean(shard.values);
-    average<kRanks>(mean, work.messages);
+    average<kRotated, kRanks>(mean, work.messages);
     Block<NewNumbers, kBlock, kUnit, kAligned> block(shard.values);
     memcpy(block.values, mean.values, sizeof block.values);
-    encode_block(block, shard);
+    encode_block<kRotate>(block, shard);
 }
 
-template <class Value, class Numbers, int kBlock, bool kAligned, int kShards, int kRanks>
+template <class Value, class Numbers, int kBlock, bool kAligned, bool kRotated, int kShards, int kRanks>
 BLOCK_MATH void decode(const Work<kShards, kShards * kRanks>& work) {
     const Shard& shard = work.shards[blockIdx.y];
     Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored), kAligned> block(shard.values);
-    average<kRanks>(block, work.messages + blockIdx.y * kRanks);
+    average<kRotated, kRanks>(block, work.messages + blockIdx.y * kRanks);
     block.template store_values<Value>(shard.tensor);
 }
 

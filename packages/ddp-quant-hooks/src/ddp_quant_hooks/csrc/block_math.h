@@ -151,6 +151,8 @@ BLOCK_MATH float number_of(const uint8_t* bits, int64_t i, uint32_t mask, uint32
 
 struct Int8 {
     static constexpr float kLevels = 127.0f;
+    static constexpr bool kFew = true;
+    static constexpr int kPeaked = 3;  // rotated if less than one value in three is large (rotation.h)
     BLOCK_MATH constexpr int64_t bytes(int64_t values) { return values; }
     BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) { return number_of<128>(payload, i, 255, 128, 0); }
     BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t half) { return first(payload, half + i, half); }
@@ -162,6 +164,8 @@ struct Int8 {
 
 struct Int4 {  // the first half of a block is in the low bits
     static constexpr float kLevels = 7.0f;
+    static constexpr bool kFew = true;
+    static constexpr int kPeaked = 2;
     BLOCK_MATH constexpr int64_t bytes(int64_t values) { return values / 2; }
     BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) { return number_of<8>(payload, i, 15, 8, 0); }
     BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t) { return number_of<8>(payload, i, 15, 8, 4); }
@@ -186,6 +190,7 @@ struct Float16 {
 
 template <class Half>
 struct Halves : Half {
+    static constexpr bool kFew = false;
     BLOCK_MATH constexpr int64_t bytes(int64_t values) { return 2 * values; }
     BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) {
         uint16_t number;

@@ -11,13 +11,13 @@
 #include <thread>
 #include <vector>
 
-#include "block_math.h"
+#include "cpu_rotation.h"
 
 namespace {
 
 using namespace block_math;
 
-constexpr int64_t kMostBlock = 4096;          // a block of floats fits on the stack and in the L1 cache
+using cpu_rotation::kMostBlock;               // a block of floats fits on the stack and in the L1 cache
 constexpr int64_t kAheadBytes = 16 << 10;      // four pages
 constexpr int64_t kValuesPerThread = 1 << 18;  // starting a thread costs about as much as 20,000 values
 
@@ -29,34 +29,100 @@ struct Work {
     int dtype;
     const uint8_t* const* messages;     // in rank order
     int64_t ranks;
-    int format;                         // of `messages`, or of what encode writes
+    int format;                         // of `messages`
+    int rotate;                         // whether blocks of `messages` can be rotated
     uint8_t* message;                   // encode and reduce write it
     int message_format;
+    int message_rotate;
     const float* residual;              // added before encoding; null: none
     float* new_residual;
 };
 
 // ---- one block ----
 
-// Writes a block's payload and scale, and what they lose to `new_residual` (null: nowhere).
+BLOCK_MATH int32_t largest_of(const float* __restrict values, int64_t block) {
+    int32_t largest = 0;
+    for (int64_t i = 0; i < block; ++i) largest = std::max(largest, magnitude_bits(values[i]));
+    return largest;
+}
+
+BLOCK_MATH int32_t smallest_of(const float* __restrict values, int64_t block) {
+    int32_t smallest = kInfinityBits;
+    for (int64_t i = 0; i < block; ++i) smallest = std::min(smallest, magnitude_bits(values[i]));
+    return smallest;
+}
+
+// Writes the numbers of the values that `scaled` gives.
+template <class Numbers, class Scaled>
+BLOCK_MATH void write_scaled(int64_t half, Scaled scaled, uint8_t* __restrict payload) {
+    if constexpr (Numbers::bytes(2) == 2)
+        for (int64_t i = 0; i < 2 * half; ++i) payload[i] = static_cast<uint8_t>(nearest(scaled(i)));
+    else
+        for (int64_t i = 0; i < half; ++i) Numbers::write(payload, i, half, scaled(i), scaled(half + i));
+}
+
 template <class Numbers>
-BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int64_t count,
+BLOCK_MATH void write_numbers(const float* __restrict values, int64_t half, Encoding by, uint8_t* __restrict payload) {
+    auto unshifted = [=](int64_t i) __attribute__((always_inline)) { return values[i] * by.inverse; };
+    auto shifted = [=](int64_t i) __attribute__((always_inline)) { return scaled(values[i], by); };
+    if (by.shift == 1.0f)  // nearly always: one multiplication less
+        write_scaled<Numbers>(half, unshifted, payload);
+    else
+        write_scaled<Numbers>(half, shifted, payload);
+}
+
+template <class Numbers>
+BLOCK_MATH void decode_numbers(const uint8_t* __restrict payload, int64_t half, float scale, float* __restrict values) {
+    float step = 1.0f / Numbers::kLevels;
+    for (int64_t i = 0; i < half; ++i) values[i] = decoded(Numbers::first(payload, i, half), step, scale);
+    for (int64_t i = 0; i < half; ++i) values[half + i] = decoded(Numbers::second(payload, i, half), step, scale);
+}
+
+// Rotates a block if that pays. Returns its largest magnitude then, and 0 otherwise.
+template <class Numbers, int kLanes>
+BLOCK_MATH int32_t rotate_if_it_pays(const float* __restrict values, int64_t block, int32_t largest,
+                                     float* __restrict rotated) {
+    int32_t limit = magnitude_bits(float_of(static_cast<uint32_t>(largest)) * kPeak), above = 0;
+    for (int64_t i = 0; i < block; ++i) above += magnitude_bits(values[i]) > limit;
+    if (!is_peaked<Numbers>(above, block) || !may_rotate(smallest_of(values, block), largest)) return 0;
+    cpu_rotation::rotate<kLanes>(values, rotated, block);
+    int32_t largest_rotated = largest_of(rotated, block);
+    return rotation_pays(largest, largest_rotated, block) ? largest_rotated : 0;
+}
+
+// Writes a block's payload and scale, and what they lose to `new_residual` (null: nowhere).
+template <class Numbers, int kLanes>
+BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int64_t count, bool may_be_rotated,
                              uint8_t* __restrict payload, uint8_t* scale, const float* residual,
                              float* __restrict new_residual) {
     int64_t half = block / 2;
-    int32_t largest = 0;
-    for (int64_t i = 0; i < block; ++i) largest = std::max(largest, magnitude_bits(values[i]));
+    int32_t largest = largest_of(values, block);
     Encoding by = encoding_of(largest, Numbers::kLevels);
-    memcpy(scale, &by.scale, 4);
     if (largest == 0 || largest >= kInfinityBits) {
-        memset(payload, 0, Numbers::bytes(block));
+        memcpy(scale, &by.scale, 4);
+        std::fill_n(payload, Numbers::bytes(block), uint8_t{0});
         // Not finite: a step that will not be made, so it must leave no trace.
         if (new_residual && largest && residual) memmove(new_residual, residual, 4 * count);
         else if (new_residual) memset(new_residual, 0, 4 * count);
         return;
     }
-    for (int64_t i = 0; i < half; ++i)
-        Numbers::write(payload, i, half, scaled(values[i], by), scaled(values[half + i], by));
+    if constexpr (Numbers::kFew) {
+        alignas(64) float rotated[kMostBlock];
+        int32_t turned = may_be_rotated ? rotate_if_it_pays<Numbers, kLanes>(values, block, largest, rotated) : 0;
+        if (turned) {
+            by = encoding_of(turned, Numbers::kLevels);
+            write_numbers<Numbers>(rotated, half, by, payload);
+            float sent = -by.scale;
+            memcpy(scale, &sent, 4);
+            if (!new_residual) return;
+            decode_numbers<Numbers>(payload, half, restoring(sent, block), rotated);
+            cpu_rotation::restore<kLanes>(rotated, block);
+            for (int64_t i = 0; i < count; ++i) new_residual[i] = values[i] - rotated[i];
+            return;
+        }
+    }
+    write_numbers<Numbers>(values, half, by, payload);
+    memcpy(scale, &by.scale, 4);
     if (!new_residual) return;
     float step = 1.0f / Numbers::kLevels;
     for (int64_t i = 0; i < std::min(half, count); ++i)
@@ -71,12 +137,26 @@ BLOCK_MATH float scale_at(const uint8_t* scales, int64_t index) {
     return scale;
 }
 
-// The mean over the ranks of block `index`: NaN if a rank's block is not finite.
+// Includes the values of one rank in the mean of `before` others.
 template <class Numbers>
+BLOCK_MATH void include(const uint8_t* __restrict payload, int64_t half, float scale, int64_t before,
+                        float* __restrict mean) {
+    if (before == 0) return decode_numbers<Numbers>(payload, half, scale, mean);
+    float step = 1.0f / Numbers::kLevels, weight = 1.0f / static_cast<float>(before + 1);
+    for (int64_t i = 0; i < half; ++i)
+        mean[i] = running_mean(mean[i], decoded(Numbers::first(payload, i, half), step, scale), weight);
+    for (int64_t i = 0; i < half; ++i)
+        mean[half + i] = running_mean(mean[half + i], decoded(Numbers::second(payload, i, half), step, scale), weight);
+}
+
+// The mean over the ranks of block `index`: NaN if a rank's block is not finite. Ranks that rotated it come first, so
+// that their mean is restored once.
+template <class Numbers, int kLanes>
 BLOCK_MATH void mean_block(const Work& work, int64_t block, int64_t index, int64_t blocks,
                            float* __restrict mean) {
-    int64_t half = block / 2, payloads = Numbers::bytes(blocks * block);
+    int64_t half = block / 2, payloads = Numbers::bytes(blocks * block), start = index * Numbers::bytes(block);
     float largest = 0.0f;
+    bool some_rotated = false;
     for (int64_t rank = 0; rank < work.ranks; ++rank) {
         float scale = scale_at(work.messages[rank] + payloads, index);
         if (!is_finite(scale)) {
@@ -84,24 +164,25 @@ BLOCK_MATH void mean_block(const Work& work, int64_t block, int64_t index, int64
             return;
         }
         largest = std::max(largest, scale);
+        some_rotated |= is_rotated(scale);
     }
-    bool shrink = work.ranks > 1 && must_shrink(largest);
-    float step = 1.0f / Numbers::kLevels;
-    for (int64_t rank = 0; rank < work.ranks; ++rank) {
-        const uint8_t* __restrict payload = work.messages[rank] + index * Numbers::bytes(block);
-        float scale = scale_at(work.messages[rank] + payloads, index) * (shrink ? kShrink : 1.0f);
-        float weight = 1.0f / static_cast<float>(rank + 1);
-        if (rank == 0) {
-            for (int64_t i = 0; i < half; ++i) mean[i] = decoded(Numbers::first(payload, i, half), step, scale);
-            for (int64_t i = 0; i < half; ++i) mean[half + i] = decoded(Numbers::second(payload, i, half), step, scale);
-        } else {
-            for (int64_t i = 0; i < half; ++i)
-                mean[i] = running_mean(mean[i], decoded(Numbers::first(payload, i, half), step, scale), weight);
-            for (int64_t i = 0; i < half; ++i)
-                mean[half + i] = running_mean(mean[half + i], decoded(Numbers::second(payload, i, half), step, scale), weight);
+    float shrink = work.ranks > 1 && must_shrink(largest) ? kShrink : 1.0f;
+    int64_t included = 0;
+    if constexpr (Numbers::kFew)
+        if (work.rotate && some_rotated) {
+            for (int64_t rank = 0; rank < work.ranks; ++rank) {
+                float scale = scale_at(work.messages[rank] + payloads, index);
+                if (is_rotated(scale))
+                    include<Numbers>(work.messages[rank] + start, half, restoring(scale, block) * shrink, included++, mean);
+            }
+            cpu_rotation::restore<kLanes>(mean, block);
         }
+    for (int64_t rank = 0; rank < work.ranks; ++rank) {
+        float scale = scale_at(work.messages[rank] + payloads, index);
+        if (!(work.rotate && is_rotated(scale)))
+            include<Numbers>(work.messages[rank] + start, half, scale * shrink, included++, mean);
     }
-    if (shrink)
+    if (shrink != 1.0f)
         for (int64_t i = 0; i < block; ++i) mean[i] = grown(mean[i]);
 }
 
@@ -126,7 +207,7 @@ enum Dtype { kFloat32, kBFloat16, kFloat16 };
 enum Format { kInt8, kInt4, kBFloat16Numbers, kFloat16Numbers };
 
 struct BlockKernels {
-    void (*encode[4])(const float*, int64_t, int64_t, uint8_t*, uint8_t*, const float*, float*);
+    void (*encode[4])(const float*, int64_t, int64_t, bool, uint8_t*, uint8_t*, const float*, float*);
     void (*mean[4])(const Work&, int64_t, int64_t, float*);
     void (*widen[3])(const uint16_t*, int64_t, float*);
     void (*narrow[3])(const float*, int64_t, uint16_t*);
@@ -134,6 +215,7 @@ struct BlockKernels {
 };
 
 // Half a block can be shorter than a vector: where the compiler knows the length it takes shorter vectors.
+#define COMMA ,
 #define WITH_USUAL_BLOCKS(length, CALL)                                                                        \
     switch (length) {                                                                                          \
         case 32: { constexpr int64_t block = 32; CALL; break; }                                                \
@@ -142,16 +224,17 @@ struct BlockKernels {
         default: { int64_t block = length; CALL; }                                                             \
     }
 
-#define BLOCK_KERNELS(NAME, TARGET)                                                                            \
+#define BLOCK_KERNELS(NAME, LANES, TARGET)                                                                     \
     namespace NAME {                                                                                           \
     template <class Numbers>                                                                                   \
-    TARGET void encode(const float* values, int64_t length, int64_t count, uint8_t* payload, uint8_t* scale,   \
-                       const float* residual, float* new_residual) {                                           \
-        WITH_USUAL_BLOCKS(length, encode_block<Numbers>(values, block, count, payload, scale, residual, new_residual)) \
+    TARGET void encode(const float* values, int64_t length, int64_t count, bool may_be_rotated, uint8_t* payload,\
+                       uint8_t* scale, const float* residual, float* new_residual) {                           \
+        WITH_USUAL_BLOCKS(length, encode_block<Numbers COMMA LANES>(values, block, count, may_be_rotated, payload,\
+                                                                   scale, residual, new_residual))             \
     }                                                                                                          \
     template <class Numbers>                                                                                   \
     TARGET void mean(const Work& work, int64_t index, int64_t blocks, float* values) {                         \
-        WITH_USUAL_BLOCKS(work.block, mean_block<Numbers>(work, block, index, blocks, values))                 \
+        WITH_USUAL_BLOCKS(work.block, mean_block<Numbers COMMA LANES>(work, block, index, blocks, values))     \
     }                                                                                                          \
     template <class Half>                                                                                      \
     TARGET void widen(const uint16_t* halves, int64_t count, float* values) {                                  \
@@ -173,13 +256,13 @@ struct BlockKernels {
     }
 
 // `baseline` is what the compiler may assume anyway: SSE2 on x86-64, NEON on 64-bit ARM.
-BLOCK_KERNELS(baseline, )
+BLOCK_KERNELS(baseline, 4, )
 #if defined(__x86_64__)
-BLOCK_KERNELS(avx2, __attribute__((target("avx2"))))
+BLOCK_KERNELS(avx2, 8, __attribute__((target("avx2"))))
 #if defined(__clang__)  // which has no such attribute for the width
-BLOCK_KERNELS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
+BLOCK_KERNELS(avx512, 16, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
 #else
-BLOCK_KERNELS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))))
+BLOCK_KERNELS(avx512, 16, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))))
 #endif
 #endif
 
@@ -195,7 +278,7 @@ void encode_value_block(const BlockKernels& kernels, const Work& work, const flo
                         int64_t count) {
     int64_t start = index * work.block;
     uint8_t* scales = work.message + payload_bytes(work.message_format, blocks_of(work.values, work.block) * work.block);
-    kernels.encode[work.message_format](values, work.block, count,
+    kernels.encode[work.message_format](values, work.block, count, work.message_rotate,
                                         work.message + payload_bytes(work.message_format, start), scales + 4 * index,
                                         work.residual ? work.residual + start : nullptr,
                                         work.new_residual ? work.new_residual + start : nullptr);
@@ -339,7 +422,7 @@ EXPORTED int quant_instruction_set_available(int index) {
 }
 
 // Of the functions here and of Work. A library that was built from other sources must not be called.
-EXPORTED int quant_abi() { return 1; }
+EXPORTED int quant_abi() { return 2; }
 
 // Returns 0; 1 if there is no such kernel, or no such instruction set on this processor; 2 if there is no memory.
 EXPORTED int quant_run(int kernel, int instruction_set, int threads, const Work* work) {

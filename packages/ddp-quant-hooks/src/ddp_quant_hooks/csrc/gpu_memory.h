@@ -113,7 +113,7 @@ BLOCK_MATH void store(typename Value::Stored* to, const float* values, int64_t c
     }
 }
 
-// ---- a maximum among lanes ----
+// ---- among lanes ----
 
 BLOCK_MATH int32_t larger(int32_t left, int32_t right) { return left > right ? left : right; }
 
@@ -124,6 +124,11 @@ BLOCK_MATH int32_t largest_of(int32_t number) {
     for (int step = kLanes / 2; step > 0; step /= 2)
         number = larger(number, __shfl_xor_sync(0xffffffffu, number, step));
     return number;
+}
+
+// The value of the lane that is `step` away.
+BLOCK_MATH float exchanged(float value, int step) {
+    return float_of(static_cast<uint32_t>(__shfl_xor_sync(0xffffffffu, static_cast<int32_t>(bits_of(value)), step)));
 }
 
 }  // namespace gpu_memory

@@ -21,7 +21,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORMATS = {"int8": 0, "int4": 1, "bf16": 2, "fp16": 3}
 
 _ENCODE, _REDUCE, _DECODE = range(3)
-_ABI = 1
+_ABI = 2
 _NO_MEMORY = 2
 
 
@@ -36,8 +36,10 @@ class _Work(ctypes.Structure):
         ("messages", ctypes.POINTER(ctypes.c_void_p)),
         ("ranks", ctypes.c_int64),
         ("format", ctypes.c_int),
+        ("rotate", ctypes.c_int),
         ("message", ctypes.c_void_p),
         ("message_format", ctypes.c_int),
+        ("message_rotate", ctypes.c_int),
         ("residual", ctypes.c_void_p),
         ("new_residual", ctypes.c_void_p),
     )
@@ -123,9 +125,9 @@ class CpuKernels:
 
 def _read_from(work: _Work, messages: Sequence[torch.Tensor], layout: Layout) -> None:
     work.messages = (ctypes.c_void_p * len(messages))(*(message.data_ptr() for message in messages))
-    work.ranks, work.format = len(messages), _FORMATS[layout.format]
+    work.ranks, work.format, work.rotate = len(messages), _FORMATS[layout.format], layout.rotate
 
 
 def _write_to(work: _Work, out: Outgoing, layout: Layout) -> None:
     work.message, work.residual, work.new_residual = out.addresses()
-    work.message_format = _FORMATS[layout.format]
+    work.message_format, work.message_rotate = _FORMATS[layout.format], layout.rotate

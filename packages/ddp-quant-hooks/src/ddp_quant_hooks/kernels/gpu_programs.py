@@ -130,13 +130,16 @@ def block_program(
     if kernel == "reduce":
         assert new_layout is not None
         unit = 8 if layout.format in {"bf16", "fp16"} else 16
-        arguments = f"{numbers}, {_NUMBERS[new_layout.format]}, {block}, {whole}, {ranks}"
+        rotations = f"{_CPP[layout.rotate]}, {_CPP[new_layout.rotate]}"
+        arguments = f"{numbers}, {_NUMBERS[new_layout.format]}, {block}, {whole}, {rotations}, {ranks}"
         work = f"Work<1, {ranks}>"
     else:
         assert dtype is not None
         unit = 16 // dtype.itemsize
         averaged = f", {ranks}" if kernel == "decode" else ""
-        arguments = f"{_VALUES[dtype]}, {numbers}, {block}, {whole}, {shards}{averaged}"
+        arguments = (
+            f"{_VALUES[dtype]}, {numbers}, {block}, {whole}, {_CPP[layout.rotate]}, {shards}{averaged}"
+        )
         work = f"Work<{shards}, {shards * ranks if kernel == 'decode' else 1}>"
     teams = _BLOCK_THREADS // lanes_of_team(block, unit)
     checks = f"kThreads == {_BLOCK_THREADS} && Block<{numbers}, {block}, {unit}, {whole}>::kTeams == {teams}"

@@ -41,8 +41,9 @@ def _encode(
     block_size: int,
     residual: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
+    rotate: bool = False,
 ) -> None:
-    layout, device = Layout(format, block_size), values.device
+    layout, device = Layout(format, block_size, rotate), values.device
     check_flat("values", values, VALUE_DTYPES, values.numel(), device)
     check_residuals(residual, new_residual, values.numel(), device)
     outgoing = []
@@ -67,8 +68,11 @@ def _reduce(
     block_size: int,
     residual: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
+    rotate: bool = False,
+    message_rotate: bool = False,
 ) -> None:
-    layout, new_layout = Layout(format, block_size), Layout(message_format, block_size)
+    layout = Layout(format, block_size, rotate)
+    new_layout = Layout(message_format, block_size, message_rotate)
     device = message.device
     if values < 0:
         raise ValueError(f"values must be at least 0, got {values}")
@@ -87,8 +91,14 @@ def _reduce(
         backend_for(device).reduce(messages, layout, values, out, new_layout)
 
 
-def _decode(messages: list[torch.Tensor], format: Format, block_size: int, values: torch.Tensor) -> None:  # noqa: A002
-    layout, device = Layout(format, block_size), values.device
+def _decode(
+    messages: list[torch.Tensor],
+    format: Format,  # noqa: A002
+    block_size: int,
+    values: torch.Tensor,
+    rotate: bool = False,
+) -> None:
+    layout, device = Layout(format, block_size, rotate), values.device
     check_flat("values", values, VALUE_DTYPES, values.numel(), device)
     check_messages(messages, layout, [values.numel()] * len(messages), device)
     _claim([("values", values)], _named(messages))
@@ -101,8 +111,9 @@ def _decode_shards(
     format: Format,  # noqa: A002
     block_size: int,
     values: torch.Tensor,
+    rotate: bool = False,
 ) -> None:
-    layout, device = Layout(format, block_size), values.device
+    layout, device = Layout(format, block_size, rotate), values.device
     check_flat("values", values, VALUE_DTYPES, values.numel(), device)
     spans = _shards(values, messages, layout)
     check_messages(messages, layout, [len(span) for span in spans], device)
@@ -188,17 +199,19 @@ def _tensors_of(arguments: Iterable[Any]) -> list[torch.Tensor]:
 _LAYOUT = "str format, int block_size"
 _MESSAGE = "Tensor(a!) message, str message_format, int block_size"
 _RESIDUALS = "Tensor? residual=None, Tensor(b!)? new_residual=None"
+_ROTATE = "bool rotate=False"
+_ROTATIONS = f"{_ROTATE}, bool message_rotate=False"
 
 for _name, _kernel, _written, _arguments in (
-    ("encode", _encode, (1, 5), f"Tensor values, Tensor(a!)[] messages, {_LAYOUT}, {_RESIDUALS}"),
+    ("encode", _encode, (1, 5), f"Tensor values, Tensor(a!)[] messages, {_LAYOUT}, {_RESIDUALS}, {_ROTATE}"),
     (
         "reduce",
         _reduce,
         (3, 7),
-        f"Tensor[] messages, str format, SymInt values, {_MESSAGE}, {_RESIDUALS}",
+        f"Tensor[] messages, str format, SymInt values, {_MESSAGE}, {_RESIDUALS}, {_ROTATIONS}",
     ),
-    ("decode", _decode, (3,), f"Tensor[] messages, {_LAYOUT}, Tensor(a!) values"),
-    ("decode_shards", _decode_shards, (3,), f"Tensor[] messages, {_LAYOUT}, Tensor(a!) values"),
+    ("decode", _decode, (3,), f"Tensor[] messages, {_LAYOUT}, Tensor(a!) values, {_ROTATE}"),
+    ("decode_shards", _decode_shards, (3,), f"Tensor[] messages, {_LAYOUT}, Tensor(a!) values, {_ROTATE}"),
     ("affine_encode", _affine_encode, (1,), "Tensor values, Tensor(a!) message, SymInt channel"),
     ("affine_decode", _affine_decode, (2,), "Tensor[] messages, SymInt channel, Tensor(a!) values"),
 ):

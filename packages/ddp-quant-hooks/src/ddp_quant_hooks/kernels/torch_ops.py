@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
+from ddp_quant_hooks.kernels import rotation
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.wire_format import Format, Layout
 
@@ -60,20 +61,31 @@ def _encode_blocks(blocks: torch.Tensor, count: int, layout: Layout, out: Outgoi
     # As integers, because a NaN is the largest of those.
     largest = blocks.abs().view(torch.int32).amax(1, keepdim=True)
     finite = largest < _INFINITY_BITS
-    scale = torch.where(finite, largest.view(torch.float32), torch.nan)
-    one = torch.ones_like(scale)  # two plain numbers would be of the default dtype
-    shift = torch.where(scale < 2.0**-100, 2.0**64, torch.where(scale > 2.0**100, 2.0**-64, one))
-    scaled = (blocks * shift) * (torch.full_like(scale, levels) / (scale * shift))
     has_numbers = finite & (largest > 0)
-    payload = _payload(torch.where(has_numbers, scaled, 0.0), layout.format)
+    scale = torch.where(finite, largest.view(torch.float32), torch.nan)
+    scaled = torch.where(has_numbers, _scaled(blocks, scale, levels), 0.0)
+    if layout.rotate:
+        rotated, sent = rotation.rotated_where_it_pays(blocks, scale, levels)
+        anew = torch.where(sent < 0, _scaled(rotated, -sent, levels), 0.0)
+        scale, scaled = sent, torch.where(sent < 0, anew, scaled)
+    payload = _payload(scaled, layout.format)
     message[: payload.numel()] = payload
     layout.scales(message, count).copy_(scale.flatten())
     if new_residual is not None:
         numbers = _numbers(message, layout, count)
-        lost = blocks - scale * (numbers * (1.0 / levels))
+        restored = scale * (numbers * (1.0 / levels))
+        if layout.rotate:
+            turned = rotation.restoring(scale, layout) * (numbers * (1.0 / levels))
+            restored = torch.where(scale < 0, rotation.restored(turned), restored)
         kept = 0.0 if residual is None else _in_blocks(residual, layout)
-        lost = torch.where(has_numbers, lost, torch.where(finite, 0.0, kept))
+        lost = torch.where(has_numbers, blocks - restored, torch.where(finite, 0.0, kept))
         new_residual.copy_(lost.flatten()[:count])
+
+
+def _scaled(blocks: torch.Tensor, scale: torch.Tensor, levels: float) -> torch.Tensor:
+    one = torch.ones_like(scale)  # two plain numbers would be of the default dtype
+    shift = torch.where(scale < 2.0**-100, 2.0**64, torch.where(scale > 2.0**100, 2.0**-64, one))
+    return (blocks * shift) * (torch.full_like(scale, levels) / (scale * shift))
 
 
 def _mean(messages: Sequence[torch.Tensor], layout: Layout, count: int) -> torch.Tensor:
@@ -81,12 +93,21 @@ def _mean(messages: Sequence[torch.Tensor], layout: Layout, count: int) -> torch
     scales = torch.stack([layout.scales(message, count) for message in messages]).unsqueeze(2)
     finite = scales.isfinite().all(0)
     large = (scales.amax(0) >= 2.0**100) & (ranks > 1)  # whose differences can overflow
-    mean = one = torch.ones((), dtype=torch.float32, device=scales.device)
+    one = torch.ones((), dtype=torch.float32, device=scales.device)
     shrink = torch.where(large, _SHRINK, one)
-    for rank, (message, scale) in enumerate(zip(messages, scales, strict=True)):
-        value = (scale * shrink) * (_numbers(message, layout, count) * step)
-        weight = one / torch.full_like(one, rank + 1)
-        mean = value if rank == 0 else mean + (value - mean) * weight
+    mean = torch.zeros((), dtype=torch.float32, device=scales.device)
+    included = torch.zeros_like(shrink)  # how many ranks' blocks are in the mean
+    for rotated in (True, False) if layout.rotate else (False,):
+        for message, sent in zip(messages, scales, strict=True):
+            scale = rotation.restoring(sent, layout) if rotated else sent
+            value = (scale * shrink) * (_numbers(message, layout, count) * step)
+            following = mean + (value - mean) * (one / (included + one))
+            following = torch.where(included == 0, value, following)
+            takes_part = (sent < 0) == rotated
+            mean = torch.where(takes_part, following, mean)
+            included = included + takes_part
+        if rotated:
+            mean = torch.where(included > 0, rotation.restored(mean), mean)
     grown = (mean * (1.0 / _SHRINK)).clamp(-_LARGEST, _LARGEST)
     return torch.where(finite, torch.where(large, grown, mean), torch.nan)
 
