@@ -3,7 +3,7 @@
 import pytest
 import torch
 from emulated_gpu import EmulatedGpu, needs_compiler
-from test_kernel_bits import everything, inputs
+from test_kernel_bits import everything, inputs, inputs_of
 
 from ddp_quant_hooks import affine, kernels
 from ddp_quant_hooks.affine import AffineLayout
@@ -47,7 +47,7 @@ def test_the_kernels_text_gives_the_bits_of_torchs_operators(gpu, layout):
     gpu.plan(lambda: [everything(gpu, layout, d, "", torch.ones(3, dtype=d)) for d in dtypes])
     for dtype in dtypes:
         for length in (1, block - 1, block, block + 1, 5 * block, 1009) if block < 1000 else (1, block + 1):
-            for name, values in inputs(dtype, length):
+            for name, values in inputs_of(layout, dtype, length):
                 ours = everything(gpu, layout, dtype, name, values)
                 reference = everything(torch_ops, layout, dtype, name, values)
                 for what, tensor in reference.items():

@@ -13,7 +13,8 @@ from dist_utils.testing import same_bits
 SETS = CpuKernels().available if library_path().exists() else []
 needs_library = pytest.mark.skipif(not SETS, reason="there are no compiled kernels: no C++ compiler")
 LAYOUTS = [
-    *(Layout(kind, block, rotate=True) for kind in ("int8", "int4") for block in (32, 64, 128, 512)),
+    *(Layout("int8", block, rotate=True) for block in (64, 128, 512)),
+    *(Layout("int4", block, rotate=True) for block in (32, 128)),
     *(Layout(kind, block) for kind in ("int8", "int4") for block in (32, 64, 96, 128, 512)),
     *(Layout(kind, block) for kind in ("bf16", "fp16") for block in (32, 128)),
 ]
@@ -31,12 +32,6 @@ def inputs(dtype, length):
     exponents = torch.randint(-149, 128, (length,), generator=generator).float()
     yield "every exponent", (noise.sign() * torch.exp2(exponents)).to(dtype)
     yield "tiny", (noise * torch.finfo(dtype).smallest_normal / 3).to(dtype)
-    yield "heavy tails", (noise / torch.rand(length, generator=generator)).to(dtype)
-    peaks = torch.where(torch.arange(length) % 40 == 7, 100, 1)
-    yield "peaks", (noise * peaks).to(dtype)
-    yield "peaks and zeros", (noise * peaks * (torch.arange(length) % 1000 > 200)).to(dtype)
-    for name, factor in (("tiny peaks", 2.0**-103), ("huge peaks", 2.0**95)):
-        yield name, (noise * peaks * factor).to(dtype)
     yield "subnormal", (noise * 3 * torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps).to(dtype)
     yield "huge", (noise / noise.abs().max() * torch.finfo(dtype).max).to(dtype)
     yield "halfway", (torch.arange(length) % 255 - 127).div(2).to(dtype)
@@ -47,6 +42,28 @@ def inputs(dtype, length):
     if dtype == torch.float32:
         bits = torch.randint(-(2**31), 2**31, (length,), generator=generator, dtype=torch.int64)
         yield "any bits", bits.to(torch.int32).view(torch.float32)
+
+
+def inputs_to_rotate(dtype, length):
+    """Yield values with peaks, in blocks that are rotated and in blocks that must not be."""
+    generator = torch.Generator().manual_seed(length)
+    noise = torch.randn(length, generator=generator)
+    yield "heavy tails", (noise / torch.rand(length, generator=generator)).to(dtype)
+    peaks = noise * torch.where(torch.arange(length) % 40 == 7, 100, 1)
+    yield "peaks", peaks.to(dtype)
+    yield "peaks and zeros", (peaks * (torch.arange(length) % 1000 > 200)).to(dtype)
+    yield "tiny peaks", (peaks * 2.0**-103).to(dtype)
+    yield "huge peaks", (peaks * 2.0**95).to(dtype)
+    with_nan = peaks.to(dtype)
+    with_nan[length // 2] = torch.nan
+    yield "peaks and nan", with_nan
+
+
+def inputs_of(layout, dtype, length):
+    """Yield what shows the bits of a layout."""
+    yield from inputs(dtype, length)
+    if layout.rotate:
+        yield from inputs_to_rotate(dtype, length)
 
 
 def everything(backend, layout, dtype, name, values):
@@ -102,7 +119,7 @@ def test_every_instruction_set_gives_the_bits_of_torchs_operators(instruction_se
     for layout in LAYOUTS:
         block = layout.block_size
         for length in (1, block - 1, block, block + 1, 5 * block, 1009):
-            for name, values in inputs(dtype, length):
+            for name, values in inputs_of(layout, dtype, length):
                 ours = everything(backend, layout, dtype, name, values)
                 reference = everything(torch_ops, layout, dtype, name, values)
                 for what, tensor in reference.items():
