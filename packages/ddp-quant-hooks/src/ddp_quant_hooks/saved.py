@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["VERSION", "Lengths", "SavedResiduals", "keys_of", "read", "require_equal", "write"]
 
 VERSION = 2
-"""Of the format. Version 1 knew residuals by buckets only. The tensors of version 2 are of any floating-point type:
-bf16 now, fp32 up to release 0.5."""
+"""Of the format. Version 1 knew residuals by buckets only. The tensors of version 2 are of any floating-point
+type: bf16 now, fp32 up to release 0.5."""
 
 Lengths = Callable[[int, torch.device], tuple[int, int, int]]
 """From the number of a bucket's values and their device: how many this rank sends as its own, how many its

@@ -132,7 +132,8 @@ def block_program(
     if kernel == "reduce":
         assert new_layout is not None
         unit = 8 if layout.format in {"bf16", "fp16"} else 16
-        arguments = f"{_VALUES[residual_dtype]}, {numbers}, {_NUMBERS[new_layout.format]}, {block}, {whole}, {ranks}"
+        kept, new_numbers = _VALUES[residual_dtype], _NUMBERS[new_layout.format]
+        arguments = f"{kept}, {numbers}, {new_numbers}, {block}, {whole}, {ranks}"
         work = f"Work<1, {ranks}>"
     else:
         assert dtype is not None
