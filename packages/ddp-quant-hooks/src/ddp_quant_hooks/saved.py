@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddp_quant_hooks.passes import value_count
+from ddp_quant_hooks.residuals import RESIDUAL_DTYPE
 from ddp_quant_hooks.wire_format import is_integer
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["VERSION", "Lengths", "SavedResiduals", "keys_of", "read", "require_equal", "write"]
 
 VERSION = 2
-"""Of the format. Version 1 knew residuals by buckets only."""
+"""Of the format. Version 1 knew residuals by buckets only. The tensors of version 2 are of any floating-point
+type: bf16 now, fp32 up to release 0.5."""
 
 Lengths = Callable[[int, torch.device], tuple[int, int, int]]
 """From the number of a bucket's values and their device: how many this rank sends as its own, how many its
@@ -192,8 +194,8 @@ def _tensor(name: str, lost: object) -> torch.Tensor:
             f"the residual {name!r} must be flat and hold its values, got shape {tuple(lost.shape)}, "
             f"{lost.layout} on {lost.device}"
         )
-    if not lost.to(torch.float32).isfinite().all():  # it would make every later gradient NaN
-        raise ValueError(f"the residual {name!r} has values that are not finite in fp32")
+    if not lost.to(RESIDUAL_DTYPE).isfinite().all():  # it would make every later gradient NaN
+        raise ValueError(f"the residual {name!r} has values that are not finite in {RESIDUAL_DTYPE}")
     return lost
 
 

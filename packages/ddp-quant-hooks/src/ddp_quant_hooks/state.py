@@ -43,8 +43,8 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             nothing overflows). ``None``: in ``bits`` bits. 16 bits spare the second rounding for half as
             many bytes again.
         error_feedback: ``"none"``; ``"shard"``: add what the averages of a rank's shard lost to the next
-            step's, 8 / W bytes of memory a value, no effect between two ranks, who make no shards;
-            ``"both"``: also what a rank's own gradients lost, 8 bytes a value. ``None``: ``"none"`` for 8
+            step's, 4 / W bytes of memory a value, no effect between two ranks, who make no shards;
+            ``"both"``: also what a rank's own gradients lost, 4 bytes a value. ``None``: ``"none"`` for 8
             bits, ``"both"`` for 4.
         min_bytes: Smaller buckets are averaged without compression, by
             :func:`ddp_compress_hooks.allreduce_hook`.

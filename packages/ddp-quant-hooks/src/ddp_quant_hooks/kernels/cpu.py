@@ -21,7 +21,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FORMATS = {"int8": 0, "int4": 1, "bf16": 2, "fp16": 3}
 
 _ENCODE, _REDUCE, _DECODE = range(3)
-_ABI = 1
+_ABI = 2
 _NO_MEMORY = 2
 
 
@@ -40,6 +40,7 @@ class _Work(ctypes.Structure):
         ("message_format", ctypes.c_int),
         ("residual", ctypes.c_void_p),
         ("new_residual", ctypes.c_void_p),
+        ("residual_dtype", ctypes.c_int),
     )
 
 
@@ -128,4 +129,4 @@ def _read_from(work: _Work, messages: Sequence[torch.Tensor], layout: Layout) ->
 
 def _write_to(work: _Work, out: Outgoing, layout: Layout) -> None:
     work.message, work.residual, work.new_residual = out.addresses()
-    work.message_format = _FORMATS[layout.format]
+    work.message_format, work.residual_dtype = _FORMATS[layout.format], _DTYPES[out.residual_dtype]
