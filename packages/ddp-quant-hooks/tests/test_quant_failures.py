@@ -159,11 +159,29 @@ def _failure_beside_the_exchange(rank):
     before = state.feedback.losses()(kept.own).clone()
     assert before.abs().max() > 0
 
-    def broken(values, group):
-        raise MemoryError("no room for an all-reduce")
+    start = ddp_quant_hooks.averaging._start_all_reduce
 
-    ddp_quant_hooks.averaging._all_reduce = broken
+    class _Broken:
+        """An all-reduce that fails once the exchange beside it is over."""
+
+        def __init__(self, values, group):
+            self.work = start(values, group)
+
+        def wait(self):
+            self.work.wait()
+            raise MemoryError("no room for an all-reduce")
+
+    ddp_quant_hooks.averaging._start_all_reduce = _Broken
     with pytest.raises(RuntimeError, match="no room for an all-reduce"):
+        quantized_allreduce_hook(state, bucket).wait()
+    assert torch.equal(state.feedback.losses()(kept.own), before)
+    state.close()
+
+    def broken(values, group):
+        raise MemoryError("no room for a call")
+
+    ddp_quant_hooks.averaging._start_all_reduce = broken
+    with pytest.raises(RuntimeError, match="no room for a call"):
         quantized_allreduce_hook(state, bucket).wait()
     assert torch.equal(state.feedback.losses()(kept.own), before)
 

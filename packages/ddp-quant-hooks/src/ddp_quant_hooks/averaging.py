@@ -46,27 +46,30 @@ def average(
     values, exact = decision.values, decision.exact
     assert values is not None
     bytes_sent = 0
-    reference = apart = error = None
+    reference = apart = beside = error = None
     if decision.sampled:
         reference = values.to(torch.float32) / group.size()
-        bytes_sent += _all_reduce(reference, group)
+        _start_all_reduce(reference, group).wait()
+        bytes_sent += ring_bytes(reference.nbytes, group.size())
     if exact:
         apart = exact_parameters.set_apart(exact, group.size())
-        bytes_sent += _all_reduce(apart, group)
+        beside = _start_all_reduce(apart, group)  # some KiB, on their way while the rest is encoded
+        bytes_sent += ring_bytes(apart.nbytes, group.size())
+    bytes_sent += route.average(group, values, decision.kept, failed, decision.label)
+    if apart is not None and beside is not None:
+        beside.wait()
         if failed is not None:
             failed(~apart.isfinite().all())
-    bytes_sent += route.average(group, values, decision.kept, failed, decision.label)
-    if apart is not None:
         exact_parameters.put_back(exact, apart)
     if reference is not None:
         error = _relative_error(values, reference)
     return Averaged(bytes_sent, error)
 
 
-def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> int:
-    """Sum ``values`` in place, and return what that sends."""
-    dist.all_reduce(values, group=group)
-    return ring_bytes(values.nbytes, group.size())
+def _start_all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start to sum ``values`` in place."""
+    work: dist.Work = dist.all_reduce(values, group=group, async_op=True)
+    return work
 
 
 def _relative_error(values: Values, exact: torch.Tensor) -> torch.Tensor:
