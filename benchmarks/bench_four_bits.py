@@ -14,7 +14,7 @@ product with the gradient of a large batch, of that of fp32's step. 0.98 is a st
 "With exact squares" is AdamW's step whose first moment is made of the scheme's averages, and the second of
 exact ones: what is left of a loss there is not the second moment's, which noise raises.
 
-The second table is the error of each parameter's average: those of one dimension or none (biases, norms)
+The other columns are errors of parameters' averages: those of one dimension or none (biases, norms)
 against the rest; as the hook sends them, with ``exact_1d``, and with blocks of their own, which no hook has.
 
 Writes results/four_bits.json beside this file.
