@@ -45,11 +45,14 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         error_feedback: ``"none"``; ``"shard"``: add what the averages of a rank's shard lost to the next
             step's, 4 / W bytes of memory a value, no effect between two ranks, who make no shards;
             ``"both"``: also what a rank's own gradients lost, 4 bytes a value. ``None``: ``"none"`` for 8
-            bits, ``"both"`` for 4.
+            bits, ``"both"`` for 4. It takes the bias out of many steps and makes each one noisier, which
+            AdamW's second moment remembers: with such an optimizer ``"none"`` is the better choice.
         min_bytes: Smaller buckets are averaged without compression, by
             :func:`ddp_compress_hooks.allreduce_hook`.
-        exact_1d: Average parameters of one dimension or none (biases, norms) without compression. They
-            are few, and often much larger or smaller than their neighbors in the bucket.
+        exact_1d: Average parameters of one dimension or none (biases, norms) without compression, in a
+            small all-reduce of their own. Off by default: in the models that were measured their
+            errors are no larger than those of other parameters, and losses the same. It is for models in
+            which they are much smaller than their neighbors in the bucket.
         sample_every: Measure the error of every so many-th quantized bucket: one exact all-reduce and a
             copy of the bucket in fp32. 0: never.
 
