@@ -1,4 +1,4 @@
-"""Many ranks in levels: fewer messages, as many bytes, the same bits on all ranks, one more rounding a level."""
+"""Many ranks in levels: fewer messages, as many bytes, the same bits on all ranks."""
 
 import copy
 import pickle
@@ -140,11 +140,28 @@ def _trains(rank, sizes):
     for seed in range(3, 6):
         assert torch.equal(step(model, seed), step(resumed, seed))
     with pytest.warns(UserWarning, match="pickles its options only"):
-        assert pickle.loads(pickle.dumps(state)).options == state.options  # noqa: S301 - its own
+        assert pickle.loads(pickle.dumps(state)).options == state.options
+
+
+def _by_default(rank):
+    """Small buckets are averaged exactly; what was saved when fewer were says how to go on."""
+    bucket = grad_bucket([torch.ones(3)])
+    state = QuantizedAllreduceState(**FEEDBACK)
+    for values, quantized in ((1 << 14, 0), (1 << 17, 1)):
+        run_hook(state, bucket, _inputs(values)[rank])
+        assert state.statistics.quantised_buckets == quantized
+    assert state.min_bytes == 1 << 19
+    model = torch.nn.Linear(3, 3)
+    saved = {**QuantizedAllreduceState(min_bytes=65536, **FEEDBACK).state_dict(model)}
+    del saved["levels"]  # there was no choice
+    with pytest.raises(ValueError, match=r"of min_bytes 65536, but here it is 524288.*give min_bytes=65536"):
+        QuantizedAllreduceState(**FEEDBACK).load_state_dict(saved, model)
+    QuantizedAllreduceState(min_bytes=65536, **FEEDBACK).load_state_dict(saved, model)
 
 
 def _four(rank):
     compared = _bits(rank, [(2, 2), (4,)])
+    _by_default(rank)
     _trains(rank, (2, 2))
     wrong = make_state("int8", levels=(2, 3))
     with pytest.raises(ValueError, match=r"levels \(2, 3\) do not multiply to the 4 ranks"):

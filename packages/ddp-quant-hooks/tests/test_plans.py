@@ -1,6 +1,7 @@
 """In which levels many ranks average: counted from the plans that the exchanges follow."""
 
 import math
+from itertools import pairwise
 
 import pytest
 
@@ -10,7 +11,32 @@ from ddp_quant_hooks.plans import Levels, chunk_values, least_bytes, plan_levels
 
 BLOCK = 128
 BUCKET = 25 * 2**18
-WORLDS = [2, 3, 4, 8, 16, 17, 18, 24, 25, 31, 32, 64, 96, 97, 128, 194, 256, 384, 509, 512, 1000, 1024, 2048, 4096]
+WORLDS = [
+    2,
+    3,
+    4,
+    8,
+    16,
+    17,
+    18,
+    24,
+    25,
+    31,
+    32,
+    64,
+    96,
+    97,
+    128,
+    194,
+    256,
+    384,
+    509,
+    512,
+    1000,
+    1024,
+    2048,
+    4096,
+]
 
 
 def _counted(levels, values, rank):
@@ -21,7 +47,9 @@ def _counted(levels, values, rank):
         wholes += own[:-1]
         for size, whole, shard in zip(levels.sizes, wholes, own, strict=True):
             messages += 2 * (size - 1)
-            sent += len(whole) - len(shard) + (size - 1) * len(shard)  # what the others own, and this one's mean
+            sent += (
+                len(whole) - len(shard) + (size - 1) * len(shard)
+            )  # what the others own, and this one's mean
     return messages, sent
 
 
@@ -31,15 +59,15 @@ def test_messages_grow_no_faster_than_a_rings_and_bytes_stay(ranks):
     assert levels.ranks == ranks
     for rank in {0, 1, ranks // 2, ranks - 1}:
         messages, sent = _counted(levels, BUCKET, rank)
-        # Five chunks for small groups, and never more messages than those of 19 peers, or of a ring's.
-        assert messages <= max(2 * (ranks - 1), 2 * 19 * 7)
-        assert sent <= 2 * (1 - 1 / ranks) * BUCKET * 1.02 + 7 * 3 * ranks * BLOCK
+        # 19 peers have six chunks of a bucket. Among more, chunks grow with the peers, until there is one.
+        assert messages <= max(2 * (ranks - 1), 2 * 19 * 6 * 1.5)
+        assert sent <= 2 * (1 - 1 / ranks) * BUCKET + 6 * 2 * ranks * BLOCK
     if ranks <= 16 or ranks == 25 or all(ranks % size for size in range(2, math.isqrt(ranks) + 1)):
         assert levels.sizes == (ranks,), "few ranks, a prime number of them, or too small factors"
-    else:
+    elif ranks >= 24:
         assert levels.peers <= ranks / 2 + 1
         shares = [1 / math.prod(levels.sizes[level:]) for level in range(1, len(levels.sizes))]
-        assert sum(shares) <= 1 / 7, "what is added to the mean square of the error"
+        assert sum(shares) <= 3 / 16, "what is added to the mean square of the error"
 
 
 def test_a_thousand_ranks_take_a_tenth_of_a_rings_messages():
@@ -65,7 +93,7 @@ def test_rows_are_seen_alike_by_all_their_ranks_and_shards_cover_the_chunk_once(
     )
     assert parts[0][0] == chunk.start
     assert parts[-1][1] == chunk.stop
-    assert all(left[1] == right[0] for left, right in zip(parts, parts[1:], strict=False))
+    assert all(left[1] == right[0] for left, right in pairwise(parts))
     for rank, rows in seen.items():  # in every level the ranks that exchange have one shard to cut
         for level in range(1, len(sizes)):
             own = levels.shards(chunk, rank, BLOCK)[level - 1]

@@ -22,6 +22,7 @@ from dist_utils.process_groups import runs_on_host
 
 __all__ = ["Route"]
 
+
 class Route:
     """Every rank of a group sends to every other one; in a large group by levels.
 
