@@ -111,8 +111,9 @@ def test_the_first_levels_stay_inside_of_hosts():
 def test_small_groups_are_cut_as_ever_and_larger_ones_in_longer_chunks():
     for ranks in (2, 4, 8, 16, 20):
         assert chunk_values(Levels((ranks,)), on_streams=False) == 5 << 18
-    for ranks in (21, 64, 1024):
+    for ranks in (21, 64, 120):
         assert chunk_values(Levels((ranks,)), on_streams=False) // ranks >= 60_000
+    assert BUCKET < chunk_values(Levels((1021,)), on_streams=False) <= 1 << 23
     for ranks in (2, 1024):
         assert chunk_values(Levels((ranks,)), on_streams=True) == 1 << 26
 

@@ -91,7 +91,8 @@ def _average(
     buffer = bucket.buffer()
     if buffer.numel() == 0:
         return completed_future(buffer)
-    group, world_size = state.process_group, state.process_group.size()
+    group = state.process_group
+    world_size = group.size()
     decision = state.decisions.decide(group, running, bucket)
     with_feedback = state.error_feedback != "none"
     if not decision.quantized:

@@ -25,6 +25,9 @@ _PEERS_OF_A_CHUNK = 19
 """A rank with more peers has longer chunks in proportion: a message keeps 64 Ki values as long as the bucket
 allows, and a larger group takes no more messages for each of its ranks than a ring would."""
 
+_LONGEST_CHUNK = 1 << 23
+"""More than a bucket of 25 MiB has; it bounds the memory for larger tensors."""
+
 _CHUNK_ELEMENTS_ON_STREAMS = 1 << 26
 """The same where the host only enqueues: kernels are so much faster than the wire that nothing is gained by
 shorter chunks, and each costs launches. It bounds the memory for a very large bucket."""
@@ -102,7 +105,8 @@ def chunk_values(levels: Levels, *, on_streams: bool, others: int = 0) -> int:
     """
     if on_streams:
         return _CHUNK_ELEMENTS_ON_STREAMS
-    return _CHUNK_ELEMENTS * max(levels.peers + others, _PEERS_OF_A_CHUNK) // _PEERS_OF_A_CHUNK
+    peers = max(levels.peers + others, _PEERS_OF_A_CHUNK)
+    return min(_CHUNK_ELEMENTS * peers // _PEERS_OF_A_CHUNK, _LONGEST_CHUNK)
 
 
 def least_bytes(ranks: int) -> int:
