@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.chunks import Span, shards
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_inside, average_quantized
-from ddp_quant_hooks.link import Link
+from ddp_quant_hooks.link import Link, Transport
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.residuals import BucketResiduals
 from ddp_quant_hooks.routes import Route
@@ -29,12 +29,19 @@ class GridRoute(Route):
         options: Of the state.
         inside: The ranks of this rank's node, in the group of all.
         across: The ranks with its place on the nodes, likewise.
+        transport: As for :class:`Route`.
     """
 
     own_in_buckets = True  # of shards, which a node's ranks share out
 
-    def __init__(self, options: Options, inside: Sequence[int], across: Sequence[int]) -> None:
-        super().__init__(options)
+    def __init__(
+        self,
+        options: Options,
+        inside: Sequence[int],
+        across: Sequence[int],
+        transport: Transport | None = None,
+    ) -> None:
+        super().__init__(options, transport)
         self._inside, self._across = list(inside), list(across)
         # Not the group itself: its owner ends it by letting go of it.
         self._agreed_on: weakref.ref[dist.ProcessGroup] | None = None
@@ -52,7 +59,8 @@ class GridRoute(Route):
             self._require_grid(group, values.device)
             self._agreed_on = weakref.ref(group)
         inside, across = (
-            Link(group, ranks, name, label=label) for name, ranks in enumerate((self._inside, self._across))
+            Link(group, ranks, name, label=label, transport=self._transport)
+            for name, ranks in enumerate((self._inside, self._across))
         )
         wire = Wire(across, self.scatter, self.gather, kept.own, kept.shard, failed)
         self._take_turns(self._exchanges_in_grid(group, values, inside, wire), values.device)

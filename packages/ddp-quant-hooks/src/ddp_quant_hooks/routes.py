@@ -10,13 +10,12 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.chunks import Span, cut, shards
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantized, take_turns
-from ddp_quant_hooks.link import Link
+from ddp_quant_hooks.link import Link, Transport
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.residuals import BucketResiduals, Residual
 from ddp_quant_hooks.scratch import Scratch
 from ddp_quant_hooks.shard_exchanges import gather_chunk, reduce_scatter_chunk
 from ddp_quant_hooks.values import Values
-from dist_utils.process_groups import runs_on_host
 
 __all__ = ["Route"]
 
@@ -35,13 +34,15 @@ class Route:
 
     Args:
         options: Of the state.
+        transport: Carries the messages; ``None``: the process group.
     """
 
     own_in_buckets = False
     """Whether what a rank loses itself belongs to buckets, and not to parameters."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, transport: Transport | None = None) -> None:
         self.scatter, self.gather = options.scatter_layout, options.gather_layout
+        self._transport = transport or Transport()
         self._scratches: dict[torch.device, list[Scratch]] = {}
 
     def average(
@@ -61,7 +62,7 @@ class Route:
             failed: As in :class:`~ddp_quant_hooks.exchanges.Wire`.
             label: Tells messages of one bucket from those of another, where the backend can.
         """
-        link = Link(group, range(group.size()), label=label)
+        link = Link(group, range(group.size()), label=label, transport=self._transport)
         wire = Wire(link, self.scatter, self.gather, kept.own, kept.shard, failed)
         self._take_turns(self._exchanges(group, values, wire), values.device)
         return link.bytes_sent
@@ -85,7 +86,7 @@ class Route:
             failed: As for :meth:`average`.
             label: As for :meth:`average`.
         """
-        link = Link(group, range(group.size()), label=label)
+        link = Link(group, range(group.size()), label=label, transport=self._transport)
         wire = Wire(link, self.scatter, self.gather, own, Residual(), failed)
         length = mean.numel()
         rows = shards_of_all.view(link.size, length)
@@ -114,7 +115,7 @@ class Route:
             values_of_all: Where all go, flat, one rank's behind another's; the same bits on all ranks.
             label: As for :meth:`average`.
         """
-        link = Link(group, range(group.size()), label=label)
+        link = Link(group, range(group.size()), label=label, transport=self._transport)
         rows = values_of_all.view(link.size, mine.numel())
 
         def exchange(index: int, chunk: Span) -> Callable[[Scratch], Exchange]:
@@ -145,7 +146,7 @@ class Route:
     def lengths(self, group: dist.ProcessGroup, count: int, device: torch.device) -> tuple[int, int, int]:
         """Return how long the residuals of ``count`` values are, own and of shards, and how long a chunk."""
         own, shard = self.spans(group, count, device)
-        return sum(map(len, own)), sum(map(len, shard)), _chunk_values(group, device)
+        return sum(map(len, own)), sum(map(len, shard)), self._chunk_values(group, device)
 
     def free(self) -> None:
         """Free the scratch memory; more is taken when it is needed."""
@@ -172,13 +173,13 @@ class Route:
         exchange: Callable[[int, Span], Callable[[Scratch], Exchange]],
     ) -> None:
         """Exchange a chunk of every rank's shard after another; those of all ranks are as long as a chunk."""
-        most = max(_chunk_values(group, shard.device) // group.size(), self.scatter.block_size)
+        most = max(self._chunk_values(group, shard.device) // group.size(), self.scatter.block_size)
         chunks = cut(shard.numel(), most, self.scatter.block_size)
         self._take_turns((exchange(index, chunk) for index, chunk in enumerate(chunks)), shard.device)
 
     def _chunks(self, group: dist.ProcessGroup, count: int, device: torch.device) -> list[Span]:
-        return cut(count, _chunk_values(group, device), self.scatter.block_size)
+        return cut(count, self._chunk_values(group, device), self.scatter.block_size)
 
-
-def _chunk_values(group: dist.ProcessGroup, device: torch.device) -> int:
-    return _CHUNK_ELEMENTS if runs_on_host(group, device) else _CHUNK_ELEMENTS_ON_STREAMS
+    def _chunk_values(self, group: dist.ProcessGroup, device: torch.device) -> int:
+        on_host = self._transport.on_host(group, device)
+        return _CHUNK_ELEMENTS if on_host else _CHUNK_ELEMENTS_ON_STREAMS
