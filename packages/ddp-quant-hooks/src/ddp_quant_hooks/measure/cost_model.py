@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ddp_quant_hooks.measure.timing import DIRECT, GRID, RING
 
-__all__ = ["Cluster", "HookCost", "Machine", "Traffic", "traffic"]
+__all__ = ["Cluster", "HookCost", "KernelCost", "Machine", "Traffic", "Worker", "traffic"]
 
 _MOST_RANKS = 10**9
 
@@ -57,6 +58,41 @@ class Machine:
     cpu_per_byte: float
     inside: float
     between: float
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    """What a kernel takes.
+
+    Attributes:
+        call: Seconds, whatever it is called for.
+        message: Seconds for each message that it reads or writes.
+        value: Seconds for each value that it reads; those of several messages count each time.
+    """
+
+    call: float
+    message: float
+    value: float
+
+    def seconds(self, values: int, messages: int) -> float:
+        """Return what a call takes."""
+        return self.call + self.message * messages + self.value * values
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a rank's own work takes, step by step, where a schedule is played and not only counted.
+
+    Attributes:
+        bucket: Seconds from a bucket's handing over to its begin.
+        starting: What share of a message's processor time its starting takes, on the thread that computes;
+            the rest is another thread's.
+        kernels: By name.
+    """
+
+    bucket: float
+    starting: float
+    kernels: Mapping[str, KernelCost]
 
 
 @dataclass(frozen=True)
