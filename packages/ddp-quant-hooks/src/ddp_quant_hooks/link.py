@@ -65,21 +65,18 @@ class Link:
         self._transport = transport or Transport()
         self.size = len(self._ranks)
         self.index = self._ranks.index(group.rank())
+        # The next one first, so that not everybody sends to the same one.
+        self._peers = [(self.index + step) % self.size for step in range(1, self.size)]
         self.bytes_sent = 0
-
-    @property
-    def peers(self) -> list[int]:
-        """Places of the others, the next one first, so that not everybody sends to the same one."""
-        return [(self.index + step) % self.size for step in range(1, self.size)]
 
     def exchange(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], *, tag: int
     ) -> Sequence[Arrival]:
         """Start to send ``outgoing[place]`` to, and to receive ``incoming[place]`` from, every peer."""
-        self.bytes_sent += sum(outgoing[peer].nbytes for peer in self.peers)
+        self.bytes_sent += sum(outgoing[peer].nbytes for peer in self._peers)
         return self._transport.start(
             self._group,
-            receives=[(self._ranks[peer], incoming[peer]) for peer in self.peers],
-            sends=[(self._ranks[peer], outgoing[peer]) for peer in self.peers],
+            receives=[(self._ranks[peer], incoming[peer]) for peer in self._peers],
+            sends=[(self._ranks[peer], outgoing[peer]) for peer in self._peers],
             tag=hash((2 * tag + self._name, self._label)) if self._label else 2 * tag + self._name,
         )

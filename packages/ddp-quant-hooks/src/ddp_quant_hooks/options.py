@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from ddp_quant_hooks.plans import least_bytes
 from ddp_quant_hooks.wire_format import Format, Layout
 
 __all__ = ["ErrorFeedback", "Options", "checked"]
@@ -21,9 +23,14 @@ class Options:
     block_size: int
     gather: Format
     error_feedback: ErrorFeedback
-    min_bytes: int
+    min_bytes: int | None
     exact_1d: bool
     sample_every: int
+    levels: tuple[int, ...] | None
+
+    def quantizes(self, nbytes: int, ranks: int) -> bool:
+        """Tell whether a bucket of so many bytes is sent in few bits, among so many ranks."""
+        return nbytes >= (least_bytes(ranks) if self.min_bytes is None else self.min_bytes)
 
     @property
     def scatter_layout(self) -> Layout:
@@ -45,6 +52,7 @@ def checked(
     min_bytes: Any,
     exact_1d: Any,
     sample_every: Any,
+    levels: Any,
 ) -> Options:
     """Return options whose types and values are right.
 
@@ -67,9 +75,10 @@ def checked(
         block_size=_whole("block_size", (128 if bits == 8 else 32) if block_size is None else block_size),
         gather=gather,
         error_feedback=_choice("error_feedback", error_feedback, default_feedback, ("none", "shard", "both")),
-        min_bytes=_count("min_bytes", min_bytes),
+        min_bytes=None if min_bytes is None else _count("min_bytes", min_bytes),
         exact_1d=exact_1d,
         sample_every=_count("sample_every", sample_every),
+        levels=None if levels is None else _sizes("levels", levels),
     )
     options.scatter_layout  # noqa: B018 - raises if there is no such block
     return options
@@ -84,6 +93,15 @@ def _choice(name: str, value: Any, default: str, choices: tuple[str, ...]) -> An
     if value not in choices:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
     return value
+
+
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a sequence of integers, got {value!r}")
+    sizes = tuple(_whole(f"{name}[{place}]", size) for place, size in enumerate(value))
+    if not sizes or (min(sizes) < 2 and sizes != (1,)):  # noqa: PLR2004 - one is no row
+        raise ValueError(f"{name} must be numbers of at least 2, got {value!r}")
+    return sizes
 
 
 def _whole(name: str, value: Any) -> int:

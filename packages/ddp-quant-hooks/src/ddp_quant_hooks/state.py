@@ -16,6 +16,7 @@ from ddp_quant_hooks.checkpoints import ResidualCheckpoints
 from ddp_quant_hooks.decisions import Decisions
 from ddp_quant_hooks.feedback import Feedback
 from ddp_quant_hooks.options import ErrorFeedback, checked
+from ddp_quant_hooks.plans import least_bytes
 from ddp_quant_hooks.residuals import Residuals
 from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.routes import Route
@@ -26,8 +27,6 @@ from ddp_quant_hooks.wire_format import WIRE_VERSION, Format, Layout
 from dist_utils import GroupLike, OrderedWorker, resolve_group
 
 __all__ = ["QuantizedAllreduceState"]
-
-_MIN_BYTES = 1 << 16
 
 
 class QuantizedAllreduceState(ResidualCheckpoints):
@@ -75,9 +74,10 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         block_size: int | None = None,
         gather: Format | None = None,
         error_feedback: ErrorFeedback | None = None,
-        min_bytes: int = _MIN_BYTES,
+        min_bytes: int | None = None,
         exact_1d: bool = False,
         sample_every: int = 0,
+        levels: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.options = checked(
@@ -88,6 +88,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             min_bytes=min_bytes,
             exact_1d=exact_1d,
             sample_every=sample_every,
+            levels=levels,
         )
         """What was chosen, with the defaults filled in. Does not change: the ranks have compared it."""
         self._group = None if process_group is None else resolve_group(process_group)
@@ -125,8 +126,9 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
     @property
     def min_bytes(self) -> int:
-        """Below how many bytes buckets are averaged without compression."""
-        return self.options.min_bytes
+        """Below how many bytes buckets are averaged without compression; by default of the group's size."""
+        given = self.options.min_bytes
+        return least_bytes(self.process_group.size()) if given is None else given
 
     @property
     def exact_1d(self) -> bool:
@@ -233,14 +235,17 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             "gather": (self.gather.format, self.gather.block_size),
             "exact_1d": self.exact_1d,
             "min_bytes": self.min_bytes,
+            "levels": self.options.levels,
         }
 
     def _lengths(self, count: int, device: torch.device) -> tuple[int, int, int]:
         return self.route.lengths(self.process_group, count, device)
 
     def _terms(self) -> dict[str, object]:
+        self.route.require_fit(self.process_group)
         return {
             **asdict(self.options),
+            "ranks per host": self.route.ranks_per_host(self.process_group),
             "wire format version": WIRE_VERSION,
             "first bucket or call": self._agreement.first,
             **self._agreement_terms(),

@@ -1,0 +1,143 @@
+"""How the ranks that average share the work: in which levels, and how much of a bucket at a time.
+
+Only numbers that all ranks know decide, so that all decide alike; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
+
+from ddp_quant_hooks.chunks import Span, shards
+
+__all__ = ["Levels", "chunk_values", "least_bytes", "looks_at_hosts", "plan_levels"]
+
+_CHUNK_ELEMENTS = 5 << 18
+"""About so many values are on the wire at a time, one such chunk behind another: five of a 25 MiB bucket.
+Shorter ones cost more messages (four loopback ranks took 20 % longer with half as many), longer ones more
+memory and more time in which the wire idles (4 % on 1 Gbit/s with twice as many)."""
+
+_PEERS_OF_A_CHUNK = 19
+"""A rank with more peers has longer chunks in proportion: a message keeps 64 Ki values as long as the bucket
+allows, and a larger group takes no more messages for each of its ranks than a ring would."""
+
+_CHUNK_ELEMENTS_ON_STREAMS = 1 << 26
+"""The same where the host only enqueues: kernels are so much faster than the wire that nothing is gained by
+shorter chunks, and each costs launches. It bounds the memory for a very large bucket."""
+
+_DIRECT = 16
+"""Up to so many ranks every one sends to every other."""
+
+_MOST_LEVELS = 3
+
+_SECONDS_PER_MESSAGE = 40e-6
+_SECONDS_PER_LEVEL = 400e-6
+_SECONDS_PER_VALUE = 2e-9
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Ranks in rows, rows of rows, and so on: what is averaged in a row is averaged between rows.
+
+    A row of the first level is of consecutive ranks. In each level a rank has the same place in its row as
+    those that it exchanges with in the next level have in theirs: its peers there own the same shard.
+
+    Attributes:
+        sizes: How many ranks a row of each level has. They multiply to all ranks.
+    """
+
+    sizes: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are in all."""
+        return math.prod(self.sizes)
+
+    @property
+    def peers(self) -> int:
+        """To how many others a rank sends: one message each way for each chunk."""
+        return sum(size - 1 for size in self.sizes)
+
+    def rows(self, rank: int) -> list[list[int]]:
+        """Return the ranks of this rank's row in each level, itself too, in the order of their shards."""
+        strides = list(accumulate(self.sizes, mul, initial=1))
+        return [
+            [rank + (place - rank // stride % size) * stride for place in range(size)]
+            for size, stride in zip(self.sizes, strides, strict=False)
+        ]
+
+    def shards(self, chunk: Span, rank: int, block_size: int) -> list[Span]:
+        """Return the shard of a chunk that this rank averages in each level, each a part of the one before."""
+        found, whole = [], chunk
+        for size, row in zip(self.sizes, self.rows(rank), strict=True):
+            whole = shards(whole, size, block_size)[row.index(rank)]
+            found.append(whole)
+        return found
+
+
+def chunk_values(levels: Levels, *, on_streams: bool, others: int = 0) -> int:
+    """Return about how many values are averaged at a time.
+
+    Args:
+        levels: Of the ranks.
+        on_streams: The host only enqueues.
+        others: To how many more a rank sends its values.
+    """
+    if on_streams:
+        return _CHUNK_ELEMENTS_ON_STREAMS
+    return _CHUNK_ELEMENTS * max(levels.peers + others, _PEERS_OF_A_CHUNK) // _PEERS_OF_A_CHUNK
+
+
+def least_bytes(ranks: int) -> int:
+    """Return below how many bytes a bucket is averaged exactly: the wire would not gain what messages cost."""
+    return 1 << 16
+
+
+def looks_at_hosts(ranks: int) -> bool:
+    """Tell whether the levels of so many ranks depend on which of them are on one host."""
+    return ranks > _DIRECT
+
+
+@lru_cache(maxsize=4096)
+def plan_levels(ranks: int, values: int, ranks_per_host: int = 1) -> Levels:
+    """Return the levels in which a bucket takes the least time, by the costs that were measured.
+
+    Args:
+        ranks: How many average.
+        values: Of the bucket.
+        ranks_per_host: So many consecutive ones are on one host, if that is known: the first levels stay
+            inside of hosts then.
+    """
+    direct = Levels((ranks,))
+    if ranks <= _DIRECT:
+        return direct
+    possible = [Levels(sizes) for sizes in _factors(ranks, _MOST_LEVELS)]
+    if 1 < ranks_per_host < ranks and ranks % ranks_per_host == 0:
+        inside = [levels for levels in possible if ranks_per_host in accumulate(levels.sizes, mul)]
+        possible = inside or possible
+    return min(possible, key=lambda levels: (_seconds(levels, values), levels.sizes))
+
+
+def _seconds(levels: Levels, values: int) -> float:
+    """Estimate what depends on the levels: bytes do not."""
+    chunks = -(-values // chunk_values(levels, on_streams=False))
+    shares = list(accumulate(levels.sizes, mul))[:-1]
+    return (
+        chunks * (2 * levels.peers * _SECONDS_PER_MESSAGE + len(levels.sizes) * _SECONDS_PER_LEVEL)
+        + sum(values / share for share in shares) * _SECONDS_PER_VALUE
+    )
+
+
+def _factors(number: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Give all ways to write a number as a product of at most so many factors above one, in any order."""
+    yield (number,)
+    if most == 1:
+        return
+    for first in range(2, number // 2 + 1):
+        if number % first == 0:
+            for rest in _factors(number // first, most - 1):
+                yield (first, *rest)
