@@ -24,7 +24,7 @@ try:
     )
 finally:
     sys.path.pop(0)
-import numpy as np  # noqa: E402 - behind its check
+import numpy as np
 
 COUNTS = [1, 1000, 3_000_001]
 
@@ -42,11 +42,15 @@ class Counted(Transport):
         return super().start(group, receives=receives, sends=sends, tag=tag)
 
 
+def maker(world, per_node):
+    return routes.planned() if per_node is None else routes.grid(world, per_node)
+
+
 def really_sent(rank, counts, per_node):
     del rank
     group, world = dist.group.WORLD, dist.get_world_size()
     transport = Counted()
-    make = routes.direct if per_node is None else routes.grid(world, per_node)
+    make = maker(world, per_node)
     route = make(dist.get_rank(), transport)
     sent = [route.average(group, Values([torch.randn(count)]), BucketResiduals(), None) for count in counts]
     return transport.batches, sum(sent)
@@ -54,7 +58,7 @@ def really_sent(rank, counts, per_node):
 
 @pytest.mark.parametrize(("world", "per_node"), [(2, None), (3, None), (4, None), (4, 2)])
 def test_what_is_recorded_of_a_rank_is_what_it_sends(world, per_node):
-    make = routes.direct if per_node is None else routes.grid(world, per_node)
+    make = maker(world, per_node)
     program = programs.all_ranks(make, world, COUNTS)
     for rank, (batches, sent) in enumerate(run_ranks(really_sent, world, COUNTS, per_node)):
         schedule = recording.record(make, rank, world, COUNTS)
@@ -65,9 +69,9 @@ def test_what_is_recorded_of_a_rank_is_what_it_sends(world, per_node):
         assert program.messages_of(rank) == (len(messages), sent)
 
 
-@pytest.mark.parametrize(("world", "per_node"), [(5, 1), (8, 2), (12, 4)])
+@pytest.mark.parametrize(("world", "per_node"), [(5, None), (8, 2), (12, 4), (64, None), (72, 2)])
 def test_few_recorded_ranks_tell_what_all_do(world, per_node):
-    make = routes.direct if per_node == 1 else routes.grid(world, per_node)
+    make = maker(world, per_node)
     program = programs.all_ranks(make, world, [12_345])
     assert program.recorded < world
     batches = [step.messages for step in program.steps if isinstance(step, programs.Start)]
@@ -122,7 +126,7 @@ def test_the_processor_starts_and_takes_in_messages():
 
 def test_ranks_of_a_node_share_its_link_and_have_their_own_way_inside():
     program = program_of(4, programs.Start(0, batch(4, 10)), recording.Wait(0))
-    # Each of two ranks sends two messages of 10 bytes to the other node; of those of one time the first's go first.
+    # Each of two ranks sends two messages of 10 bytes to the other node; the first rank's go first.
     assert play(program, per_node=2) == pytest.approx([30.0, 40.0, 30.0, 40.0])
     assert play(program, per_node=2, inside=5.0) == pytest.approx([50.0] * 4)
     assert play(program, per_node=4, inside=1.0) == pytest.approx([30.0] * 4)

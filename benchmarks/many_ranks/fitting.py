@@ -13,8 +13,8 @@ import numpy as np
 
 from ddp_quant_hooks.measure.cost_model import Cluster, KernelCost, Machine, Worker
 from many_ranks.measuring import RING
-from many_ranks.programs import Program
-from many_ranks.routes import direct_program
+from many_ranks.programs import Program, all_ranks
+from many_ranks.routes import direct
 from many_ranks.rings import ring
 from many_ranks.simulation import Ranks, play
 
@@ -102,7 +102,7 @@ class Model:
 def program_of(hook: str, world: int, size: int) -> Program:
     """Return the program of a hook on one bucket."""
     count = [size // 4]
-    return ring(world, count) if hook == RING else direct_program(world, count)
+    return ring(world, count) if hook == RING else all_ranks(direct, world, count)
 
 
 def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: float, rounds: int = 12) -> Model:

@@ -13,12 +13,14 @@ import numpy as np
 from ddp_quant_hooks.measure.cost_model import Cluster, KernelCost, Machine, Worker
 from many_ranks.fitting import Model
 from many_ranks.measuring import DIRECT, RING
-from many_ranks.programs import Program
+from many_ranks.programs import Program, all_ranks
 from many_ranks.rings import ring
-from many_ranks.routes import direct_program, grid_program
+from many_ranks.routes import direct, grid, planned
 from many_ranks.simulation import Ranks, play
 
 __all__ = ["ASSUMED_GPU", "BUCKET", "Side", "breakdown", "curve", "one_case", "predict_all", "wire_limit"]
+
+LEVELS, GRID = "8 bits in levels", "fp32 in nodes, 8 bits between"
 
 RATES = (1.0, 10.0, 25.0, 100.0, 400.0)
 """Of the nodes' links, in Gbit/s."""
@@ -59,15 +61,27 @@ def ring_of(world: int, per_node: int, count: int) -> Program:
 
 @cache
 def direct_of(world: int, per_node: int, count: int, on_host: bool = True) -> Program:
-    """Return 8 bits from each rank to each other."""
+    """Return 8 bits from each rank to each other, as before there were levels."""
     del per_node
-    return direct_program(world, [count], on_host=on_host)
+    return all_ranks(direct, world, [count], on_host=on_host)
+
+
+@cache
+def planned_of(world: int, per_node: int, count: int, on_host: bool = True) -> Program:
+    """Return 8 bits as they are planned: in levels, inside nodes first where nodes are known."""
+    return all_ranks(planned(per_node), world, [count], on_host=on_host)
+
+
+@cache
+def grid_before_of(world: int, per_node: int, count: int, on_host: bool = True) -> Program:
+    """Return fp32 inside nodes, and 8 bits from each node to each other, as before there were levels."""
+    return all_ranks(grid(world, per_node, in_levels=False), world, [count], on_host=on_host)
 
 
 @cache
 def grid_of(world: int, per_node: int, count: int, on_host: bool = True) -> Program:
-    """Return fp32 inside nodes, 8 bits between them."""
-    return grid_program(world, per_node, [count], on_host=on_host)
+    """Return fp32 inside nodes, and 8 bits between them as it is planned."""
+    return all_ranks(grid(world, per_node), world, [count], on_host=on_host)
 
 
 ASSUMED_GPU = {
@@ -217,15 +231,19 @@ def _sides(
 
     plain = side("fp32, ring", ring_of, RING)
     return {
-        "one rank a node": [plain, side("8 bits, direct", direct_of)],
+        "one rank a node": [plain, side(DIRECT, direct_of), side(LEVELS, planned_of)],
         "eight ranks a node": [
             plain,
-            side("8 bits, direct", direct_of),
-            side("fp32 in nodes, 8 bits direct between", grid_of),
+            side(DIRECT, direct_of),
+            side(LEVELS, planned_of),
+            side(GRID + ", direct", grid_before_of),
+            side(GRID + ", in levels", grid_of),
         ],
         "eight GPUs a node": [
-            on_gpus("8 bits, direct", partial(direct_of, on_host=False)),
-            on_gpus("fp32 in nodes, 8 bits direct between", partial(grid_of, on_host=False)),
+            on_gpus(DIRECT, partial(direct_of, on_host=False)),
+            on_gpus(LEVELS, partial(planned_of, on_host=False)),
+            on_gpus(GRID + ", direct", partial(grid_before_of, on_host=False)),
+            on_gpus(GRID + ", in levels", partial(grid_of, on_host=False)),
         ],
     }
 
