@@ -1,16 +1,18 @@
 """Averages among many ranks: a cost model fitted here, and predictions of clusters that were not at hand.
 
     python benchmarks/bench_many_ranks.py              # everything, half an hour; emulated hosts need root
-    python benchmarks/bench_many_ranks.py simulate     # with the model of results/many_ranks.json
+    python benchmarks/bench_many_ranks.py curve        # with the model of results/many_ranks.json
 
 "measure": one bucket of several sizes, fp32 around Gloo's ring and 8 bits, on loopback and on emulated hosts,
 and the kernels alone. Of each the least of the repeats counts, and of several runs of this part: other
 programs on the machine only make it longer.
 
-"fit": the cost model on some of these cases, compared with the others. "simulate": the schedules of all ranks,
-recorded from the project's own routes, played on clusters that nobody here has. "plot": the curves.
+"fit": the cost model on some of these cases, compared with the others. "cases" and "curve": the schedules
+of all ranks, recorded from the project's own routes, played on clusters that nobody here has. "plot": the
+curves.
 
-Writes results/many_ranks.json and .png beside this file. All that "simulate" writes is predicted, and named so.
+Writes results/many_ranks.json and .png beside this file. All that "cases" and "curve" write is predicted, and
+named so.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 
 from machine import describe_machine
 from many_ranks.fitting import Case, Model, compare, fit, fit_kernels
-from many_ranks.measuring import DIRECT, HOOKS, be_a_rank, measure_case, measure_kernels, measure_starting
+from many_ranks.measuring import HOOKS, be_a_rank, measure_case, measure_kernels, measure_starting
 from many_ranks.plots import draw
 from many_ranks.predicting import predict_all
 
@@ -102,9 +104,10 @@ def report_fit(fitted: Mapping[str, Any]) -> None:
             )
         for kept in (False, True):
             errors = sorted(abs(row["ratio"] - 1) for row in entry["cases"] if row["held_back"] == kept)
+            within = sum(error <= 0.15 for error in errors)
             print(
-                f"  {'held back' if kept else 'fitted'}: median error {errors[len(errors) // 2]:.0%}, within 15 %: "
-                f"{sum(error <= 0.15 for error in errors)} of {len(errors)}, largest {errors[-1]:.0%}"
+                f"  {'held back' if kept else 'fitted'}: median error {errors[len(errors) // 2]:.0%}, "
+                f"within 15 %: {within} of {len(errors)}, largest {errors[-1]:.0%}"
             )
 
 
@@ -113,7 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ["measure", "fit", "simulate", "plot"]
+    parts = ["measure", "fit", "cases", "curve", "plot"]
     parser.add_argument("part", nargs="?", choices=["all", *parts, "rank"], default="all")
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=9)
@@ -123,23 +126,33 @@ def main() -> None:
     if options.part == "rank":
         be_a_rank(options.folder, options.sizes, options.repeats)
         return
-    results = json.loads(FILE.read_text()) if FILE.exists() else {}
     wants = parts if options.part == "all" else [options.part]
     if "measure" in wants:
-        results |= measure({} if options.part == "all" else results, options.repeats)
+        write(measure({} if options.part == "all" else read(), options.repeats))
     if "fit" in wants:
-        results["fit"] = fit_all(results)
-        report_fit(results["fit"])
-    if "simulate" in wants:
+        fitted = fit_all(read())
+        report_fit(fitted)
+        write({"fit": fitted})
+    if playing := [part for part in wants if part in {"cases", "curve"}]:
+        results = read()
         models = {hook: Model(**results["fit"][hook]["model"]) for hook in HOOKS}
-        kernels = fit_kernels(results["kernels"])
-        results["predictions"] = predict_all(
-            models, kernels, results["starting"]["starting"], options.most_ranks
-        )
-    FILE.write_text(json.dumps(results, indent=1) + "\n")
-    if "plot" in wants or "simulate" in wants:
-        draw(results["predictions"], FILE.with_suffix(".png"))
-        print(f"written: {FILE} and .png")
+        starting = results["starting"]["starting"]
+        found = predict_all(models, fit_kernels(results["kernels"]), starting, options.most_ranks, playing)
+        write({"predictions": {**read().get("predictions", {}), **found}})
+    if "plot" in wants:
+        draw(read()["predictions"], FILE.with_suffix(".png"))
+    print(f"written: {FILE}")
+
+
+def read() -> dict[str, Any]:
+    """Return what was found so far."""
+    found: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    return found
+
+
+def write(found: Mapping[str, Any]) -> None:
+    """Replace what was found of these parts."""
+    FILE.write_text(json.dumps({**read(), **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,27 +143,20 @@ def measure_kernels(repeats: int = 15) -> list[dict[str, Any]]:
         source, result = torch.randn(values), torch.empty(values)
         spans = shards(Span(0, values), messages, layout.block_size)
         parts = [_message(layout, len(span)) for span in spans]
-        points.append(
-            _point("encode", values, messages, repeats, lambda: kernels.encode_shards(source, parts, layout))
-        )
-        points.append(
-            _point("decode", values, messages, repeats, lambda: kernels.decode_shards(parts, layout, result))
-        )
+        encode = partial(kernels.encode_shards, source, parts, layout)
+        decode = partial(kernels.decode_shards, parts, layout, result)
+        points += [
+            _point("encode", values, messages, repeats, encode),
+            _point("decode", values, messages, repeats, decode),
+        ]
         length = values // messages
         same = [_encoded(layout, length) for _ in range(messages)]
         out = _message(layout, length)
-        points.append(
-            _point(
-                "reduce",
-                length * messages,
-                messages,
-                repeats,
-                lambda: kernels.reduce(same, layout, length, out, layout),
-            )
-        )
+        average = partial(kernels.reduce, same, layout, length, out, layout)
+        points.append(_point("reduce", length * messages, messages, repeats, average))
     for values in (1 << 12, 1 << 20):
         one, other = torch.randn(values), torch.randn(values)
-        points.append(_point("elementwise", values, 1, repeats, lambda: one.add_(other)))
+        points.append(_point("elementwise", values, 1, repeats, partial(one.add_, other)))
     return points
 
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
 
 import numpy as np
-
-from ddp_quant_hooks.measure.cost_model import Cluster, KernelCost, Machine, Worker
 from many_ranks.fitting import Model
 from many_ranks.measuring import DIRECT, RING
 from many_ranks.programs import Program, all_ranks
 from many_ranks.rings import ring
 from many_ranks.routes import direct, grid, planned
 from many_ranks.simulation import Ranks, play
+
+from ddp_quant_hooks.measure.cost_model import Cluster, KernelCost, Machine, Worker
 
 __all__ = ["ASSUMED_GPU", "BUCKET", "Side", "breakdown", "curve", "one_case", "predict_all", "wire_limit"]
 
@@ -44,6 +44,7 @@ class Side:
         machine: What sending takes.
         worker: What the rest takes.
         payload: What share of a link's bits is payload.
+        most_ranks: Of more no curve is played: messages of each to each other are too many.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Side:
     machine: Machine
     worker: Worker
     payload: float = 0.95
+    most_ranks: int = 4096
 
 
 def ring_of(world: int, per_node: int, count: int) -> Program:
@@ -97,12 +99,12 @@ ASSUMED_GPU = {
         },
     ),
     "assumptions": [
-        "Nothing of a GPU was measured: kernels run at 1 TB/s (half of what an A100's memory can do), a launch "
-        "takes 10 us.",
-        "A message takes 20 us of the processor (12 of them Python's, as measured here; the rest assumed for "
-        "NCCL) and 15 us of flight; the GPU sends itself, at 200 GB/s inside a node.",
+        "Nothing of a GPU was measured. Kernels run at 1 TB/s, half of what an A100's memory can do.",
+        "A launch takes 10 us.",
+        "A message takes 20 us of the processor, of which 11 to 15 were measured here, Python's own.",
+        "Its flight takes 15 us; the GPU sends itself, inside a node at 200 GB/s.",
         "Launches, kernels and messages of a rank follow each other: what the host does ahead of the GPU is "
-        "not counted, so these times are on the long side.",
+        + "not counted, so these times are on the long side.",
     ],
 }
 
@@ -154,6 +156,8 @@ def curve(
     rows = []
     for world in worlds:
         for side in sides:
+            if world > side.most_ranks:
+                continue
             began = time.perf_counter()
             for gbit in rates:
                 seconds = one_case(side, Cluster(world, gbit, per_node))
@@ -179,35 +183,41 @@ def curve(
 
 ASSUMPTIONS = [
     "Every rank has two cores or more for itself: one computes and starts messages, one takes them in.",
-    "Kernels, messages and bytes take of the processor what the fit found here, bytes as on loopback, with the "
-    "kernel's TCP: a faster one, or an accelerator, is not assumed.",
-    "A message's flight takes what it takes between the emulated hosts, links carry 95 % payload or what was "
-    "fitted, switches never fill up, and inside a node (several ranks) 10 GB/s a rank.",
+    "Kernels, messages and bytes take of the processor what the fit found here, bytes as on loopback, by TCP.",
+    "Messages fly as long as between the emulated hosts, and links carry as much payload as theirs.",
+    "Switches never fill up. Inside a node of several ranks each has 10 GB/s.",
     "Ranks are alike and begin together, but where stragglers are named.",
 ]
 
 
 def predict_all(
-    models: Mapping[str, Model], kernels: Mapping[str, KernelCost], starting: float, most: int
+    models: Mapping[str, Model],
+    kernels: Mapping[str, KernelCost],
+    starting: float,
+    most: int,
+    parts: Sequence[str],
 ) -> dict[str, Any]:
-    """Return all predictions: the curve, and the cases of interest.
+    """Return predictions: the curve, and the cases of interest.
 
     Args:
         models: As fitted, by hook.
         kernels: As measured.
         starting: As in :class:`Worker`.
         most: Ranks at most.
+        parts: "cases", "curve", or both.
     """
     sides = _sides(models, kernels, starting)
-    worlds = [2**power for power in range(1, 13) if 2**power <= most]
-    return {
+    found: dict[str, Any] = {
         "these are": "predictions, none of it was measured",
         "assumptions": ASSUMPTIONS,
         "assumptions of the GPUs": ASSUMED_GPU["assumptions"],
-        "cases": _cases(sides, most),
-        "stragglers": _stragglers(sides, min(64, most)),
-        "curve": curve(sides["one rank a node"], worlds, RATES),
     }
+    if "cases" in parts:
+        found |= {"cases": _cases(sides, most), "stragglers": _stragglers(sides, min(64, most))}
+    if "curve" in parts:
+        worlds = [2**power for power in range(1, 13) if 2**power <= most]
+        found["curve"] = curve(sides["one rank a node"], worlds, RATES)
+    return found
 
 
 def _sides(
@@ -215,7 +225,7 @@ def _sides(
 ) -> dict[str, list[Side]]:
     """Return what is predicted, by where: ranks alone on nodes, eight on a node, eight GPUs on a node."""
 
-    def side(name: str, program: MakeProgram, fitted: str = DIRECT) -> Side:
+    def side(name: str, program: MakeProgram, fitted: str = DIRECT, most_ranks: int = 4096) -> Side:
         model = models[fitted]
         machine = Machine(
             latency=model.latency_on_hosts + model.cpu_per_message,
@@ -224,14 +234,14 @@ def _sides(
             inside=1e-10,
             between=0.0,
         )
-        return Side(name, program, machine, model.worker(kernels, starting), model.payload)
+        return Side(name, program, machine, model.worker(kernels, starting), model.payload, most_ranks)
 
     def on_gpus(name: str, program: MakeProgram) -> Side:
         return Side(name, program, ASSUMED_GPU["machine"], ASSUMED_GPU["worker"])
 
     plain = side("fp32, ring", ring_of, RING)
     return {
-        "one rank a node": [plain, side(DIRECT, direct_of), side(LEVELS, planned_of)],
+        "one rank a node": [plain, side(DIRECT, direct_of, most_ranks=1024), side(LEVELS, planned_of)],
         "eight ranks a node": [
             plain,
             side(DIRECT, direct_of),

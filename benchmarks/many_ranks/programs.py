@@ -1,4 +1,4 @@
-"""The schedules of all ranks as one program: every rank does the same operations, with its own peers and lengths."""
+"""The schedules of all ranks as one program: the same operations, with each rank's own peers and lengths."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-
 from many_ranks.recording import Begin, Compute, MakeRoute, Operation, Send, Wait, record
 
 __all__ = ["Messages", "Program", "Start", "Step", "all_ranks"]

@@ -1,7 +1,7 @@
 """What a rank does to average buckets: the real route, with messages and kernels that are only noted.
 
-Nothing is planned a second time: :meth:`Route.average` runs as it does in training, on tensors without values,
-and whatever it would compute, send, receive and wait for is written down.
+Nothing is planned a second time: :meth:`Route.average` runs as it does in training, on tensors without
+values, and whatever it would compute, send, receive and wait for is written down.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class _NotedKernels(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if str(func).startswith("ddp_quant_hooks."):
             self._operations.append(_kernel(name, args))
-        elif name in _ELEMENTWISE and result is not args[0] or name.endswith("_") and name in _ELEMENTWISE:
+        elif name in _ELEMENTWISE and (result is not args[0] or name.endswith("_")):
             self._operations.append(Compute("elementwise", args[0].numel(), 1))
         return result
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-
 from many_ranks.programs import Messages, Program, Start, Step
 from many_ranks.recording import Begin, Compute, Wait
 
@@ -16,7 +15,7 @@ _LONGEST = 1 << 20
 
 
 def ring(world: int, buckets: Sequence[int]) -> Program:
-    """Return the program of ring all-reduces of fp32, one after another: W - 1 rounds of adding, W - 1 of copying.
+    """Return the program of ring all-reduces of fp32: each W - 1 rounds of adding, W - 1 of copying.
 
     Args:
         world: Number of ranks.

@@ -86,4 +86,3 @@ def grid(world: int, per_node: int, *, in_levels: bool = True) -> MakeRoute:
         return kind(OPTIONS, range(first, first + per_node), across, transport)
 
     return make
-

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from ddp_quant_hooks.measure.cost_model import Cluster, Machine, Worker
 from many_ranks.programs import Messages, Program, Start
 from many_ranks.recording import Begin, Compute, Wait
+
+from ddp_quant_hooks.measure.cost_model import Cluster, Machine, Worker
 
 __all__ = ["Ranks", "play"]
 
@@ -148,7 +148,7 @@ class _Network:
     def _through_links(
         self, messages: Messages, started: Floats, lengths: Floats, some: npt.NDArray[np.bool_]
     ) -> Floats:
-        """Return when each message to a rank has come, [rank, step]; those that are none never keep anyone."""
+        """Return when each message to a rank has come, [rank, step]; those that are none, long ago."""
         nodes = np.arange(len(started)) // self._per_node
         inside = nodes[:, None] == nodes[messages.receivers]
         came = np.full(started.shape, -np.inf)
