@@ -69,14 +69,14 @@ class Model:
         payload: What share of a link's bits is payload.
     """
 
-    bucket: float = 3e-4
-    cpu_per_message: float = 6e-5
-    cpu_per_byte: float = 4e-10
-    cpu_per_byte_on_hosts: float = 1e-9
-    latency: float = 3e-5
-    latency_on_hosts: float = 1e-4
+    bucket: float = 4e-4
+    cpu_per_message: float = 1e-4
+    cpu_per_byte: float = 1e-9
+    cpu_per_byte_on_hosts: float = 2.5e-9
+    latency: float = 2e-5
+    latency_on_hosts: float = 3e-5
     turns_on_hosts: float = 0.7
-    kernels: float = 1.2
+    kernels: float = 1.5
     payload: float = 0.95
 
     def seconds(self, case: Case, kernels: Mapping[str, KernelCost], starting: float) -> float:
@@ -117,7 +117,7 @@ def program_of(hook: str, world: int, size: int) -> Program:
     return ring(world, count) if hook == RING else all_ranks(direct, world, count)
 
 
-def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: float, rounds: int = 40) -> Model:
+def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: float, rounds: int = 10) -> Model:
     """Return the model with the least squares of relative errors, each number changed in turn.
 
     Args:
@@ -126,7 +126,7 @@ def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: floa
         starting: As in :class:`Worker`.
         rounds: Of changes, each with steps half as long as the one before, if none helped.
     """
-    model, step = Model(), 0.6
+    model, step = Model(), 0.4
     names = list(asdict(model))
 
     def loss(tried: Model) -> float:
@@ -135,7 +135,7 @@ def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: floa
 
     best = loss(model)
     for _ in range(rounds):
-        helped = False
+        before = best
         for name in names:
             for factor in (1 + step, 1 / (1 + step)):
                 value = getattr(model, name) * factor
@@ -144,9 +144,9 @@ def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: floa
                     continue
                 tried = replace(model, **{name: value})
                 if (found := loss(tried)) < best:
-                    model, best, helped = tried, found, True
+                    model, best = tried, found
                     break
-        if not helped:
+        if best > 0.97 * before:
             step /= 2
             if step < 0.01:
                 break

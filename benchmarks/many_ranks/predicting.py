@@ -104,7 +104,7 @@ ASSUMED_GPU = {
         "A message takes 20 us of the processor, of which 11 to 15 were measured here, Python's own.",
         "Its flight takes 15 us; the GPU sends itself, inside a node at 200 GB/s.",
         "Launches, kernels and messages of a rank follow each other: what the host does ahead of the GPU is "
-        + "not counted, so these times are on the long side.",
+         "not counted, so these times are on the long side.",
     ],
 }
 
@@ -183,7 +183,7 @@ def curve(
 
 ASSUMPTIONS = [
     "Every rank has two cores or more for itself: one computes and starts messages, one takes them in.",
-    "Kernels, messages and bytes take of the processor what the fit found here, bytes as on loopback, by TCP.",
+    "Kernels, messages and bytes take of the processor what the fit found here; bytes as on loopback.",
     "Messages fly as long as between the emulated hosts, and links carry as much payload as theirs.",
     "Switches never fill up. Inside a node of several ranks each has 10 GB/s.",
     "Ranks are alike and begin together, but where stragglers are named.",
