@@ -87,6 +87,20 @@ def test_few_recorded_ranks_tell_what_all_do(world, per_node):
         assert (batch.receivers[batch.senders, steps] == np.arange(world)[:, None]).all()
 
 
+@pytest.mark.parametrize(("world", "per_node"), [(64, None), (72, 2)])
+def test_four_ranks_tell_almost_as_much(world, per_node):
+    exact, almost = (
+        programs.all_ranks(maker(world, per_node), world, [123_456], exact=exact) for exact in (True, False)
+    )
+    assert almost.recorded == 4 < exact.recorded
+    for one, other in zip(exact.steps, almost.steps, strict=True):
+        if isinstance(one, programs.Start):
+            assert (one.messages.receivers == other.messages.receivers).all()
+            assert abs(one.messages.bytes - other.messages.bytes).max() <= 128 * 4, "a block, of fp32 at most"
+        else:
+            assert type(one) is type(other)
+
+
 FREE = KernelCost(0.0, 0.0, 0.0)
 NOTHING = Worker(0.0, 0.5, dict.fromkeys(("encode", "reduce", "decode", "elementwise"), FREE))
 GBIT = 8e-9  # of a link that carries a byte in a second

@@ -103,8 +103,7 @@ ASSUMED_GPU = {
         "A launch takes 10 us.",
         "A message takes 20 us of the processor, of which 11 to 15 were measured here, Python's own.",
         "Its flight takes 15 us; the GPU sends itself, inside a node at 200 GB/s.",
-        "Launches, kernels and messages of a rank follow each other: what the host does ahead of the GPU is "
-         "not counted, so these times are on the long side.",
+        "Launches, kernels and messages of a rank follow each other, which is on the long side.",
     ],
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -12,6 +12,8 @@ import numpy.typing as npt
 from many_ranks.recording import Begin, Compute, MakeRoute, Operation, Send, Wait, record
 
 __all__ = ["Messages", "Program", "Start", "Step", "all_ranks"]
+
+_RECORDED_EXACTLY = 256
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -111,7 +113,14 @@ class Program:
         return count, total
 
 
-def all_ranks(make_route: MakeRoute, world: int, buckets: Sequence[int], *, on_host: bool = True) -> Program:
+def all_ranks(
+    make_route: MakeRoute,
+    world: int,
+    buckets: Sequence[int],
+    *,
+    on_host: bool = True,
+    exact: bool | None = None,
+) -> Program:
     """Return the program of all ranks, of which as few are recorded as tell everything.
 
     The ranks of a link know the same: who takes part, and how long messages are. So each link of each batch
@@ -122,6 +131,8 @@ def all_ranks(make_route: MakeRoute, world: int, buckets: Sequence[int], *, on_h
         world: Number of ranks.
         buckets: Number of values of each.
         on_host: As for :func:`~many_ranks.recording.record`.
+        exact: Record each link. Else four ranks tell, and lengths may be wrong by a block. ``None``: up to
+            :data:`_RECORDED_EXACTLY` ranks.
     """
     schedules: dict[int, list[Operation]] = {}
 
@@ -130,10 +141,16 @@ def all_ranks(make_route: MakeRoute, world: int, buckets: Sequence[int], *, on_h
             schedules[rank] = record(make_route, rank, world, buckets, on_host=on_host)
         return schedules[rank]
 
+    if exact is None:
+        exact = world <= _RECORDED_EXACTLY
+    if not exact:
+        for rank in (1, world // 2, world - 1):
+            schedule(rank)
     steps: list[Step] = []
     for place, operation in enumerate(schedule(0)):
         if isinstance(operation, Send):
-            steps.append(Start(operation.number, _messages(place, world, schedule)))
+            found = _messages(place, world, schedule) if exact else _alike(place, world, schedules)
+            steps.append(Start(operation.number, found))
         else:
             steps.append(operation)
     for place, step in enumerate(steps):
@@ -174,6 +191,30 @@ def _messages(place: int, world: int, schedule: Callable[[int], Sequence[Operati
         kinds |= set() if of_sender is None else {of_sender}
     assert len(kinds) <= 1, "lengths are the senders' or the receivers' on all links"
     return Messages(np.array(links), np.array(steps), np.array(lengths), of_sender=kinds == {True})
+
+
+def _alike(place: int, world: int, schedules: Mapping[int, Sequence[Operation]]) -> Messages:
+    """Return a batch of all ranks, whose links are rank 0's moved along; the recorded ranks agree to that."""
+    operation = _send_at(schedules[0], place)
+    first = np.array(sorted([0, *(peer for peer, _ in operation.sends)]))
+    known, links = np.zeros(world, dtype=bool), []
+    while not known.all():
+        members = first + int(np.argmin(known))
+        assert members[-1] < world, "links are alike"
+        assert not known[members].any(), "links are alike"
+        known[members] = True
+        links.append(members)
+    kinds, lengths = set(), []
+    for rank, schedule in schedules.items():
+        operation = _send_at(schedule, place)
+        members = sorted([rank, *(peer for peer, _ in operation.sends)])
+        assert any(members == link.tolist() for link in links if rank in link), "links are alike"
+        kind, of_members = _lengths(operation, members, members.index(rank))
+        kinds.add(kind)
+        lengths.append(of_members)
+    steps = np.array([list(first).index(peer) for peer, _ in _send_at(schedules[0], place).sends])
+    longest = lengths[int(np.argmax([sum(one) for one in lengths]))]
+    return Messages(np.array(links), steps, np.tile(longest, (len(links), 1)), of_sender=True in kinds)
 
 
 def _send_at(schedule: Sequence[Operation], place: int) -> Send:
