@@ -99,7 +99,7 @@ def _sizes(name: str, value: Any) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise TypeError(f"{name} must be a sequence of integers, got {value!r}")
     sizes = tuple(_whole(f"{name}[{place}]", size) for place, size in enumerate(value))
-    if not sizes or (min(sizes) < 2 and sizes != (1,)):  # noqa: PLR2004 - one is no row
+    if not sizes or (min(sizes) < 2 and sizes != (1,)):
         raise ValueError(f"{name} must be numbers of at least 2, got {value!r}")
     return sizes
 

@@ -20,6 +20,12 @@ __all__ = ["VERSION", "Lengths", "SavedResiduals", "keys_of", "read", "require_e
 VERSION = 2
 """Of the format. Version 1 knew residuals by buckets only."""
 
+_BEFORE = {"levels": None}
+"""What files have that were saved before there was a choice."""
+
+_GIVEN = {"min_bytes", "levels"}
+"""Options whose default depends on the number of ranks, and has changed."""
+
 Lengths = Callable[[int, torch.device], tuple[int, int, int]]
 """From the number of a bucket's values and their device: how many this rank sends as its own, how many its
 shards have, and how many values a chunk has at most."""
@@ -104,11 +110,13 @@ def require_equal(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             f"the residuals are of version {saved.get('version')!r} of the format, and this release reads "
             f"version {VERSION} only: go on without them, or save them again with it"
         )
+    known = {**_BEFORE, **saved}
     for name, value in here.items():
-        if name not in saved or saved[name] != value:
+        if name not in known or known[name] != value:
+            hint = f": give {name}={known[name]!r} to go on" if known.get(name) and name in _GIVEN else ""
             raise ValueError(
-                f"the residuals are of {name} {saved.get(name)!r}, but here it is {value!r}, on rank "
-                f"{here.get('rank')}"
+                f"the residuals are of {name} {known.get(name)!r}, but here it is {value!r}, on rank "
+                f"{here.get('rank')}{hint}"
             )
 
 
@@ -167,7 +175,7 @@ def read(
             if lost is not None and _tensor(f"{kind} of bucket {position}", lost).numel() != length:
                 raise ValueError(
                     f"the residuals {kind!r} of bucket {position} have {lost.numel()} values, here it takes "
-                    f"{length}"
+                    f"{length}: they were saved with other levels, or by another release"
                 )
         if bound is not None and not own_in_buckets:
             raise ValueError(f"the residuals of bucket {position} belong to a hierarchical state")

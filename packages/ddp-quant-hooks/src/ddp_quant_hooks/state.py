@@ -42,19 +42,29 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             nothing overflows). ``None``: in ``bits`` bits. 16 bits spare the second rounding for half as
             many bytes again.
         error_feedback: ``"none"``; ``"shard"``: add what the averages of a rank's shard lost to the next
-            step's, 8 / W bytes of memory a value, no effect between two ranks, who make no shards;
+            step's, 8 / W bytes of memory a value (with levels of a, b, ... ranks 8 / a + 8 / (a b) + ...), no
+            effect between two ranks, who make no shards;
             ``"both"``: also what a rank's own gradients lost, 8 bytes a value. ``None``: ``"none"`` for 8
             bits, ``"both"`` for 4.
         min_bytes: Smaller buckets are averaged without compression, by
-            :func:`ddp_compress_hooks.allreduce_hook`.
+            :func:`ddp_compress_hooks.allreduce_hook`. ``None``: 128 KiB for each rank, 1 MiB at most: on
+            loopback fewer bytes do not make up for what the messages cost. On a link of 1 Gbit/s 65536 pays.
         exact_1d: Average parameters of one dimension or none (biases, norms) without compression. They
             are few, and often much larger or smaller than their neighbors in the bucket.
         sample_every: Measure the error of every so many-th quantized bucket: one exact all-reduce and a
             copy of the bucket in fp32. 0: never.
+        levels: In how many levels many ranks average, as numbers of ranks that multiply to all: with
+            ``(8, 16)`` 128 ranks average in rows of 8 consecutive ones, and the 16 rows what they have
+            averaged. A rank sends 2 (7 + 15) messages for each chunk instead of 2 x 127, and as many bytes;
+            the mean of a row is rounded once more, by half a step at most. ``None``: every rank sends to
+            every other one up to 16, by levels beyond where that takes less time by the measured cost of
+            messages; rows are inside of hosts where ``torchrun`` tells how many ranks each has. ``(W,)``:
+            no levels.
 
     Raises:
         TypeError: ``process_group`` is no group, or an option is of another type.
-        ValueError: This rank is not a member of the group, or an option has no such choice.
+        ValueError: This rank is not a member of the group, or an option has no such choice. Levels that do
+            not multiply to the number of ranks raise before the first bucket.
 
     All ranks must have the same options: they are compared before the first bucket.
 

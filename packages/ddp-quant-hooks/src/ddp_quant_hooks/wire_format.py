@@ -10,7 +10,7 @@ import torch
 
 __all__ = ["SCALE_BYTES", "WIRE_VERSION", "Format", "Layout", "is_integer"]
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Of what travels, and of how values are chunked and sharded: ranks with other versions cannot average."""
 
 Format: TypeAlias = Literal["int8", "int4", "bf16", "fp16"]
