@@ -13,7 +13,7 @@ from many_ranks.recording import Begin, Compute, MakeRoute, Operation, Send, Wai
 
 __all__ = ["Messages", "Program", "Start", "Step", "all_ranks"]
 
-_RECORDED_EXACTLY = 256
+_RECORDED_EXACTLY = 32
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

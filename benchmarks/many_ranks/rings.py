@@ -14,21 +14,23 @@ _LONGEST = 1 << 20
 """Bytes of a message at most; each rank's part is at least two, so that one travels while one is added."""
 
 
-def ring(world: int, buckets: Sequence[int]) -> Program:
+def ring(world: int, buckets: Sequence[int], *, played: int | None = None) -> Program:
     """Return the program of ring all-reduces of fp32: each W - 1 rounds of adding, W - 1 of copying.
 
     Args:
         world: Number of ranks.
         buckets: Number of values of each.
+        played: So few ranks are played, where all are alike and none shares a link: they take as long as all.
     """
     steps: list[Step] = []
+    ranks = played or world
     number = 0
     for bucket, count in enumerate(buckets):
         size = 4 * count
         parts = max(2, -(-size // (world * _LONGEST)))
         length = -(-size // (world * parts * 4)) * 4
         messages = Messages(
-            np.arange(world)[None], np.array([1]), np.full((1, world), length), of_sender=True
+            np.arange(ranks)[None], np.array([1]), np.full((1, ranks), length), of_sender=True
         )
         steps.append(Begin(bucket))
         rounds = 2 * (world - 1)
@@ -42,4 +44,4 @@ def ring(world: int, buckets: Sequence[int]) -> Program:
                 if turn < rounds:
                     steps.append(Start(before + parts, messages))
         number += rounds * parts
-    return Program(world, steps, 1)
+    return Program(ranks, steps, 1)
