@@ -11,14 +11,13 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.chunks import Span, shards
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_inside, average_quantized
-from ddp_quant_hooks.link import Link
+from ddp_quant_hooks.link import Link, Transport
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.plans import Levels, chunk_values, plan_levels
 from ddp_quant_hooks.residuals import BucketResiduals
 from ddp_quant_hooks.routes import Route
 from ddp_quant_hooks.scratch import Scratch
 from ddp_quant_hooks.values import Values
-from dist_utils.process_groups import runs_on_host
 from dist_utils.torch_compat import all_gather_single
 
 __all__ = ["GridRoute"]
@@ -31,12 +30,19 @@ class GridRoute(Route):
         options: Of the state.
         inside: The ranks of this rank's node, in the group of all.
         across: The ranks with its place on the nodes, likewise.
+        transport: As for :class:`Route`.
     """
 
     own_in_buckets = True  # of shards, which a node's ranks share out
 
-    def __init__(self, options: Options, inside: Sequence[int], across: Sequence[int]) -> None:
-        super().__init__(options)
+    def __init__(
+        self,
+        options: Options,
+        inside: Sequence[int],
+        across: Sequence[int],
+        transport: Transport | None = None,
+    ) -> None:
+        super().__init__(options, transport)
         self._inside, self._across = list(inside), list(across)
         # Not the group itself: its owner ends it by letting go of it.
         self._agreed_on: weakref.ref[dist.ProcessGroup] | None = None
@@ -53,9 +59,12 @@ class GridRoute(Route):
         if self._agreed_on is None or self._agreed_on() is not group:
             self._require_grid(group, values.device)
             self._agreed_on = weakref.ref(group)
-        inside = Link(group, self._inside, label=label)
+        inside = Link(group, self._inside, label=label, transport=self._transport)
         rows = self.levels(group, values.count).rows(self._across.index(group.rank()))
-        across = [Link(group, [self._across[node] for node in row], 1, label=label) for row in rows]
+        across = [
+            Link(group, [self._across[node] for node in row], 1, label=label, transport=self._transport)
+            for row in rows
+        ]
         wire = Wire(across, self.scatter, self.gather, kept.own, kept.shard, failed)
         self._take_turns(self._exchanges_in_grid(group, values, inside, wire), values.device)
         return inside.bytes_sent + wire.bytes_sent
@@ -110,7 +119,7 @@ class GridRoute(Route):
             shard_start += sum(map(len, self._shards([own], levels, node)))
 
     def _chunk_values(self, group: dist.ProcessGroup, count: int, device: torch.device) -> int:
-        on_streams, others = not runs_on_host(group, device), len(self._inside) - 1
+        on_streams, others = not self._transport.on_host(group, device), len(self._inside) - 1
         return chunk_values(self.levels(group, count), on_streams=on_streams, others=others)
 
     def _require_grid(self, group: dist.ProcessGroup, device: torch.device) -> None:

@@ -161,7 +161,7 @@ def _factors(number: int, most: int) -> Iterator[tuple[int, ...]]:
     yield (number,)
     if most == 1:
         return
-    for first in range(2, number // 2 + 1):
-        if number % first == 0:
-            for rest in _factors(number // first, most - 1):
-                yield (first, *rest)
+    small = [first for first in range(2, math.isqrt(number) + 1) if number % first == 0]
+    for first in sorted({*small, *(number // other for other in small)}):
+        for rest in _factors(number // first, most - 1):
+            yield (first, *rest)

@@ -11,14 +11,13 @@ import torch.distributed as dist
 from ddp_quant_hooks import hosts
 from ddp_quant_hooks.chunks import Span, cut
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantized, take_turns
-from ddp_quant_hooks.link import Link
+from ddp_quant_hooks.link import Link, Transport
 from ddp_quant_hooks.options import Options
 from ddp_quant_hooks.plans import Levels, chunk_values, looks_at_hosts, plan_levels
 from ddp_quant_hooks.residuals import BucketResiduals, Residual
 from ddp_quant_hooks.scratch import Scratch
 from ddp_quant_hooks.shard_exchanges import gather_chunk, reduce_scatter_chunk
 from ddp_quant_hooks.values import Values
-from dist_utils.process_groups import runs_on_host
 
 __all__ = ["Route"]
 
@@ -28,13 +27,15 @@ class Route:
 
     Args:
         options: Of the state.
+        transport: Carries the messages; ``None``: the process group.
     """
 
     own_in_buckets = False
     """Whether what a rank loses itself belongs to buckets, and not to parameters."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, transport: Transport | None = None) -> None:
         self.scatter, self.gather = options.scatter_layout, options.gather_layout
+        self._transport = transport or Transport()
         self._chosen = None if options.levels is None else Levels(options.levels)
         self._scratches: dict[torch.device, list[Scratch]] = {}
 
@@ -56,7 +57,8 @@ class Route:
             label: Tells messages of one bucket from those of another, where the backend can.
         """
         levels = self.levels(group, values.count)
-        links = [Link(group, row, label=label) for row in levels.rows(group.rank())]
+        rows = levels.rows(group.rank())
+        links = [Link(group, row, label=label, transport=self._transport) for row in rows]
         wire = Wire(links, self.scatter, self.gather, kept.own, kept.shard, failed)
         self._take_turns(self._exchanges(group, values, wire), values.device)
         return wire.bytes_sent
@@ -80,7 +82,7 @@ class Route:
             failed: As for :meth:`average`.
             label: As for :meth:`average`.
         """
-        link = Link(group, range(group.size()), label=label)
+        link = Link(group, range(group.size()), label=label, transport=self._transport)
         wire = Wire([link], self.scatter, self.gather, own, Residual(), failed)
         length = mean.numel()
         rows = shards_of_all.view(link.size, length)
@@ -109,7 +111,7 @@ class Route:
             values_of_all: Where all go, flat, one rank's behind another's; the same bits on all ranks.
             label: As for :meth:`average`.
         """
-        link = Link(group, range(group.size()), label=label)
+        link = Link(group, range(group.size()), label=label, transport=self._transport)
         rows = values_of_all.view(link.size, mine.numel())
 
         def exchange(index: int, chunk: Span) -> Callable[[Scratch], Exchange]:
@@ -189,7 +191,7 @@ class Route:
     ) -> None:
         """Exchange a chunk of every rank's shard after another; those of all ranks are as long as a chunk."""
         direct = Levels((group.size(),))
-        in_all = chunk_values(direct, on_streams=not runs_on_host(group, shard.device))
+        in_all = chunk_values(direct, on_streams=not self._transport.on_host(group, shard.device))
         chunks = cut(
             shard.numel(), max(in_all // group.size(), self.scatter.block_size), self.scatter.block_size
         )
@@ -199,4 +201,4 @@ class Route:
         return cut(count, self._chunk_values(group, count, device), self.scatter.block_size)
 
     def _chunk_values(self, group: dist.ProcessGroup, count: int, device: torch.device) -> int:
-        return chunk_values(self.levels(group, count), on_streams=not runs_on_host(group, device))
+        return chunk_values(self.levels(group, count), on_streams=not self._transport.on_host(group, device))
