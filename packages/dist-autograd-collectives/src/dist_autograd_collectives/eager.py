@@ -1,10 +1,14 @@
 """The linear collectives as torch.distributed runs them, or faster.
 
-On Gloo all but large broadcasts, and large sums of more than two ranks, are put together from messages between
-two ranks, which are faster than its own collectives, need no parts of one length, and never fill a buffer of
-another length. Measured in milliseconds on two cores, four ranks on loopback, Gloo's own against these, for
-1 KiB and 32 MiB: all_gather 4.1 / 3.2 and 432 / 239, reduce_scatter 7.4 / 3.4 and 102 / 75, gather 0.87 / 0.61
-and 159 / 89; for 1 KiB all_reduce 5.6 / 3.4 and reduce 4.1 / 0.7; an exchange of 8 MiB 20.9 / 20.2.
+On Gloo all but large broadcasts, and large sums of more than two ranks, are put together from messages
+between two ranks, which are faster than its own collectives, need no parts of one length, and never fill a
+buffer of another length. Measured in milliseconds on two cores, four ranks on loopback, Gloo's own against
+these, for 1 KiB and 32 MiB: all_gather 4.1 / 3.2 and 432 / 239, reduce_scatter 7.4 / 3.4 and 102 / 75, gather
+0.87 / 0.61 and 159 / 89; for 1 KiB all_reduce 5.6 / 3.4 and reduce 4.1 / 0.7; an exchange of 8 MiB 20.9 /
+20.2.
+
+Results are memory that is touched for the first time. Pages of 2 MiB halve what that takes (48 to 25 ms for
+64 MiB), but where a host takes a guest's free memory back it was 210 ms: they are not asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ import torch.distributed as dist
 
 from dist_autograd_collectives.calls import Call, Tensors, Wait, parts_of
 from dist_autograd_collectives.failures import CollectiveError, backend_config
-from dist_autograd_collectives.new_memory import copy_of, new_like, new_rows
 from dist_autograd_collectives.storage_dtypes import GLOO_DTYPES, added, summed
 from dist_autograd_collectives.tagged_messages import exchange
 from dist_utils.torch_compat import all_gather_single, reduce_scatter_single
@@ -41,12 +44,12 @@ def begin(tensors: Tensors, call: Call) -> Wait:
     """Start a collective of two ranks or more on contiguous tensors."""
     x = tensors[0]
     if not ("cpu:gloo" in backend_config(call) and x.is_cpu):
-        return _in_place(copy_of(x), call) if call.name in _IN_PLACE else _native(tensors, call)
+        return _in_place(x.clone(), call) if call.name in _IN_PLACE else _native(tensors, call)
     if call.name == "broadcast" and (x.nbytes > _SMALL_BYTES or call.who.size > _FEW_RANKS):
         return _large_broadcast(x, call)
     large_sum = call.name in ("all_reduce", "reduce") and x.nbytes > _SMALL_BYTES and x.dtype in GLOO_DTYPES
     if large_sum and call.who.size > 2:  # two exchange as many bytes in a ring, in two rounds
-        return _in_place(copy_of(x), call)
+        return _in_place(x.clone(), call)
     return _by_messages(tensors, call)
 
 
@@ -55,9 +58,9 @@ def _large_broadcast(x: torch.Tensor, call: Call) -> Wait:
     data = x.flatten().view(torch.uint8)
     marker = torch.frombuffer(bytearray(_UNFILLED), dtype=torch.uint8)
     if call.who.rank == call.root:
-        begun, result = _in_place(data, call), copy_of(x)  # a copy of its own, made while it travels
+        begun, result = _in_place(data, call), x.clone()  # a copy of its own, made while it travels
         return lambda: begun() and (result,)
-    data = new_like(data)
+    data = torch.empty_like(data)
     if data.numel() >= marker.numel():
         data[-8:] = marker
     begun = _in_place(data, call)
@@ -96,7 +99,7 @@ def _by_messages(tensors: Tensors, call: Call) -> Wait:
     outgoing: Sequence[torch.Tensor | None]
     incoming: Sequence[torch.Tensor | None]
     if name in ("broadcast", "scatter"):
-        mine = new_like(x) if name == "broadcast" else _part_of_scatter(tensors, call)
+        mine = torch.empty_like(x) if name == "broadcast" else _part_of_scatter(tensors, call)
         outgoing = nothing
         if who.rank == root:
             outgoing = parts_of(tensors, call) if name == "scatter" else [x] * who.size
@@ -116,17 +119,17 @@ def _by_messages(tensors: Tensors, call: Call) -> Wait:
     own = outgoing[who.rank]
     assert own is not None
     if call.separate_output:
-        apart = tuple(new_like(own) for _ in range(who.size))
+        apart = tuple(torch.empty_like(own) for _ in range(who.size))
         return _messages(call, outgoing, apart, lambda: apart)
     if name in ("gather", "all_gather"):
-        whole = new_rows(own, who.size * own.shape[0])
+        whole = own.new_empty(who.size * own.shape[0], *own.shape[1:])
         return _messages(call, outgoing, whole.view(who.size, *own.shape).unbind(0), lambda: (whole,))
     # In rank order everywhere: the same bits on every rank. torch sums 16 bits in fp32.
     if who.size == 2:
-        other = new_like(own)
+        other = torch.empty_like(own)
         pair = (own, other) if who.rank == 0 else (other, own)
         return _messages(call, outgoing, [None, other][:: 1 - 2 * who.rank], lambda: (added(*pair, other),))
-    rows = new_rows(own.unsqueeze(0), who.size)
+    rows = own.new_empty(who.size, *own.shape)
     return _messages(call, outgoing, rows.unbind(0), lambda: (summed(rows),))
 
 
@@ -148,8 +151,8 @@ def _messages(
 def _part_of_scatter(tensors: Tensors, call: Call) -> torch.Tensor:
     """Return memory for what this rank receives in a scatter."""
     if call.separate_input:
-        return new_like(tensors[call.root])
-    return new_rows(tensors[0], call.output_splits[call.root])
+        return torch.empty_like(tensors[call.root])
+    return tensors[0].new_empty(call.output_splits[call.root], *tensors[0].shape[1:])
 
 
 def _nothing_gathered(x: torch.Tensor, call: Call) -> Tensors:
@@ -162,10 +165,10 @@ def _nothing_gathered(x: torch.Tensor, call: Call) -> Tensors:
 def _room(x: torch.Tensor, call: Call) -> tuple[Sequence[torch.Tensor], Tensors]:
     """Return memory for each part of an exchange, and the tensors that it belongs to."""
     if call.separate_output:
-        apart = tuple(new_rows(x, length) for length in call.output_splits)
+        apart = tuple(x.new_empty(length, *x.shape[1:]) for length in call.output_splits)
         return apart, apart
     lengths = call.output_splits or (x.shape[0] // call.who.size,) * call.who.size
-    whole = new_rows(x, sum(lengths))
+    whole = x.new_empty(sum(lengths), *x.shape[1:])
     return torch.split(whole, list(lengths)), (whole,)
 
 

@@ -33,7 +33,8 @@ def summed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def added(first: torch.Tensor, second: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Return the sum of two tensors in memory that may be one of them, or elsewhere."""
+    """Return the sum of two tensors, of which autograd sees nothing, in memory that may be one of them."""
+    first, second = first.detach(), second.detach()
     if wide_dtype(first.dtype) != first.dtype:
         return summed(torch.stack((first, second)))
     return torch.add(first, second, out=into)
