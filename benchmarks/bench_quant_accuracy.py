@@ -38,6 +38,7 @@ from machine import describe_machine
 from torch import nn
 
 from ddp_quant_hooks import kernels
+from ddp_quant_hooks.residuals import RESIDUAL_DTYPE
 from ddp_quant_hooks.wire_format import Layout
 
 RESULTS = Path(__file__).parent / "results"
@@ -156,8 +157,8 @@ class Simulation:
         self._layout, self._gather, self._values = layout, gather, values
         # Pairs, because the kernels write the new residuals beside the old ones.
         both = feedback == "both"
-        self._own = [torch.zeros(2, values) if both else None for _ in range(ranks)]
-        self._averaged = torch.zeros(2, values) if feedback != "none" else None
+        self._own = [torch.zeros(2, values, dtype=RESIDUAL_DTYPE) if both else None for _ in range(ranks)]
+        self._averaged = torch.zeros(2, values, dtype=RESIDUAL_DTYPE) if feedback != "none" else None
         self._step = 0
 
     def average(self, gradients: torch.Tensor) -> torch.Tensor:

@@ -66,16 +66,17 @@ def test_memory_may_start_anywhere_and_nothing_beside_it_is_touched(gpu, layout,
     length = 5 * layout.block_size - 3
     noise = torch.randn(length).to(dtype)
     message = torch.zeros(layout.message_bytes(length), dtype=torch.uint8)
-    lost, restored = torch.empty(length), torch.empty(length, dtype=dtype)
-    torch_ops.encode([(noise, Outgoing(message, torch.ones(length), lost))], layout)
+    residual_dtype = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
+    lost, restored = torch.empty(length, dtype=residual_dtype), torch.empty(length, dtype=dtype)
+    torch_ops.encode([(noise, Outgoing(message, torch.ones_like(lost), lost))], layout)
     torch_ops.decode([([message, message], restored)], layout)
     for offset in (1, 3, 8):
         values, _ = _guarded(length, dtype, offset)
         values.copy_(noise)
-        residual, _ = _guarded(length, torch.float32, offset)
+        residual, _ = _guarded(length, residual_dtype, offset)
         residual.fill_(1)
         own_message, message_memory = _guarded(message.numel(), torch.uint8, offset)
-        own_lost, lost_memory = _guarded(length, torch.float32, offset)
+        own_lost, lost_memory = _guarded(length, residual_dtype, offset)
         own_restored, restored_memory = _guarded(length, dtype, offset)
         gpu.encode([(values, Outgoing(own_message, residual, own_lost))], layout)
         gpu.decode([([own_message, own_message], own_restored)], layout)

@@ -32,6 +32,10 @@ def _every_program():
         yield block_program("encode", layout, dtype=torch.float32, aligned=False)
         yield block_program("reduce", layout, new_layout=layout, ranks=2, aligned=False)
         yield block_program("decode", layout, dtype=torch.bfloat16, aligned=False)
+        kept = {"residual_dtype": torch.bfloat16}
+        yield block_program("encode", layout, dtype=torch.float32, shards=2, **kept)
+        yield block_program("reduce", layout, new_layout=layout, ranks=2, **kept)
+        yield block_program("encode", layout, dtype=torch.bfloat16, aligned=False, **kept)
     for kind, new in (("int8", ("int8", "bf16", "fp16")), ("int4", tuple(FORMATS))):
         for layout in (Layout(new_kind, FORMATS[kind]) for new_kind in new):
             yield block_program("reduce", Layout(kind, FORMATS[kind]), new_layout=layout, ranks=4)
@@ -116,6 +120,10 @@ def test_memory_is_read_and_written_16_bytes_at_a_time():
     for program, expected in [
         (block_program("encode", layout, dtype=torch.float32), {read, write}),  # the residual's store
         (block_program("encode", layout, dtype=torch.bfloat16), {read, "st.global.v2.b32"}),
+        (
+            block_program("encode", layout, dtype=torch.bfloat16, residual_dtype=torch.bfloat16),
+            {read, write},
+        ),
         (block_program("reduce", layout, new_layout=layout, ranks=2), {read, write}),
         (block_program("decode", layout, dtype=torch.float32), {write}),
         (block_program("decode", layout, dtype=torch.bfloat16), {"ld.global.v2.u32", write}),

@@ -29,7 +29,7 @@ def _grid(rank, nodes, local):
     mesh = init_device_mesh("cpu", (nodes, local))
     intra, inter = mesh.get_group(1), mesh.get_group(0)
     bucket = grad_bucket([torch.ones(3)])
-    ddp_quant_hooks.routes._CHUNK_ELEMENTS = 2000
+    ddp_quant_hooks.plans._CHUNK_ELEMENTS = 2000
     compared = 0
     for length in (1, 128, 1000, 12_345):
         for dtype in (torch.float32, torch.bfloat16):
@@ -57,7 +57,7 @@ def _grid(rank, nodes, local):
     result = run_hook(state, bucket, broken[rank].clone())
     assert same_on_all_ranks(result)
     assert result[500].isnan()
-    ddp_quant_hooks.routes._CHUNK_ELEMENTS = 100_000  # little padding, few headers
+    ddp_quant_hooks.plans._CHUNK_ELEMENTS = 100_000  # little padding, few headers
     run_hook(state, bucket, _inputs(100_000)[rank])  # ranks that wait to agree ask the store again and again
     counts = []
     for _ in range(5):

@@ -149,6 +149,17 @@ def test_messages_start_at_whole_numbers(backend, shift):
             call()
 
 
+def test_residuals_are_of_one_type_that_has_the_range(backend):
+    values, message = torch.randn(COUNT), torch.zeros(BYTES, dtype=torch.uint8)
+    halves = torch.zeros(COUNT, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="residual and new_residual must be of one dtype"):
+        kernels.encode(values, message, INT8, residual=torch.zeros(COUNT), new_residual=halves)
+    with pytest.raises(TypeError, match=r"new_residual must be of torch\.float32 or torch\.bfloat16, got"):
+        kernels.encode(values, message, INT8, new_residual=halves.half())
+    assert not message.any()
+    assert not halves.any()
+
+
 def test_numbers_of_values_are_checked(backend):
     message = torch.zeros(0, dtype=torch.uint8)
     with pytest.raises(ValueError, match="values must be at least 0, got -1"):

@@ -79,10 +79,13 @@ def everything(backend, layout, dtype, name, values):
 
     noise = torch.randn(length, generator=torch.Generator().manual_seed(1)).to(device)
     residual = noise * values.float().abs().nan_to_num(1, 1, 1).clamp(max=1e30)
+    residual_in_bf16 = residual.bfloat16()
     out["plain"] = message(layout)
     backend.encode([(values, Outgoing(out["plain"]))], layout)
     out["with residual"], out["lost"] = message(layout), sevens()
     backend.encode([(values, Outgoing(out["with residual"], residual, out["lost"]))], layout)
+    out["with bf16"], out["lost in bf16"] = message(layout), sevens(torch.bfloat16)
+    backend.encode([(values, Outgoing(out["with bf16"], residual_in_bf16, out["lost in bf16"]))], layout)
     out["first step"], out["first loss"] = message(layout), sevens()
     backend.encode([(values, Outgoing(out["first step"], None, out["first loss"]))], layout)
     others = [message(layout) for _ in range(2)]
@@ -94,12 +97,16 @@ def everything(backend, layout, dtype, name, values):
         backend.decode([(gathered, out[f"decoded {ranks}"])], layout)
         for kind in {layout.format, "int8", "bf16", "fp16"}:
             result = layout if kind == layout.format else Layout(kind, layout.block_size)
-            out[f"reduced {ranks} {kind}"], out[f"lost {ranks} {kind}"] = message(result), sevens()
+            before = residual_in_bf16 if ranks == 2 else residual
+            out[f"reduced {ranks} {kind}"], out[f"lost {ranks} {kind}"] = (
+                message(result),
+                sevens(before.dtype),
+            )
             if kind == layout.format:  # in the place of one of them, as the hook does
                 in_place = gathered[-1].clone()
                 backend.reduce([*gathered[:-1], in_place], layout, length, Outgoing(in_place), result)
                 out[f"in place {ranks}"] = in_place
-            reduced = Outgoing(out[f"reduced {ranks} {kind}"], residual, out[f"lost {ranks} {kind}"])
+            reduced = Outgoing(out[f"reduced {ranks} {kind}"], before, out[f"lost {ranks} {kind}"])
             backend.reduce(gathered, layout, length, reduced, result)
     return out
 

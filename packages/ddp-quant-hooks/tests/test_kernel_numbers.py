@@ -8,6 +8,7 @@ import torch
 from ddp_quant_hooks import QuantizedAllreduceState, kernels
 from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.kernels import choice, torch_ops
+from ddp_quant_hooks.kernels.arguments import RESIDUAL_DTYPES
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.cpu import library_path
 from ddp_quant_hooks.wire_format import Layout
@@ -176,31 +177,48 @@ def test_a_mean_of_finite_values_is_finite():
 
 
 @pytest.mark.parametrize("special", [torch.nan, torch.inf, -torch.inf])
-def test_what_is_not_finite_makes_its_block_nan_and_touches_no_residual(special):
+@pytest.mark.parametrize("dtype", RESIDUAL_DTYPES)
+def test_what_is_not_finite_makes_its_block_nan_and_touches_no_residual(special, dtype):
     values = torch.ones(300)
     values[130] = special
-    residual, lost = torch.full((300,), 0.25), torch.full((300,), 7.0)
+    residual, lost = torch.full((300,), 0.25, dtype=dtype), torch.full((300,), 7.0, dtype=dtype)
     message = encoded(values, residual=residual, new_residual=lost)
     mean = decoded([encoded(torch.ones(300)), message], 300)
     assert mean.isnan().nonzero().flatten().tolist() == list(range(128, 256))
     assert torch.equal(lost[128:256], residual[128:256])
-    assert torch.equal(lost[:128], torch.zeros(128))
+    assert torch.equal(lost[:128], torch.zeros(128, dtype=dtype))
 
 
-def test_values_and_residuals_add_up_over_many_steps():
+@pytest.mark.parametrize("dtype", RESIDUAL_DTYPES)
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_values_and_residuals_add_up_over_many_steps(dtype, scale):
     """What is not sent in one step is sent in a later one: nothing is lost but the last residual."""
     generator = torch.Generator().manual_seed(0)
-    residual, lost = torch.zeros(1000), torch.empty(1000)
+    residual, lost = torch.zeros(1000, dtype=dtype), torch.empty(1000, dtype=dtype)
     sent, meant = torch.zeros(1000, dtype=torch.float64), torch.zeros(1000, dtype=torch.float64)
+    rounded, squares = torch.zeros(1000, dtype=torch.float64), torch.zeros(1000, dtype=torch.float64)
     layout = Layout("int4", 32)
     for _ in range(200):
-        values = torch.randn(1000, generator=generator)
+        values = torch.randn(1000, generator=generator) * scale
         message = encoded(values, layout, residual=residual, new_residual=lost)
         residual, lost = lost, residual
         sent += decoded([message], 1000, layout)
         meant += values
+        # The residual is at most half a step, and bf16 rounds to 8 significant bits.
+        half_step = layout.scales(message, 1000).double().repeat_interleave(32)[:1000] / 14
+        assert (residual.double().abs() <= half_step * (1 + 2.0**-8)).all()
+        rounded += half_step * 2.0**-9
+        squares += (half_step * 2.0**-9).square()
+    error = ((meant - sent) - residual.double()).abs()
     # The rounding of values + residual: 200 times 2^-24 of a value of at most about 8.
-    assert ((meant - sent) - residual).abs().max() < 200 * 8 * 2.0**-24
+    in_fp32 = 200 * 8 * 2.0**-24 * scale
+    if dtype == torch.float32:
+        assert error.max() < in_fp32
+    else:
+        assert (error <= rounded + in_fp32).all()
+        # They point in all directions: what adds up is far less than the sum, a few times a root of squares.
+        assert (error <= 4 * squares.sqrt() + in_fp32).all()
+        assert error.max() > in_fp32
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])

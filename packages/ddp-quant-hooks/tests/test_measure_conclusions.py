@@ -6,9 +6,11 @@ import pytest
 from measured_hooks import MIB, SIZES, exchange, hooks_on, link
 
 from ddp_quant_hooks.measure import Cluster, HookTimes, Model, advise, estimate_steps, predict
+from ddp_quant_hooks.measure.cost_model import traffic
 from ddp_quant_hooks.measure.interpolation import interpolated
 from ddp_quant_hooks.measure.schedule import repeats_within
 from ddp_quant_hooks.measure.step_model import BucketCost, bucket_sizes, play_step
+from ddp_quant_hooks.plans import plan_levels
 
 
 def test_a_slow_network_gets_few_bytes_with_the_numbers_that_say_so():
@@ -190,11 +192,32 @@ def test_ranks_of_a_node_share_its_link():
     size = SIZES[-1]
     # Around a ring one rank of a node sends to the next node: 2 * 63 / 64 in place of 2 * 7 / 8 of the bytes.
     assert packed["fp32"][size] == pytest.approx(alone["fp32"][size] * 63 / 64 * 8 / 7, rel=0.1)
-    # With messages to each other, all eight do, to 56 of 63 others: 8 * 56 / 63 times 63 / 64 * 8 / 7.
-    assert packed["8 bits"][size] == pytest.approx(alone["8 bits"][size] * 8, rel=0.1)
-    # A grid sends between nodes what 8 ranks alone on nodes do, beside fp32 inside nodes.
-    assert packed["8 bits between nodes"][size] < packed["fp32"][size] < packed["8 bits"][size]
+    # By levels, the first of them inside nodes, each rank of a node sends an eighth of what one alone does.
+    assert packed["8 bits"][size] == pytest.approx(alone["8 bits"][size], rel=0.1)
+    # A grid sends as much between nodes, and fp32 inside.
+    assert alone["8 bits"][size] < packed["8 bits between nodes"][size] < packed["fp32"][size]
     assert packed["4 bits between nodes"][size] < packed["8 bits between nodes"][size]
+
+
+def test_without_levels_ranks_of_a_node_share_what_all_send():
+    hooks, links = hooks_on(1.0), [link(1.0)]
+    alone = predict(links, hooks, [[0], [1]], Cluster(2, 1.0)).predicted_seconds["8 bits"][SIZES[-1]]
+    packed = predict(links, hooks, [[0], [1]], Cluster(16, 1.0, ranks_per_node=8)).predicted_seconds
+    # All eight send to 8 of 15 others: 8 * 8 / 15 of 2 * 15 / 16 of the bytes.
+    assert packed["8 bits"][SIZES[-1]] == pytest.approx(alone * 8, rel=0.1)
+
+
+def test_messages_are_those_that_the_hooks_plan():
+    size = 25 * MIB
+    assert traffic("direct", size, 0.26, Cluster(4, 1.0)).messages == 2 * 6 * 3, "six chunks"
+    many = Cluster(1024, 1.0, ranks_per_node=8)
+    planned = plan_levels(1024, size // 4, 8)
+    moved = traffic("direct", size, 0.26, many)
+    assert moved.rounds == 2 * len(planned.sizes) > 2
+    assert moved.messages <= 2 * 1023, "no more than around a ring"
+    assert traffic("direct", size, 0.26, Cluster(10**9, 1.0)).messages < 2 * 10**9
+    assert moved.between == pytest.approx(2 * 127 / 128 * size * 0.26), "what a node sends at least"
+    assert traffic("direct", size, 0.26, Cluster(2, 1.0), on_streams=True).messages == 1
 
 
 def test_predicted_steps_need_a_model_and_say_what_they_stand_on():

@@ -77,7 +77,7 @@ def test_every_bucket_gets_the_bits_of_the_formula_on_every_rank(world_size):
 
 def _chunks(rank):
     """Average a bucket of many chunks in flight; the last has fewer blocks than there are ranks."""
-    ddp_quant_hooks.routes._CHUNK_ELEMENTS = 1000
+    ddp_quant_hooks.plans._CHUNK_ELEMENTS = 1000
     bucket, state = grad_bucket([torch.ones(3)]), make_state("int8")
     inputs = [
         torch.randn(30_001, generator=torch.Generator().manual_seed(peer))

@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def _checks(rank):
     refused("'norm.bias' must be flat", with_own(torch.zeros(37, 1)))
     refused("'norm.bias' must be flat", with_own(torch.zeros(37).to_sparse()))
     refused("'norm.bias' must be flat", with_own(torch.zeros(37, device="meta")))
-    for value in (torch.nan, torch.inf):
+    for value in (torch.nan, torch.inf, torch.finfo(torch.float32).max):  # the last rounds to infinity
         refused("'norm.bias' has values that are not finite", with_own(torch.full((37,), value)))
     refused("'shard' of bucket 0 have 3 values, here it takes 0", with_row(shard=torch.zeros(3)))
     refused("chunks of 77 values", with_row(chunk_values=77))
@@ -156,6 +157,51 @@ def _checks(rank):
 
 def test_what_does_not_fit_is_refused_and_changes_nothing():
     run_ranks(_checks, 2)
+
+
+def _of_release_0_5(rank):
+    """A Linear(9, 7) on three ranks, after three steps with residuals in fp32."""
+    ddp = DistributedDataParallel(torch.nn.Linear(9, 7))
+    state = state_maker(error_feedback="both", block_size=32)()
+    ddp.register_comm_hook(state.bind(ddp), quantized_allreduce_hook)
+    gathered = None
+    if rank == 0:
+        path = Path(__file__).parent / "data" / "residuals_of_release_0.5.pt"
+        gathered = torch.load(path, weights_only=True)
+        assert gathered["ranks"][0]["own"]["weight"].dtype == torch.float32
+    state.scatter_state_dict(gathered)
+    loaded = state.gather_state_dict()
+    if gathered is not None:
+        assert same_bits(loaded, _in_bf16(gathered)), "each value is rounded, and nothing else changes"
+    ddp(torch.ones(2, 9)).sum().backward()
+    after = state.state_dict()
+    assert after["steps"] == 4
+    assert after["buckets"][0]["shard"].dtype == torch.bfloat16
+
+
+def _in_bf16(saved):
+    if isinstance(saved, dict):
+        return {name: _in_bf16(part) for name, part in saved.items()}
+    if isinstance(saved, list):
+        return [_in_bf16(part) for part in saved]
+    return saved.bfloat16() if isinstance(saved, torch.Tensor) else saved
+
+
+def test_residuals_in_fp32_of_an_older_release_are_rounded():
+    run_ranks(_of_release_0_5, 3)
+
+
+def _half_of_fp32(_):
+    run = _trained()
+    own = run.state.state_dict()["own"].values()
+    assert sum(lost.nbytes for lost in own) == 2 * sum(lost.numel() for lost in own)
+    kept = {id(part.residual): part.residual for part in run.state.feedback.residuals.own_of.values()}
+    memory = [tensor.untyped_storage() for one in kept.values() for tensor in (one.last, one.next)]
+    assert sum(part.nbytes() for part in memory) == 4 * sum(lost.numel() for lost in own)
+
+
+def test_residuals_take_4_bytes_a_value_and_2_in_a_file():
+    run_ranks(_half_of_fp32, 2)
 
 
 def _complex_parameters(rank):

@@ -262,17 +262,38 @@ def test_bad_input_is_refused_before_communication():
     assert "rank 2 is not a member" in found[2]["member"]
 
 
-def _large(rank):
+def _large(rank, length):
     """More than is sent as a sum for all, and no multiple of the world size."""
-    x = (torch.arange(50_001.0) + rank).requires_grad_()
-    total = dac.reduce(x, 1)
-    (2 * total).sum().backward()
-    expected = 2 * torch.arange(50_001.0) + 1 if rank == 1 else torch.zeros(50_001)
-    return torch.equal(total, expected) and torch.equal(x.grad, torch.full((50_001,), 2.0))
+    size, first = dist.get_world_size(), torch.arange(float(length)).remainder(100_003)
+    x = (first + rank).requires_grad_()
+    version = x._version
+    one, everyone, copied = dac.reduce(x, 1), dac.all_reduce(x), dac.broadcast(x, 1)
+    right = size * first + sum(range(size))
+    wrong = {
+        "reduce": not torch.equal(one, right if rank == 1 else torch.zeros(length)),
+        "all_reduce": not torch.equal(everyone, right),
+        "broadcast": not torch.equal(copied, first + 1) or copied.data_ptr() == x.data_ptr(),
+        "input": not torch.equal(x, first + rank) or x._version != version,
+    }
+    (2 * one + 3 * everyone + 5 * copied).sum().backward()
+    gradient = 2.0 + 3 * size + (5 * size if rank == 1 else 0)
+    wrong["gradient"] = not torch.equal(x.grad, torch.full((length,), gradient))
+    return [name for name, is_wrong in wrong.items() if is_wrong]
 
 
-def test_a_large_sum_for_one_rank():
-    assert run_ranks(_large, 2) == [True, True]
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("length", [50_001, 1_500_001])
+def test_large_sums_and_broadcasts(size, length):
+    assert run_ranks(_large, size, length) == [[]] * size
+
+
+def _unequal_large_sum(rank):
+    return _caught(dac.CollectiveError, dac.all_reduce, torch.ones(50_000 + rank)) or "no error"
+
+
+def test_a_large_sum_of_other_lengths_raises_on_two_ranks():
+    for found in run_ranks(_unequal_large_sum, 2, group_timeout=3):
+        assert "all_reduce(SUM) failed on rank" in found
 
 
 def _tensor_parallel(rank):

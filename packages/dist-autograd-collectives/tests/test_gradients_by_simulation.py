@@ -127,7 +127,7 @@ def _compare_native(rank, *arguments):
 
     def native(tensors, call):
         in_place = call.name in eager._IN_PLACE
-        return eager._in_place(tensors[0], call) if in_place else eager._native(tensors, call)
+        return eager._in_place(tensors[0].clone(), call) if in_place else eager._native(tensors, call)
 
     eager._by_messages = native
     return _compare(rank, *arguments)

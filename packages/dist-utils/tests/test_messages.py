@@ -51,6 +51,14 @@ def test_everybody_gets_what_everybody_sent(world_size, start):
 def _devices(rank):
     group = dist.group.WORLD
     nothing = start_messages(group, receives=[(0, torch.empty(0))], sends=[])
+    for start in (start_messages, _start_through_host):
+        for peer in (-1, 1):
+            with pytest.raises(ValueError, match=f"rank {peer} is out of range for a group of 1 ranks"):
+                start(group, receives=[], sends=[(peer, torch.ones(3))])
+    gone = dist.new_group([0])
+    dist.destroy_process_group(gone)
+    with pytest.raises(ValueError, match="not registered"):
+        start_messages(gone, receives=[], sends=[(0, torch.ones(3))])
     return nothing, [runs_on_host(group, torch.device(kind)) for kind in ("cpu", "cuda:0")]
 
 

@@ -7,7 +7,7 @@ is resumed; meanwhile other chunks are computed and sent (see :func:`take_turns`
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -43,21 +43,31 @@ class Wire:
     """How values travel, and where what is lost on the way is kept.
 
     Attributes:
-        link: To the ranks that average.
+        links: To the ranks that average: in a row, and, if they do so in levels, between rows.
         scatter: Of the messages to a shard's owner (and of all messages between two ranks).
         gather: Of the messages from a shard's owner.
         own: What this rank's own values lose.
-        shard: What the means of this rank's shards lose.
+        shard: What the means of this rank's shards lose, of each level in turn.
         failed: Called with one flag for each chunk, whether a value of its mean is not finite; ``None``
             if nobody asks.
     """
 
-    link: Link
+    links: Sequence[Link]
     scatter: Layout
     gather: Layout
     own: Residual
     shard: Residual
     failed: Callable[[torch.Tensor], None] | None
+
+    @property
+    def link(self) -> Link:
+        """To the ranks of the first level, which are all of them if there is one."""
+        return self.links[0]
+
+    @property
+    def bytes_sent(self) -> int:
+        """What was sent so far."""
+        return sum(link.bytes_sent for link in self.links)
 
 
 def take_turns(
@@ -98,7 +108,8 @@ def average_quantized(
 
     Between two ranks everybody gets everybody's values (one shot): as many bytes as by way of an owner,
     and rounded once. Among more each rank averages one shard and all get all averages (two shots):
-    2 (W - 1) / W of the chunk.
+    2 (W - 1) / W of the chunk. In levels it is as many bytes in fewer messages, and what a row has averaged
+    is rounded once more on its way to the other rows.
 
     Args:
         scratch: Room for messages.
@@ -108,7 +119,7 @@ def average_quantized(
         own_start: Where the chunk's residual starts.
         shard_start: Where the residual of this rank's shard of the chunk starts.
     """
-    exchange = _one_shot if wire.link.size <= 2 else _two_shot
+    exchange = _one_shot if len(wire.links) == 1 and wire.link.size <= 2 else _two_shot
     yield from exchange(values, wire, scratch, index, own_start, shard_start)
 
 
@@ -130,15 +141,45 @@ def _one_shot(
 def _two_shot(
     values: torch.Tensor, wire: Wire, scratch: Scratch, index: int, own_start: int, shard_start: int
 ) -> Exchange:
-    link, scatter, gather = wire.link, wire.scatter, wire.gather
-    spans = shards(Span(0, values.numel()), link.size, scatter.block_size)
-    lengths = [len(span) for span in spans]
+    means, lengths = yield from _messages_of_mean(
+        values, wire, wire.links, scratch, 2 * index, (wire.own, own_start), shard_start
+    )
+    report_not_finite(wire, means, wire.gather, lengths)
+    kernels.decode_shards(means, wire.gather, values)
+
+
+def _messages_of_mean(
+    values: torch.Tensor,
+    wire: Wire,
+    links: Sequence[Link],
+    scratch: Scratch,
+    tag: int,
+    lost: tuple[Residual, int],
+    shard_start: int,
+) -> Generator[None, None, tuple[list[torch.Tensor], list[int]]]:
+    """Average over all ranks of ``links``; return a message of each shard's mean, and the shards' lengths.
+
+    A rank averages its shard in its row. If there are rows of rows, that mean travels as values of its own,
+    by the ``links`` behind the first; what comes of it are the bits that all ranks get, and are forwarded.
+
+    Args:
+        values: Of this rank, or means of its row.
+        wire: How they travel.
+        links: To the rows that are not averaged yet.
+        scratch: Room for messages.
+        tag: Of the first messages; the next one is of those that come back.
+        lost: What ``values`` have lost, and where in it that begins.
+        shard_start: Where that of their means begins.
+    """
+    link, *between = links
+    scatter, gather = wire.scatter, wire.gather
+    lengths = [len(span) for span in shards(Span(0, values.numel()), link.size, scatter.block_size)]
     outgoing = [scratch.take(scatter.message_bytes(length)) for length in lengths]
     own_length = lengths[link.index]
     incoming = [scratch.take(scatter.message_bytes(own_length)) for _ in range(link.size)]
     incoming[link.index] = outgoing[link.index]
-    _encode(values, outgoing, scatter, wire.own, own_start)
-    works = link.exchange(outgoing, incoming, tag=2 * index)
+    _encode(values, outgoing, scatter, *lost)
+    works = link.exchange(outgoing, incoming, tag=tag)
     yield
 
     wait_for(works)
@@ -147,14 +188,21 @@ def _two_shot(
     if gather != scatter:
         means = [scratch.take(gather.message_bytes(length)) for length in lengths]
     mine = means[link.index]
-    residual, new_residual = wire.shard.span(shard_start, own_length)
-    kernels.reduce(incoming, scatter, own_length, mine, gather, residual=residual, new_residual=new_residual)
-    works = link.exchange([mine] * link.size, means, tag=2 * index + 1)
+    if between:
+        mean = scratch.take(own_length, torch.float32)
+        kernels.decode(incoming, scatter, mean)
+        parts, their_lengths = yield from _messages_of_mean(
+            mean, wire, between, scratch, tag, (wire.shard, shard_start), shard_start + own_length
+        )
+        gather.join(parts, their_lengths, mine)
+    else:
+        residual, new = wire.shard.span(shard_start, own_length)
+        kernels.reduce(incoming, scatter, own_length, mine, gather, residual=residual, new_residual=new)
+    works = link.exchange([mine] * link.size, means, tag=tag + 1)
     yield
 
     wait_for(works)
-    report_not_finite(wire, means, gather, lengths)
-    kernels.decode_shards(means, gather, values)
+    return means, lengths
 
 
 def average_inside(

@@ -11,8 +11,9 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.chunks import Span, shards
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_inside, average_quantized
-from ddp_quant_hooks.link import Link
+from ddp_quant_hooks.link import Link, Transport
 from ddp_quant_hooks.options import Options
+from ddp_quant_hooks.plans import Levels, chunk_values, plan_levels
 from ddp_quant_hooks.residuals import BucketResiduals
 from ddp_quant_hooks.routes import Route
 from ddp_quant_hooks.scratch import Scratch
@@ -29,12 +30,19 @@ class GridRoute(Route):
         options: Of the state.
         inside: The ranks of this rank's node, in the group of all.
         across: The ranks with its place on the nodes, likewise.
+        transport: As for :class:`Route`.
     """
 
     own_in_buckets = True  # of shards, which a node's ranks share out
 
-    def __init__(self, options: Options, inside: Sequence[int], across: Sequence[int]) -> None:
-        super().__init__(options)
+    def __init__(
+        self,
+        options: Options,
+        inside: Sequence[int],
+        across: Sequence[int],
+        transport: Transport | None = None,
+    ) -> None:
+        super().__init__(options, transport)
         self._inside, self._across = list(inside), list(across)
         # Not the group itself: its owner ends it by letting go of it.
         self._agreed_on: weakref.ref[dist.ProcessGroup] | None = None
@@ -51,30 +59,43 @@ class GridRoute(Route):
         if self._agreed_on is None or self._agreed_on() is not group:
             self._require_grid(group, values.device)
             self._agreed_on = weakref.ref(group)
-        inside, across = (
-            Link(group, ranks, name, label=label) for name, ranks in enumerate((self._inside, self._across))
-        )
+        inside = Link(group, self._inside, label=label, transport=self._transport)
+        rows = self.levels(group, values.count).rows(self._across.index(group.rank()))
+        across = [
+            Link(group, [self._across[node] for node in row], 1, label=label, transport=self._transport)
+            for row in rows
+        ]
         wire = Wire(across, self.scatter, self.gather, kept.own, kept.shard, failed)
         self._take_turns(self._exchanges_in_grid(group, values, inside, wire), values.device)
-        return inside.bytes_sent + across.bytes_sent
+        return inside.bytes_sent + wire.bytes_sent
+
+    def levels(self, group: dist.ProcessGroup, count: int) -> Levels:  # noqa: ARG002 - the nodes are known
+        """As :meth:`Route.levels`, of nodes."""
+        return self._chosen or plan_levels(len(self._across), -(-count // len(self._inside)))
+
+    def ranks_per_host(self, group: dist.ProcessGroup) -> int:  # noqa: ARG002
+        """As :meth:`Route.ranks_per_host`: the user has told."""
+        return 1
+
+    def require_fit(self, group: dist.ProcessGroup) -> None:  # noqa: ARG002
+        """As :meth:`Route.require_fit`, of nodes."""
+        self._require_product(len(self._across), "nodes")
 
     def spans(
         self, group: dist.ProcessGroup, count: int, device: torch.device
     ) -> tuple[list[Span], list[Span]]:
         """As :meth:`Route.spans`."""
-        block_size, me = self.scatter.block_size, group.rank()
-        place, nodes, node = self._inside.index(me), len(self._across), self._across.index(me)
+        me, levels = group.rank(), self.levels(group, count)
+        place, node = self._inside.index(me), self._across.index(me)
         chunks = self._chunks(group, count, device)
-        own = [shards(chunk, len(self._inside), block_size)[place] for chunk in chunks]
-        if nodes <= 2:
-            return own, []
-        return own, [shards(part, nodes, block_size)[node] for part in own]
+        own = [shards(chunk, len(self._inside), self.scatter.block_size)[place] for chunk in chunks]
+        return own, self._shards(own, levels, node)
 
     def _exchanges_in_grid(
         self, group: dist.ProcessGroup, values: Values, inside: Link, wire: Wire
     ) -> Iterator[Callable[[Scratch], Exchange]]:
-        block_size, across = self.scatter.block_size, wire.link
-        own_start = shard_start = 0
+        block_size, levels = self.scatter.block_size, self.levels(group, values.count)
+        node, own_start, shard_start = self._across.index(group.rank()), 0, 0
         for index, chunk in enumerate(self._chunks(group, values.count, values.device)):
             own = shards(chunk, inside.size, block_size)[inside.index]
             exchange = partial(
@@ -84,7 +105,7 @@ class GridRoute(Route):
                 block_size=block_size,
                 failed=wire.failed,
                 between=_nothing
-                if across.size == 1
+                if levels.ranks == 1
                 else partial(
                     average_quantized,
                     wire=wire,
@@ -95,7 +116,11 @@ class GridRoute(Route):
             )
             yield values.exchanged(chunk, exchange)
             own_start += len(own)
-            shard_start += len(shards(Span(0, len(own)), across.size, block_size)[across.index])
+            shard_start += sum(map(len, self._shards([own], levels, node)))
+
+    def _chunk_values(self, group: dist.ProcessGroup, count: int, device: torch.device) -> int:
+        on_streams, others = not self._transport.on_host(group, device), len(self._inside) - 1
+        return chunk_values(self.levels(group, count), on_streams=on_streams, others=others)
 
     def _require_grid(self, group: dist.ProcessGroup, device: torch.device) -> None:
         """Raise on every rank unless all ranks' groups make one grid; one small all-gather."""

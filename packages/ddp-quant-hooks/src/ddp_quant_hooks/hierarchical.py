@@ -30,6 +30,7 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
         inter_group: The ranks that have this rank's place on the other nodes.
         mesh: Instead of both: a two-dimensional ``DeviceMesh``, nodes first, as for hybrid sharding.
         **options: As :class:`QuantizedAllreduceState`. Statistics count what is sent inside nodes, too.
+            ``levels`` are of nodes: their sizes multiply to the number of nodes.
 
     Raises:
         TypeError, ValueError: As :class:`QuantizedAllreduceState`; or the groups are no grid of

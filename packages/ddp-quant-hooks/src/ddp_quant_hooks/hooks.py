@@ -51,7 +51,8 @@ def quantized_allreduce_hook(
     Cost:
         With a block of 128 and 8 bits, 1.03 bytes a value sent per rank at two ranks and 2.06 (W - 1) / W
         from three on: 0.258 of a ring all-reduce in fp32 at any world size. Scratch memory for a few chunks
-        of a million values.
+        of a million values, longer ones with more than 19 peers. 2 (W - 1) messages for each chunk, fewer in
+        levels: see ``levels`` of the state.
 
     Example:
         >>> ddp.register_comm_hook(QuantizedAllreduceState(), quantized_allreduce_hook)  # doctest: +SKIP
@@ -90,7 +91,8 @@ def _average(
     buffer = bucket.buffer()
     if buffer.numel() == 0:
         return completed_future(buffer)
-    group, world_size = state.process_group, state.process_group.size()
+    group = state.process_group
+    world_size = group.size()
     decision = state.decisions.decide(group, running, bucket)
     with_feedback = state.error_feedback != "none"
     if not decision.quantized:

@@ -8,9 +8,28 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import start_messages
-from dist_utils.process_groups import Arrival
+from dist_utils.process_groups import Arrival, runs_on_host
 
-__all__ = ["Link"]
+__all__ = ["Link", "Transport"]
+
+
+class Transport:
+    """What carries messages: the process group itself. Who only wants to see them has another one."""
+
+    def on_host(self, group: dist.ProcessGroup, device: torch.device) -> bool:
+        """Tell whether the host itself sends tensors of ``device``."""
+        return runs_on_host(group, device)
+
+    def start(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        receives: Sequence[tuple[int, torch.Tensor]],
+        sends: Sequence[tuple[int, torch.Tensor]],
+        tag: int,
+    ) -> Sequence[Arrival]:
+        """As :func:`dist_utils.start_messages`."""
+        return start_messages(group, receives=receives, sends=sends, tag=tag)
 
 
 class Link:
@@ -22,6 +41,7 @@ class Link:
         name: Tells apart several links of one group; the same on all ranks.
         label: What the messages are about; the same on all ranks. On Gloo those of another label wait for
             the timeout.
+        transport: Carries the messages.
 
     Attributes:
         size: How many ranks take part.
@@ -30,29 +50,33 @@ class Link:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, ranks: Sequence[int], name: int = 0, *, label: int = 0
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        name: int = 0,
+        *,
+        label: int = 0,
+        transport: Transport | None = None,
     ) -> None:
         self._group = group
         self._ranks = list(ranks)
         self._name = name
         self._label = label
+        self._transport = transport or Transport()
         self.size = len(self._ranks)
         self.index = self._ranks.index(group.rank())
+        # The next one first, so that not everybody sends to the same one.
+        self._peers = [(self.index + step) % self.size for step in range(1, self.size)]
         self.bytes_sent = 0
-
-    @property
-    def peers(self) -> list[int]:
-        """Places of the others, the next one first, so that not everybody sends to the same one."""
-        return [(self.index + step) % self.size for step in range(1, self.size)]
 
     def exchange(
         self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], *, tag: int
     ) -> Sequence[Arrival]:
         """Start to send ``outgoing[place]`` to, and to receive ``incoming[place]`` from, every peer."""
-        self.bytes_sent += sum(outgoing[peer].nbytes for peer in self.peers)
-        return start_messages(
+        self.bytes_sent += sum(outgoing[peer].nbytes for peer in self._peers)
+        return self._transport.start(
             self._group,
-            receives=[(self._ranks[peer], incoming[peer]) for peer in self.peers],
-            sends=[(self._ranks[peer], outgoing[peer]) for peer in self.peers],
+            receives=[(self._ranks[peer], incoming[peer]) for peer in self._peers],
+            sends=[(self._ranks[peer], outgoing[peer]) for peer in self._peers],
             tag=hash((2 * tag + self._name, self._label)) if self._label else 2 * tag + self._name,
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from ddp_quant_hooks.plans import least_bytes
 from ddp_quant_hooks.wire_format import Format, Layout, can_rotate
 
 __all__ = ["ErrorFeedback", "Options", "checked"]
@@ -22,9 +24,14 @@ class Options:
     gather: Format
     rotate: bool
     error_feedback: ErrorFeedback
-    min_bytes: int
+    min_bytes: int | None
     exact_1d: bool
     sample_every: int
+    levels: tuple[int, ...] | None
+
+    def quantizes(self, nbytes: int, ranks: int) -> bool:
+        """Tell whether a bucket of so many bytes is sent in few bits, among so many ranks."""
+        return nbytes >= (least_bytes(ranks) if self.min_bytes is None else self.min_bytes)
 
     @property
     def scatter_layout(self) -> Layout:
@@ -47,6 +54,7 @@ def checked(
     min_bytes: Any,
     exact_1d: Any,
     sample_every: Any,
+    levels: Any,
     rotate: Any = None,
 ) -> Options:
     """Return options whose types and values are right.
@@ -74,9 +82,10 @@ def checked(
         gather=gather,
         rotate=can_rotate(few, block_size) if rotate is None else rotate,
         error_feedback=_choice("error_feedback", error_feedback, default_feedback, ("none", "shard", "both")),
-        min_bytes=_count("min_bytes", min_bytes),
+        min_bytes=None if min_bytes is None else _count("min_bytes", min_bytes),
         exact_1d=exact_1d,
         sample_every=_count("sample_every", sample_every),
+        levels=None if levels is None else _sizes("levels", levels),
     )
     options.scatter_layout  # noqa: B018 - raises if there is no such block, or none that can be rotated
     return options
@@ -91,6 +100,15 @@ def _choice(name: str, value: Any, default: str, choices: tuple[str, ...]) -> An
     if value not in choices:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
     return value
+
+
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{name} must be a sequence of integers, got {value!r}")
+    sizes = tuple(_whole(f"{name}[{place}]", size) for place, size in enumerate(value))
+    if not sizes or (min(sizes) < 2 and sizes != (1,)):
+        raise ValueError(f"{name} must be numbers of at least 2, got {value!r}")
+    return sizes
 
 
 def _whole(name: str, value: Any) -> int:

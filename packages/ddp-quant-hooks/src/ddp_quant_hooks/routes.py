@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.chunks import Span, cut, shards
+from ddp_quant_hooks import hosts
+from ddp_quant_hooks.chunks import Span, cut
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantized, take_turns
-from ddp_quant_hooks.link import Link
+from ddp_quant_hooks.link import Link, Transport
 from ddp_quant_hooks.options import Options
+from ddp_quant_hooks.plans import Levels, chunk_values, looks_at_hosts, plan_levels
 from ddp_quant_hooks.residuals import BucketResiduals, Residual
 from ddp_quant_hooks.scratch import Scratch
 from ddp_quant_hooks.shard_exchanges import gather_chunk, reduce_scatter_chunk
 from ddp_quant_hooks.values import Values
-from dist_utils.process_groups import runs_on_host
 
 __all__ = ["Route"]
 
-_CHUNK_ELEMENTS = 5 << 18
-"""About so many values are on the wire at a time, one such chunk behind another: five of a 25 MiB bucket.
-Shorter ones cost more messages (four loopback ranks took 20 % longer with half as many), longer ones more
-memory and more time in which the wire idles (4 % on 1 Gbit/s with twice as many)."""
-
-_CHUNK_ELEMENTS_ON_STREAMS = 1 << 26
-"""The same where the host only enqueues: kernels are so much faster than the wire that nothing is gained by
-shorter chunks, and each costs launches. It bounds the memory for a very large bucket."""
-
 
 class Route:
-    """Every rank of a group sends to every other one.
+    """Every rank of a group sends to every other one; in a large group by levels.
 
     Args:
         options: Of the state.
+        transport: Carries the messages; ``None``: the process group.
     """
 
     own_in_buckets = False
     """Whether what a rank loses itself belongs to buckets, and not to parameters."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, transport: Transport | None = None) -> None:
         self.scatter, self.gather = options.scatter_layout, options.gather_layout
+        self._transport = transport or Transport()
+        self._chosen = None if options.levels is None else Levels(options.levels)
         self._scratches: dict[torch.device, list[Scratch]] = {}
 
     def average(
@@ -61,10 +56,12 @@ class Route:
             failed: As in :class:`~ddp_quant_hooks.exchanges.Wire`.
             label: Tells messages of one bucket from those of another, where the backend can.
         """
-        link = Link(group, range(group.size()), label=label)
-        wire = Wire(link, self.scatter, self.gather, kept.own, kept.shard, failed)
+        levels = self.levels(group, values.count)
+        rows = levels.rows(group.rank())
+        links = [Link(group, row, label=label, transport=self._transport) for row in rows]
+        wire = Wire(links, self.scatter, self.gather, kept.own, kept.shard, failed)
         self._take_turns(self._exchanges(group, values, wire), values.device)
-        return link.bytes_sent
+        return wire.bytes_sent
 
     def reduce_scatter(
         self,
@@ -85,8 +82,8 @@ class Route:
             failed: As for :meth:`average`.
             label: As for :meth:`average`.
         """
-        link = Link(group, range(group.size()), label=label)
-        wire = Wire(link, self.scatter, self.gather, own, Residual(), failed)
+        link = Link(group, range(group.size()), label=label, transport=self._transport)
+        wire = Wire([link], self.scatter, self.gather, own, Residual(), failed)
         length = mean.numel()
         rows = shards_of_all.view(link.size, length)
 
@@ -114,7 +111,7 @@ class Route:
             values_of_all: Where all go, flat, one rank's behind another's; the same bits on all ranks.
             label: As for :meth:`average`.
         """
-        link = Link(group, range(group.size()), label=label)
+        link = Link(group, range(group.size()), label=label, transport=self._transport)
         rows = values_of_all.view(link.size, mine.numel())
 
         def exchange(index: int, chunk: Span) -> Callable[[Scratch], Exchange]:
@@ -130,22 +127,33 @@ class Route:
         self._exchange_shards(group, mine, exchange)
         return link.bytes_sent
 
+    def levels(self, group: dist.ProcessGroup, count: int) -> Levels:
+        """Return in which levels a bucket of ``count`` values is averaged."""
+        if self._chosen is not None:
+            return self._chosen
+        return plan_levels(group.size(), count, self.ranks_per_host(group))
+
+    def ranks_per_host(self, group: dist.ProcessGroup) -> int:
+        """Return how many consecutive ranks are on a host, as far as that is known and matters."""
+        if self._chosen is not None or not looks_at_hosts(group.size()):
+            return 1
+        return hosts.ranks_per_host(group.size())
+
+    def require_fit(self, group: dist.ProcessGroup) -> None:
+        """Raise ``ValueError`` unless the levels that were chosen are of this group's ranks."""
+        self._require_product(group.size(), "ranks of the process group")
+
     def spans(
         self, group: dist.ProcessGroup, count: int, device: torch.device
     ) -> tuple[list[Span], list[Span]]:
         """Return which of a bucket's ``count`` values this rank's residuals are of: own, and of shards."""
-        own = [Span(0, count)]
-        if group.size() == 2:
-            return own, []
-        return own, [
-            shards(chunk, group.size(), self.scatter.block_size)[group.rank()]
-            for chunk in self._chunks(group, count, device)
-        ]
+        own, levels = [Span(0, count)], self.levels(group, count)
+        return own, self._shards(self._chunks(group, count, device), levels, group.rank())
 
     def lengths(self, group: dist.ProcessGroup, count: int, device: torch.device) -> tuple[int, int, int]:
         """Return how long the residuals of ``count`` values are, own and of shards, and how long a chunk."""
         own, shard = self.spans(group, count, device)
-        return sum(map(len, own)), sum(map(len, shard)), _chunk_values(group, device)
+        return sum(map(len, own)), sum(map(len, shard)), self._chunk_values(group, count, device)
 
     def free(self) -> None:
         """Free the scratch memory; more is taken when it is needed."""
@@ -154,13 +162,23 @@ class Route:
     def _exchanges(
         self, group: dist.ProcessGroup, values: Values, wire: Wire
     ) -> Iterator[Callable[[Scratch], Exchange]]:
-        shard_start, link = 0, wire.link
+        shard_start, levels = 0, self.levels(group, values.count)
         for index, chunk in enumerate(self._chunks(group, values.count, values.device)):
             exchange = partial(
                 average_quantized, wire=wire, index=index, own_start=chunk.start, shard_start=shard_start
             )
             yield values.exchanged(chunk, exchange)
-            shard_start += len(shards(chunk, link.size, self.scatter.block_size)[link.index])
+            shard_start += sum(map(len, self._shards([chunk], levels, group.rank())))
+
+    def _shards(self, chunks: Iterable[Span], levels: Levels, rank: int) -> list[Span]:
+        """Return of which values this rank makes means, chunk by chunk in each level; two make none."""
+        if levels.ranks <= 2:
+            return []
+        return [shard for chunk in chunks for shard in levels.shards(chunk, rank, self.scatter.block_size)]
+
+    def _require_product(self, count: int, of_what: str) -> None:
+        if self._chosen is not None and self._chosen.ranks != count:
+            raise ValueError(f"levels {self._chosen.sizes} do not multiply to the {count} {of_what}")
 
     def _take_turns(self, exchanges: Iterator[Callable[[Scratch], Exchange]], device: torch.device) -> None:
         take_turns(exchanges, self._scratches.setdefault(device, []), device)
@@ -172,13 +190,15 @@ class Route:
         exchange: Callable[[int, Span], Callable[[Scratch], Exchange]],
     ) -> None:
         """Exchange a chunk of every rank's shard after another; those of all ranks are as long as a chunk."""
-        most = max(_chunk_values(group, shard.device) // group.size(), self.scatter.block_size)
-        chunks = cut(shard.numel(), most, self.scatter.block_size)
+        direct = Levels((group.size(),))
+        in_all = chunk_values(direct, on_streams=not self._transport.on_host(group, shard.device))
+        chunks = cut(
+            shard.numel(), max(in_all // group.size(), self.scatter.block_size), self.scatter.block_size
+        )
         self._take_turns((exchange(index, chunk) for index, chunk in enumerate(chunks)), shard.device)
 
     def _chunks(self, group: dist.ProcessGroup, count: int, device: torch.device) -> list[Span]:
-        return cut(count, _chunk_values(group, device), self.scatter.block_size)
+        return cut(count, self._chunk_values(group, count, device), self.scatter.block_size)
 
-
-def _chunk_values(group: dist.ProcessGroup, device: torch.device) -> int:
-    return _CHUNK_ELEMENTS if runs_on_host(group, device) else _CHUNK_ELEMENTS_ON_STREAMS
+    def _chunk_values(self, group: dist.ProcessGroup, count: int, device: torch.device) -> int:
+        return chunk_values(self.levels(group, count), on_streams=not self._transport.on_host(group, device))

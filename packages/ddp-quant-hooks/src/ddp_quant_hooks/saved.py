@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddp_quant_hooks.passes import value_count
+from ddp_quant_hooks.residuals import RESIDUAL_DTYPE
 from ddp_quant_hooks.wire_format import is_integer
 
 if TYPE_CHECKING:
@@ -18,7 +19,14 @@ if TYPE_CHECKING:
 __all__ = ["VERSION", "Lengths", "SavedResiduals", "keys_of", "read", "require_equal", "write"]
 
 VERSION = 2
-"""Of the format. Version 1 knew residuals by buckets only."""
+"""Of the format. Version 1 knew residuals by buckets only. The tensors of version 2 are of any floating-point
+type: bf16 now, fp32 up to release 0.5."""
+
+_BEFORE = {"levels": None}
+"""What files have that were saved before there was a choice."""
+
+_GIVEN = {"min_bytes", "levels"}
+"""Options whose default depends on the number of ranks, and has changed."""
 
 Lengths = Callable[[int, torch.device], tuple[int, int, int]]
 """From the number of a bucket's values and their device: how many this rank sends as its own, how many its
@@ -104,11 +112,13 @@ def require_equal(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             f"the residuals are of version {saved.get('version')!r} of the format, and this release reads "
             f"version {VERSION} only: go on without them, or save them again with it"
         )
+    known = {**_BEFORE, **saved}
     for name, value in here.items():
-        if name not in saved or saved[name] != value:
+        if name not in known or known[name] != value:
+            hint = f": give {name}={known[name]!r} to go on" if known.get(name) and name in _GIVEN else ""
             raise ValueError(
-                f"the residuals are of {name} {saved.get(name)!r}, but here it is {value!r}, on rank "
-                f"{here.get('rank')}"
+                f"the residuals are of {name} {known.get(name)!r}, but here it is {value!r}, on rank "
+                f"{here.get('rank')}{hint}"
             )
 
 
@@ -167,7 +177,7 @@ def read(
             if lost is not None and _tensor(f"{kind} of bucket {position}", lost).numel() != length:
                 raise ValueError(
                     f"the residuals {kind!r} of bucket {position} have {lost.numel()} values, here it takes "
-                    f"{length}"
+                    f"{length}: they were saved with other levels, or by another release"
                 )
         if bound is not None and not own_in_buckets:
             raise ValueError(f"the residuals of bucket {position} belong to a hierarchical state")
@@ -192,8 +202,8 @@ def _tensor(name: str, lost: object) -> torch.Tensor:
             f"the residual {name!r} must be flat and hold its values, got shape {tuple(lost.shape)}, "
             f"{lost.layout} on {lost.device}"
         )
-    if not lost.to(torch.float32).isfinite().all():  # it would make every later gradient NaN
-        raise ValueError(f"the residual {name!r} has values that are not finite in fp32")
+    if not lost.to(RESIDUAL_DTYPE).isfinite().all():  # it would make every later gradient NaN
+        raise ValueError(f"the residual {name!r} has values that are not finite in {RESIDUAL_DTYPE}")
     return lost
 
 

@@ -16,6 +16,7 @@ from ddp_quant_hooks.checkpoints import ResidualCheckpoints
 from ddp_quant_hooks.decisions import Decisions
 from ddp_quant_hooks.feedback import Feedback
 from ddp_quant_hooks.options import ErrorFeedback, checked
+from ddp_quant_hooks.plans import least_bytes
 from ddp_quant_hooks.residuals import Residuals
 from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.routes import Route
@@ -26,8 +27,6 @@ from ddp_quant_hooks.wire_format import WIRE_VERSION, Format, Layout
 from dist_utils import GroupLike, OrderedWorker, resolve_group
 
 __all__ = ["QuantizedAllreduceState"]
-
-_MIN_BYTES = 1 << 16
 
 
 class QuantizedAllreduceState(ResidualCheckpoints):
@@ -46,19 +45,32 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             so that the error does not depend on the largest (half of it on heavy tails). Values that are
             zero on all ranks stay zero. Needs a ``block_size`` that is a power of two; ``None``: if it is.
         error_feedback: ``"none"``; ``"shard"``: add what the averages of a rank's shard lost to the next
-            step's, 8 / W bytes of memory a value, no effect between two ranks, who make no shards;
-            ``"both"``: also what a rank's own gradients lost, 8 bytes a value. ``None``: ``"none"`` for 8
-            bits, ``"both"`` for 4.
+            step's, 4 / W bytes of memory a value (with levels of a, b, ... ranks 4 / a + 4 / (a b) + ...), no
+            effect between two ranks, who make no shards;
+            ``"both"``: also what a rank's own gradients lost, 4 bytes a value. ``None``: ``"none"`` for 8
+            bits, ``"both"`` for 4. It takes the bias out of many steps and makes each one noisier, which
+            AdamW's second moment remembers: with such an optimizer ``"none"`` is the better choice.
         min_bytes: Smaller buckets are averaged without compression, by
-            :func:`ddp_compress_hooks.allreduce_hook`.
-        exact_1d: Average parameters of one dimension or none (biases, norms) without compression. They
-            are few, and often much larger or smaller than their neighbors in the bucket.
+            :func:`ddp_compress_hooks.allreduce_hook`. ``None``: 128 KiB for each rank, 1 MiB at most: on
+            loopback fewer bytes do not make up for what the messages cost. On a link of 1 Gbit/s 65536 pays.
+        exact_1d: Average parameters of one dimension or none (biases, norms) without compression, in a
+            small all-reduce of their own. Off by default: in the models that were measured their
+            errors are no larger than those of other parameters, and losses the same. It is for models in
+            which they are much smaller than their neighbors in the bucket.
         sample_every: Measure the error of every so many-th quantized bucket: one exact all-reduce and a
             copy of the bucket in fp32. 0: never.
+        levels: In how many levels many ranks average, as numbers of ranks that multiply to all: with
+            ``(8, 16)`` 128 ranks average in rows of 8 consecutive ones, and the 16 rows what they have
+            averaged. A rank sends 2 (7 + 15) messages for each chunk instead of 2 x 127, and as many bytes;
+            the mean of a row is rounded once more, by half a step at most. ``None``: every rank sends to
+            every other one up to 16, by levels beyond where that takes less time by the measured cost of
+            messages; rows are inside of hosts where ``torchrun`` tells how many ranks each has. ``(W,)``:
+            no levels.
 
     Raises:
         TypeError: ``process_group`` is no group, or an option is of another type.
-        ValueError: This rank is not a member of the group, or an option has no such choice.
+        ValueError: This rank is not a member of the group, or an option has no such choice. Levels that do
+            not multiply to the number of ranks raise before the first bucket.
 
     All ranks must have the same options: they are compared before the first bucket.
 
@@ -79,9 +91,10 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         gather: Format | None = None,
         rotate: bool | None = None,
         error_feedback: ErrorFeedback | None = None,
-        min_bytes: int = _MIN_BYTES,
+        min_bytes: int | None = None,
         exact_1d: bool = False,
         sample_every: int = 0,
+        levels: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.options = checked(
@@ -93,6 +106,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             min_bytes=min_bytes,
             exact_1d=exact_1d,
             sample_every=sample_every,
+            levels=levels,
         )
         """What was chosen, with the defaults filled in. Does not change: the ranks have compared it."""
         self._group = None if process_group is None else resolve_group(process_group)
@@ -130,8 +144,9 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
     @property
     def min_bytes(self) -> int:
-        """Below how many bytes buckets are averaged without compression."""
-        return self.options.min_bytes
+        """Below how many bytes buckets are averaged without compression; by default of the group's size."""
+        given = self.options.min_bytes
+        return least_bytes(self.process_group.size()) if given is None else given
 
     @property
     def exact_1d(self) -> bool:
@@ -238,14 +253,17 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             "gather": (self.gather.format, self.gather.block_size),
             "exact_1d": self.exact_1d,
             "min_bytes": self.min_bytes,
+            "levels": self.options.levels,
         }
 
     def _lengths(self, count: int, device: torch.device) -> tuple[int, int, int]:
         return self.route.lengths(self.process_group, count, device)
 
     def _terms(self) -> dict[str, object]:
+        self.route.require_fit(self.process_group)
         return {
             **asdict(self.options),
+            "ranks per host": self.route.ranks_per_host(self.process_group),
             "wire format version": WIRE_VERSION,
             "first bucket or call": self._agreement.first,
             **self._agreement_terms(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -88,3 +89,16 @@ class Layout:
         A block that was rotated has the largest magnitude of its rotated values, with a minus sign.
         """
         return message[self.payload_bytes(values) :].view(torch.float32)
+
+    def join(self, messages: Sequence[torch.Tensor], lengths: Sequence[int], joined: torch.Tensor) -> None:
+        """Put messages of neighboring values together to one of all of them, which holds the same bits.
+
+        Args:
+            messages: All but the last that is not empty are of whole blocks.
+            lengths: How many values each has.
+            joined: Where to; as long as the message of all.
+        """
+        cuts = [self.payload_bytes(length) for length in lengths]
+        payload = sum(cuts)
+        torch.cat([message[:cut] for message, cut in zip(messages, cuts, strict=True)], out=joined[:payload])
+        torch.cat([message[cut:] for message, cut in zip(messages, cuts, strict=True)], out=joined[payload:])

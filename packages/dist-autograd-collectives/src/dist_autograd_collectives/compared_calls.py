@@ -35,6 +35,7 @@ def agree(
     tensors: Sequence[torch.Tensor],
     *,
     uneven_dim: int | None = None,
+    shapes: bool = True,
 ) -> None:
     """Raise on every rank if the ranks' calls, or shapes, dtypes, transforms or needs of a gradient differ.
 
@@ -44,11 +45,15 @@ def agree(
         arguments: What is called, and everything beside tensors that must be equal.
         tensors: This rank's.
         uneven_dim: A dimension whose length may differ.
+        shapes: Whether any length must agree.
     """
     if not _wanted(check):
         return
     _progress.compared = True
-    claim = TensorClaim([("", _description(tensor, uneven_dim)) for tensor in tensors], arguments)
+    described = [
+        ("", _description(tensor if shapes else tensor.flatten()[:0], uneven_dim)) for tensor in tensors
+    ]
+    claim = TensorClaim(described, arguments)
     with outside_function_transforms():
         require_same_tensors(resolve_group(who.group), claim)
 

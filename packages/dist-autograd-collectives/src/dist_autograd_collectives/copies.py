@@ -241,19 +241,19 @@ def scatter(
     description = None
     if header is not None:
         description = describe(header, who, root)
-        like = given[0] if given else description.wait()
+        like = given[0] if given else description()
     elif like is None:  # shapes that only another rank knows cannot be traced
         if not given:
             raise ValueError("under torch.compile every rank needs a list of tensors, or like=")
         like = given[0]
     # Lists of other ranks are part of the graph: their gradients are zeros, not None.
     parts = parts or [anchored(like.new_empty(0, *like.shape), anchor)]
-    agree(check, who, f"scatter from {root} of {like.dtype} {tuple(like.shape)}", [parts[0].flatten()[:0]])
+    agree(check, who, f"scatter from {root} of {like.dtype} {tuple(like.shape)}", parts[:1], shapes=False)
     if given:
 
         def after_description(part: torch.Tensor) -> torch.Tensor:
             if description is not None:  # for ranks without a list
-                description.wait()
+                description()
             return part
 
         return sent(parts, Call("scatter", who, "scatter", root, separate_input=True), after_description)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from dist_autograd_collectives.calls import Call, Members
-from dist_autograd_collectives.started import Handle
-from dist_autograd_collectives.steps import Step
+from dist_autograd_collectives.linear import Flight
 from dist_utils import resolve_group
 from dist_utils.process_groups import collective_device, device_types
+from dist_utils.torch_compat import outside_function_transforms
 
 __all__ = ["describe", "described"]
 
@@ -33,8 +35,8 @@ def described(first: torch.Tensor | None, who: Members) -> list[int]:
     return header
 
 
-def describe(header: list[int], who: Members, root: int) -> Handle[torch.Tensor]:
-    """Start to send what each rank will get; the result is an empty stand-in for it.
+def describe(header: list[int], who: Members, root: int) -> Callable[[], torch.Tensor]:
+    """Start to send what each rank will get; return what waits for it and makes an empty stand-in.
 
     Args:
         header: Of the root, from :func:`described`.
@@ -42,17 +44,18 @@ def describe(header: list[int], who: Members, root: int) -> Handle[torch.Tensor]
         root: The source's rank in the group.
     """
     group = resolve_group(who.group)
-    types = device_types(group)
+    flight = Flight(Call("scatter", who, "scatter (description)", root, separate_input=True))
+    with outside_function_transforms():  # a fact about tensors, nothing to differentiate
+        # To a device that every rank expects it on.
+        row = torch.tensor(header, dtype=torch.int64, device=collective_device(group))
+        flight.begin((row,) * who.size)
 
-    def stand_in(described: torch.Tensor) -> torch.Tensor:
-        # Up to torch 2.9 tolist() does not see through torch.func.grad.
-        dtype, place, ndim, *shape = (int(number) for number in described)
-        there = torch.device(types[place])
-        if there.type != "cpu":
-            there = torch.device(there.type, torch.get_device_module(there).current_device())
-        return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=there)
+    def stand_in() -> torch.Tensor:
+        with outside_function_transforms():
+            dtype, place, ndim, *shape = flight.receive()[0].tolist()
+            there = torch.device(device_types(group)[place])
+            if there.type != "cpu":
+                there = torch.device(there.type, torch.get_device_module(there).current_device())
+            return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=there)
 
-    # To a device that every rank expects it on.
-    row = torch.tensor(header, dtype=torch.int64, device=collective_device(group))
-    call = Call("scatter", who, "scatter (description)", root, separate_input=True)
-    return Handle(Step((row,) * who.size, call, stand_in))
+    return stand_in

@@ -75,7 +75,7 @@ def all_to_all(
     incoming = tuple(entry.numel() for entry in output_tensor_list)
     check_own_part(outgoing, incoming, who)
     flat = [anchored(entry.flatten(), anchor) for entry in input_tensor_list]
-    agree(check, who, "all_to_all", [entry[:0] for entry in flat])
+    agree(check, who, "all_to_all", flat, uneven_dim=0)
     agree_on_splits(check, who, outgoing, incoming)
 
     def unflattened(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -143,7 +143,7 @@ def all_to_all_single(
     incoming = checked_sizes("output_split_sizes", output.shape[0], output_split_sizes, who)
     check_own_part(outgoing, incoming, who)
     tensor = anchored(input, anchor)
-    agree(check, who, "all_to_all_single", [tensor[:0]])
+    agree(check, who, "all_to_all_single", [tensor], uneven_dim=0)
     agree_on_splits(check, who, outgoing, incoming)
     if input_split_sizes is not None or output_split_sizes is not None:
         call = Call("exchange", who, "all_to_all_single", 0, outgoing, incoming)

@@ -53,6 +53,10 @@ class Flight:
         self.call = call
         self.backwards: list[tuple[int, Flight]] = []  # and which backward pass each belongs to
 
+    def begin(self, tensors: Tensors) -> None:
+        """Begin what autograd does not see; :meth:`receive` waits for it."""
+        self.wait = _begin(tensors, self.call)
+
     def launch(self, tensors: Tensors) -> torch.Tensor:
         """Begin; return what :meth:`arrive` wants."""
         token: torch.Tensor = _Launch.apply(self, *tensors)  # type: ignore[no-untyped-call]
@@ -152,7 +156,7 @@ class _Launch(torch.autograd.Function):
     def forward(ctx: Any, flight: Flight, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.flight = flight
         with profiler_range(flight.call.range_name(":start")):
-            flight.wait = _begin(tensors, flight.call)
+            flight.begin(tensors)
         _save_something(ctx, tensors[0])
         return tensors[0].new_empty(0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["GLOO_DTYPES", "summed", "wide_dtype"]
+__all__ = ["GLOO_DTYPES", "added", "summed", "wide_dtype"]
 
 GLOO_DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -30,3 +30,13 @@ def summed(rows: torch.Tensor) -> torch.Tensor:
     """Return the sum over dimension 0 in the dtype that is given."""
     wide = wide_dtype(rows.dtype)
     return rows.to(wide).sum(0, dtype=wide).to(rows.dtype)
+
+
+def added(first: torch.Tensor, second: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two tensors, of which autograd sees nothing, in memory that may be one of them."""
+    first, second = first.detach(), second.detach()
+    if wide_dtype(first.dtype) != first.dtype:
+        return summed(torch.stack((first, second)))
+    if into.is_inference():  # which may have been left since
+        return first + second
+    return torch.add(first, second, out=into)

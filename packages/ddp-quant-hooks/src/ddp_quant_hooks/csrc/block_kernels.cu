@@ -22,8 +22,8 @@ struct Shard {  // consecutive values, and their message
     int64_t values;
     void* tensor;           // encode reads it, decode writes it
     uint8_t* message;       // encode and reduce write it
-    const float* residual;  // added before encoding; null: none
-    float* new_residual;    // what the message loses; null: nowhere
+    const void* residual;   // added before encoding; null: none
+    void* new_residual;     // what the message loses; null: nowhere
 };
 
 // What one launch works on; shards are the grid's second dimension. Python makes it (kernels/cuda.py), with the same
@@ -145,14 +145,15 @@ struct Block {
 
 // ---- encoding ----
 
-template <class B>
-BLOCK_MATH void add_residual(B& block, const float* residual) {
+template <class Kept, class B>
+BLOCK_MATH void add_residual(B& block, const void* residual) {
+    auto from = static_cast<const typename Kept::Stored*>(residual);
     #pragma unroll
     for (int unit = 0; unit < B::kUnits; ++unit)
         #pragma unroll
         for (int half = 0; half < 2; ++half) {
             float kept[B::kUnit];
-            load<Stored32, B::kUnit, B::kAligned>(kept, residual + block.start(unit, half), block.left(unit, half));
+            load<Kept, B::kUnit, B::kAligned>(kept, from + block.start(unit, half), block.left(unit, half));
             #pragma unroll
             for (int i = 0; i < B::kUnit; ++i)
                 block.values[unit][half][i] = with_residual(block.values[unit][half][i], kept[i]);
@@ -308,24 +309,27 @@ BLOCK_MATH void restore_if(bool rotated, const B& block, float (&values)[B::kUni
 }
 
 // What a unit's payload lost of half its values, for the next step. `restored`: what the message has of them.
-template <class B>
+template <class Kept, class B>
 BLOCK_MATH void store_loss(const B& block, const Shard& shard, const float (&restored)[B::kUnit], int unit, int half,
                            int32_t largest) {
     int64_t start = block.start(unit, half), left = block.left(unit, half);
-    float lost[B::kUnit] = {};
+    Unit<Kept, B::kUnit> lost = {};
     if (largest >= kInfinityBits) {  // a step that will not be made, so it must leave no trace
-        if (shard.residual) load<Stored32, B::kUnit, B::kAligned>(lost, shard.residual + start, left);
+        auto residual = static_cast<const typename Kept::Stored*>(shard.residual);
+        if (residual) read_unit<Kept, B::kUnit, B::kAligned>(lost, residual + start, left);
     } else if (largest != 0) {
         #pragma unroll
-        for (int i = 0; i < B::kUnit; ++i) lost[i] = block.values[unit][half][i] - restored[i];
+        for (int i = 0; i < B::kUnit; ++i)
+            lost.stored[i] = Kept::narrow(block.values[unit][half][i] - restored[i]);
     }
-    store<Stored32, B::kUnit, B::kAligned>(shard.new_residual + start, lost, left);
+    write_unit<Kept, B::kUnit, B::kAligned>(static_cast<typename Kept::Stored*>(shard.new_residual) + start, lost, left);
 }
 
 // Writes the block's payload and scale, and what they lose. All lanes of a thread block must come here.
-template <bool kRotate, class B>
+// Kept: how residuals are stored.
+template <class Kept, bool kRotate, class B>
 BLOCK_MATH void encode_block(B& block, const Shard& shard) {
-    if (shard.residual) add_residual(block, shard.residual);
+    if (shard.residual) add_residual<Kept>(block, shard.residual);
     int32_t largest = largest_of_team(block, block.values);
     Encoding by = encoding_of(largest, B::Numbers::kLevels);
     bool has_numbers = largest != 0 && largest < kInfinityBits;
@@ -366,7 +370,7 @@ BLOCK_MATH void encode_block(B& block, const Shard& shard) {
     for (int unit = 0; unit < B::kUnits; ++unit)
         #pragma unroll
         for (int half = 0; half < 2; ++half)
-            if (block.stores(unit)) store_loss(block, shard, numbers[unit][half], unit, half, largest);
+            if (block.stores(unit)) store_loss<Kept>(block, shard, numbers[unit][half], unit, half, largest);
 }
 
 // ---- the mean over the ranks ----
@@ -457,15 +461,15 @@ BLOCK_MATH void average(B& block, const uint8_t* const* messages) {
 
 // ---- the kernels; kRotate: whether blocks of their messages can be rotated ----
 
-template <class Value, class Numbers, int kBlock, bool kAligned, bool kRotate, int kShards>
+template <class Value, class Kept, class Numbers, int kBlock, bool kAligned, bool kRotate, int kShards>
 BLOCK_MATH void encode(const Work<kShards, 1>& work) {
     const Shard& shard = work.shards[blockIdx.y];
     Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored), kAligned> block(shard.values);
     block.template load_values<Value>(shard.tensor);
-    encode_block<kRotate>(block, shard);
+    encode_block<Kept, kRotate>(block, shard);
 }
 
-template <class Numbers, class NewNumbers, int kBlock, bool kAligned, bool kRotated, bool kRotate, int kRanks>
+template <class Kept, class Numbers, class NewNumbers, int kBlock, bool kAligned, bool kRotated, bool kRotate, int kRanks>
 BLOCK_MATH void reduce(const Work<1, kRanks>& work) {
     const Shard& shard = work.shards[0];
     constexpr int kUnit = Numbers::bytes(2) == 4 ? 8 : 16;  // values of 16 bytes of payload
@@ -473,7 +477,7 @@ BLOCK_MATH void reduce(const Work<1, kRanks>& work) {
     average<kRotated, kRanks>(mean, work.messages);
     Block<NewNumbers, kBlock, kUnit, kAligned> block(shard.values);
     memcpy(block.values, mean.values, sizeof block.values);
-    encode_block<kRotate>(block, shard);
+    encode_block<Kept, kRotate>(block, shard);
 }
 
 template <class Value, class Numbers, int kBlock, bool kAligned, bool kRotated, int kShards, int kRanks>

@@ -60,10 +60,13 @@ BLOCK_MATH float clamp_to_finite(float value) { return clamp_to(value, kLargest)
 
 BLOCK_MATH float float_of_bfloat16(uint16_t half) { return float_of(static_cast<uint32_t>(half) << 16); }
 
-BLOCK_MATH uint16_t bfloat16_of(float value) {
+BLOCK_MATH uint16_t bfloat16_of_finite(float value) {
     uint32_t bits = bits_of(value);
-    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+BLOCK_MATH uint16_t bfloat16_of(float value) {
+    return (bits_of(value) & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : bfloat16_of_finite(value);
 }
 
 BLOCK_MATH float float_of_float16(uint16_t half) {

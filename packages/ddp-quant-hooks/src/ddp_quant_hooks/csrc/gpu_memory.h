@@ -84,33 +84,49 @@ struct Stored16 {
     BLOCK_MATH uint16_t narrow(float value) { return Half::narrow(clamp_to(value, Half::kLargest)); }
 };
 
+// Values as they are stored, in registers.
+template <class Value, int kUnit>
+struct alignas(16) Unit {
+    typename Value::Stored stored[kUnit];
+};
+
 // Reads the first `count` of kUnit values; the others are zeros.
 template <class Value, int kUnit, bool kAligned>
-BLOCK_MATH void load(float* values, const typename Value::Stored* from, int64_t count) {
-    alignas(16) typename Value::Stored stored[kUnit];
+BLOCK_MATH void read_unit(Unit<Value, kUnit>& unit, const typename Value::Stored* from, int64_t count) {
     if (count >= kUnit) {
-        read<sizeof stored, kAligned>(stored, from);
+        read<sizeof unit.stored, kAligned>(unit.stored, from);
     } else {
         #pragma unroll
-        for (int i = 0; i < kUnit; ++i) stored[i] = i < count ? from[i] : 0;
+        for (int i = 0; i < kUnit; ++i) unit.stored[i] = i < count ? from[i] : 0;
     }
-    #pragma unroll
-    for (int i = 0; i < kUnit; ++i) values[i] = Value::widen(stored[i]);
 }
 
 // Writes the first `count` of kUnit values.
 template <class Value, int kUnit, bool kAligned>
-BLOCK_MATH void store(typename Value::Stored* to, const float* values, int64_t count) {
-    alignas(16) typename Value::Stored stored[kUnit];
-    #pragma unroll
-    for (int i = 0; i < kUnit; ++i) stored[i] = Value::narrow(values[i]);
+BLOCK_MATH void write_unit(typename Value::Stored* to, const Unit<Value, kUnit>& unit, int64_t count) {
     if (count >= kUnit) {
-        write<sizeof stored, kAligned>(to, stored);
+        write<sizeof unit.stored, kAligned>(to, unit.stored);
     } else {
         #pragma unroll
         for (int i = 0; i < kUnit; ++i)
-            if (i < count) to[i] = stored[i];
+            if (i < count) to[i] = unit.stored[i];
     }
+}
+
+template <class Value, int kUnit, bool kAligned>
+BLOCK_MATH void load(float* values, const typename Value::Stored* from, int64_t count) {
+    Unit<Value, kUnit> unit;
+    read_unit<Value, kUnit, kAligned>(unit, from, count);
+    #pragma unroll
+    for (int i = 0; i < kUnit; ++i) values[i] = Value::widen(unit.stored[i]);
+}
+
+template <class Value, int kUnit, bool kAligned>
+BLOCK_MATH void store(typename Value::Stored* to, const float* values, int64_t count) {
+    Unit<Value, kUnit> unit;
+    #pragma unroll
+    for (int i = 0; i < kUnit; ++i) unit.stored[i] = Value::narrow(values[i]);
+    write_unit<Value, kUnit, kAligned>(to, unit, count);
 }
 
 // ---- among lanes ----

@@ -54,9 +54,9 @@ def encode(
         values: Flat and contiguous; fp32, bf16 or fp16.
         message: Where to; uint8, ``layout.message_bytes(values.numel())`` long.
         layout: Of the message.
-        residual: Added to the values first; fp32, as long as they.
-        new_residual: Where to write what the message loses of the sum; fp32, no memory in common with
-            ``residual``. For a block that is not finite, ``residual`` again, or zero.
+        residual: Added to the values first; fp32 or bf16, as long as they.
+        new_residual: Where to write what the message loses of the sum; of the same dtype, no memory in
+            common with ``residual``. For a block that is not finite, ``residual`` again, or zero.
 
     Raises:
         TypeError, ValueError: A tensor has the wrong dtype, length or device, or gaps; or starts in the

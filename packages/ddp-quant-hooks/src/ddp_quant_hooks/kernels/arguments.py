@@ -10,6 +10,7 @@ from ddp_quant_hooks.affine import AffineLayout
 from ddp_quant_hooks.wire_format import SCALE_BYTES, Layout
 
 __all__ = [
+    "RESIDUAL_DTYPES",
     "check_affine_messages",
     "check_flat",
     "check_messages",
@@ -17,6 +18,9 @@ __all__ = [
     "refuse_overlaps",
     "refuse_written_with_gradient",
 ]
+
+RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
+"""What residuals may be kept in. fp16 has not the range: what small gradients lose would be zero."""
 
 Named = tuple[str, torch.Tensor | None]
 
@@ -78,10 +82,14 @@ def check_affine_messages(
 def check_residuals(
     residual: torch.Tensor | None, new_residual: torch.Tensor | None, length: int, device: torch.device
 ) -> None:
-    """Raise unless each residual that is there fits the values."""
+    """Raise unless each residual that is there fits the values and the other one."""
     for name, tensor in (("residual", residual), ("new_residual", new_residual)):
         if tensor is not None:
-            check_flat(name, tensor, (torch.float32,), length, device)
+            check_flat(name, tensor, RESIDUAL_DTYPES, length, device)
+    if residual is not None and new_residual is not None and residual.dtype != new_residual.dtype:
+        raise TypeError(
+            f"residual and new_residual must be of one dtype, got {residual.dtype} and {new_residual.dtype}"
+        )
 
 
 def refuse_overlaps(written: Iterable[Named], read: Iterable[Named]) -> None:

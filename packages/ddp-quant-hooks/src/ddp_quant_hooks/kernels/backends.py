@@ -18,12 +18,18 @@ class Outgoing(NamedTuple):
     Attributes:
         message: The message.
         residual: Added to the values first; ``None``: nothing.
-        new_residual: Gets what the message loses; ``None``: nobody asks.
+        new_residual: Gets what the message loses; ``None``: nobody asks. Of the same dtype.
     """
 
     message: torch.Tensor
     residual: torch.Tensor | None = None
     new_residual: torch.Tensor | None = None
+
+    @property
+    def residual_dtype(self) -> torch.dtype:
+        """The dtype of both residuals; fp32 if there is none."""
+        either = self.new_residual if self.residual is None else self.residual
+        return torch.float32 if either is None else either.dtype
 
     def addresses(self) -> tuple[int | None, ...]:
         """Return where the three lie in memory, as compiled kernels take them."""

@@ -107,8 +107,15 @@ class CudaKernels:
             for place, (values, out) in zip(work.shards, some, strict=True):
                 place.values, place.tensor = values.numel(), values.data_ptr()
                 place.message, place.residual, place.new_residual = out.addresses()
-            dtype, aligned = some[0][0].dtype, _all_aligned(work)
-            program = block_program("encode", layout, dtype=dtype, shards=len(some), aligned=aligned)
+            (values, out), aligned = some[0], _all_aligned(work)
+            program = block_program(
+                "encode",
+                layout,
+                dtype=values.dtype,
+                residual_dtype=out.residual_dtype,
+                shards=len(some),
+                aligned=aligned,
+            )
             self._launch_blocks(program, layout, work)
 
     def reduce(
@@ -124,7 +131,14 @@ class CudaKernels:
         place.message, place.residual, place.new_residual = out.addresses()
         work.messages[:] = [message.data_ptr() for message in messages]
         ranks, aligned = len(messages), _all_aligned(work)
-        program = block_program("reduce", layout, new_layout=new_layout, ranks=ranks, aligned=aligned)
+        program = block_program(
+            "reduce",
+            layout,
+            new_layout=new_layout,
+            residual_dtype=out.residual_dtype,
+            ranks=ranks,
+            aligned=aligned,
+        )
         self._launch_blocks(program, layout, work)
 
     def decode(self, shards: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], layout: Layout) -> None:

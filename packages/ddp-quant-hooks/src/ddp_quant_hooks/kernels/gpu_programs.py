@@ -114,6 +114,7 @@ def block_program(
     aligned: bool = True,
     shards: int = 1,
     ranks: int = 1,
+    residual_dtype: torch.dtype = torch.float32,
 ) -> GpuProgram:
     """Return a kernel of ``csrc/block_kernels.cu``.
 
@@ -125,21 +126,23 @@ def block_program(
         aligned: All tensors and messages start at multiples of 16 bytes.
         shards: How many there are.
         ranks: How many messages are averaged.
+        residual_dtype: Of the residuals of ``encode`` and ``reduce``.
     """
     numbers, block, whole = _NUMBERS[layout.format], layout.block_size, _CPP[aligned]
     if kernel == "reduce":
         assert new_layout is not None
         unit = 8 if layout.format in {"bf16", "fp16"} else 16
+        kept, new_numbers = _VALUES[residual_dtype], _NUMBERS[new_layout.format]
         rotations = f"{_CPP[layout.rotate]}, {_CPP[new_layout.rotate]}"
-        arguments = f"{numbers}, {_NUMBERS[new_layout.format]}, {block}, {whole}, {rotations}, {ranks}"
+        arguments = f"{kept}, {numbers}, {new_numbers}, {block}, {whole}, {rotations}, {ranks}"
         work = f"Work<1, {ranks}>"
     else:
         assert dtype is not None
         unit = 16 // dtype.itemsize
+        kept = f"{_VALUES[residual_dtype]}, " if kernel == "encode" else ""
         averaged = f", {ranks}" if kernel == "decode" else ""
-        arguments = (
-            f"{_VALUES[dtype]}, {numbers}, {block}, {whole}, {_CPP[layout.rotate]}, {shards}{averaged}"
-        )
+        rotate = _CPP[layout.rotate]
+        arguments = f"{_VALUES[dtype]}, {kept}{numbers}, {block}, {whole}, {rotate}, {shards}{averaged}"
         work = f"Work<{shards}, {shards * ranks if kernel == 'decode' else 1}>"
     teams = _BLOCK_THREADS // lanes_of_team(block, unit)
     checks = f"kThreads == {_BLOCK_THREADS} && Block<{numbers}, {block}, {unit}, {whole}>::kTeams == {teams}"

@@ -56,7 +56,7 @@ def _encode_blocks(blocks: torch.Tensor, count: int, layout: Layout, out: Outgoi
     levels = _LEVELS[layout.format]
     if residual is not None:
         # A finite value stays finite.
-        total = (blocks + _in_blocks(residual, layout)).clamp(-_LARGEST, _LARGEST)
+        total = (blocks + _in_blocks(residual.float(), layout)).clamp(-_LARGEST, _LARGEST)
         blocks = torch.where(blocks.isfinite(), total, blocks)
     # As integers, because a NaN is the largest of those.
     largest = blocks.abs().view(torch.int32).amax(1, keepdim=True)
@@ -77,8 +77,9 @@ def _encode_blocks(blocks: torch.Tensor, count: int, layout: Layout, out: Outgoi
         if layout.rotate:
             turned = rotation.restoring(scale, layout) * (numbers * (1.0 / levels))
             restored = torch.where(scale < 0, rotation.restored(turned), restored)
-        kept = 0.0 if residual is None else _in_blocks(residual, layout)
-        lost = torch.where(has_numbers, blocks - restored, torch.where(finite, 0.0, kept))
+        lost = (blocks - restored).to(new_residual.dtype)
+        kept = torch.zeros_like(lost) if residual is None else _in_blocks(residual, layout)
+        lost = torch.where(has_numbers, lost, torch.where(finite, 0.0, kept))
         new_residual.copy_(lost.flatten()[:count])
 
 

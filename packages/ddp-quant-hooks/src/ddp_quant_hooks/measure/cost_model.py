@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from ddp_quant_hooks.chunks import cut
 from ddp_quant_hooks.measure.timing import DIRECT, GRID, RING
+from ddp_quant_hooks.plans import Levels, chunk_values, plan_levels
 
-__all__ = ["Cluster", "HookCost", "Machine", "Traffic", "traffic"]
+__all__ = ["Cluster", "HookCost", "KernelCost", "Machine", "Traffic", "Worker", "traffic"]
 
 _MOST_RANKS = 10**9
 
@@ -60,6 +63,41 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class KernelCost:
+    """What a kernel takes.
+
+    Attributes:
+        call: Seconds, whatever it is called for.
+        message: Seconds for each message that it reads or writes.
+        value: Seconds for each value that it reads; those of several messages count each time.
+    """
+
+    call: float
+    message: float
+    value: float
+
+    def seconds(self, values: int, messages: int) -> float:
+        """Return what a call takes."""
+        return self.call + self.message * messages + self.value * values
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a rank's own work takes, step by step, where a schedule is played and not only counted.
+
+    Attributes:
+        bucket: Seconds from a bucket's handing over to its begin.
+        starting: What share of a message's processor time its starting takes, on the thread that computes;
+            the rest is another thread's.
+        kernels: By name.
+    """
+
+    bucket: float
+    starting: float
+    kernels: Mapping[str, KernelCost]
+
+
+@dataclass(frozen=True)
 class Traffic:
     """What an average of one bucket puts on links.
 
@@ -90,33 +128,54 @@ class Traffic:
         return self.rounds * machine.latency + beside * machine.cpu_per_message
 
 
-def traffic(pattern: str, size: float, ratio: float, cluster: Cluster) -> Traffic:
-    """Return what an average puts on links.
+def traffic(
+    pattern: str, size: float, ratio: float, cluster: Cluster, *, on_streams: bool = False
+) -> Traffic:
+    """Return what an average puts on links, messages and levels as the hooks themselves plan them.
 
     Args:
         pattern: ``"ring"``: each rank sends to the next, so that one rank of a node sends to another node.
-            ``"direct"``: each sends to each other, so that all ranks of a node share its link. ``"grid"``:
-            fp32 inside nodes; between them each rank sends of its share alone.
-        size: Of the bucket, in bytes.
+            ``"direct"``: each sends to each other, in a large group by levels, of which the first stay inside
+            nodes where that is possible; all ranks of a node share its link. ``"grid"``: fp32 inside nodes;
+            between them each rank sends of its share alone.
+        size: Of the bucket, in bytes; fp32.
         ratio: Bytes on the wire for a byte of the bucket; of a grid, between nodes.
         cluster: The cluster.
+        on_streams: The host only enqueues, as with an accelerator's own backend.
     """
     world, ranks, nodes = cluster.world, cluster.ranks_per_node, cluster.nodes
     sent = 2 * (world - 1) / world * size * ratio
     if pattern == RING:
         rounds = 2 * (world - 1)
         return Traffic(rounds, rounds, sent, sent if ranks > 1 else 0.0, sent if nodes > 1 else 0.0)
+    values = int(size) // 4
     if pattern == DIRECT:
-        to_others = (world - ranks) / (world - 1)
+        levels = plan_levels(world, values, ranks)
         shots = 1 if world == 2 else 2
-        inside = sent * (1 - to_others)
-        return Traffic(shots, shots * (world - 1), sent, inside, ranks * sent * to_others)
+        chunks = len(cut(values, chunk_values(levels, on_streams=on_streams), 1))
+        rounds = shots * len(levels.sizes)
+        inside = _inside(levels, size * ratio, ranks)
+        return Traffic(rounds, shots * chunks * levels.peers, sent, inside, ranks * (sent - inside))
     if pattern != GRID:
         raise ValueError(f"pattern must be one of {RING!r}, {DIRECT!r}, {GRID!r}, got {pattern!r}")
+    levels = plan_levels(nodes, -(-values // ranks))
+    shots = 1 if nodes == 2 else 2
+    chunks = len(cut(values, chunk_values(levels, on_streams=on_streams, others=ranks - 1), 1))
     inside = 2 * (ranks - 1) / ranks * size
     between = 2 * (nodes - 1) / nodes * size * ratio
-    rounds = 2 * (ranks - 1) + (1 if nodes == 2 else 2)
-    return Traffic(rounds, rounds + nodes, inside + between / ranks, inside, between, in_turns=True)
+    rounds = 2 + shots * len(levels.sizes)
+    messages = chunks * (2 * (ranks - 1) + shots * levels.peers)
+    return Traffic(rounds, messages, inside + between / ranks, inside, between, in_turns=True)
+
+
+def _inside(levels: Levels, size: float, ranks_per_node: int) -> float:
+    """Return how many bytes a rank sends to others of its node, if values take ``size`` bytes on the wire."""
+    inside, stride = 0.0, 1
+    for ranks in levels.sizes:
+        of_node = max(1, min(ranks, ranks_per_node // stride))  # of the row, this rank too
+        inside += 2 * (of_node - 1) * size / (stride * ranks)
+        stride *= ranks
+    return inside
 
 
 @dataclass(frozen=True)
@@ -134,6 +193,7 @@ class HookCost:
         sending: Seconds of the processor for a byte that is sent.
         rest: Seconds for a byte of the bucket that neither wire nor processor explains; of an accelerator
             its kernels.
+        on_streams: The host only enqueues.
     """
 
     pattern: str
@@ -142,6 +202,7 @@ class HookCost:
     work: float
     sending: float
     rest: float
+    on_streams: bool = False
 
     def in_grid(self, cluster: Cluster) -> HookCost:
         """Return the costs of a hierarchical hook of as many bits: a rank quantizes its share of a node's."""
@@ -150,13 +211,17 @@ class HookCost:
 
     def seconds(self, size: float, cluster: Cluster, machine: Machine) -> float:
         """Return what an average of ``size`` bytes takes on a cluster."""
-        moved = traffic(self.pattern, size, self.ratio, cluster)
+        moved = self.traffic(size, cluster)
         return (
             self.fixed
             + moved.waiting(machine)
             + max(moved.seconds(machine), self.processor(size, moved))
             + self.rest * size
         )
+
+    def traffic(self, size: float, cluster: Cluster) -> Traffic:
+        """Return what an average of ``size`` bytes puts on links."""
+        return traffic(self.pattern, size, self.ratio, cluster, on_streams=self.on_streams)
 
     def processor(self, size: float, moved: Traffic) -> float:
         """Return what the processor works for an average."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddp_quant_hooks.measure.cost_model import Cluster, HookCost, Machine, traffic
 from ddp_quant_hooks.measure.estimate import Model
@@ -104,18 +104,20 @@ def fit(hook: HookTimes, here: Cluster, machine: Machine) -> HookCost:
         here: Where that was.
         machine: As measured.
     """
-    largest = hook.exchanges[-1]
+    smallest, largest = hook.exchanges[0], hook.exchanges[-1]
     ratio = largest.bytes_sent / traffic(hook.pattern, largest.size, 1.0, here).sent
-    moved = traffic(hook.pattern, largest.size, ratio, here)
+    on_streams = not machine.cpu_per_byte  # an accelerator sends
+    few = traffic(hook.pattern, smallest.size, ratio, here, on_streams=on_streams)
+    moved = traffic(hook.pattern, largest.size, ratio, here, on_streams=on_streams)
     waiting, wire = moved.waiting(machine), moved.seconds(machine)
-    fixed = max(0.0, _intercept(hook.exchanges) - waiting)
+    fixed = max(0.0, _intercept(hook.exchanges) - few.waiting(machine))
     left = max(0.0, largest.seconds - fixed - waiting)
     # Threads share the work: processor time longer than the exchange itself ran side by side.
     at_once = min(1.0, left / largest.cpu_seconds) if largest.cpu_seconds else 0.0
     sending = at_once * min(machine.cpu_per_byte, largest.cpu_seconds / moved.sent)
     work = max(0.0, at_once * largest.cpu_seconds - sending * moved.sent) / largest.size
     rest = max(0.0, left - max(wire, work * largest.size + sending * moved.sent)) / largest.size
-    return HookCost(hook.pattern, ratio, fixed, work, sending, rest)
+    return HookCost(hook.pattern, ratio, fixed, work, sending, rest, on_streams)
 
 
 def _intercept(exchanges: Sequence[Exchange]) -> float:
@@ -154,8 +156,8 @@ def _beside(
         return BucketCost(size, alone, alone, 0.0)
     nearest = known[-1]
     assert nearest.beside is not None
-    here_works = cost.processor(nearest.size, traffic(hook.pattern, nearest.size, cost.ratio, here))
-    works = cost.processor(size, traffic(cost.pattern, size, cost.ratio, cluster))
+    here_works = cost.processor(nearest.size, replace(cost, pattern=hook.pattern).traffic(nearest.size, here))
+    works = cost.processor(size, cost.traffic(size, cluster))
     scale = works / here_works if here_works else size / nearest.size
     beside = alone + scale * max(0.0, nearest.beside.seconds - nearest.seconds)
     return BucketCost(size, alone, beside, min(scale * nearest.beside.lost, beside))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -158,9 +159,19 @@ def _first_difference(everyone: list[TensorClaim], ranks: list[int]) -> str:
 
 
 def _description(tensor: torch.Tensor) -> str:
-    dense = tensor.layout is torch.strided
-    memory = f"stride {tensor.stride()}" if dense else f"layout {tensor.layout}"
-    return (
-        f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device.type}, {memory}, "
-        f"requires_grad {tensor.requires_grad}"
-    )
+    strides = tensor.stride() if tensor.layout is torch.strided else None
+    kind = tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.layout, strides, tensor.requires_grad
+    return _described(*kind)
+
+
+@functools.lru_cache(1024)  # a module has many tensors of few kinds
+def _described(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+    layout: torch.layout,
+    strides: tuple[int, ...] | None,
+    requires_grad: bool,
+) -> str:
+    memory = f"layout {layout}" if strides is None else f"stride {strides}"
+    return f"shape {shape}, {dtype} on {device}, {memory}, requires_grad {requires_grad}"

@@ -51,6 +51,7 @@ def start_messages(
         get what it sends.
 
     Raises:
+        ValueError: A rank is out of range, or the group was destroyed.
         RuntimeError: A peer is gone; from here or from the works' ``wait``.
     """
     incoming, outgoing = (
@@ -70,21 +71,32 @@ def _start(
     outgoing: list[tuple[int, torch.Tensor]],
     tag: int,
 ) -> list[dist.Work]:
+    dist.get_global_rank(group, 0)  # raises for a group that was destroyed; of each peer it would search all
+    size = group.size()
+    for rank, _ in incoming + outgoing:
+        if not 0 <= rank < size:
+            raise ValueError(f"rank {rank} is out of range for a group of {size} ranks")
+    tags = {nbytes: _tag(tag, nbytes) for nbytes in {tensor.nbytes for _, tensor in incoming + outgoing}}
+    if all(tensor.device.type == "cpu" for _, tensor in incoming + outgoing):
+        # No backend of the CPU makes one batch of them, and a P2POp for each costs as much as sending it.
+        received = [group.recv([tensor], rank, tags[tensor.nbytes]) for rank, tensor in incoming]
+        return received + [group.send([tensor], rank, tags[tensor.nbytes]) for rank, tensor in outgoing]
+    ranks = dist.get_process_group_ranks(group)
     operations = [
-        dist.P2POp(operation, tensor, dist.get_global_rank(group, rank), group, _tag(tag, tensor))
+        dist.P2POp(operation, tensor, ranks[rank], group, tags[tensor.nbytes])
         for operation, messages in ((dist.irecv, incoming), (dist.isend, outgoing))
         for rank, tensor in messages
     ]
     return dist.batch_isend_irecv(operations)
 
 
-def _tag(tag: int, tensor: torch.Tensor) -> int:
+def _tag(tag: int, nbytes: int) -> int:
     """Return a tag that has the length in it, the same in every process.
 
     Gloo would fill the front of a tensor with a shorter message in silence, and end the process at a longer
     one.
     """
-    return hash((tag, tensor.nbytes)) % (1 << 30)
+    return hash((tag, nbytes)) % (1 << 30)
 
 
 def _through_host(

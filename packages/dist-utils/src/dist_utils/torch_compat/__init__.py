@@ -61,6 +61,7 @@ from dist_utils.torch_compat.sharding import (
     sharded_modules,
 )
 from dist_utils.torch_compat.tensors import (
+    copy_flat,
     function_transforms_active,
     gradient_marks,
     is_batched_gradient,
@@ -84,6 +85,7 @@ __all__ = [
     "before_end_of_backward",
     "comm_hooks",
     "compiling_refused",
+    "copy_flat",
     "default_group_timeout",
     "default_store",
     "every_thread",

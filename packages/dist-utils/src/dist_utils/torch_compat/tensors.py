@@ -12,6 +12,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 __all__ = [
+    "copy_flat",
     "function_transforms_active",
     "gradient_marks",
     "is_batched_gradient",
@@ -88,6 +89,19 @@ def outside_function_transforms() -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[object] = temporarily_clear_interpreter_stack()
     return context
+
+
+def copy_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Copy a flat tensor's parts into tensors, one after the other, in two calls for all.
+
+    One by one it takes three times as long. No public names for them up to torch 2.15.
+    """
+    parts: list[torch.Tensor] = list(torch._utils._unflatten_dense_tensors(flat, tensors))  # type: ignore[no-untyped-call,unused-ignore] # noqa: SLF001
+    if any(map(torch.is_neg, tensors)) or any(map(torch.is_conj, tensors)):  # which that does not know
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part)
+    else:
+        torch._foreach_copy_(tensors, parts)
 
 
 def transformed_as(tensor: torch.Tensor) -> str:

@@ -1,0 +1,319 @@
+"""What do few bits cost a step of training, and why? And what do they cost biases and norms?
+
+    python benchmarks/bench_four_bits.py           # minutes, one thread, no network; needs scikit-learn
+    python benchmarks/bench_four_bits.py --short   # the same tables from few steps
+
+The tasks of bench_quant_convergence.py: a language model with AdamW, a convolutional network with SGD. Four
+ranks are simulated in one process, with the kernels that the hooks use (bench_quant_accuracy.Simulation).
+
+A final loss hides small effects: any rounding sends training along another path, and two paths end some
+thousandths apart. So here every scheme gets the same gradients, those of a training in fp32, and keeps an
+optimizer's moments of its own averages. Measured is the *progress* of the step that it would make: the
+product with the gradient of a large batch, of that of fp32's step. 0.98 is a step that brings 98 % as much.
+
+"With exact squares" is AdamW's step whose first moment is made of the scheme's averages, and the second of
+exact ones: what is left of a loss there is not the second moment's, which noise raises.
+
+The other columns are errors of parameters' averages: those of one dimension or none (biases, norms)
+against the rest; as the hook sends them, with ``exact_1d``, and with blocks of their own, which no hook has.
+
+Writes results/four_bits.json beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_quant_accuracy import Simulation
+from bench_quant_convergence import TASKS, Task
+from machine import describe_machine, describe_tree
+from torch import nn
+
+from ddp_quant_hooks import QuantizedAllreduceState
+
+RESULTS = Path(__file__).parent / "results"
+RANKS = 4
+LARGE_BATCH = 32
+"""How many times a rank's batch the gradient is of that progress is measured with."""
+EVERY = 20
+"""Steps between two measurements."""
+EXACT_SQUARES = "with exact squares"
+BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
+"""Of AdamW, torch's defaults."""
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "int8": {},
+    "int8, exact_1d": {"exact_1d": True},
+    'int8, feedback "shard"': {"error_feedback": "shard"},
+    'int4, feedback "both"': {"bits": 4, "error_feedback": "both"},
+    'int4, feedback "shard"': {"bits": 4, "error_feedback": "shard"},
+    'int4, feedback "none"': {"bits": 4, "error_feedback": "none"},
+    'int4, feedback "none", exact_1d': {"bits": 4, "error_feedback": "none", "exact_1d": True},
+    'int4, gather="int8", feedback "both"': {"bits": 4, "gather": "int8", "error_feedback": "both"},
+    'int4, gather="int8", feedback "none"': {"bits": 4, "gather": "int8", "error_feedback": "none"},
+    'int4, gather="int8", blocks of 64': {
+        "bits": 4, "gather": "int8", "error_feedback": "none", "block_size": 64,
+    },
+    'int4, gather="bf16", feedback "none"': {"bits": 4, "gather": "bf16", "error_feedback": "none"},
+    "int4, blocks of 64": {"bits": 4, "block_size": 64, "error_feedback": "none"},
+    "int4, blocks of 128": {"bits": 4, "block_size": 128, "error_feedback": "none"},
+}  # fmt: skip
+
+
+class Averaging:
+    """A scheme's averages of one model's gradients, step by step.
+
+    Args:
+        options: Of the state.
+        small: Which values belong to parameters of at most one dimension.
+    """
+
+    def __init__(self, options: dict[str, Any], small: torch.Tensor) -> None:
+        chosen = QuantizedAllreduceState(**options).options
+        scatter, gather = chosen.scatter_layout, chosen.gather_layout
+        count = len(small)
+        self._exact = small if chosen.exact_1d else None
+        self._ranks = Simulation(RANKS, count, scatter, gather, chosen.error_feedback)
+        sent = scatter.message_bytes(count) + gather.message_bytes(count)
+        sent += 8 * int(small.sum()) if chosen.exact_1d else 0
+        self.bytes_ratio = sent / (8 * count)
+        """What is sent, of what a ring all-reduce in fp32 sends."""
+
+    def average(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Return what every rank gets; ``gradients`` has a row for each."""
+        if self._exact is None:
+            return self._ranks.average(gradients)
+        rest = gradients.masked_fill(self._exact, 0.0)
+        return torch.where(self._exact, gradients.mean(0), self._ranks.average(rest))
+
+
+class Step:
+    """The step that an optimizer makes of averages, but for its learning rate."""
+
+    def __init__(self, count: int, *, adam: bool) -> None:
+        self._first, self._second, self._adam = torch.zeros(count), torch.zeros(count), adam
+        self._steps = 0
+
+    def take(self, values: torch.Tensor, squares_of: torch.Tensor) -> torch.Tensor:
+        """Return the step after these averages: of ``values``, with the second moment of ``squares_of``."""
+        self._steps += 1
+        if not self._adam:
+            self._first.mul_(BETA1).add_(values)
+            return self._first
+        self._first.lerp_(values, 1 - BETA1)
+        self._second.mul_(BETA2).addcmul_(squares_of, squares_of, value=1 - BETA2)
+        scale = math.sqrt(1 - BETA2**self._steps) / (1 - BETA1**self._steps)
+        return scale * self._first / (self._second.sqrt() + EPSILON)
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One step of training in fp32.
+
+    Args:
+        gradients: Of the ranks, one a row.
+        mean: Of the rows.
+        large: The gradient of a large batch, at some steps.
+    """
+
+    gradients: torch.Tensor
+    mean: torch.Tensor
+    large: torch.Tensor | None
+
+
+def training(task: Task, model: nn.Module, *, seed: int, steps: int) -> Iterator[Moment]:
+    """Train the model in fp32, and yield every step before it is made."""
+    parameters = list(model.parameters())
+    optimizer = task.optimizer(parameters)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    batches, others = (torch.Generator().manual_seed(number) for number in (seed, seed + 10**6))
+
+    def gradient(chosen: torch.Tensor) -> torch.Tensor:
+        found = torch.autograd.grad(task.loss(model, chosen), parameters)
+        return torch.cat([part.flatten() for part in reversed(found)])  # as in DDP's first bucket
+
+    for step in range(steps):
+        chosen = task.draw(RANKS * task.batch, batches).view(RANKS, task.batch)
+        gradients = torch.stack([gradient(mine) for mine in chosen])
+        mean = gradients.mean(0)
+        measured = step >= steps // 5 and step % EVERY == 0
+        large = gradient(task.draw(LARGE_BATCH * task.batch, others)) if measured else None
+        yield Moment(gradients, mean, large)
+        parts = torch.split(mean, [parameter.numel() for parameter in reversed(parameters)])
+        for parameter, part in zip(reversed(parameters), parts, strict=True):
+            parameter.grad = part.view_as(parameter).clone()
+        optimizer.step()
+        schedule.step()
+
+
+class Progress:
+    """What the steps of one scheme bring, summed over the measurements.
+
+    Args:
+        averaging: The scheme.
+        count: Number of values.
+        adam: Whether the optimizer is AdamW.
+    """
+
+    def __init__(self, averaging: Averaging, count: int, *, adam: bool) -> None:
+        self.averaging = averaging
+        names = ("progress", EXACT_SQUARES) if adam else ("progress",)
+        self._steps = {name: Step(count, adam=adam) for name in names}
+        self.sums = dict.fromkeys(names, 0.0)
+        self.lost, self.whole = torch.zeros(count), torch.zeros(count)
+
+    def follow(self, moment: Moment) -> None:
+        """Average the gradients of one step of training, and measure where it says so."""
+        mean = moment.mean
+        averaged = self.averaging.average(moment.gradients)
+        for name, step in self._steps.items():
+            taken = step.take(averaged, mean if name == EXACT_SQUARES else averaged)
+            if moment.large is not None:
+                self.sums[name] += float(moment.large @ taken)
+        if moment.large is not None:
+            self.lost += (averaged - mean).square()
+            self.whole += mean.square()
+
+    def error(self, part: slice) -> float:
+        """Return the relative error of some values, of all measurements; 0 of values that are all zero."""
+        return float((self.lost[part].sum() / self.whole[part].sum().clamp_min(1e-38)).sqrt())
+
+
+class OwnBlocks:
+    """As no hook does it: no block has values of two parameters."""
+
+    def __init__(self, options: dict[str, Any], parts: list[slice]) -> None:
+        smalls = [torch.zeros(part.stop - part.start, dtype=torch.bool) for part in parts]
+        self._parts, self._alone = parts, [Averaging(options, small) for small in smalls]
+        self.bytes_ratio = float("nan")
+
+    def average(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Return what every rank gets."""
+        alone = zip(self._alone, self._parts, strict=True)
+        return torch.cat([averaging.average(gradients[:, part].contiguous()) for averaging, part in alone])
+
+
+def measure(name: str, seed: int, steps: int) -> dict[str, Any]:
+    """Return every scheme's figures on one training of a task."""
+    task: Task = TASKS[name]()
+    torch.manual_seed(seed)
+    model = task.model()
+    adam = isinstance(task.optimizer([nn.Parameter(torch.zeros(1))]), torch.optim.AdamW)
+    parameters = list(reversed(list(model.parameters())))
+    ends = [0, *itertools.accumulate(parameter.numel() for parameter in parameters)]
+    parts = [slice(low, high) for low, high in itertools.pairwise(ends)]
+    small = torch.cat([torch.full((p.numel(),), p.dim() <= 1) for p in parameters])
+    followed = {
+        scheme: Progress(Averaging(options, small), len(small), adam=adam)
+        for scheme, options in SCHEMES.items()
+    }
+    for scheme in ("int8", 'int4, feedback "none"'):
+        alone: Any = OwnBlocks(SCHEMES[scheme], parts)
+        followed[f"{scheme}, own blocks"] = Progress(alone, len(small), adam=adam)
+    exact = Progress(Exact(), len(small), adam=adam)
+    for moment in training(task, model, seed=seed, steps=steps):
+        for progress in (exact, *followed.values()):
+            progress.follow(moment)
+    return {scheme: _figures(progress, exact, parameters, parts) for scheme, progress in followed.items()}
+
+
+class Exact:
+    """What fp32 makes of gradients."""
+
+    def average(self, gradients: torch.Tensor) -> torch.Tensor:
+        """Return the mean."""
+        return gradients.mean(0)
+
+
+def _figures(
+    progress: Progress, exact: Progress, parameters: list[nn.Parameter], parts: list[slice]
+) -> dict[str, Any]:
+    errors = {
+        kind: [
+            progress.error(part)
+            for p, part in zip(parameters, parts, strict=True)
+            if (p.dim() <= 1) == is_small
+        ]
+        for kind, is_small in (("small", True), ("large", False))
+    }
+    return {
+        "bytes": progress.averaging.bytes_ratio,
+        "error": progress.error(slice(None)),
+        **{name: total / exact.sums[name] for name, total in progress.sums.items()},
+        "median_error_of_small_parameters": statistics.median(errors["small"]),
+        "largest_error_of_small_parameters": max(errors["small"]),
+        "median_error_of_large_parameters": statistics.median(errors["large"]),
+        "largest_error_of_large_parameters": max(errors["large"]),
+    }
+
+
+COLUMNS = {
+    "bytes": "bytes",
+    "error": "error",
+    "progress": "progress",
+    EXACT_SQUARES: "exact sq.",
+    "median_error_of_small_parameters": "1-d, median",
+    "largest_error_of_small_parameters": "largest",
+    "median_error_of_large_parameters": "others, median",
+    "largest_error_of_large_parameters": "largest",
+}
+
+
+def report(results: dict[str, Any]) -> None:
+    """Print the table of each task."""
+    for name, schemes in results["tasks"].items():
+        print(f"\n{name}: {results['steps']} steps, {results['seeds']} seed(s), means")
+        print(f"  {'':<40}" + "".join(f"{title:>16}" for title in COLUMNS.values()))
+        for scheme, entry in schemes.items():
+            cells = (f"{entry[key]['mean']:>16.3f}" if key in entry else f"{'-':>16}" for key in COLUMNS)
+            print(f"  {scheme:<40}{''.join(cells)}")
+
+
+def _over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        scheme: {
+            key: {"mean": statistics.fmean(values), "range": [min(values), max(values)]}
+            for key in figures
+            if math.isfinite((values := [run[scheme][key] for run in runs])[0])
+        }
+        for scheme, figures in runs[0].items()
+    }
+
+
+def main() -> None:
+    """Measure, print and store."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--short", action="store_true", help="60 steps of one seed")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the result file")
+    options = parser.parse_args()
+    steps, seeds = (60, 1) if options.short else (options.steps, options.seeds)
+    if steps <= EVERY or seeds < 1:
+        parser.error(f"there must be more than {EVERY} steps, and one seed")
+    torch.set_num_threads(1)
+    results = {**describe_machine(), "tree": describe_tree(), "ranks": RANKS, "steps": steps, "seeds": seeds}
+    results["tasks"] = {
+        name: _over_seeds([measure(name, seed, steps) for seed in range(seeds)])
+        for name in dict.fromkeys(options.tasks)
+    }
+    report(results)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "four_bits.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nwritten: {options.output / 'four_bits.json'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The cost model, fitted on what was measured here, and what it says of cases that the fit did not see."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from many_ranks.measuring import RING
+from many_ranks.programs import Program, all_ranks
+from many_ranks.rings import ring
+from many_ranks.routes import direct
+from many_ranks.simulation import Ranks, play
+
+from ddp_quant_hooks.measure.cost_model import Cluster, KernelCost, Machine, Worker
+
+__all__ = ["Case", "Model", "compare", "fit", "fit_kernels"]
+
+CORES = 2
+"""Of the machine, which all ranks share."""
+
+
+_BOUNDS = {
+    "payload": (0.85, 0.957),  # a frame of 1,514 bytes has 1,448 of payload
+    "kernels": (0.8, 2.5),
+    "turns_on_hosts": (0.0, 1.0),
+    "latency": (5e-6, 1e-3),
+    "latency_on_hosts": (5e-6, 1e-3),
+}
+"""What the fit may choose."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Something that was measured.
+
+    Attributes:
+        hook: Its name.
+        world: Number of ranks.
+        gbit: Of the hosts' links; ``None`` on loopback.
+        size: Of the bucket, in bytes.
+        seconds: As measured.
+    """
+
+    hook: str
+    world: int
+    gbit: float | None
+    size: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is fitted, for one hook. Seconds, but for shares.
+
+    Attributes:
+        bucket: From a bucket's handing over to its begin.
+        cpu_per_message: Of the processor, sending and receiving.
+        cpu_per_byte: Likewise, on loopback.
+        cpu_per_byte_on_hosts: On the emulated hosts, whose every packet passes a bridge.
+        latency: Of the wire, on loopback.
+        latency_on_hosts: On the emulated hosts.
+        turns_on_hosts: How far ranks on hosts take turns on the shared cores, which on loopback they do (1):
+            while some wait for the wire, others have more of a core (down to 0).
+        kernels: How many times as long kernels take as alone, with caches and memory shared.
+        payload: What share of a link's bits is payload.
+    """
+
+    bucket: float = 4e-4
+    cpu_per_message: float = 1e-4
+    cpu_per_byte: float = 1e-9
+    cpu_per_byte_on_hosts: float = 2.5e-9
+    latency: float = 2e-5
+    latency_on_hosts: float = 3e-5
+    turns_on_hosts: float = 0.7
+    kernels: float = 1.5
+    payload: float = 0.95
+
+    def seconds(self, case: Case, kernels: Mapping[str, KernelCost], starting: float) -> float:
+        """Return what the model says of a case: ranks that share :data:`CORES` cores."""
+        on_hosts = case.gbit is not None
+        machine = Machine(
+            latency=(self.latency_on_hosts if on_hosts else self.latency) + self.cpu_per_message,
+            cpu_per_message=self.cpu_per_message,
+            cpu_per_byte=self.cpu_per_byte_on_hosts if on_hosts else self.cpu_per_byte,
+            inside=0.0,
+            between=0.0,
+        )
+        cluster = Cluster(case.world, (case.gbit or 1e6) * self.payload)
+        ranks = Ranks(cores=(CORES / case.world) ** (self.turns_on_hosts if on_hosts else 1.0))
+        return float(
+            play(
+                program_of(case.hook, case.world, case.size),
+                cluster,
+                machine,
+                self.worker(kernels, starting),
+                ranks,
+            ).max()
+        )
+
+    def worker(self, kernels: Mapping[str, KernelCost], starting: float) -> Worker:
+        """Return the rank's own work."""
+        scaled = {
+            name: KernelCost(*(self.kernels * part for part in (one.call, one.message, one.value)))
+            for name, one in kernels.items()
+        }
+        return Worker(self.bucket, starting, scaled)
+
+
+@cache
+def program_of(hook: str, world: int, size: int) -> Program:
+    """Return the program of a hook on one bucket."""
+    count = [size // 4]
+    return ring(world, count) if hook == RING else all_ranks(direct, world, count)
+
+
+def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: float, rounds: int = 10) -> Model:
+    """Return the model with the least squares of relative errors, each number changed in turn.
+
+    Args:
+        cases: Of one hook.
+        kernels: As measured alone.
+        starting: As in :class:`Worker`.
+        rounds: Of changes, each with steps half as long as the one before, if none helped.
+    """
+    model, step = Model(), 0.4
+    names = list(asdict(model))
+
+    def loss(tried: Model) -> float:
+        found = [math.log(tried.seconds(case, kernels, starting) / case.seconds) for case in cases]
+        return sum(min(one * one, 0.25) for one in found)  # one disturbed time must not bend the rest
+
+    best = loss(model)
+    for _ in range(rounds):
+        before = best
+        for name in names:
+            for factor in (1 + step, 1 / (1 + step)):
+                value = getattr(model, name) * factor
+                low, high = _BOUNDS.get(name, (0.0, math.inf))
+                if not low <= value <= high:
+                    continue
+                tried = replace(model, **{name: value})
+                if (found := loss(tried)) < best:
+                    model, best = tried, found
+                    break
+        if best > 0.97 * before:
+            step /= 2
+            if step < 0.01:
+                break
+    return model
+
+
+def compare(
+    model: Model, cases: Iterable[Case], kernels: Mapping[str, KernelCost], starting: float
+) -> list[dict[str, Any]]:
+    """Return what was measured, what the model says, and the ratio, of each case."""
+    rows = []
+    for case in cases:
+        found = model.seconds(case, kernels, starting)
+        rows.append({**asdict(case), "model": found, "ratio": found / case.seconds})
+    return rows
+
+
+def fit_kernels(points: Sequence[Mapping[str, Any]]) -> dict[str, KernelCost]:
+    """Return the planes through the kernels' points: seconds for a call, a message and a value."""
+    found = {}
+    for kernel in {point["kernel"]: None for point in points}:
+        own = [point for point in points if point["kernel"] == kernel]
+        columns = np.array([[1.0, point["messages"], point["values"]] for point in own])
+        seconds = np.array([point["seconds"] for point in own])
+        several = len({point["messages"] for point in own}) > 1
+        used = [0, 1, 2] if several else [0, 2]
+        solved = np.zeros(3)
+        weights = 1 / seconds  # relative errors
+        solved[used] = np.linalg.lstsq(columns[:, used] * weights[:, None], seconds * weights, rcond=None)[0]
+        found[kernel] = KernelCost(*(max(0.0, float(part)) for part in solved))
+    return found

@@ -1,0 +1,228 @@
+"""The schedules of all ranks, played: who waits for whom, on which link, and for how long.
+
+Every rank has a thread that computes and starts messages, and one that takes them in. Messages queue where
+they leave and where they arrive: a node's link to others is shared by its ranks, each rank has its own way
+inside. A message arrives while it is still leaving: what is long takes its time once, not twice.
+
+All ranks do the same steps, so a step is played for all of them at once, in arrays.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from many_ranks.programs import Messages, Program, Start
+from many_ranks.recording import Begin, Compute, Wait
+
+from ddp_quant_hooks.measure.cost_model import Cluster, Machine, Worker
+
+__all__ = ["Ranks", "play"]
+
+Floats = npt.NDArray[np.float64]
+
+_IN_FLIGHT = 3
+"""Batches that may be on a link at a time: of later ones none starts before the first has arrived."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """How ranks differ from each other, and what they share.
+
+    Attributes:
+        cores: Of the processor, for each rank. From two on its threads run side by side; below, they take
+            turns, and below one, with those of other ranks.
+        late: Seconds after the first by which each rank begins a bucket; ``None``: at once.
+        slower: How many times as long each rank's work takes; ``None``: all alike.
+        ready: When each bucket is handed over, in seconds.
+    """
+
+    cores: float = 2.0
+    late: Floats | None = None
+    slower: Floats | None = None
+    ready: tuple[float, ...] = ()
+
+
+def play(
+    program: Program, cluster: Cluster, machine: Machine, worker: Worker, ranks: Ranks | None = None
+) -> Floats:
+    """Return when each rank has the mean of each bucket, [bucket, rank], in seconds.
+
+    Args:
+        program: What the ranks do.
+        cluster: Where; ``cluster.gbit`` is what the nodes' links carry, whatever ``machine`` says.
+        machine: Latency and processor.
+        worker: The ranks' own work.
+        ranks: How they differ.
+    """
+    ranks = ranks or Ranks()
+    late = np.zeros(program.world) if ranks.late is None else ranks.late
+    pace = max(1.0, 1 / ranks.cores) * (np.ones(program.world) if ranks.slower is None else ranks.slower)
+    network = _Network(cluster, machine, worker.starting, pace, alike=bool(np.ptp(late) + np.ptp(pace) == 0))
+    now, taken_in = late.copy(), np.zeros(program.world)
+    arrivals: dict[int, _Arrivals] = {}
+    ends: list[Floats] = []
+    for step in program.steps:
+        if isinstance(step, Begin):
+            if step.bucket:
+                ends.append(now.copy())
+            if step.bucket < len(ranks.ready):
+                now = np.maximum(now, late + ranks.ready[step.bucket])
+            now += worker.bucket * pace
+        elif isinstance(step, Compute):
+            now += worker.kernels[step.kernel].seconds(step.values, step.messages) * pace
+        elif isinstance(step, Start):
+            now, arrived = network.send(step.messages, now)
+            arrivals[step.number] = arrived
+            if ranks.cores >= 2:  # taken in at once, beside whatever is computed
+                taken_in = arrivals[step.number].taken_in(taken_in)
+                arrivals[step.number] = _Arrivals(taken_in, np.zeros(program.world))
+        elif isinstance(step, Wait):
+            now = arrivals.pop(step.number).taken_in(now)
+    return np.array([*ends, now])
+
+
+@dataclass(frozen=True)
+class _Arrivals:
+    """When the messages of a batch could be there, and what taking them in takes.
+
+    Attributes:
+        at_best: By the rank: when all are taken in if nothing else is in the way.
+        work: By the rank: seconds for all.
+    """
+
+    at_best: Floats
+    work: Floats
+
+    def taken_in(self, free: Floats) -> Floats:
+        """Return when all are taken in by threads that have time from ``free`` on."""
+        return np.maximum(free + self.work, self.at_best)
+
+
+class _Network:
+    """All links.
+
+    Args:
+        cluster: Of these nodes.
+        machine: With such links and processors.
+        starting: As in :class:`Worker`.
+        pace: How many times as long the processor's work takes, by the rank.
+        alike: Whether all ranks are; then nobody's messages come late.
+    """
+
+    def __init__(
+        self, cluster: Cluster, machine: Machine, starting: float, pace: Floats, *, alike: bool
+    ) -> None:
+        self._machine, self._pace = machine, pace
+        self._per_node = cluster.ranks_per_node
+        self._between = 8e-9 / cluster.gbit
+        self._flight = max(0.0, machine.latency - machine.cpu_per_message)
+        self._start = starting * machine.cpu_per_message
+        self._take = (1 - starting) * machine.cpu_per_message
+        world, nodes = cluster.world, cluster.nodes
+        window = 0 if alike else _IN_FLIGHT
+        self._leaving, self._coming = (
+            {True: _Queue(world, window), False: _Queue(nodes, window)} for _ in range(2)
+        )
+
+    def send(self, messages: Messages, now: Floats) -> tuple[Floats, _Arrivals]:
+        """Return when each rank has started its messages, and when those to it arrive."""
+        lengths = messages.bytes.astype(np.float64)
+        some = lengths > 0
+        # Receives are posted first, half of the work; what is sent is copied by who sends it.
+        half = 0.5 * self._machine.cpu_per_byte
+        each = self._pace[:, None] * (some * self._start / 2 + half * lengths)
+        posted = now + self._pace * some.sum(1) * self._start / 2
+        started = posted[:, None] + np.cumsum(each, axis=1)
+        came = self._through_links(messages, started, lengths, some)
+        got = _received(lengths, messages)
+        work = self._pace[:, None] * ((got > 0) * self._take + half * got)
+        if (order := _order(came)) is not None:
+            came, work = np.take_along_axis(came, order, 1), np.take_along_axis(work, order, 1)
+        total = work.sum(1)
+        behind = total[:, None] - (np.cumsum(work, axis=1) - work)
+        return started[:, -1], _Arrivals((came + behind).max(1), total)
+
+    def _through_links(
+        self, messages: Messages, started: Floats, lengths: Floats, some: npt.NDArray[np.bool_]
+    ) -> Floats:
+        """Return when each message to a rank has come, [rank, step]; those that are none, long ago."""
+        nodes = np.arange(len(started)) // self._per_node
+        inside = nodes[:, None] == nodes[messages.receivers]
+        came = np.full(started.shape, -np.inf)
+        for here in (True, False):
+            mine = some & (inside == here)
+            if not mine.any():
+                continue
+            per_byte = self._machine.inside if here else self._between
+            group = 1 if here else self._per_node
+            took = np.where(mine, lengths * per_byte, 0.0)
+            ready = np.where(mine, started, -np.inf)
+            left = self._leaving[here].serve(ready, took, group)
+            reached = _received(np.where(mine, left - took + self._flight, -np.inf), messages)
+            ended = self._coming[here].serve(reached, _received(took, messages), group)
+            came = np.where(_received(mine, messages), ended, came)
+        return came
+
+
+def _received(of_sent: npt.NDArray, messages: Messages) -> npt.NDArray:
+    """Return what is known of each message a rank sends, for those that it receives."""
+    return of_sent[messages.senders, np.arange(of_sent.shape[1])]
+
+
+class _Queue:
+    """Links that carry one message after another, whoever is there first.
+
+    Args:
+        links: Number of them.
+        window: So many of the last batches are looked at again with each new one: a message that is late
+            does not keep those that come before it, though their batch was started after it. 0: none is.
+    """
+
+    def __init__(self, links: int, window: int) -> None:
+        self._free = np.zeros(links)
+        self._window = window
+        self._last: deque[tuple[Floats, Floats]] = deque()
+
+    def serve(self, ready: Floats, took: Floats, group: int) -> Floats:
+        """Return when messages are through.
+
+        Args:
+            ready: When each could begin, [rank, step]; those that are none at -inf.
+            took: Seconds for each.
+            group: How many ranks share a link.
+        """
+        shape, links = ready.shape, len(ready) // group
+        ready, took = ready.reshape(links, -1), took.reshape(links, -1)
+        before = list(self._last)
+        all_ready = np.concatenate([*(one for one, _ in before), ready], axis=1)
+        all_took = np.concatenate([*(one for _, one in before), took], axis=1)
+        if (order := _order(all_ready)) is None:
+            through = _in_turn(all_ready, all_took, self._free)
+        else:
+            through = np.empty_like(all_ready)
+            all_ready, all_took = (np.take_along_axis(one, order, 1) for one in (all_ready, all_took))
+            np.put_along_axis(through, order, _in_turn(all_ready, all_took, self._free), 1)
+        self._last.append((ready, took))
+        if len(self._last) > self._window:
+            first_ready, first_took = self._last.popleft()
+            width = first_ready.shape[1]
+            done = through[:, :width]
+            self._free = np.maximum(self._free, np.where(first_took > 0, done, 0.0).max(1))
+        return through[:, -ready.shape[1] :].reshape(shape)
+
+
+def _order(times: Floats) -> npt.NDArray[np.intp] | None:
+    """Return the order of times in each row; ``None`` if that is how they stand."""
+    if (times[:, 1:] >= times[:, :-1]).all():
+        return None
+    return np.argsort(times, axis=1, kind="stable")
+
+
+def _in_turn(ready: Floats, took: Floats, free: Floats) -> Floats:
+    """Return when each is done of those that queue in this order, [link, place]."""
+    total = np.cumsum(took, axis=1)
+    begun = np.maximum(np.maximum.accumulate(ready - (total - took), axis=1), free[:, None])
+    return begun + total

@@ -1,0 +1,167 @@
+"""How the ranks that average share the work: in which levels, and how much of a bucket at a time.
+
+Only numbers that all ranks know decide, so that all decide alike; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from operator import mul
+
+from ddp_quant_hooks.chunks import Span, shards
+
+__all__ = ["Levels", "chunk_values", "least_bytes", "looks_at_hosts", "plan_levels"]
+
+_CHUNK_ELEMENTS = 5 << 18
+"""About so many values are on the wire at a time, one such chunk behind another: five of a 25 MiB bucket.
+Shorter ones cost more messages (four loopback ranks took 20 % longer with half as many), longer ones more
+memory and more time in which the wire idles (4 % on 1 Gbit/s with twice as many)."""
+
+_PEERS_OF_A_CHUNK = 19
+"""A rank with more peers has longer chunks in proportion: a message keeps 64 Ki values as long as the bucket
+allows, and a larger group takes no more messages for each of its ranks than a ring would."""
+
+_LONGEST_CHUNK = 1 << 23
+"""More than a bucket of 25 MiB has; it bounds the memory for larger tensors."""
+
+_CHUNK_ELEMENTS_ON_STREAMS = 1 << 26
+"""The same where the host only enqueues: kernels are so much faster than the wire that nothing is gained by
+shorter chunks, and each costs launches. It bounds the memory for a very large bucket."""
+
+_DIRECT = 16
+"""Up to so many ranks every one sends to every other."""
+
+_MOST_LEVELS = 3
+
+_LEAST_LAST = 8
+"""So many ranks at least are in a row of the last level. What the means of rows lose is averaged there: with
+eight they add at most 1 / 8 + 1 / 16 to the mean square of what the last rounding loses: 9 % of error."""
+
+_EXACT_BYTES_PER_RANK, _MOST_EXACT_BYTES = 1 << 17, 1 << 20
+"""On loopback 8 bits took 1.2 of fp32's time for 256 KiB on two ranks and 0.9 for 1 MiB; on eight, 1.5 for
+512 KiB and 0.9 for 4 MiB."""
+
+_SECONDS_PER_MESSAGE = 60e-6
+"""CPU of a rank to send one and to receive one, less than 64 KiB on loopback: 60 to 90 microseconds."""
+
+_SECONDS_PER_LEVEL = 200e-6
+"""Two more messages that follow one another, and a kernel between them."""
+
+_SECONDS_PER_VALUE = 2e-9
+"""To encode or decode it, on one thread, while the wire waits for it."""
+
+
+@dataclass(frozen=True)
+class Levels:
+    """Ranks in rows, rows of rows, and so on: what is averaged in a row is averaged between rows.
+
+    A row of the first level is of consecutive ranks. In each level a rank has the same place in its row as
+    those that it exchanges with in the next level have in theirs: its peers there own the same shard.
+
+    Attributes:
+        sizes: How many ranks a row of each level has. They multiply to all ranks.
+    """
+
+    sizes: tuple[int, ...]
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are in all."""
+        return math.prod(self.sizes)
+
+    @property
+    def peers(self) -> int:
+        """To how many others a rank sends: one message each way for each chunk."""
+        return sum(size - 1 for size in self.sizes)
+
+    def rows(self, rank: int) -> list[list[int]]:
+        """Return the ranks of this rank's row in each level, itself too, in the order of their shards."""
+        strides = list(accumulate(self.sizes, mul, initial=1))
+        return [
+            [rank + (place - rank // stride % size) * stride for place in range(size)]
+            for size, stride in zip(self.sizes, strides, strict=False)
+        ]
+
+    def shards(self, chunk: Span, rank: int, block_size: int) -> list[Span]:
+        """Return the shard of a chunk that this rank averages in each level, part of the one before."""
+        found, whole = [], chunk
+        for size, row in zip(self.sizes, self.rows(rank), strict=True):
+            whole = shards(whole, size, block_size)[row.index(rank)]
+            found.append(whole)
+        return found
+
+
+def chunk_values(levels: Levels, *, on_streams: bool, others: int = 0) -> int:
+    """Return about how many values are averaged at a time.
+
+    Args:
+        levels: Of the ranks.
+        on_streams: The host only enqueues.
+        others: To how many more a rank sends its values.
+    """
+    if on_streams:
+        return _CHUNK_ELEMENTS_ON_STREAMS
+    peers = max(levels.peers + others, _PEERS_OF_A_CHUNK)
+    return min(_CHUNK_ELEMENTS * peers // _PEERS_OF_A_CHUNK, _LONGEST_CHUNK)
+
+
+def least_bytes(ranks: int) -> int:
+    """Return below how many bytes a bucket is averaged exactly: the wire would not gain what messages cost.
+
+    DDP's first bucket of 1 MiB is never that small.
+    """
+    return min(_EXACT_BYTES_PER_RANK * ranks, _MOST_EXACT_BYTES)
+
+
+def looks_at_hosts(ranks: int) -> bool:
+    """Tell whether the levels of so many ranks depend on which of them are on one host."""
+    return ranks > _DIRECT
+
+
+@lru_cache(maxsize=4096)
+def plan_levels(ranks: int, values: int, ranks_per_host: int = 1) -> Levels:
+    """Return the levels in which a bucket takes the least time, by the costs that were measured.
+
+    Args:
+        ranks: How many average.
+        values: Of the bucket.
+        ranks_per_host: So many consecutive ones are on one host, if that is known: the first levels stay
+            inside of hosts then.
+
+    A prime number of ranks, or one of small factors only such as 25 or 49, makes no rows: all are direct.
+    """
+    direct = Levels((ranks,))
+    if ranks <= _DIRECT:
+        return direct
+    possible = [
+        Levels(sizes)
+        for sizes in _factors(ranks, _MOST_LEVELS)
+        if len(sizes) == 1 or sizes[-1] >= _LEAST_LAST
+    ]
+    if 1 < ranks_per_host < ranks and ranks % ranks_per_host == 0:
+        inside = [levels for levels in possible if ranks_per_host in accumulate(levels.sizes, mul)]
+        possible = inside or possible
+    return min(possible, key=lambda levels: (_seconds(levels, values), levels.sizes))
+
+
+def _seconds(levels: Levels, values: int) -> float:
+    """Estimate what depends on the levels: bytes do not."""
+    chunks = -(-values // chunk_values(levels, on_streams=False))
+    of_chunk = 2 * levels.peers * _SECONDS_PER_MESSAGE + len(levels.sizes) * _SECONDS_PER_LEVEL
+    means_between: float = sum(values / ranks for ranks in list(accumulate(levels.sizes, mul))[:-1])
+    return chunks * of_chunk + (values / chunks + means_between) * _SECONDS_PER_VALUE
+
+
+def _factors(number: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Give all ways to write a number as a product of at most so many factors above one, in any order."""
+    yield (number,)
+    if most == 1:
+        return
+    small = [first for first in range(2, math.isqrt(number) + 1) if number % first == 0]
+    for first in sorted({*small, *(number // other for other in small)}):
+        for rest in _factors(number // first, most - 1):
+            yield (first, *rest)
