@@ -94,8 +94,8 @@ def test_a_resumed_choice_is_the_uninterrupted_run(world_size, models):
 
 
 def _in_the_middle(rank):
-    def make():
-        return AutoState(candidates={"slow": exact(SECONDS), "fast": quantized()})
+    def make():  # two rounds, however busy the machine is
+        return AutoState(candidates={"slow": exact(SECONDS), "fast": quantized()}, most_passes=27)
 
     run = Training(make())
     for _ in range(9):
