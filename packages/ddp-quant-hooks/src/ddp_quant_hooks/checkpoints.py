@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks import saved as saved_residuals
+from ddp_quant_hooks import sent_residuals
 from ddp_quant_hooks.bound_model import BoundModel
 from ddp_quant_hooks.feedback import Feedback
 from ddp_quant_hooks.saved import SavedResiduals
@@ -139,8 +140,7 @@ class ResidualCheckpoints(BoundModel):
             problem = error
         self._agree(f"gather_state_dict(dst={dst})", problem)
         group = self.process_group
-        everyone: list[Any] | None = [None] * group.size() if dist.get_rank() == dst else None
-        dist.gather_object(own, everyone, dst=dst, group=group)
+        everyone = sent_residuals.gather(group, own, dst)
         if everyone is None:
             return None
         return {"version": saved_residuals.VERSION, "world_size": group.size(), "ranks": everyone}
@@ -166,20 +166,23 @@ class ResidualCheckpoints(BoundModel):
             Collective: every rank of the group must call it. ``src`` sends all residuals.
         """
         group = self.process_group
-        parts: list[Any] | None = None
+        data: list[torch.Tensor] = []
         problem: Exception | None = None
         try:
             self._require_member("src", src)
             if dist.get_rank() == src:
-                parts = _parts(gathered, group.size())
+                data = sent_residuals.written(_parts(gathered, group.size()), group)
         except (TypeError, ValueError) as error:
             problem = error
         self._agree(f"scatter_state_dict(src={src})", problem)
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, parts, src=src, group=group)
+        mine: Any = None
         checked: SavedResiduals | None = None
         try:
-            checked = self.checked(mine[0], model)
+            mine = sent_residuals.scatter(group, data, src)
+        except ValueError as error:
+            problem = error
+        try:
+            checked = None if problem is not None else self.checked(mine, model)
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
         self._agree("", problem)
