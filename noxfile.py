@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 from pathlib import Path
@@ -160,6 +161,20 @@ def lowest(session: nox.Session) -> None:
     editable = [arg for package in PACKAGES for arg in ("-e", f"packages/{package}[test]")]
     session.install("--resolution=lowest-direct", *editable, env=ENV)
     session.run("pytest", *(session.posargs or TESTS), env=ENV)
+
+
+@nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Every property test with new random examples: ``-- --minutes 60 [--results FILE] [PYTEST ARGUMENTS]``."""
+    install(session)
+    parser = argparse.ArgumentParser(prog="nox -s fuzz --", allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--results", type=Path, help="a JSON file of what was tried")
+    options, others = parser.parse_known_args(session.posargs)
+    env = {**ENV, "PYTHONPATH": str(ROOT), "FUZZ_MINUTES": str(options.minutes)}
+    if options.results:
+        env["FUZZ_RESULTS"] = str(options.results.absolute())
+    session.run("python", "-m", "pytest", "-p", "integration_tests.fuzzing", *(others or TESTS), env=env)
 
 
 @nox.session(default=False)
