@@ -1,7 +1,7 @@
 """Hypothesis for a while: a pytest plugin behind ``nox -s fuzz``, which keeps property tests only.
 
-Each gets an equal share of ``FUZZ_MINUTES`` and is called again, with other random examples, until it is over. The
-first failure of a test ends its turn: Hypothesis prints the smallest example that it found, and how to repeat it.
+Each gets an equal share of ``FUZZ_MINUTES`` and is called again, with other random examples, until that is
+over. A failure ends its turn: Hypothesis prints the smallest example that it found, and how to repeat it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             derandomize=False,
             database=None,
             print_blob=True,
-            phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
+            phases=set(here.phases) - {Phase.reuse},
             suppress_health_check=list(HealthCheck),
         )
 

@@ -13,6 +13,7 @@ from ddp_quant_hooks import saved as saved_residuals
 from ddp_quant_hooks import sent_residuals
 from ddp_quant_hooks.bound_model import BoundModel
 from ddp_quant_hooks.feedback import Feedback
+from ddp_quant_hooks.plain_checks import alike
 from ddp_quant_hooks.saved import SavedResiduals
 from ddp_quant_hooks.tensor_buckets import StandIns
 from dist_utils.process_groups import TensorClaim, collective_device, require_same_tensors
@@ -195,8 +196,11 @@ class ResidualCheckpoints(BoundModel):
         if self.feedback.step_is_open:
             raise RuntimeError("load_state_dict() inside of step(): call it between two steps")
         saved_residuals.require_equal(state, self._identity())
-        if None not in (self.places, places := state.get("places")) and places != self.places:
-            raise ValueError(f"the residuals are of shards {places!r}, but this rank has {self.places!r}")
+        places = saved_residuals.places_of(state)
+        if None not in (self.places, places) and places != self.places:
+            raise ValueError(
+                f"the residuals are of shards {places!r:.200}, but this rank has {self.places!r}"
+            )
         keys = saved_residuals.keys_of(state)
         if keys is None:
             known = self._parameters_of(model, "load_state_dict")
@@ -246,11 +250,11 @@ def _parts(gathered: object, world_size: int) -> list[Any]:
             f"scatter_state_dict() takes what gather_state_dict() returned, got a {type(gathered).__name__}"
         )
     ranks = gathered.get("ranks")
-    if gathered.get("version") != saved_residuals.VERSION or not isinstance(ranks, list):
+    if not alike(gathered.get("version"), saved_residuals.VERSION) or not isinstance(ranks, list):
         raise ValueError(
             f"these are no gathered residuals of version {saved_residuals.VERSION} of the format, but of "
-            f"{gathered.get('version')!r}"
+            f"{gathered.get('version')!r:.200}"
         )
-    if not len(ranks) == gathered.get("world_size") == world_size:
+    if len(ranks) != world_size or not alike(gathered.get("world_size"), world_size):
         raise ValueError(f"these are the residuals of {len(ranks)} ranks, but the group has {world_size}")
     return ranks

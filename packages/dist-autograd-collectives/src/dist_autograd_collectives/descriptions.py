@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dist_autograd_collectives.calls import Call, Members
+from dist_autograd_collectives.failures import CollectiveError
 from dist_autograd_collectives.started import Handle
 from dist_autograd_collectives.steps import Step
 from dist_utils import resolve_group
@@ -47,6 +48,12 @@ def describe(header: list[int], who: Members, root: int) -> Handle[torch.Tensor]
     def stand_in(described: torch.Tensor) -> torch.Tensor:
         # Up to torch 2.9 tolist() does not see through torch.func.grad.
         dtype, place, ndim, *shape = (int(number) for number in described)
+        known = 0 <= dtype < len(_DTYPES) and 0 <= place < len(types) and 0 <= ndim <= len(shape)
+        if not known or min(shape, default=0) < 0:
+            raise CollectiveError(
+                f"scatter: the source describes what it sends as {[dtype, place, ndim, *shape[:4]]} ..., "
+                "which is no description: does it have the same version of this package?"
+            )
         there = torch.device(types[place])
         if there.type != "cpu":
             there = torch.device(there.type, torch.get_device_module(there).current_device())
