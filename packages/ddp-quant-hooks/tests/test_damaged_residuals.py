@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 import random
 
 import torch
@@ -16,8 +15,6 @@ from ddp_quant_hooks import AutoState, QuantizedAllreduceState, all_reduce, auto
 from dist_utils.testing import run_ranks, same_bits
 
 REFUSED = (TypeError, ValueError)
-UNREADABLE = (pickle.UnpicklingError, RuntimeError, EOFError, LookupError, *REFUSED)
-"""What ``torch.load(weights_only=True)`` raises of bytes that are no file of its own."""
 CASES = 150
 
 
@@ -107,7 +104,7 @@ def mutants(saved, random):
             cut = random.choice([len(data), len(data), random.randrange(len(data))])
             try:
                 wrong = torch.load(io.BytesIO(bytes(data[:cut])), weights_only=True)
-            except UNREADABLE:
+            except Exception:  # noqa: BLE001 - torch raises nearly anything of such bytes
                 continue
         else:
             for _ in range(random.choice([1, 1, 1, 2, 5])):

@@ -141,7 +141,9 @@ def _residuals_of_peers(rank, seed):
     group, own = dist.group.WORLD, {"rank": rank, "own": {"a": torch.arange(3.0)}}
     written, tell = sent_residuals._written, sent_residuals.all_gather_plain
     payloads = [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in (1, 99, 5000)]
-    for payload in [*payloads, _pickled()]:
+    # The last one ends torch's own reader in the middle of a number.
+    short = torch.tensor([0x80, 2, 0x47, 1], dtype=torch.uint8)
+    for payload in [*payloads, _pickled(), short]:
         if rank == HOSTILE:
             sent_residuals._written = lambda part, group, payload=payload: payload
             assert sent_residuals.gather(group, own, 0) is None

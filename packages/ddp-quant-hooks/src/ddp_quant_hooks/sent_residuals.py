@@ -102,5 +102,5 @@ def _read(room: torch.Tensor, rank: int) -> Any:
         return torch.load(
             io.BytesIO(ctypes.string_at(on_host.data_ptr(), on_host.numel())), weights_only=True
         )
-    except (pickle.UnpicklingError, RuntimeError, ValueError, TypeError, LookupError, EOFError) as error:
+    except Exception as error:  # of made-up bytes it raises nearly anything, struct.error too
         raise ValueError(f"rank {rank} sent what are no saved residuals: {error!r:.200}") from error
