@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
+import shutil
 from pathlib import Path
 
 import nox
@@ -163,8 +165,22 @@ def lowest(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def fuzz(session: nox.Session) -> None:
+    """Every property test with new random examples: ``-- --minutes 60 --results FILE PYTEST-ARGUMENTS``."""
+    install(session)
+    parser = argparse.ArgumentParser(prog="nox -s fuzz --", allow_abbrev=False)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--results", type=Path, help="a JSON file of what was tried")
+    options, others = parser.parse_known_args(session.posargs)
+    env = {**ENV, "PYTHONPATH": str(ROOT), "FUZZ_MINUTES": str(options.minutes)}
+    if options.results:
+        env["FUZZ_RESULTS"] = str(options.results.absolute())
+    session.run("python", "-m", "pytest", "-p", "integration_tests.fuzzing", *(others or TESTS), env=env)
+
+
+@nox.session(default=False)
 def sanitize(session: nox.Session) -> None:
-    """The compiled kernels under AddressSanitizer and UndefinedBehaviorSanitizer; needs GCC."""
+    """The compiled kernels under sanitizers (address, undefined, thread) and valgrind; needs GCC."""
     install(session, packages=needed("ddp-quant-hooks"))
     folder = ROOT / "packages/ddp-quant-hooks"
     library = Path(session.create_tmp()) / "cpu_kernels.so"
@@ -181,6 +197,14 @@ def sanitize(session: nox.Session) -> None:
     }
     tests = [str(path) for path in sorted(folder.glob("tests/test_kernel_*.py"))]
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=env)
+    # Without Python, which has races and losses of its own.
+    driver = str(Path(session.create_tmp()) / "kernel_driver")
+    build = ["python", str(folder / "build_cpu_kernels.py"), driver, "--driver", "-g"]
+    session.run(*build, "-fsanitize=thread")
+    session.run(driver, "1", "3", "1500000", external=True)  # so many values that there are four threads
+    if shutil.which("valgrind"):
+        session.run(*build)
+        session.run("valgrind", "--quiet", "--error-exitcode=9", driver, "2", "20", "3000", external=True)
 
 
 @nox.session

@@ -41,11 +41,24 @@ from releasing.workspace import (
 NEWEST, OLDEST = "newest", "oldest"
 # Of the machine that builds. Every torch that is supported needs it, too.
 MANYLINUX = f"manylinux_2_28_{platform.machine()}"
+BUILD = [
+    "uv",
+    "build",
+    "--quiet",
+    "--build-constraint",
+    str(Path(__file__).with_name("build-requirements.txt")),
+]
+FILE_DATES = "1580601600"  # hatchling's own default
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables for a build: the same sources give the same bytes, whenever and by whomever."""
+    return {"SOURCE_DATE_EPOCH": FILE_DATES, **os.environ}
 
 
 def build_sdist(root: Path, package: Package, folder: Path) -> Path:
     """Build the sdist of the checkout's ``package`` in ``folder`` and return it."""
-    run(["uv", "build", "--quiet", "--sdist", "--out-dir", str(folder), package.folder], root)
+    run([*BUILD, "--sdist", "--out-dir", str(folder), package.folder], root, env=_environment())
     return folder / f"{package.module}-{tree_version(package, root)}.tar.gz"
 
 
@@ -60,8 +73,8 @@ def build_wheel(sdist: Path, folder: Path) -> Path:
     """
     made = folder / "made"
     shutil.rmtree(made, ignore_errors=True)
-    env = {**os.environ, "DDP_QUANT_HOOKS_BUILD": "require"}
-    run(["uv", "build", "--quiet", "--wheel", "--out-dir", str(made), str(sdist)], sdist.parent, env=env)
+    env = _environment() | {"DDP_QUANT_HOOKS_BUILD": "require"}
+    run([*BUILD, "--wheel", "--out-dir", str(made), str(sdist)], sdist.parent, env=env)
     (wheel,) = made.glob("*.whl")
     if "-linux_" in wheel.name:
         tagged = folder / "tagged"

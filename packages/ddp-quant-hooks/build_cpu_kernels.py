@@ -20,8 +20,11 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 LIBRARY = "ddp_quant_hooks/kernels/cpu_kernels.so"
 SOURCE = "src/ddp_quant_hooks/csrc/cpu_kernels.cpp"
 
+DRIVER = "tests/kernel_driver.cpp"
+"""A program with the kernels in it, for tools that see every memory access."""
+
 FLAGS = [
-    *("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"),
     # One rounding per operator, on every processor.
     "-ffp-contract=off",
     # Neither changes a result; without them no comparison of floats becomes vector code.
@@ -31,7 +34,9 @@ FLAGS = [
 ]
 
 
-def compile_library(folder: Path, output: Path, extra: tuple[str, ...] = ()) -> None:
+def compile_library(
+    folder: Path, output: Path, extra: tuple[str, ...] = ("-shared",), source: str = SOURCE
+) -> None:
     """Compile the kernels of the package in ``folder`` to ``output``.
 
     Raises:
@@ -46,7 +51,7 @@ def compile_library(folder: Path, output: Path, extra: tuple[str, ...] = ()) -> 
     arguments = chosen.split()[1:] if chosen else []
     # Under another name first: a library that a process has loaded must not change under it.
     part = output.with_suffix(f".{os.getpid()}.part")
-    command = [compiler, *arguments, *FLAGS, *extra, str(folder / SOURCE), "-o", str(part)]
+    command = [compiler, *arguments, *FLAGS, *extra, str(folder / source), "-o", str(part)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - the user's compiler
         part.replace(output)
@@ -92,5 +97,8 @@ class CpuKernels(BuildHookInterface[Any]):
             shutil.rmtree(self.made, ignore_errors=True)
 
 
-if __name__ == "__main__":  # python build_cpu_kernels.py OUTPUT [FLAG ...]
-    compile_library(Path(__file__).parent, Path(sys.argv[1]), tuple(sys.argv[2:]))
+if __name__ == "__main__":  # python build_cpu_kernels.py OUTPUT [--driver] [FLAG ...]
+    chosen = [flag for flag in sys.argv[2:] if flag != "--driver"]
+    source = DRIVER if "--driver" in sys.argv else SOURCE
+    kind = [] if "--driver" in sys.argv else ["-shared"]
+    compile_library(Path(__file__).parent, Path(sys.argv[1]), (*kind, *chosen), source)

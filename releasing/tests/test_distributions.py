@@ -1,16 +1,20 @@
 """Wheels beside the checkout's or released siblings, and tests of an sdist with what they need."""
 
+import os
+import shutil
 import sys
 
 import pytest
+from packaging.requirements import Requirement
 from small_repository import commit, write_package
 
 from releasing import distributions
 from releasing.commands import CommandError, run
 from releasing.trials import Environment
-from releasing.workspace import Package, packages
+from releasing.workspace import ROOT, Package, packages, tomllib
 
 UPPER = Package("upper")
+PINS = (ROOT / "releasing/build-requirements.txt").read_text().splitlines()
 
 
 def test_tests_of_an_sdist_find_the_siblings_that_only_they_need(repository, tmp_path):
@@ -75,3 +79,25 @@ def test_tests_of_an_sdist_need_a_torch(tmp_path, capsys):
     with pytest.raises(SystemExit):
         distributions.main(["dist-utils", "--scratch", str(tmp_path), "--test-sdist"])
     assert "--test-sdist needs --torch" in capsys.readouterr().err
+
+
+def test_the_same_sources_give_the_same_bytes(repository, tmp_path, monkeypatch):
+    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
+    built = []
+    for name in ("one", "two"):
+        sources = tmp_path / name / "sources"
+        shutil.copytree(repository, sources)
+        for number, path in enumerate(sorted(sources.rglob("*.py"))):
+            os.utime(path, (number + 1e9, number + 1e9 + len(built)))
+        sdist = distributions.build_sdist(sources, UPPER, tmp_path / name)
+        wheel = distributions.build_wheel(sdist, tmp_path / name)
+        built.append([sdist.read_bytes(), wheel.read_bytes()])
+    assert built[0] == built[1]
+
+
+def test_what_builds_is_pinned():
+    """Every build requirement of a package, exactly."""
+    pinned = {Requirement(line).name for line in PINS if "==" in line and not line.startswith("#")}
+    for package in packages():
+        project = tomllib.loads((ROOT / package.folder / "pyproject.toml").read_text())
+        assert {Requirement(text).name for text in project["build-system"]["requires"]} <= pinned

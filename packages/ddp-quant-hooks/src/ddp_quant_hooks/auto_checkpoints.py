@@ -16,6 +16,7 @@ from ddp_quant_hooks.bound_model import BoundModel
 from ddp_quant_hooks.candidates import Candidate
 from ddp_quant_hooks.checkpoints import ResidualCheckpoints
 from ddp_quant_hooks.passes import value_count
+from ddp_quant_hooks.plain_checks import alike, dict_of, list_of, named_lengths, whole_number
 from dist_utils.torch_compat import inside_backward
 
 __all__ = ["AutoCheckpoints"]
@@ -106,24 +107,24 @@ class AutoCheckpoints(BoundModel):
                 f"a choice is loaded from what state_dict() returned, got a {type(state).__name__}"
             )
         for name, value in self._identity().items():
-            if name not in state or state[name] != value:
+            if not alike(state.get(name), value):
                 raise ValueError(
-                    f"the choice is of {name} {state.get(name)!r}, but here it is {value!r}, on rank "
+                    f"the choice is of {name} {state.get(name)!r:.200}, but here it is {value!r}, on rank "
                     f"{self.process_group.rank()}"
                 )
         known = self._parameters_of(model, "load_state_dict")
-        if state["choice"] is None:
+        if "choice" in state and state["choice"] is None:
             self.close()
             self.passes.try_anew()
             return
         model = model if model is not None or self._model is None else self._model()
         try:
-            choice = Choice(**state["choice"])
-            since = int(state["passes"])
-            layout = [(size, list(names)) for size, names in state["buckets"]]
-            residuals = dict(state["states"])
+            choice, since = _choice(state["choice"]), whole_number(state["passes"], "passes")
+            rows = [list_of(row, object, "buckets") for row in list_of(state["buckets"], object, "buckets")]
+            layout = [(whole_number(size, "size"), named_lengths(names, "buckets")) for size, names in rows]
+            residuals = dict_of(state["states"], dict, "states")
             chosen = choice.assignment.names
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is no choice that state_dict() returned: {error!r}") from error
         states = {name: self.candidates[name].state for name in chosen & self.candidates.keys()}
         own = {name for name, inner in states.items() if isinstance(inner, ResidualCheckpoints)}
@@ -150,6 +151,20 @@ class AutoCheckpoints(BoundModel):
         }
 
 
+def _choice(saved: Any) -> Choice:
+    """Return a choice as it was saved. Raises ``KeyError`` or ``TypeError`` if that is something else."""
+    saved = dict_of(saved, object, "choice")
+    if not isinstance(saved["candidate"], str) or not isinstance(saved["why"], str):
+        raise TypeError(f"candidate and why must be strings, got {saved!r:.200}")
+    return Choice(
+        saved["candidate"],
+        dict_of(saved["by_size"], str, "by_size", keys=int),
+        dict_of(saved["seconds"], (float, int), "seconds"),
+        dict_of(saved["errors"], (float, int), "errors"),
+        saved["why"],
+    )
+
+
 def _written(layout: BucketLayout, known: Mapping[str, torch.Tensor]) -> list[Any]:
     names = {id(parameter): name for name, parameter in known.items()}
     written = []
@@ -166,7 +181,7 @@ def _written(layout: BucketLayout, known: Mapping[str, torch.Tensor]) -> list[An
     return written
 
 
-def _read(layout: list[tuple[int, list[Any]]], known: Mapping[str, torch.Tensor]) -> BucketLayout:
+def _read(layout: list[tuple[int, list[tuple[str, int]]]], known: Mapping[str, torch.Tensor]) -> BucketLayout:
     read: BucketLayout = []
     for size, row in layout:
         parameters = []

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks import saved as saved_residuals
+from ddp_quant_hooks import sent_residuals
 from ddp_quant_hooks.bound_model import BoundModel
 from ddp_quant_hooks.feedback import Feedback
+from ddp_quant_hooks.plain_checks import alike
 from ddp_quant_hooks.saved import SavedResiduals
 from ddp_quant_hooks.tensor_buckets import StandIns
 from dist_utils.process_groups import TensorClaim, collective_device, require_same_tensors
@@ -140,8 +142,7 @@ class ResidualCheckpoints(BoundModel):
             problem = error
         self._agree(f"gather_state_dict(dst={dst})", problem)
         group = self.process_group
-        everyone: list[Any] | None = [None] * group.size() if dist.get_rank() == dst else None
-        dist.gather_object(own, everyone, dst=dst, group=group)
+        everyone = sent_residuals.gather(group, own, dst)
         if everyone is None:
             return None
         return {"version": saved_residuals.VERSION, "world_size": group.size(), "ranks": everyone}
@@ -167,20 +168,23 @@ class ResidualCheckpoints(BoundModel):
             Collective: every rank of the group must call it. ``src`` sends all residuals.
         """
         group = self.process_group
-        parts: list[Any] | None = None
+        data: list[torch.Tensor] = []
         problem: Exception | None = None
         try:
             self._require_member("src", src)
             if dist.get_rank() == src:
-                parts = _parts(gathered, group.size())
+                data = sent_residuals.written(_parts(gathered, group.size()), group)
         except (TypeError, ValueError) as error:
             problem = error
         self._agree(f"scatter_state_dict(src={src})", problem)
-        mine: list[Any] = [None]
-        dist.scatter_object_list(mine, parts, src=src, group=group)
+        mine: Any = None
         checked: SavedResiduals | None = None
         try:
-            checked = self.checked(mine[0], model)
+            mine = sent_residuals.scatter(group, data, src)
+        except ValueError as error:
+            problem = error
+        try:
+            checked = None if problem is not None else self.checked(mine, model)
         except (TypeError, ValueError, RuntimeError) as error:
             problem = error
         self._agree("", problem)
@@ -193,8 +197,11 @@ class ResidualCheckpoints(BoundModel):
         if self.feedback.step_is_open:
             raise RuntimeError("load_state_dict() inside of step(): call it between two steps")
         saved_residuals.require_equal(state, self._identity())
-        if None not in (self.places, places := state.get("places")) and places != self.places:
-            raise ValueError(f"the residuals are of shards {places!r}, but this rank has {self.places!r}")
+        places = saved_residuals.places_of(state)
+        if None not in (self.places, places) and places != self.places:
+            raise ValueError(
+                f"the residuals are of shards {places!r:.200}, but this rank has {self.places!r}"
+            )
         keys = saved_residuals.keys_of(state)
         if keys is None:
             known = self._parameters_of(model, "load_state_dict")
@@ -244,11 +251,11 @@ def _parts(gathered: object, world_size: int) -> list[Any]:
             f"scatter_state_dict() takes what gather_state_dict() returned, got a {type(gathered).__name__}"
         )
     ranks = gathered.get("ranks")
-    if gathered.get("version") != saved_residuals.VERSION or not isinstance(ranks, list):
+    if not alike(gathered.get("version"), saved_residuals.VERSION) or not isinstance(ranks, list):
         raise ValueError(
             f"these are no gathered residuals of version {saved_residuals.VERSION} of the format, but of "
-            f"{gathered.get('version')!r}"
+            f"{gathered.get('version')!r:.200}"
         )
-    if not len(ranks) == gathered.get("world_size") == world_size:
+    if len(ranks) != world_size or not alike(gathered.get("world_size"), world_size):
         raise ValueError(f"these are the residuals of {len(ranks)} ranks, but the group has {world_size}")
     return ranks

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ddp_quant_hooks.passes import value_count
+from ddp_quant_hooks.plain_checks import alike, dict_of, list_of, named_lengths, whole_number
 from ddp_quant_hooks.residuals import RESIDUAL_DTYPE
 from ddp_quant_hooks.wire_format import is_integer
 
 if TYPE_CHECKING:
     from ddp_quant_hooks.feedback import Feedback
 
-__all__ = ["VERSION", "Lengths", "SavedResiduals", "keys_of", "read", "require_equal", "write"]
+__all__ = ["VERSION", "Lengths", "SavedResiduals", "keys_of", "places_of", "read", "require_equal", "write"]
 
 VERSION = 2
 """Of the format. Version 1 knew residuals by buckets only. The tensors of version 2 are of any floating-point
@@ -107,17 +108,19 @@ def require_equal(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` unless what was saved is what it is ``here``, the format's version first."""
     if not isinstance(saved, dict):
         raise TypeError(f"residuals are loaded from what state_dict() returned, got a {type(saved).__name__}")
-    if saved.get("version") != VERSION:
+    if not alike(saved.get("version"), VERSION):
         raise ValueError(
-            f"the residuals are of version {saved.get('version')!r} of the format, and this release reads "
-            f"version {VERSION} only: go on without them, or save them again with it"
+            f"the residuals are of version {saved.get('version')!r:.200} of the format, and this release "
+            f"reads version {VERSION} only: go on without them, or save them again with it"
         )
     known = {**_BEFORE, **saved}
     for name, value in here.items():
-        if name not in known or known[name] != value:
-            hint = f": give {name}={known[name]!r} to go on" if known.get(name) and name in _GIVEN else ""
+        if not alike(known.get(name), value):
+            hint = (
+                f": give {name}={known[name]!r:.200} to go on" if known.get(name) and name in _GIVEN else ""
+            )
             raise ValueError(
-                f"the residuals are of {name} {known.get(name)!r}, but here it is {value!r}, on rank "
+                f"the residuals are of {name} {known.get(name)!r:.200}, but here it is {value!r}, on rank "
                 f"{here.get('rank')}{hint}"
             )
 
@@ -134,8 +137,21 @@ def keys_of(saved: Mapping[str, Any]) -> dict[str, int] | None:
     if not isinstance(keys, dict) or not all(
         isinstance(key, str) and is_integer(count) and count >= 0 for key, count in keys.items()
     ):
-        raise ValueError(f"these are no residuals that state_dict() returned: their keys are {keys!r}")
+        raise ValueError(f"these are no residuals that state_dict() returned: their keys are {keys!r:.200}")
     return keys
+
+
+def places_of(saved: Mapping[str, Any]) -> list[str] | None:
+    """Return where FSDP's shards are in the mesh, ``None`` for other residuals.
+
+    Raises:
+        ValueError: There is something else.
+    """
+    places = saved.get("places")
+    try:
+        return None if places is None else list_of(places, str, "places")
+    except TypeError as error:
+        raise ValueError(f"these are no residuals that state_dict() returned: {error!r}") from error
 
 
 def read(
@@ -147,18 +163,26 @@ def read(
         ValueError: Something is missing, or of another length than here.
     """
     try:
-        own, buckets, steps = saved["own"], saved["buckets"], int(saved["steps"])
+        steps, own = whole_number(saved["steps"], "steps"), dict_of(saved["own"], object, "own")
         rows = [
-            (list(row["parameters"]), int(row["chunk_values"]), row["own"], row["shard"]) for row in buckets
+            (
+                named_lengths(row["parameters"], "parameters"),
+                whole_number(row["chunk_values"], "chunk_values"),
+                row["own"],
+                row["shard"],
+            )
+            for row in list_of(saved["buckets"], dict, "buckets")
         ]
-        pairs = list(own.items())
-        strides = {name: tuple(stride) for name, stride in saved.get("strides", {}).items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        strides = {
+            name: tuple(whole_number(one, "strides") for one in stride)
+            for name, stride in dict_of(saved.get("strides", {}), tuple, "strides").items()
+        }
+    except (KeyError, TypeError) as error:
         raise ValueError(f"these are no residuals that state_dict() returned: {error!r}") from error
     read_own = []
-    for name, lost in pairs:
+    for name, lost in own.items():
         parameter = _parameter(name, lost.numel() if isinstance(lost, torch.Tensor) else -1, names)
-        read_own.append((parameter, _reordered(_tensor(name, lost), strides.get(name), parameter)))
+        read_own.append((parameter, _reordered(_tensor(name, lost), strides.get(name), parameter, name)))
     read_buckets = []
     seen: set[str] = set()
     for position, (row, chunk_values, bound, shard) in enumerate(rows):
@@ -189,7 +213,7 @@ def read(
 def _parameter(name: str, length: int, names: Mapping[str, torch.Tensor]) -> torch.Tensor:
     if name not in names or value_count(names[name]) != length:
         here = "not there" if name not in names else f"{value_count(names[name])} long here"
-        raise ValueError(f"the residuals are of a parameter {name!r} of {length} values, {here}")
+        raise ValueError(f"the residuals are of a parameter {name!r:.200} of {length} values, {here}")
     return names[name]
 
 
@@ -212,15 +236,36 @@ def _memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def _reordered(lost: torch.Tensor, saved: tuple[int, ...] | None, parameter: torch.Tensor) -> torch.Tensor:
+def _reordered(
+    lost: torch.Tensor, saved: tuple[int, ...] | None, parameter: torch.Tensor, name: str
+) -> torch.Tensor:
     """Return what was lost in the order of the parameter's memory here, which may be channels_last."""
     here, shape, count = _memory_order(parameter), parameter.shape, parameter.numel()
-    if saved is None or saved == here or len(saved) != len(here) or count == 0:
+    if saved is None or saved == here or count == 0:
         return lost
+    if not _without_gaps(shape, saved):
+        raise ValueError(
+            f"the residual {name!r} was saved with strides {saved}, which a parameter of shape "
+            f"{tuple(shape)} cannot have had"
+        )
     places = torch.arange(count).as_strided(shape, saved)
     order = torch.empty(count, dtype=torch.long)
     order.as_strided(shape, here).copy_(places)
     return lost.view(count, -1)[order].view(-1)
+
+
+def _without_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether elements of a shape lie one behind another in memory, in some order of dimensions."""
+    if len(shape) != len(strides):
+        return False
+    expected = 1
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _on_cpu(values: torch.Tensor) -> torch.Tensor:

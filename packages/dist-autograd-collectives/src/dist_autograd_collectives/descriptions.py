@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from dist_autograd_collectives.calls import Call, Members
+from dist_autograd_collectives.failures import CollectiveError
 from dist_autograd_collectives.linear import Flight
 from dist_utils import resolve_group
 from dist_utils.process_groups import collective_device, device_types
@@ -52,8 +53,15 @@ def describe(header: list[int], who: Members, root: int) -> Callable[[], torch.T
 
     def stand_in() -> torch.Tensor:
         with outside_function_transforms():
+            types = device_types(group)
             dtype, place, ndim, *shape = flight.receive()[0].tolist()
-            there = torch.device(device_types(group)[place])
+            known = 0 <= dtype < len(_DTYPES) and 0 <= place < len(types) and 0 <= ndim <= len(shape)
+            if not known or min(shape, default=0) < 0:
+                raise CollectiveError(
+                    f"scatter: the source describes what it sends as {[dtype, place, ndim, *shape[:4]]} ..., "
+                    "which is no description: does it have the same version of this package?"
+                )
+            there = torch.device(types[place])
             if there.type != "cpu":
                 there = torch.device(there.type, torch.get_device_module(there).current_device())
             return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=there)

@@ -169,6 +169,7 @@ def affine_encode(values: torch.Tensor, message: torch.Tensor, layout: AffineLay
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`encode`.
     """
+    _require_length(values, layout)
     operators.affine_encode(values, message, layout.channel)
 
 
@@ -183,4 +184,11 @@ def affine_decode(messages: Sequence[torch.Tensor], layout: AffineLayout, values
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`encode`.
     """
+    _require_length(values, layout)
     operators.affine_decode(list(messages), layout.channel, values)
+
+
+def _require_length(values: torch.Tensor, layout: AffineLayout) -> None:
+    """Raise if the values are not as many as the layout is of: messages of a few more are as long."""
+    if values.numel() != layout.values:
+        raise ValueError(f"values must be {layout.values} long, as the layout says, got {values.numel()}")

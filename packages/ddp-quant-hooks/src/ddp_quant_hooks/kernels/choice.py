@@ -55,6 +55,10 @@ def _cpu_kernels() -> CpuKernels | OSError:
     try:
         return CpuKernels()
     except OSError as error:
+        if LIBRARY_VARIABLE in os.environ:
+            _log.warning(
+                "%s is not used, torch's operators quantize, which is slow: %s", LIBRARY_VARIABLE, error
+            )
         return error
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ddp_quant_hooks.kernels.backends import Outgoing
+from ddp_quant_hooks.kernels.owned_files import refuse_foreign_file
 from ddp_quant_hooks.wire_format import Layout
 
 __all__ = ["LIBRARY_VARIABLE", "CpuKernels", "library_path"]
@@ -59,12 +60,15 @@ class CpuKernels:
         instruction_set: As the library names it, e.g. ``"AVX2"``; ``None``: the best of this processor.
 
     Raises:
-        OSError: The library is not there, not for this platform, or of another version.
+        OSError: The library is not there, not for this platform, or of another version; or the one that
+            :data:`LIBRARY_VARIABLE` names can be changed by another user.
         ValueError: This processor has no such instruction set.
     """
 
     def __init__(self, instruction_set: str | None = None) -> None:
         path = library_path()
+        if LIBRARY_VARIABLE in os.environ and path.exists():
+            refuse_foreign_file(path)
         self._library = ctypes.CDLL(str(path))
         if not hasattr(self._library, "quant_abi") or self._library.quant_abi() != _ABI:
             raise OSError(f"{path} was built from other sources than this version's: install it again")

@@ -9,6 +9,8 @@ from typing import Any
 
 from cuda.core.utils import FileStreamProgramCache
 
+from ddp_quant_hooks.kernels.owned_files import make_own_folder, refuse_foreign_folder
+
 __all__ = ["open_cache"]
 
 _log = logging.getLogger(__name__)
@@ -43,8 +45,15 @@ class _CheckedCache(FileStreamProgramCache):  # type: ignore[misc] # has no type
 
 
 def open_cache(folder: Path) -> FileStreamProgramCache | None:
-    """Return the cache in a folder, which is made if need be; ``None`` if it cannot be."""
+    """Return the cache in a folder; ``None``, with a line in the log, if there can be none.
+
+    The folder is made if need be, for this user alone. One that another user could write is not used:
+    its checksums tell damage, not what somebody put there.
+    """
     try:
+        for part in (folder, folder / "entries", folder / "tmp"):
+            make_own_folder(part)
+        refuse_foreign_folder(folder)
         return _CheckedCache(folder)
     except OSError as error:
         _log.warning("compiled kernels are not kept on disk: %s", error)

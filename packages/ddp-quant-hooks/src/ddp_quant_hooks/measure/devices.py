@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from dist_utils.process_groups import all_gather_plain
+
 __all__ = ["Claim", "choose_device", "uses_gpus"]
 
 
@@ -41,13 +43,11 @@ def choose_device(node: str, *, wanted: str, nccl: bool) -> torch.device:
     """
     if wanted == "cpu":
         return torch.device("cpu")
-    nodes: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(nodes, node)
+    nodes = list(map(str, all_gather_plain(None, node)))
     gpus = torch.cuda.device_count()
     index = nodes[: dist.get_rank()].count(node) % gpus if gpus else 0
     identity = str(getattr(torch.cuda.get_device_properties(index), "uuid", index)) if gpus else ""
-    claims = [Claim("", "", nccl=False)] * len(nodes)
-    dist.all_gather_object(claims, Claim(node, identity, nccl))
+    claims = [Claim(*sent) for sent in all_gather_plain(None, Claim(node, identity, nccl))]
     if not uses_gpus(claims, wanted):
         return torch.device("cpu")
     torch.cuda.set_device(index)

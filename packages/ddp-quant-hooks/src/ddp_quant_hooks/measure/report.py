@@ -25,6 +25,7 @@ from ddp_quant_hooks.measure.schedule import Progress
 from ddp_quant_hooks.measure.timing import HookTimes, measure_hooks
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from dist_utils import GroupLike, require_same_terms, resolve_group
+from dist_utils.process_groups import all_gather_plain
 
 __all__ = ["SIZES", "Report", "measure"]
 
@@ -205,9 +206,7 @@ def _share(cores: int, nodes: Sequence[Sequence[int]]) -> float:
 
 
 def _gathered(group: dist.ProcessGroup, own: str) -> list[str]:
-    found = [""] * group.size()
-    dist.all_gather_object(found, own, group=group)
-    return found
+    return list(map(str, all_gather_plain(group, own)))
 
 
 def _usable_cores() -> int:
@@ -217,6 +216,5 @@ def _usable_cores() -> int:
 
 
 def _of_first(group: dist.ProcessGroup, own: tuple[float, int, int, str]) -> tuple[float, int, int, str]:
-    values = [own]
-    dist.broadcast_object_list(values, dist.get_global_rank(group, 0), group=group)
-    return values[0]
+    seconds, threads, cores, described = all_gather_plain(group, own)[0]
+    return float(seconds), int(threads), int(cores), str(described)

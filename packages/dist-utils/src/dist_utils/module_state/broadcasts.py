@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dist_utils.process_groups.groups import global_rank
+from dist_utils.process_groups.plain_data import all_gather_plain
+from dist_utils.process_groups.terms import AgreementError
 from dist_utils.torch_compat import copy_flat
 
 __all__ = ["broadcast_tensors", "why_not_sendable"]
@@ -170,22 +172,42 @@ def _broadcast_sparse(group: dist.ProcessGroup, tensor: torch.Tensor, bucket_byt
     """Broadcast the parts of a sparse tensor, of which ranks may have different numbers of elements."""
     is_source = group.rank() == src
     parts = _sparse_parts(tensor) if is_source else []
-    shapes = [[(part.shape, part.dtype) for part in parts]]
-    dist.broadcast_object_list(shapes, global_rank(group, src), group)
+    described = all_gather_plain(group, [(list(part.shape), str(part.dtype)) for part in parts])[src]
     if not is_source:
-        parts = [torch.empty(shape, dtype=dtype, device=tensor.device) for shape, dtype in shapes[0]]
+        parts = _room_for(described, tensor)
     broadcast_tensors(group, parts, bucket_bytes, src)
     if is_source:
         return
+    # An index out of range would be written there: torch looks at them only if told to.
     if tensor.layout == torch.sparse_coo:
         indices, values = parts
-        tensor.copy_(torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=True))
+        received = torch.sparse_coo_tensor(
+            indices, values, tensor.shape, is_coalesced=True, check_invariants=True
+        )
+        tensor.copy_(received)
     else:
         compressed, plain, values = parts
         received = torch.sparse_compressed_tensor(
-            compressed, plain, values, tensor.shape, layout=tensor.layout
+            compressed, plain, values, tensor.shape, layout=tensor.layout, check_invariants=True
         )
         tensor.resize_as_sparse_(received).copy_(received)
+
+
+def _room_for(described: Any, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return room for the parts of a sparse tensor, as the source has described them.
+
+    Raises:
+        AgreementError: That is no description of them.
+    """
+    dtypes = {str(dtype): dtype for dtype in (torch.int64, torch.int32, tensor.dtype)}
+    count = 2 if tensor.layout == torch.sparse_coo else 3
+    try:
+        rooms = [torch.empty(shape, dtype=dtypes[dtype], device=tensor.device) for shape, dtype in described]
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise AgreementError(f"the source of a sparse tensor describes it as {described!r:.200}") from error
+    if len(rooms) != count:
+        raise AgreementError(f"the source of a sparse tensor sends {len(rooms)} parts, not {count}")
+    return rooms
 
 
 def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from dist_utils.process_groups.matching_tensors import (
 )
 from dist_utils.process_groups.messages import Arrival, start_messages
 from dist_utils.process_groups.ordered_worker import OrderedWorker
+from dist_utils.process_groups.plain_data import all_gather_plain
 from dist_utils.process_groups.terms import AgreementError, require_same_terms
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "OrderedWorker",
     "TensorClaim",
     "TensorMismatchError",
+    "all_gather_plain",
     "collective_device",
     "device_types",
     "future_of_work",

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
+from dist_utils.process_groups.plain_data import all_gather_plain
 from dist_utils.process_groups.terms import told
 from dist_utils.torch_compat import all_gather_single
 
@@ -130,9 +131,18 @@ def _disagreement(group: dist.ProcessGroup, claim: TensorClaim) -> str | None:
     if bool((rows == own).all()) and not claim.problem:
         # All equal to mine: true on one rank if and only if on every rank.
         return None
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, claim, group)
+    everyone = [_claim_from(sent) for sent in all_gather_plain(group, claim)]
     return _first_difference(everyone, dist.get_process_group_ranks(group))
+
+
+def _claim_from(sent: Any) -> TensorClaim:
+    """Return a claim as a rank has sent it, or one that says what it is instead."""
+    try:
+        tensors, arguments, problem = sent
+        named = [(str(name), str(description)) for name, description in tensors]
+        return TensorClaim(named, str(arguments), str(problem))
+    except (TypeError, ValueError):
+        return TensorClaim([], problem="it sent data that is no claim about tensors")
 
 
 def _first_difference(everyone: list[TensorClaim], ranks: list[int]) -> str:
@@ -143,12 +153,15 @@ def _first_difference(everyone: list[TensorClaim], ranks: list[int]) -> str:
     for rank, claim in zip(ranks, everyone, strict=True):
         if claim.arguments != first.arguments:
             return f"rank {ranks[0]} was called with {first.arguments}, rank {rank} with {claim.arguments}"
-    position, other = next(
+    different = (
         (position, other)
         for position in range(max(len(claim.tensors) for claim in everyone))
         for other in range(1, len(everyone))
         if everyone[other].tensors[position : position + 1] != first.tensors[position : position + 1]
     )
+    position, other = next(different, (None, 0))
+    if position is None:  # equal claims, of which a rank sent other digests
+        return "ranks sent digests of their tensors that do not belong to what they claim"
     sides = []
     for index in (0, other):
         held = everyone[index].tensors

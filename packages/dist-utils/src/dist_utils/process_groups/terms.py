@@ -177,7 +177,7 @@ class _Round:
             if not _wait_until(lambda: self.is_over() or (judges and self._store.check(everyone)), seconds):
                 self._decide(self._who_came(claim.title, everyone, seconds))
             elif judges and not self.is_over():
-                claims = [_Claim(*json.loads(text)) for text in self._store.multi_get(everyone)]
+                claims = list(map(_claim_from, self._store.multi_get(everyone)))
                 self._decide(_first_difference(claims, self._ranks))
         except dist.DistError:  # the store is gone: nobody can be told
             raise
@@ -185,7 +185,7 @@ class _Round:
             self._decide(f"{claim.title}: rank {dist.get_rank()} stopped waiting: {error!r}")
             raise
         _rounds[self._group] = self._number + 1
-        return _Verdict(*json.loads(self._store.get(self._verdict_key)))
+        return _verdict_from(self._store.get(self._verdict_key))
 
     def _decide(self, error: str) -> None:
         self._store.compare_set(self._verdict_key, "", json.dumps(_Verdict(error, uuid.uuid4().hex)))
@@ -197,6 +197,25 @@ class _Round:
             f"{title}: ranks {came} came within {seconds:g} s, ranks {missing} did not; every rank of the "
             "process group must use it"
         )
+
+
+def _claim_from(text: bytes) -> _Claim:
+    """Return a claim as it stands in the store, where any process of the job may write."""
+    try:
+        title, terms, problem = json.loads(text)
+        return _Claim(str(title), {name: str(value) for name, value in terms.items()}, str(problem))
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        return _Claim("agreement", {}, f"its claim in the store is none: {text[:100]!r}")
+
+
+def _verdict_from(text: bytes) -> _Verdict:
+    try:
+        error, name = json.loads(text)
+        if not (isinstance(error, str) and isinstance(name, str)):
+            raise TypeError("a verdict is two strings")  # noqa: TRY301 - as whatever else is wrong with it
+    except (ValueError, TypeError, RecursionError):
+        return _Verdict(f"the verdict in the store is none: {text[:100]!r}", "")
+    return _Verdict(error, name)
 
 
 def _lock_of(group: dist.ProcessGroup) -> threading.RLock:

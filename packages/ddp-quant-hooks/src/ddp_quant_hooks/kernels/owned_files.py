@@ -1,0 +1,76 @@
+"""Whether another user could have written machine code that this process is about to run."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+__all__ = ["ForeignFileError", "make_own_folder", "refuse_foreign_file", "refuse_foreign_folder"]
+
+_ROOT = 0
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+class ForeignFileError(PermissionError):
+    """Another user owns a file or folder with machine code, or may write it."""
+
+
+def refuse_foreign_file(path: Path) -> None:
+    """Raise if a user other than this one and root can change a file, or put another one in its place.
+
+    Args:
+        path: Of the file. Of a link, what it leads to counts, and the link's folder.
+
+    Raises:
+        ForeignFileError: Somebody can.
+        OSError: It is not there, or cannot be looked at.
+    """
+    _refuse(path)
+    for folder in {path.absolute().parent, path.resolve().parent}:
+        _refuse(folder, sticky_will_do=True)
+
+
+def refuse_foreign_folder(folder: Path) -> None:
+    """Raise if a user other than this one and root can change a folder, or owns anything in it.
+
+    Raises:
+        ForeignFileError: Somebody can.
+        OSError: It cannot be looked at.
+    """
+    _refuse(folder)
+    parent = folder.resolve().parent
+    if parent.stat().st_mode & (stat.S_IWOTH | stat.S_ISVTX) == stat.S_IWOTH:
+        raise ForeignFileError(f"{parent} can be written by all users, who could replace {folder}")
+    entered = folder.stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH)
+    for path in folder.rglob("*"):
+        _refuse(path, writable_by=_OTHERS if entered else 0)
+
+
+def make_own_folder(folder: Path) -> None:
+    """Make a folder, and what is missing above it, for this user alone, unless it is there.
+
+    Raises:
+        OSError: It cannot be made.
+    """
+    for missing in reversed([each for each in (folder, *folder.parents) if not each.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
+
+
+def _refuse(path: Path, *, writable_by: int = _OTHERS, sticky_will_do: bool = False) -> None:
+    if not hasattr(os, "geteuid"):  # no users as POSIX has them
+        return
+    found = path.stat()
+    if found.st_uid not in (os.geteuid(), _ROOT):
+        raise ForeignFileError(
+            f"{path} belongs to user {found.st_uid}, who could change what this process (of user "
+            f"{os.geteuid()}) runs: use one of your own"
+        )
+    # In a folder with the sticky bit, as /tmp, nobody can move or delete others' files.
+    sticky = sticky_will_do and found.st_mode & stat.S_ISVTX
+    if found.st_mode & writable_by and not sticky:
+        mode = stat.S_IMODE(found.st_mode)
+        raise ForeignFileError(
+            f"{path} can be written by other users (mode {mode:04o}), who could change what this process "
+            f"runs: chmod -R go-w {path}"
+        )

@@ -1,0 +1,66 @@
+"""Where values are cut: every value is in one chunk, shard and piece, for any lengths."""
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_quant_hooks.chunks import Span, cut, shards
+from ddp_quant_hooks.kernels import AffineLayout, Layout
+
+few = settings(deadline=None, derandomize=True, database=None, max_examples=200)
+blocks = st.integers(1, 128).map(lambda n: 32 * n)
+lengths = st.one_of(st.integers(0, 5000), st.integers(0, 1 << 40))
+
+
+@few
+@given(lengths, st.integers(1, 1 << 24), blocks)
+def test_chunks_cover_everything_once_at_block_boundaries(length, most, block):
+    most = max(most, length >> 10)  # else they are too many for a test
+    spans = cut(length, most, block)
+    assert (spans[0].start, spans[-1].stop) == (0, length)
+    assert all(before.stop == after.start for before, after in pairwise(spans))
+    assert all(span.start % block == 0 and len(span) <= most + block for span in spans)
+
+
+@few
+@given(st.integers(0, 1 << 40), lengths, st.integers(1, 300), blocks)
+def test_there_is_a_shard_for_each_rank_and_none_is_much_larger(start, length, ranks, block):
+    chunk = Span(start, start + length)
+    spans = shards(chunk, ranks, block)
+    assert len(spans) == ranks
+    assert (spans[0].start, spans[-1].stop) == (chunk.start, chunk.stop)
+    assert all(before.stop == after.start for before, after in pairwise(spans))
+    assert all((span.start - start) % block == 0 for span in spans if len(span))
+    full = [-(-len(span) // block) for span in spans]
+    assert max(full) - min(full) <= 1
+
+
+@few
+@given(st.sampled_from(["int8", "int4", "bf16", "fp16"]), blocks, st.integers(0, 1 << 16))
+def test_a_message_is_its_payload_and_a_scale_for_each_block(kind, block, values):
+    layout = Layout(kind, block)
+    message = torch.empty(layout.message_bytes(values), dtype=torch.uint8)
+    scales = layout.scales(message, values)
+    assert scales.numel() == layout.blocks(values) == -(-values // block)
+    assert layout.payload_bytes(values) + scales.nbytes == message.numel()
+    assert layout.message_bytes(values) % 4 == 0
+
+
+@few
+@given(st.integers(0, 1 << 20), st.integers(1, 1 << 20), st.sampled_from([torch.float32, torch.float64]))
+def test_affine_pieces_cover_every_value_once_in_its_channel(values, channel, dtype):
+    channel = max(channel, values >> 8)
+    layout = AffineLayout(values, channel, dtype)
+    end = 0
+    for span, channels in layout.pieces():
+        assert span.start == end
+        end = min(span.stop, values)
+        assert span.start // channel == channels.start
+        assert channels.start <= (end - 1) // channel < channels.stop
+    assert end == values
+    message = torch.empty(layout.message_bytes, dtype=torch.uint8)
+    assert layout.payload(message).numel() == values
+    assert layout.parameters(message).shape == (2, layout.channels)
+    assert layout.message_bytes % 16 == 0

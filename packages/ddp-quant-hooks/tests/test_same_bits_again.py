@@ -1,0 +1,133 @@
+"""For what the same bits come out again: runs, threads, instruction sets, releases of torch."""
+
+import hashlib
+import importlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from resumed_runs import Run, state_maker
+
+from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
+from ddp_quant_hooks.kernels import torch_ops
+from ddp_quant_hooks.kernels.cpu import CpuKernels, library_path
+from dist_utils.testing import run_ranks
+
+LARGE = (1 << 20) + 77
+"""Values: enough for several threads of a kernel."""
+SMALL = 5_003
+STEPS = 3
+OPERATORS = importlib.import_module("ddp_quant_hooks.kernels.operators")
+SETS = CpuKernels().available if library_path().exists() else []
+DIGESTS = {
+    2: {
+        "8 bits": ("ecdee24ba28a1d1b", "cb91d0f6fc18a2f7"),
+        "4 bits": ("aa18a06ed5b4738a", "389d94c4c826eebd"),
+        "bf16 back": ("ecdee24ba28a1d1b", "cb91d0f6fc18a2f7"),
+        "fp16 back": ("d33053e13ba2f011", "d1a62831d7248151"),
+    },
+    3: {
+        "8 bits": ("56699fdff6acefa0", "bc7d56a4ac637e79", "5d5077e63a2348b3"),
+        "4 bits": ("1119864441966c7a", "39f6979a76576893", "01c7f6fd9a340cf0"),
+        "bf16 back": ("67cadeee0e44aa8a", "3b9d9a5516908432", "70e118c1c167b793"),
+        "fp16 back": ("b315494f8532f930", "18616fc4b18a8a0c", "41d1b93a89fba0d3"),
+    },
+}
+"""Of means and residuals on each rank, by the number of ranks: of torch 2.6.0, 2.13.0 and 2.15.0."""
+
+
+def values(rank, step, count):
+    """Return values that do not depend on torch's random numbers, which may change with its releases."""
+    numbers = torch.arange(count, dtype=torch.int64) + 7919 * rank + 104_729 * step
+    mixed = (numbers * 2_654_435_761) % 4_294_967_291 % 1_000_003
+    return (mixed.double() / 500_001 - 1).float() * (1 + numbers % 13).float()
+
+
+def averages(rank, count, **options):
+    """Return the means of some steps, and what they have lost, as one digest."""
+    state = QuantizedAllreduceState(**{"min_bytes": 0, "error_feedback": "both", **options})
+    digest = hashlib.sha256()
+    for step in range(STEPS):
+        mean = values(rank, step, count)
+        all_reduce(mean, dist.ReduceOp.AVG, state, key="a")
+        digest.update(bytes(mean.view(torch.uint8).tolist()) if count == SMALL else _sums(mean))
+    saved = state.state_dict()
+    for lost in (*saved["own"].values(), *(row["shard"] for row in saved["buckets"])):
+        digest.update(b"" if lost is None else _sums(lost))
+    state.close()
+    return digest.hexdigest()[:16]
+
+
+def _sums(mean):
+    """Return a few bytes that another bit would change."""
+    bits = mean.view(torch.int32).to(torch.int64)
+    return str((bits.sum().item(), (bits * torch.arange(1, len(bits) + 1)).sum().item())).encode()
+
+
+def computed_by(backend):
+    OPERATORS.backend_for = lambda device: backend
+
+
+def _threads_and_sets(rank):
+    """Every rank for itself computes with another number of threads and another instruction set."""
+    backends = [*map(CpuKernels, SETS), torch_ops]
+    seen = set()
+    for number, threads in enumerate((1, 2, 4, 7)):
+        torch.set_num_threads(threads + rank)
+        computed_by(backends[(number + rank) % len(backends)])
+        seen.add(averages(rank, LARGE))
+    return seen
+
+
+def test_threads_and_instruction_sets_change_no_bit():
+    for seen in run_ranks(_threads_and_sets, 2):
+        assert len(seen) == 1
+
+
+def _trained(threads):
+    torch.set_num_threads(threads)
+    run = Run(state_maker(error_feedback="both", bits=4), bucket_cap_mb=0.012)
+    for number in range(4):
+        run.step(number)
+    saved = run.state.state_dict()
+    run.state.close()
+    digest = hashlib.sha256(bytes(run.weights().view(torch.uint8).tolist()))
+    for name, lost in saved["own"].items():
+        digest.update(name.encode() + _sums(lost))
+    return digest.hexdigest()
+
+
+def _trains(rank):
+    return [_trained(threads) for threads in (1, 1, 2, 2)]
+
+
+def test_the_same_training_twice_has_the_same_bits():
+    first, again = run_ranks(_trains, 2), run_ranks(_trains, 2)
+    assert first == again, "in other processes, too"
+    for one, same, two, same_two in first:
+        assert one == same
+        assert two == same_two
+
+
+OPTIONS = {
+    "8 bits": {"bits": 8},
+    "4 bits": {"bits": 4},
+    "bf16 back": {"bits": 8, "gather": "bf16"},
+    "fp16 back": {"bits": 8, "gather": "fp16", "block_size": 96},
+}
+
+
+def _known(rank):
+    found = {}
+    for backend in (*map(CpuKernels, SETS[:1]), torch_ops):
+        computed_by(backend)
+        for name, options in OPTIONS.items():
+            found.setdefault(name, set()).add(averages(rank, SMALL, **options))
+    return {name: found[name].pop() for name in found if len(found[name]) == 1}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_release_of_torch_gives_the_bits_that_are_written_here(world_size):
+    """Of wire version 1: who changes them, changes what ranks of other releases get."""
+    found = run_ranks(_known, world_size)
+    assert {name: tuple(one[name] for one in found) for name in OPTIONS} == DIGESTS[world_size]
