@@ -31,6 +31,7 @@ from typing import Any
 from emulated_hosts import EmulationUnavailableError
 from machine import describe_machine, describe_tree
 from whole_steps.cells import LOOPBACK, RATES, Cell, chosen_cells, jobs_of, run
+from whole_steps.gains import draw_gains
 from whole_steps.losses import DILOCO, HOW_LONG, learn_all
 from whole_steps.plots import draw
 from whole_steps.ranks import Job, be_a_rank
@@ -138,6 +139,7 @@ def main() -> None:
         print(tables(results))
     else:
         draw(results, path.with_suffix(".png"))
+        draw_gains(results, path.with_name(f"{path.stem}_gains.png"))
 
 
 if __name__ == "__main__":

@@ -188,9 +188,9 @@ CLAIMS = (
         for side, row in (("8bits", "**8 bits**"), ("8bits+overlap", "**8 bits, overlapped step**"))
         for cell in ("7M, 2 hosts, 1 Gbit/s", "MLP, 2 hosts, 1 Gbit/s")
     ),
-    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "1gbit", [QUANT, "README.md"]),
-    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 4, "1gbit", [QUANT, "README.md"]),
-    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "10gbit", [QUANT, "README.md"]),
+    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "1gbit", [QUANT]),
+    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 4, "1gbit", [QUANT]),
+    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "10gbit", [QUANT]),
     _bucket(
         "4 bits without feedback",
         '4 bits, `error_feedback="none"`',
@@ -242,8 +242,7 @@ CLAIMS = (
         name="fp16, 2 hosts",
         sentence="On 2 hosts, 1 Gbit/s, fp16 averages a bucket of 25 MiB {value:.2f} times as fast as fp32.",
         places=tuple(
-            Place(document, text, "`fp16_compress_hook`", "2 hosts, 1 Gbit/s")
-            for document in (COMPRESS, "README.md")
+            Place(COMPRESS, text, "`fp16_compress_hook`", "2 hosts, 1 Gbit/s")
             for text in ("{other:.0f} / ", "({value:.2f}x)")
         ),
         results="compress_hooks.json",
@@ -284,7 +283,6 @@ CLAIMS = (
         places=(
             Place(UTILS, "{other:.2f}", "dict of lists", "dist_utils"),
             Place(UTILS, "{one:.2f}", "dict of lists", "torch"),
-            Place("README.md", "takes {other:.2f} us a tensor ({one:.2f} with PyTorch's function"),
         ),
         results="containers.json",
         one=("us_per_tensor", "dict of lists", "keep", "torch"),
