@@ -159,18 +159,25 @@ def _train(job: Job, training: Training, folder: Path, record: Record) -> None:
 
 def _leave(training: Training | None, record: Record) -> None:
     began = time.monotonic()
+    problem = ""
     net = None if training is None else training.net
     if training is not None:
-        training.close()
+        try:
+            training.close()
+        except Exception as error:  # noqa: BLE001 - an outcome
+            problem = f"{type(error).__name__}: {error}"
     if net is not None:  # nothing steps any more
         held = (p.to_local() if hasattr(p, "to_local") else p.detach() for p in net.parameters())
         record.note("kept", parameters=digests(held))
         del net
     gc.collect()
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
+    try:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception as error:  # noqa: BLE001 - an outcome
+        problem = f"{type(error).__name__}: {error}"
     gc.collect()
-    record.note("closed", seconds=time.monotonic() - began)
+    record.note("closed", seconds=time.monotonic() - began, problem=problem)
 
 
 def _open_sockets() -> list[str]:

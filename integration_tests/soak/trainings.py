@@ -69,10 +69,10 @@ class Training:
     Args:
         net: Whose parameters are looked at.
         optimizer: Steps after the backward pass, unless there is an overlap that does.
+        call: What is called with a batch, if that is not ``net``.
         average: Called after the backward pass.
-        residuals: Returns what error feedback keeps on this rank, and takes it back.
-        together: Residuals of all ranks go into one file.
-        close: What the user's program does at its end, after an error too.
+        handle: Of an overlap.
+        state: Of a hook.
     """
 
     def __init__(
@@ -84,11 +84,10 @@ class Training:
         average: Callable[[], object] = lambda: None,
         handle: Any = None,
         state: Any = None,
-        close: Callable[[], object] = lambda: None,
     ) -> None:
         self.net, self.optimizer = net, optimizer
         self._call = net if call is None else call
-        self._average, self._handle, self._state, self._close = average, handle, state, close
+        self._average, self._handle, self._state = average, handle, state
 
     def step(self, number: int) -> None:
         """Train on one batch, which depends on rank and step alone."""
@@ -115,16 +114,56 @@ class Training:
         new = path.with_suffix(".new")
         parts = {"parameters": list(self.parameters()), "optimizer": self.optimizer.state_dict()}
         torch.save({**parts, "residuals": residuals, "step": step}, new)
+        if path.exists():
+            path.replace(path.with_suffix(".old"))  # a rank may die before it has the new one, too
         new.replace(path)
+
+    def resume(self, folder: Path) -> int:
+        """Go on from the newest step that every rank has saved; return it."""
+        path = folder / f"checkpoint-{dist.get_rank()}.pt"
+        saved = [torch.load(found, weights_only=True) for found in (path, path.with_suffix(".old")) if found.exists()]
+        # A rank may have died between the other ranks' last checkpoint and its own.
+        mine = max((checkpoint["step"] for checkpoint in saved), default=0)
+        newest = torch.tensor(mine)
+        dist.all_reduce(newest, dist.ReduceOp.MIN)
+        for checkpoint in saved:
+            if checkpoint["step"] == newest:
+                for parameter, value in zip(self.parameters(), checkpoint["parameters"], strict=True):
+                    parameter.data.copy_(value)
+                self.optimizer.load_state_dict(checkpoint["optimizer"])
+                if checkpoint["residuals"] is not None:
+                    self._state.load_state_dict(checkpoint["residuals"])
+                break
+        return int(newest)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Return parameters, the optimizer's state and residuals, in an order that is always the same."""
+        yield from self.parameters()
+        for state in self.optimizer.state_dict()["state"].values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        if hasattr(self._state, "state_dict"):
+            yield from _tensors(self._state.state_dict())
 
     def close(self) -> None:
         """End what the training has begun, as a program does in its ``finally``."""
+        if self._handle is not None:
+            self._handle.remove()
         if hasattr(self._state, "close"):
             self._state.close()
-        self._close()
-        del self._call, self._average, self._handle, self._state, self._close
+        del self._call, self._average, self._handle, self._state
         del self.net, self.optimizer
         gc.collect()  # a DDP model is a cycle
+
+
+def _tensors(one: Any) -> Iterator[torch.Tensor]:
+    if isinstance(one, torch.Tensor):
+        yield one
+    elif isinstance(one, dict):
+        for key in sorted(one, key=str):
+            yield from _tensors(one[key])
+    elif isinstance(one, (list, tuple)):
+        for part in one:
+            yield from _tensors(part)
 
 
 class Kind(NamedTuple):

@@ -143,6 +143,8 @@ def _remains(ended: Ended, survivors: list[int]) -> Iterator[str]:
         code = ended.exit_codes[rank]
         if code not in {0, None}:
             yield f"rank {rank} ended with exit code {code} after {_last(ended, rank)}"
+        if (closed := _event(ended.records[rank], "closed")) and closed["problem"]:
+            yield f"rank {rank}: closing raised {closed['problem']}"
         left = _event(ended.records[rank], "left")
         if left is None:
             continue

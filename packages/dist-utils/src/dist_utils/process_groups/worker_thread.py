@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.side_stream import SideStream, current, new_future
+from dist_utils.process_groups.side_stream import SideStream, current, fail, new_future
 
 __all__ = ["WorkerThread"]
 
@@ -69,7 +69,7 @@ class WorkerThread:
                     Job(run, done, side, name, torch.get_num_threads(), torch_compat.flushes_denormals())
                 )
                 return result
-        done.set_exception(self.error or self._group_is_gone())
+        fail(done, self.error or self._group_is_gone())
         return result
 
     def runs_this_thread(self) -> bool:
@@ -114,7 +114,7 @@ class WorkerThread:
 
     def _complete(self, job: Job) -> None:
         if self.error is not None:  # raised again it would hold this job's frames, too
-            job.done.set_exception(self.error)
+            fail(job.done, self.error)
             return
         if torch.get_num_threads() != job.threads:  # every thread has a number of its own
             torch.set_num_threads(job.threads)
@@ -128,7 +128,7 @@ class WorkerThread:
             # frames of the traceback would keep the group, and so the connections, alive.
             traceback.clear_frames(error.__traceback__)
             self._destroy_group()
-            job.done.set_exception(self.error)
+            fail(job.done, self.error)
         else:
             job.done.set_result(result)
         finally:
