@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from soak import results, wall_clock
+from soak import page, results, wall_clock
+from soak.trainings import BASELINES
 
 __all__ = ["main"]
 
@@ -18,6 +19,9 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line asks for; return 0 if every outcome is right."""
     options = _options(arguments)
+    if options.page:
+        page.PAGE.write_text(page.with_figures(page.PAGE.read_text(), results.load(options.output)))
+        return 0
     found = results.load(options.output) if options.keep else {}
     with tempfile.TemporaryDirectory() as folder:
         clock = wall_clock.preload(Path(folder))  # before anything starts ranks
@@ -59,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_ours(outcome: dict[str, Any]) -> bool:
-    return outcome.get("training") != "plain DDP"
+    return outcome.get("training") not in BASELINES
 
 
 def _told(outcome: dict[str, Any]) -> str:
@@ -81,5 +85,6 @@ def _options(arguments: Sequence[str] | None) -> Any:
     add("--states", type=int, default=1000, help="how many states to make and close")
     add("--groups", type=int, default=100, help="how many process groups to make and destroy")
     add("--keep", action="store_true", help="keep those parts of the file that are not run")
+    add("--page", action="store_true", help="only write the file's figures into docs/reliability.md")
     add("--output", type=Path, default=results.RESULTS)
     return parser.parse_args(arguments)

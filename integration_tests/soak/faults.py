@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from soak.trainings import BASELINE, TRAININGS
+from soak.trainings import BASELINES, TRAININGS
 
 __all__ = ["FAULTS", "Fault", "Job", "draw"]
 
@@ -87,17 +87,16 @@ def draw(seed: int, number: int, *, faults: list[str], trainings: list[str], tim
 
     Args:
         seed: Of the whole run.
-        number: Of the job. Faults and trainings come in turns, so that all come equally often.
+        number: Of the job. Faults come in turns, so that all come equally often.
         faults: What this machine can inject.
         trainings: Names.
         timeout: Seconds a collective may take.
     """
     chance = random.Random(f"{seed}/{number}")  # noqa: S311 - no secrets
     fault = FAULTS[faults[number % len(faults)]]
-    # The other order of turns changes with each round of faults, or a training would meet few of them.
     training = chance.choice(trainings)
     while fault.where == "hook" and "hook" not in TRAININGS[training].places:
-        training = chance.choice([name for name in trainings if name != BASELINE] or trainings)
+        training = chance.choice([name for name in trainings if name not in BASELINES] or trainings)
     size = chance.choice(TRAININGS[training].world_sizes)
     steps = range(STEADY) if chance.random() < 0.25 else range(STEADY, LAST)
     if fault.where == "checkpoint":

@@ -6,16 +6,12 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from soak.faults import Job
 from soak.records import resources
 from soak.regression import fitted
-from soak.trainings import BASELINE, TRAININGS
+from soak.trainings import BASELINES, TRAININGS
 
 from dist_utils.testing import run_ranks
 
@@ -33,7 +29,7 @@ def run_long(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
         options: Of the command line.
         write: Takes an outcome.
     """
-    names = [name for name in TRAININGS if options.training in name and name != BASELINE]
+    names = [name for name in TRAININGS if options.training in name and name not in BASELINES]
     for name in names:
         size = max(TRAININGS[name].world_sizes)
         began = time.monotonic()

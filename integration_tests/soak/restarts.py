@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from soak.trainings import BASELINE, TRAININGS
+from soak.trainings import BASELINES, TRAININGS
 
 __all__ = ["restart"]
 
 _SCRIPT = Path(__file__).with_name("restarted.py")
 # Their states have no residuals to resume, or choose anew: not what is asked here.
-_LEFT_OUT = ("auto", "FSDP2", BASELINE)
+_LEFT_OUT = ("auto", "FSDP2", *BASELINES)
 
 
 def restart(options: Any, write: Callable[[dict[str, Any]], None]) -> None:

@@ -32,7 +32,7 @@ from ddp_quant_hooks import (
 )
 from dist_utils.testing import call_in_backward
 
-__all__ = ["TRAININGS", "Training", "world_sizes"]
+__all__ = ["BASELINES", "TRAININGS", "Training"]
 
 WIDTH, LAYERS = 96, 4
 CAP_MIB = 0.05  # several buckets
@@ -172,7 +172,8 @@ class Kind(NamedTuple):
     begin: Callable[[], Training]
     world_sizes: tuple[int, ...]
     places: tuple[str, ...]  # where user code may raise
-    steps_parts: bool  # buckets are stepped one by one
+    steps_parts: bool = False  # buckets are stepped one by one
+    torch_keeps_groups: bool = False  # after destroy_process_group, without a fault and without us
 
 
 def _user_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,7 +257,7 @@ def _plain_ddp() -> Training:
     return Training(net, UserAdamW(ddp.parameters(), lr=1e-3), call=ddp)
 
 
-def _fsdp(shards: int) -> Training:
+def _fsdp(shards: int, *, ours: bool = True) -> Training:
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - not in every torch
 
     from ddp_quant_hooks import fsdp  # noqa: PLC0415
@@ -267,6 +268,8 @@ def _fsdp(shards: int) -> Training:
     for layer in net.layers:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(net, mesh=mesh["shard"])
+    if not ours:
+        return Training(net, UserAdamW(net.parameters(), lr=1e-3))
     across = shards == world
     state = QuantizedAllreduceState(mesh["shard" if across else "node"], min_bytes=0, error_feedback="both")
     (fsdp.quantize_reduce_scatter if across else fsdp.quantize_all_reduce)(net, state)
@@ -293,13 +296,12 @@ def _kinds() -> Iterator[tuple[str, Kind]]:
             sizes = (4,) if hook == "hierarchical" else (2, 3, 4)
             places, parts = (*PLACES, "hook"), overlap in {", overlap", ", released"}
             yield hook + overlap, Kind(_begin(hook, overlap), sizes, places, parts)
-    yield "FSDP2 between nodes", Kind(lambda: _fsdp(2), (4,), PLACES, steps_parts=False)
-    yield (
-        "FSDP2 across shards",
-        Kind(lambda: _fsdp(dist.get_world_size()), (2, 3), PLACES, steps_parts=False),
-    )
-    yield "plain tensors, 4 bits, feedback", Kind(_tensors, (2, 3, 4), PLACES, steps_parts=False)
-    yield "plain DDP", Kind(_plain_ddp, (2, 3, 4), PLACES, steps_parts=False)
+    sharded = {"places": PLACES, "torch_keeps_groups": True}
+    yield "FSDP2 between nodes", Kind(lambda: _fsdp(2), (4,), **sharded)
+    yield "FSDP2 across shards", Kind(lambda: _fsdp(dist.get_world_size()), (2, 3), **sharded)
+    yield "plain tensors, 4 bits, feedback", Kind(_tensors, (2, 3, 4), PLACES)
+    yield "plain DDP", Kind(_plain_ddp, (2, 3, 4), PLACES)
+    yield "plain FSDP2", Kind(lambda: _fsdp(dist.get_world_size(), ours=False), (2, 3), **sharded)
 
 
 def _begin(hook: str, overlap: str) -> Callable[[], Training]:
@@ -307,10 +309,6 @@ def _begin(hook: str, overlap: str) -> Callable[[], Training]:
 
 
 TRAININGS: dict[str, Kind] = dict(_kinds())
-BASELINE = "plain DDP"
-"""Without anything of ours: what faults do there is measured too, and is nobody's promise."""
+BASELINES = ("plain DDP", "plain FSDP2")
+"""Without anything of ours: what faults do there is measured too, and is not promised here."""
 
-
-def world_sizes(training: str) -> tuple[int, ...]:
-    """Return with how many ranks a training can be run."""
-    return TRAININGS[training].world_sizes
