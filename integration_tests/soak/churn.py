@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from soak.long_runs import judged
-from soak.records import resources
-from soak.trainings import TRAININGS
 
 from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 from dist_utils.testing import run_ranks
+from soak.long_runs import judged
+from soak.records import resources
+from soak.trainings import TRAININGS
 
 __all__ = ["churn"]
 

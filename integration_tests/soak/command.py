@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found |= {"head": {**results.head(), "seed": options.seed, "clock": clock}}
 
         def write(part: str, outcome: dict[str, Any]) -> None:
-            found.setdefault(part, []).append(outcome)
+            others = [old for old in found.get(part, []) if not _is_again(old, outcome)]
+            found[part] = [*others, outcome]
             results.save(options.output, found)
             print(_told(outcome), flush=True)
 
@@ -36,23 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.faults:
             from soak.injected import inject  # noqa: PLC0415
 
-            found["outcomes"] = []
             found["skipped"] = inject(options, lambda outcome: write("outcomes", outcome))
             found["head"]["seconds of faults"] = round(time.monotonic() - began)
         if options.restarts:
             from soak.restarts import restart  # noqa: PLC0415
 
-            found["restarts"] = []
             restart(options, lambda outcome: write("restarts", outcome))
         if options.steps:
             from soak.long_runs import run_long  # noqa: PLC0415
 
-            found["long_runs"] = []
             run_long(options, lambda outcome: write("long_runs", outcome))
         if options.states or options.groups:
             from soak.churn import churn  # noqa: PLC0415
 
-            found["churn"] = []
             churn(options, lambda outcome: write("churn", outcome))
     results.save(options.output, found)
     verdicts = Counter(
@@ -60,6 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
     return int(set(verdicts) != {"right"})
+
+
+def _is_again(old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Tell whether an outcome is that of a job that is run again."""
+    same = ("number", "training", "what", "seed") if "number" not in old else ("number",)
+    return all(old.get(name) == new.get(name) for name in same)
 
 
 def _is_ours(outcome: dict[str, Any]) -> bool:
@@ -77,6 +80,7 @@ def _options(arguments: Sequence[str] | None) -> Any:
     add("--faults", type=int, default=500, help="how many to inject")
     add("--minutes", type=float, default=float("inf"), help="begin no fault after so many")
     add("--seed", type=int, default=0)
+    add("--timeout", type=float, default=5.0, help="of the ranks' groups, in seconds")
     add("--first", type=int, default=0, help="number of the first fault, to repeat one")
     add("--only", default="", help="faults whose names have this in them")
     add("--training", default="", help="trainings whose names have this in them")
@@ -84,7 +88,7 @@ def _options(arguments: Sequence[str] | None) -> Any:
     add("--steps", type=int, default=10_000, help="of each long run")
     add("--states", type=int, default=1000, help="how many states to make and close")
     add("--groups", type=int, default=100, help="how many process groups to make and destroy")
-    add("--keep", action="store_true", help="keep those parts of the file that are not run")
+    add("--keep", action="store_true", help="keep what is in the file and is not run again")
     add("--page", action="store_true", help="only write the file's figures into docs/reliability.md")
     add("--output", type=Path, default=results.RESULTS)
     return parser.parse_args(arguments)

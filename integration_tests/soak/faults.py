@@ -11,9 +11,9 @@ from soak.trainings import BASELINES, TRAININGS
 __all__ = ["FAULTS", "Fault", "Job", "draw"]
 
 STEPS, LAST, EVERY = 60, 40, 4
-"""Steps of a training, the last one for a fault, and after how many there is a checkpoint."""
+"""Of a training: its steps, the last one for a fault, and after how many there is a checkpoint."""
 STEADY = 3
-"""From this step on all connections are there, and all buckets were compared: before, ranks wait in the store."""
+"""From this step on all connections are there; before, ranks may wait for each other in the store."""
 TIMEOUT = 5.0
 
 
@@ -23,8 +23,8 @@ class Fault:
 
     Args:
         name: In results.
-        where: ``outside``: done to the rank at a moment; ``link``: to its network; else: the place in the user's
-            code where it happens.
+        where: ``outside``: done to the rank at a moment; ``link``: to its network; else: the place in the
+            user's code where it happens.
         ends: Whether the training must end with it; ``None``: it may.
         gone: Whether the system closes the rank's connections, so that its peers can know at once.
     """
@@ -92,7 +92,7 @@ def draw(seed: int, number: int, *, faults: list[str], trainings: list[str], tim
         trainings: Names.
         timeout: Seconds a collective may take.
     """
-    chance = random.Random(f"{seed}/{number}")  # noqa: S311 - no secrets
+    chance = random.Random(f"{seed}/{number}")
     fault = FAULTS[faults[number % len(faults)]]
     training = chance.choice(trainings)
     while fault.where == "hook" and "hook" not in TRAININGS[training].places:

@@ -17,6 +17,8 @@ from soak.verdicts import Reference, judge
 __all__ = ["inject"]
 
 _HOSTS = 4
+_ATTEMPTS = 4
+"""A rank may wait for a core for longer than a timeout, so that a training ends before its fault."""
 
 
 def inject(options: Any, write: Callable[[dict[str, Any]], None]) -> dict[str, str]:
@@ -39,7 +41,7 @@ def inject(options: Any, write: Callable[[dict[str, Any]], None]) -> dict[str, s
         for number in range(options.first, options.first + options.faults):
             if time.monotonic() - began > 60 * options.minutes:
                 break
-            job = draw(options.seed, number, faults=faults, trainings=trainings)
+            job = draw(options.seed, number, faults=faults, trainings=trainings, timeout=options.timeout)
             write(run(runner, job, references))
         return skipped
 
@@ -51,8 +53,13 @@ def run(runner: Runner, job: Job, references: dict[tuple[str, int], Reference]) 
         undisturbed = replace(job, fault="", hosts=False, store="apart", timeout=60.0)
         references[key] = Reference(undisturbed, runner.run(undisturbed))
     began = time.monotonic()
-    ended = runner.run(job, references[key].step_seconds)
-    return {**judge(job, ended, references[key]), "took": round(time.monotonic() - began, 1)}
+    for voided in range(_ATTEMPTS):  # noqa: B007 - how many there were is told
+        ended = runner.run(job, references[key].step_seconds)
+        outcome = judge(job, ended, references[key])
+        if outcome["verdict"] != "void":
+            break
+        job = replace(job, timeout=2 * job.timeout)
+    return {**outcome, "voided": voided, "took": round(time.monotonic() - began, 1)}
 
 
 def why_skipped(fault: str, hosts: Network | str) -> str:

@@ -1,4 +1,4 @@
-"""Run a job: start its ranks, inject its fault at its moment, wait, and gather what every rank has written."""
+"""Run a job: start its ranks, inject its fault at its moment, and gather what every rank has written."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dist_utils.testing import patience
 from soak import memory_limit, records
 from soak.faults import Job
 from soak.network import Network
 from soak.rank import Place, be_rank, keep_store
-
-from dist_utils.testing import patience
 
 __all__ = ["Ended", "Runner"]
 
@@ -67,10 +66,8 @@ class Runner:
             if job.store == "apart":
                 keeper = self._start(keep_store, places[0], folder / "store")
                 stack.callback(_end, keeper)
-                _wait_until(lambda: (folder / "store").exists(), 60.0)
-            ranks = [
-                self._start(be_rank, job, rank, place, folder) for rank, place in enumerate(places)
-            ]
+                _wait_until((folder / "store").exists, 120.0)
+            ranks = [self._start(be_rank, job, rank, place, folder) for rank, place in enumerate(places)]
             for process in ranks:
                 stack.callback(_end, process)
             return _Watch(job, ranks, folder, self._network).until_the_end(step_seconds)

@@ -1,19 +1,17 @@
-"""Many steps of every training on four ranks: what a process holds, and how long a step takes, stays the same."""
+"""Many steps of every training: what a process holds, and how long a step takes, stays the same."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+
+from dist_utils.testing import run_ranks
 from soak.records import resources
 from soak.regression import fitted
 from soak.trainings import BASELINES, TRAININGS
-
-from dist_utils.testing import run_ranks
 
 __all__ = ["run_long"]
 

@@ -35,8 +35,8 @@ def _head(results: dict[str, Any]) -> str:
     verdicts = Counter(outcome["verdict"] for outcome in ours)
     took = statistics.mean([outcome["took"] for outcome in results.get("outcomes", [])] or [0])
     return (
-        f"**{len(ours)} faults: {verdicts['right']} right, {verdicts['wrong']} wrong, {verdicts['hung']} hung.** "
-        f"Seed {head['seed']}, commit {head['commit']}, {head['date']}; torch {versions['torch']}, Python "
+        f"**{len(ours)} faults: {verdicts['right']} right, {verdicts['wrong']} wrong, {verdicts['hung']} "
+        f"hung.** Seed {head['seed']}, commit {head['commit']}, {head['date']}; torch {versions['torch']}, Python "
         f"{versions['python']}; {machine['cores']} cores ({machine['cpu']}); {took:.1f} s a fault. Clock: "
         f"{head['clock']}."
     )
@@ -60,8 +60,8 @@ def _faults(results: dict[str, Any]) -> str:
     for fault, why in results.get("skipped", {}).items():
         rows.append(f"| {fault} | skipped: {why} | | | | | |")
     title = (
-        "| fault | injected | right | wrong | hung | seconds to the error: median / longest | errors that name "
-        "the rank |\n|---|---|---|---|---|---|---|"
+        "| fault | injected | right | wrong | hung | seconds to the error: median / longest | errors that "
+        "name the rank |\n|---|---|---|---|---|---|---|"
     )
     return "\n".join([title, *rows]) if rows else ""
 
@@ -76,8 +76,8 @@ def _restarts(results: dict[str, Any]) -> str:
         return ""
     right = sum(outcome["verdict"] == "right" for outcome in found)
     return (
-        f"`torchrun --max-restarts=1`, a rank killed at a random moment: {len(found)} jobs, {right} of them with "
-        "the bits of a job that ran through: parameters, optimizer states, residuals."
+        f"`torchrun --max-restarts=1`, a rank killed at a random moment: {len(found)} jobs, {right} of them "
+        "with the bits of a job that ran through: parameters, optimizer states, residuals."
     )
 
 
@@ -87,8 +87,8 @@ def _long_runs(results: dict[str, Any]) -> str:
         return ""
     steps = sorted({outcome["steps"] for outcome in results["long_runs"]})
     title = (
-        f"Growth over three quarters of {' and '.join(map(str, steps))} steps on the rank where it is largest, "
-        "with the regression's standard error.\n\n"
+        f"Growth over three quarters of {' and '.join(map(str, steps))} steps on the rank where it is largest, with "
+        "the regression's standard error.\n\n"
         "| training | KiB | descriptors | threads | ms a step | verdict |\n|---|---|---|---|---|---|"
     )
     return "\n".join([title, *rows])

@@ -1,4 +1,4 @@
-"""What a rank writes down while it trains: a line for each event, which is there whatever happens to the rank."""
+"""What a rank writes down while it trains: a line for each event, there whatever happens to the rank."""
 
 from __future__ import annotations
 
@@ -45,19 +45,20 @@ def digests(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 def resources() -> dict[str, int]:
     """Return how many descriptors, threads and KiB of memory this process holds."""
+    open_files = list(Path("/proc/self/fd").iterdir())
     with Path("/proc/self/status").open() as file:
         status = dict(line.split(":", 1) for line in file)
     return {
-        "descriptors": len(os.listdir("/proc/self/fd")) - 1,  # without that of the listing
-        "sockets": sum(_is_socket(name) for name in os.listdir("/proc/self/fd")),
+        "descriptors": len(open_files) - 1,  # without that of the listing
+        "sockets": sum(map(_is_socket, open_files)),
         "threads": threading.active_count(),
         "kernel_threads": int(status["Threads"]),
         "kibibytes": int(status["VmRSS"].split()[0]),
     }
 
 
-def _is_socket(name: str) -> bool:
+def _is_socket(path: Path) -> bool:
     try:
-        return os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
+        return str(path.readlink()).startswith("socket:")
     except OSError:  # that of the listing
         return False

@@ -34,9 +34,7 @@ def fitted(values: Sequence[float]) -> Line:
     twenty blocks.
     """
     size = max(1, len(values) // 20)
-    blocks = [
-        sum(values[start : start + size]) / size for start in range(0, len(values) - size + 1, size)
-    ]
+    blocks = [sum(values[start : start + size]) / size for start in range(0, len(values) - size + 1, size)]
     count = len(blocks)
     mean, middle = sum(blocks) / count, (count - 1) / 2
     spread = sum((index - middle) ** 2 for index in range(count))

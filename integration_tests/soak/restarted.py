@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import torch.distributed as dist
+
 from soak.faults import EVERY
 from soak.records import digests
 from soak.trainings import TRAININGS
@@ -53,7 +54,7 @@ def main() -> None:
 
 def _draw_death(seed: int, step: int, rank: int, world_size: int) -> None:
     """Kill one rank, soon, if this is its step."""
-    chance = random.Random(seed)  # noqa: S311 - no secrets
+    chance = random.Random(seed)
     if (rank, step) == (chance.randrange(world_size), chance.randrange(EVERY + 1, STEPS - 1)):
         kill = threading.Timer(chance.uniform(0, 0.02), os.kill, (os.getpid(), signal.SIGKILL))
         kill.daemon = True

@@ -29,7 +29,7 @@ def restart(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
         write: Takes an outcome.
     """
     names = [name for name in TRAININGS if options.training in name and not name.startswith(_LEFT_OUT)]
-    chance = random.Random(f"restarts/{options.seed}")  # noqa: S311 - no secrets
+    chance = random.Random(f"restarts/{options.seed}")
     chance.shuffle(names)
     through: dict[tuple[str, int], list[str]] = {}
     for number in range(options.restarts):
@@ -38,7 +38,9 @@ def restart(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
         write(_outcome(training, size, options.seed * 1000 + number, through))
 
 
-def _outcome(training: str, size: int, seed: int, through: dict[tuple[str, int], list[str]]) -> dict[str, Any]:
+def _outcome(
+    training: str, size: int, seed: int, through: dict[tuple[str, int], list[str]]
+) -> dict[str, Any]:
     began = time.monotonic()
     outcome: dict[str, Any] = {"training": training, "world_size": size, "seed": seed}
     with tempfile.TemporaryDirectory(prefix="soak_") as name:

@@ -1,4 +1,4 @@
-"""The trainings that faults are injected into: every hook with and without the overlap, FSDP2, plain tensors."""
+"""What faults are injected into: every hook with and without the overlap, FSDP2, plain tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from soak import trouble
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,11 +30,14 @@ from ddp_quant_hooks import (
     quantized_allreduce_hook,
 )
 from dist_utils.testing import call_in_backward
+from dist_utils.torch_compat import group_timeout
+from soak import trouble
 
 __all__ = ["BASELINES", "TRAININGS", "Training"]
 
 WIDTH, LAYERS = 96, 4
 CAP_MIB = 0.05  # several buckets
+CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
@@ -58,7 +60,7 @@ class Net(nn.Module):
 class UserAdamW(torch.optim.AdamW):
     """An optimizer of the user's own, which may raise."""
 
-    def step(self, closure: Any = None) -> Any:  # noqa: D102
+    def step(self, closure: Any = None) -> Any:
         trouble.at("optimizer")
         return super().step(closure)
 
@@ -121,7 +123,11 @@ class Training:
     def resume(self, folder: Path) -> int:
         """Go on from the newest step that every rank has saved; return it."""
         path = folder / f"checkpoint-{dist.get_rank()}.pt"
-        saved = [torch.load(found, weights_only=True) for found in (path, path.with_suffix(".old")) if found.exists()]
+        saved = [
+            torch.load(found, weights_only=True)
+            for found in (path, path.with_suffix(".old"))
+            if found.exists()
+        ]
         # A rank may have died between the other ranks' last checkpoint and its own.
         mine = max((checkpoint["step"] for checkpoint in saved), default=0)
         newest = torch.tensor(mine)
@@ -196,9 +202,22 @@ def _quantized(**options: Any) -> Callable[[], tuple[Any, Any]]:
     return lambda: (QuantizedAllreduceState(min_bytes=0, **options), quantized_allreduce_hook)
 
 
+def _mesh(shards: int) -> dist.device_mesh.DeviceMesh:
+    """Return nodes of so many ranks, whose groups have the timeout of the job.
+
+    Those that ``init_device_mesh`` makes have torch's default, half an hour.
+    """
+    world, me, limit = dist.get_world_size(), dist.get_rank(), group_timeout(dist.group.WORLD, CPU)
+    ranks = torch.arange(world).view(-1, shards)
+    mine = []
+    for rows in (ranks.T, ranks):
+        groups = [dist.new_group(row.tolist(), timeout=limit) for row in rows]
+        mine += [group for group, row in zip(groups, rows.tolist(), strict=True) if me in row]
+    return dist.device_mesh.DeviceMesh.from_group(mine, "cpu", mesh=ranks, mesh_dim_names=("node", "shard"))
+
+
 def _hierarchical() -> tuple[Any, Any]:
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2))
-    return HierarchicalAllreduceState(mesh=mesh, min_bytes=0), quantized_allreduce_hook
+    return HierarchicalAllreduceState(mesh=_mesh(2), min_bytes=0), quantized_allreduce_hook
 
 
 def _auto() -> tuple[Any, Any]:
@@ -262,15 +281,13 @@ def _fsdp(shards: int, *, ours: bool = True) -> Training:
 
     from ddp_quant_hooks import fsdp  # noqa: PLC0415
 
-    world, names = dist.get_world_size(), ("node", "shard")
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=names)
-    net = Net()
+    mesh, net = _mesh(shards), Net()
     for layer in net.layers:
         fully_shard(layer, mesh=mesh["shard"])
     fully_shard(net, mesh=mesh["shard"])
     if not ours:
         return Training(net, UserAdamW(net.parameters(), lr=1e-3))
-    across = shards == world
+    across = shards == dist.get_world_size()
     state = QuantizedAllreduceState(mesh["shard" if across else "node"], min_bytes=0, error_feedback="both")
     (fsdp.quantize_reduce_scatter if across else fsdp.quantize_all_reduce)(net, state)
     return Training(net, UserAdamW(net.parameters(), lr=1e-3), state=state)
@@ -311,4 +328,3 @@ def _begin(hook: str, overlap: str) -> Callable[[], Training]:
 TRAININGS: dict[str, Kind] = dict(_kinds())
 BASELINES = ("plain DDP", "plain FSDP2")
 """Without anything of ours: what faults do there is measured too, and is not promised here."""
-

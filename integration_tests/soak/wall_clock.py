@@ -1,7 +1,7 @@
 """A wall clock that jumps in one process: time namespaces move only the monotonic ones.
 
-A small library, preloaded, answers for the C library, so torch and Gloo see the jump too. Without a compiler only
-Python's ``time.time`` jumps.
+A small library, preloaded, answers for the C library, so torch and Gloo see the jump too. Without a compiler
+only Python's ``time.time`` jumps.
 """
 
 from __future__ import annotations

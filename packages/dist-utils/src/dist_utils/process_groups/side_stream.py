@@ -59,8 +59,8 @@ def new_future(
 def fail(done: torch.futures.Future[Any], error: BaseException) -> None:
     """Complete the first of a :func:`new_future` pair with an error.
 
-    The future holds the error. Frames that hold the future and are noted in the error would be a cycle through
-    C++, which is never garbage, and with it whatever they refer to: a process group, its threads and
+    The future holds the error. Frames that hold the future and are noted in the error would be a cycle
+    through C++, which is never garbage, and with it whatever they refer to: a process group, its threads and
     connections. So what raising it in callbacks has noted is forgotten.
     """
     trace = error.__traceback__

@@ -10,7 +10,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -185,7 +185,9 @@ class _Round:
             if not _wait_until(lambda: self.is_over() or (judges and self._has(everyone)), seconds):
                 self._decide(self._who_came(claim.title, everyone, seconds))
             elif judges and not self.is_over():
-                claims = [_Claim(*json.loads(text)) for text in self._ask(lambda store: store.multi_get(everyone))]
+                claims = [
+                    _Claim(*json.loads(text)) for text in self._ask(lambda store: store.multi_get(everyone))
+                ]
                 self._decide(_first_difference(claims, self._ranks))
         except (dist.DistError, TimeoutError):  # the store is gone: nobody can be told
             raise

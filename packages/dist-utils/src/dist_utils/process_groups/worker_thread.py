@@ -126,7 +126,7 @@ class WorkerThread:
             self.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
             # The peers wait in this job's collectives: closing our connections tells them. The
             # frames of the traceback would keep the group, and so the connections, alive.
-            traceback.clear_frames(error.__traceback__)
+            _clear_frames(error)
             self._destroy_group()
             fail(job.done, self.error)
         else:
@@ -152,3 +152,15 @@ class WorkerThread:
             # The main thread may be destroying every group just now, in any of torch's registries.
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of what the frames of an error refer to, and those of the errors that it came from."""
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            errors += [one.__cause__, one.__context__]
