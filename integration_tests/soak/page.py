@@ -36,9 +36,9 @@ def _head(results: dict[str, Any]) -> str:
     took = statistics.mean([outcome["took"] for outcome in results.get("outcomes", [])] or [0])
     return (
         f"**{len(ours)} faults: {verdicts['right']} right, {verdicts['wrong']} wrong, {verdicts['hung']} "
-        f"hung.** Seed {head['seed']}, commit {head['commit']}, {head['date']}; torch {versions['torch']}, Python "
-        f"{versions['python']}; {machine['cores']} cores ({machine['cpu']}); {took:.1f} s a fault. Clock: "
-        f"{head['clock']}."
+        f"hung.** Seed {head['seed']}, commit {head['commit']}, {head['date']}; torch {versions['torch']}, "
+        f"Python {versions['python']}; {machine['cores']} cores ({machine['cpu']}); {took:.1f} s a fault. "
+        f"Clock: {head['clock']}."
     )
 
 
@@ -87,8 +87,8 @@ def _long_runs(results: dict[str, Any]) -> str:
         return ""
     steps = sorted({outcome["steps"] for outcome in results["long_runs"]})
     title = (
-        f"Growth over three quarters of {' and '.join(map(str, steps))} steps on the rank where it is largest, with "
-        "the regression's standard error.\n\n"
+        f"Growth over three quarters of {', '.join(map(str, steps))} steps on the rank where it is largest, "
+        "with the regression's standard error.\n\n"
         "| training | KiB | descriptors | threads | ms a step | verdict |\n|---|---|---|---|---|---|"
     )
     return "\n".join([title, *rows])

@@ -148,7 +148,7 @@ class Training:
         for state in self.optimizer.state_dict()["state"].values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
         if hasattr(self._state, "state_dict"):
-            yield from _tensors(self._state.state_dict())
+            yield from _tensors_in(self._state.state_dict())
 
     def close(self) -> None:
         """End what the training has begun, as a program does in its ``finally``."""
@@ -161,15 +161,15 @@ class Training:
         gc.collect()  # a DDP model is a cycle
 
 
-def _tensors(one: Any) -> Iterator[torch.Tensor]:
+def _tensors_in(one: Any) -> Iterator[torch.Tensor]:
     if isinstance(one, torch.Tensor):
         yield one
     elif isinstance(one, dict):
         for key in sorted(one, key=str):
-            yield from _tensors(one[key])
+            yield from _tensors_in(one[key])
     elif isinstance(one, (list, tuple)):
         for part in one:
-            yield from _tensors(part)
+            yield from _tensors_in(part)
 
 
 class Kind(NamedTuple):

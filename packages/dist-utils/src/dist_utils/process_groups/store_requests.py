@@ -24,8 +24,8 @@ class StoreRequests:
     """Asks a store on a thread of its own.
 
     Most requests of torch's ``TCPStore`` know no timeout: of a server that was cut off, as by a broken link,
-    no answer and no error comes for as long as TCP tries, a quarter of an hour. A thread that waits so cannot be
-    ended. It holds its connection, and does not keep the process from ending.
+    no answer and no error comes for as long as TCP tries, a quarter of an hour. A thread that waits so cannot
+    be ended. It holds its connection, and does not keep the process from ending.
 
     Args:
         store: Of torch.
