@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 from dist_utils.testing import run_ranks
-from soak.long_runs import judged
+from soak.long_runs import Samples, judged
 from soak.records import resources
 from soak.trainings import TRAININGS
 
@@ -40,7 +40,7 @@ def churn(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
 
 
 def _states(rank: int, count: int) -> list[dict[str, float]]:
-    samples = []
+    samples = Samples(count)
     for _ in range(count):
         began = time.perf_counter()
         state = QuantizedAllreduceState(min_bytes=0)
@@ -48,12 +48,12 @@ def _states(rank: int, count: int) -> list[dict[str, float]]:
         state.close()
         del state
         gc.collect()
-        samples.append({**resources(), "seconds": time.perf_counter() - began})
-    return samples
+        samples.add({**resources(), "seconds": time.perf_counter() - began})
+    return samples.all()
 
 
 def _groups(rank: int, count: int) -> list[dict[str, float]]:
-    samples = []
+    samples = Samples(count)
     dist.destroy_process_group()
     for number in range(count):
         began = time.perf_counter()
@@ -69,9 +69,9 @@ def _groups(rank: int, count: int) -> list[dict[str, float]]:
         dist.destroy_process_group()
         del store, server
         gc.collect()
-        samples.append({**resources(), "seconds": time.perf_counter() - began})
+        samples.add({**resources(), "seconds": time.perf_counter() - began})
     dist.init_process_group("gloo")  # what run_ranks destroys
-    return samples
+    return samples.all()
 
 
 def _port() -> int:

@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dist_utils.testing import run_ranks
 from soak.records import resources
 from soak.regression import fitted
-from soak.trainings import BASELINES, TRAININGS
+from soak.trainings import TRAININGS
 
 __all__ = ["run_long"]
 
@@ -27,7 +28,7 @@ def run_long(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
         options: Of the command line.
         write: Takes an outcome.
     """
-    names = [name for name in TRAININGS if options.training in name and name not in BASELINES]
+    names = [name for name in TRAININGS if options.training in name]
     for name in names:
         size = max(TRAININGS[name].world_sizes)
         began = time.monotonic()
@@ -36,9 +37,31 @@ def run_long(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
         write({**judged(samples), "training": name, "world_size": size, "steps": options.steps, "took": took})
 
 
+class Samples:
+    """Places for samples, which take memory before the first of them and not after.
+
+    Args:
+        count: How many will come.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._names = [*resources(), "seconds"]
+        self._values = torch.full((count, len(self._names)), -1.0, dtype=torch.float64)
+        self._next = 0
+
+    def add(self, sample: dict[str, float]) -> None:
+        """Keep one more."""
+        self._values[self._next] = torch.tensor([sample[name] for name in self._names], dtype=torch.float64)
+        self._next += 1
+
+    def all(self) -> list[dict[str, float]]:
+        """Return them."""
+        return [dict(zip(self._names, row, strict=True)) for row in self._values[: self._next].tolist()]
+
+
 def _train(rank: int, name: str, steps: int) -> list[dict[str, float]]:
-    training, samples = TRAININGS[name].begin(), []
-    every = max(1, steps // SAMPLES)
+    training, every = TRAININGS[name].begin(), max(1, steps // SAMPLES)
+    samples = Samples(steps // every)
     for step in range(steps):
         if step % every == 0:
             dist.barrier()
@@ -46,9 +69,9 @@ def _train(rank: int, name: str, steps: int) -> list[dict[str, float]]:
         training.step(step)
         if (step + 1) % every == 0:
             seconds = (time.perf_counter() - began) / every
-            samples.append({**resources(), "seconds": seconds})
+            samples.add({**resources(), "seconds": seconds})
     training.close()
-    return samples
+    return samples.all()
 
 
 def judged(ranks: list[list[dict[str, float]]]) -> dict[str, Any]:

@@ -161,16 +161,15 @@ def _train(job: Job, training: Training, folder: Path, record: Record) -> None:
 def _leave(training: Training | None, record: Record) -> None:
     began = time.monotonic()
     problem = ""
-    net = None if training is None else training.net
+    held = [] if training is None else list(training.parameters())
     if training is not None:
         try:
             training.close()
         except Exception as error:  # noqa: BLE001 - an outcome
             problem = f"{type(error).__name__}: {error}"
-    if net is not None:  # nothing steps any more
-        held = (p.to_local() if hasattr(p, "to_local") else p.detach() for p in net.parameters())
+    if held:  # nothing steps any more
         record.note("kept", parameters=digests(held))
-        del net
+        held.clear()
     gc.collect()
     try:
         if dist.is_initialized():

@@ -88,6 +88,7 @@ class Training:
         state: Any = None,
     ) -> None:
         self.net, self.optimizer = net, optimizer
+        self._parameters = list(net.parameters())  # after an error FSDP may show others
         self._call = net if call is None else call
         self._average, self._handle, self._state = average, handle, state
 
@@ -103,7 +104,7 @@ class Training:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """Return what this rank holds of the parameters."""
-        for parameter in self.net.parameters():
+        for parameter in self._parameters:
             yield parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
 
     def save(self, folder: Path, step: int) -> None:
@@ -157,7 +158,7 @@ class Training:
         if hasattr(self._state, "close"):
             self._state.close()
         del self._call, self._average, self._handle, self._state
-        del self.net, self.optimizer
+        del self.net, self.optimizer, self._parameters
         gc.collect()  # a DDP model is a cycle
 
 

@@ -35,16 +35,10 @@ class Reference:
             [event["parameters"] for event in events if event["event"] in {"ready", "stepped"}]
             for events in ended.records
         ]
-        lefts = [_event(events, "left") for events in ended.records]
-        self._kept = [{what: left["after"][what] for what in COUNTED} if left else {} for left in lefts]
         times = [event["time"] for event in ended.records[0] if event["event"] == "begins"]
         self.step_seconds = statistics.median(
             after - before for before, after in itertools.pairwise(times[STEADY:])
         )
-
-    def kept(self, job: Job, rank: int) -> dict[str, int]:
-        """Return what torch leaves open on a rank, of which nobody else can rid it."""
-        return self._kept[rank] if TRAININGS[job.training].torch_keeps_groups else {}
 
     def after(self, rank: int, steps: int) -> list[str]:
         """Return the digests of a rank's parameters after so many steps."""
@@ -55,7 +49,7 @@ def judge(job: Job, ended: Ended, reference: Reference) -> dict[str, Any]:
     """Return the outcome of a job, for a line of the results."""
     survivors = [rank for rank in range(job.world_size) if rank != job.victim or not _is_killed(job)]
     hung = [rank for rank in range(job.world_size) if rank in ended.stacks]
-    problems = list(_wrong_bits(job, ended, reference)) + list(_remains(job, ended, survivors, reference))
+    problems = list(_wrong_bits(job, ended, reference)) + list(_remains(job, ended, survivors))
     stopped = any(_event(events, "raised") for events in ended.records) or any(ended.exit_codes)
     ends = stopped if job.kind.ends is None else job.kind.ends
     seconds: list[float] = []
@@ -158,7 +152,7 @@ def _wrong_bits(job: Job, ended: Ended, reference: Reference) -> Iterator[str]:
             yield f"rank {rank}: parameters that no step gives, after {done} steps"
 
 
-def _remains(job: Job, ended: Ended, survivors: list[int], reference: Reference) -> Iterator[str]:
+def _remains(job: Job, ended: Ended, survivors: list[int]) -> Iterator[str]:
     if ended.left:
         yield f"processes left behind: {len(ended.left)}"
     yield from (f"checkpoint: {text}" for text in ended.broken)
@@ -169,10 +163,10 @@ def _remains(job: Job, ended: Ended, survivors: list[int], reference: Reference)
         if (closed := _event(ended.records[rank], "closed")) and closed["problem"]:
             yield f"rank {rank}: closing raised {closed['problem']}"
         left = _event(ended.records[rank], "left")
-        if left is None:
+        if left is None or TRAININGS[job.training].torch_keeps_groups:
             continue
         for what in COUNTED:
-            more = left["after"][what] - max(left["before"][what], reference.kept(job, rank).get(what, 0))
+            more = left["after"][what] - left["before"][what]
             more -= job.fault == "link cut"
             if more > 0:
                 yield f"rank {rank}: {more} {what} left open: {left['open']}"

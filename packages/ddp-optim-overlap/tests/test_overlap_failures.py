@@ -477,7 +477,14 @@ def test_an_average_that_fails_on_one_rank_raises_on_every_rank():
 
 
 def _open_sockets():
-    return sum("socket" in os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    return sum(
+        "socket" in str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
+    )
+
+
+def _two_passes(ddp):
+    for x in batches(2):  # the other rank may learn of an error in the next one
+        ddp(x).square().sum().backward()
 
 
 def _step_fails(rank, mode):
@@ -487,11 +494,10 @@ def _step_fails(rank, mode):
     if rank == 1:
         RaisesOnce.victim = next(ddp.parameters())
     with pytest.raises(RuntimeError):
-        for x in batches(2):  # the other rank may learn of it in the next pass
-            ddp(x).square().sum().backward()
+        _two_passes(ddp)
     handle.remove()
     RaisesOnce.victim = None
-    del ddp, optimizer, handle, x
+    del ddp, optimizer, handle
     gc.collect()
     deadline = time.monotonic() + patience(5.0)
     while (after := _open_sockets()) > before and time.monotonic() < deadline:
