@@ -21,6 +21,7 @@ from ddp_optim_overlap import (
     StepError,
     overlap_optimizer,
 )
+from dist_utils import OrderedWorker
 from dist_utils.testing import call_in_backward, patience, run_ranks, stop_process
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
@@ -489,6 +490,8 @@ def _two_passes(ddp):
 
 def _step_fails(rank, mode):
     """An optimizer raises on the worker's thread, and futures hold its error; how many sockets stay?"""
+    with OrderedWorker() as worker:  # private groups are made over a connection to the store that stays
+        worker.submit(lambda _: None).wait()
     before = _open_sockets()
     ddp, optimizer, handle = _start(mode, make=RaisesOnce)
     if rank == 1:

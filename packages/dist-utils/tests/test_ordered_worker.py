@@ -286,6 +286,9 @@ def _open_sockets():
 
 
 def _fails_and_is_closed(rank):
+    with OrderedWorker() as first:  # private groups are made over a connection to the store that stays
+        first.submit(lambda _: None).wait()
+    del first
     before = _open_sockets()
     worker = OrderedWorker()
 
