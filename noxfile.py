@@ -281,6 +281,13 @@ def upload(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def soak(session: nox.Session) -> None:
+    """Faults injected into training, restarts, long runs: hours; ``-- --faults 50 --minutes 20 --seed 1``."""
+    install(session)
+    session.run("python", "integration_tests/soak", *session.posargs, env={**ENV, "OMP_NUM_THREADS": "1"})
+
+
+@nox.session(default=False)
 def demo(session: nox.Session) -> None:
     """Train a small model over 1 Gbit/s, with several ways to average gradients: ``-- --rate 200mbit``."""
     editable = [arg for package in PACKAGES for arg in ("-e", f"packages/{package}")]

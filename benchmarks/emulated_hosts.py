@@ -48,6 +48,11 @@ def require_rate(rate: str) -> None:
         raise ValueError(f"rate must be a positive number with kbit, mbit or gbit, got {rate!r}")
 
 
+def holder(host: Host) -> int:
+    """Return a process whose network a host is, for who enters it without a program."""
+    return int(host[1].removeprefix("--target="))
+
+
 @contextlib.contextmanager
 def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[Host]]:
     """Set up ``count`` hosts, yield what runs a command on each, and take everything down again.

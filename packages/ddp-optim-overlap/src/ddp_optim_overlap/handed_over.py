@@ -34,19 +34,27 @@ class HandedOver:
     done: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
     taken: bool = False
     _ending: threading.Lock = field(default_factory=threading.Lock)
+    _ended: bool = False
 
     def complete(self, average: torch.Tensor) -> None:
         """End well, unless it has ended."""
         with self._ending:
-            if not self.done.done():
+            if not self._ended:
+                self._ended = True
                 self.done.set_result(average)
 
     def fail(self, error: BaseException) -> None:
         """End with an error, unless it has ended."""
         with self._ending:
-            if not self.done.done():
+            if not self._ended:
+                self._ended = True
                 kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                trace = kept.__traceback__
                 self.done.set_exception(kept)  # type: ignore[arg-type] # torch's annotation
+                # The future holds the error. If the error's frames held the future, by this bucket or in its
+                # callbacks, that were a cycle through C++: model and process group would never be garbage.
+                kept.__traceback__ = trace
+                self.done = torch.futures.Future()
 
     @property
     def nbytes(self) -> int:

@@ -132,8 +132,11 @@ class HeldPass:
         try:
             self._average_all()
         except Exception as error:  # noqa: BLE001 - backward() raises it where DDP waits for its buckets
-            for _, averaged in self._taken:
-                averaged.set_exception(error)  # type: ignore[arg-type] # torch's annotation
+            # A future holds its error: if the error's frames held the future, neither would ever be garbage.
+            trace = error.__traceback__
+            while self._taken:
+                self._taken.pop()[1].set_exception(error)  # type: ignore[arg-type] # torch's annotation
+            error.__traceback__ = trace
         else:
             for bucket, averaged in self._taken:
                 averaged.set_result(bucket.buffer())

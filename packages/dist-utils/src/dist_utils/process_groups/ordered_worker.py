@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
-from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, new_future
+from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, fail, new_future
 from dist_utils.process_groups.terms import require_same_terms
 from dist_utils.process_groups.worker_thread import WorkerThread
 
@@ -253,5 +253,6 @@ class OrderedWorker:
                 except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
                     self._own_error = error
             if self._own_error is not None:
-                done.set_exception(self._own_error)
+                fail(done, self._own_error)
+                self._own_error.__traceback__ = None  # as fail(): this frame holds the future
         return result

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-__all__ = ["SideStream", "SideStreams", "current", "new_future"]
+__all__ = ["SideStream", "SideStreams", "current", "fail", "new_future"]
 
 T = TypeVar("T")
 
@@ -54,6 +54,18 @@ def new_future(
         devices=None if side is None else [side.stream.device]
     )
     return done, done.then(_value)
+
+
+def fail(done: torch.futures.Future[Any], error: BaseException) -> None:
+    """Complete the first of a :func:`new_future` pair with an error.
+
+    The future holds the error. Frames that hold the future and are noted in the error would be a cycle
+    through C++, which is never garbage, and with it whatever they refer to: a process group, its threads and
+    connections. So what raising it in callbacks has noted is forgotten.
+    """
+    trace = error.__traceback__
+    done.set_exception(error)
+    error.__traceback__ = trace
 
 
 def _value(done: torch.futures.Future[T]) -> T:

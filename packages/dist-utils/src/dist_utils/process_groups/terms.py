@@ -10,12 +10,13 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
+from dist_utils.process_groups.store_requests import StoreRequests
 
 __all__ = ["AgreementError", "require_same_terms"]
 
@@ -62,7 +63,8 @@ def require_same_terms(
 
     Raises:
         AgreementError: On every rank, with the same message: the terms that differ and which ranks have
-            which values; or, after the timeout, which ranks came and which did not.
+            which values; or, after the timeout, which ranks came and which did not. On a rank that the store
+            does not answer within the timeout: that.
         TypeError: An argument is of a wrong type, on this rank; the others get an ``AgreementError``.
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
@@ -87,7 +89,11 @@ def require_same_terms(
     with _lock_of(group):
         limit = timeout or torch_compat.group_timeout(group, collective_device(group))
         seconds = (limit or torch_compat.default_group_timeout()).total_seconds()
-        verdict = _Round.first_open(group).settle(claim, seconds)
+        try:
+            with StoreRequests(torch_compat.default_store(), seconds) as requests:
+                verdict = _Round.first_open(group, requests).settle(claim, seconds)
+        except TimeoutError as error:
+            raise AgreementError(f"{claim.title}: {error}") from problem
     if problem is not None:
         raise problem
     if verdict.error:
@@ -140,26 +146,28 @@ class _Round:
     any rank that stops waiting. Whatever happens, all ranks see the same one, and then the round is over.
     """
 
-    def __init__(self, group: dist.ProcessGroup, number: int) -> None:
-        self._group, self._number = group, number
+    def __init__(self, group: dist.ProcessGroup, number: int, requests: StoreRequests) -> None:
+        self._group, self._number, self._ask = group, number, requests.ask
         self._ranks = dist.get_process_group_ranks(group)
         # A restarted job may find the store of the last attempt. And torch may give disjoint groups one name.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix = f"dist_utils/terms/{attempt}/{group.group_name}:{self._ranks[0]}/{number}"
-        self._store: Any = torch_compat.default_store()  # torch 2.6 does not declare its methods
 
     @classmethod
-    def first_open(cls, group: dist.ProcessGroup) -> _Round:
+    def first_open(cls, group: dist.ProcessGroup, requests: StoreRequests) -> _Round:
         """Return the first round that is not over: those that are failed, or belong to a former life."""
         number = _rounds.get(group, 0)
-        while (found := cls(group, number)).is_over():
+        while (found := cls(group, number, requests)).is_over():
             number += 1
         _rounds[group] = number
         return found
 
     def is_over(self) -> bool:
         """Return whether there is a verdict."""
-        return bool(self._store.check([self._verdict_key]))
+        return self._has([self._verdict_key])
+
+    def _has(self, keys: list[str]) -> bool:
+        return bool(self._ask(lambda store: store.check(keys)))
 
     @property
     def _verdict_key(self) -> str:
@@ -172,26 +180,27 @@ class _Round:
         """Come with a claim, wait until the round is over, and return the verdict."""
         me, everyone = self._claim_key(self._group.rank()), [*map(self._claim_key, range(len(self._ranks)))]
         judges = me == everyone[0]
-        self._store.set(me, json.dumps(claim))
+        self._ask(lambda store: store.set(me, json.dumps(claim)))
         try:
-            if not _wait_until(lambda: self.is_over() or (judges and self._store.check(everyone)), seconds):
+            if not _wait_until(lambda: self.is_over() or (judges and self._has(everyone)), seconds):
                 self._decide(self._who_came(claim.title, everyone, seconds))
             elif judges and not self.is_over():
-                claims = list(map(_claim_from, self._store.multi_get(everyone)))
+                claims = [_claim_from(text) for text in self._ask(lambda store: store.multi_get(everyone))]
                 self._decide(_first_difference(claims, self._ranks))
-        except dist.DistError:  # the store is gone: nobody can be told
+        except (dist.DistError, TimeoutError):  # the store is gone: nobody can be told
             raise
         except BaseException as error:
             self._decide(f"{claim.title}: rank {dist.get_rank()} stopped waiting: {error!r}")
             raise
         _rounds[self._group] = self._number + 1
-        return _verdict_from(self._store.get(self._verdict_key))
+        return _verdict_from(self._ask(lambda store: store.get(self._verdict_key)))
 
     def _decide(self, error: str) -> None:
-        self._store.compare_set(self._verdict_key, "", json.dumps(_Verdict(error, uuid.uuid4().hex)))
+        verdict = json.dumps(_Verdict(error, uuid.uuid4().hex))
+        self._ask(lambda store: store.compare_set(self._verdict_key, "", verdict))
 
     def _who_came(self, title: str, everyone: list[str], seconds: float) -> str:
-        came = [rank for rank, key in zip(self._ranks, everyone, strict=True) if self._store.check([key])]
+        came = [rank for rank, key in zip(self._ranks, everyone, strict=True) if self._has([key])]
         missing = [rank for rank in self._ranks if rank not in came]
         return (
             f"{title}: ranks {came} came within {seconds:g} s, ranks {missing} did not; every rank of the "

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.side_stream import SideStream, current, new_future
+from dist_utils.process_groups.side_stream import SideStream, current, fail, new_future
 
 __all__ = ["WorkerThread"]
 
@@ -69,7 +69,7 @@ class WorkerThread:
                     Job(run, done, side, name, torch.get_num_threads(), torch_compat.flushes_denormals())
                 )
                 return result
-        done.set_exception(self.error or self._group_is_gone())
+        fail(done, self.error or self._group_is_gone())
         return result
 
     def runs_this_thread(self) -> bool:
@@ -110,8 +110,12 @@ class WorkerThread:
             return
         with current(job.side):
             self._complete(job)
+        del job  # as in _complete, whose frame leads to this one
 
     def _complete(self, job: Job) -> None:
+        if self.error is not None:  # raised again it would hold this job's frames, too
+            fail(job.done, self.error)
+            return
         if torch.get_num_threads() != job.threads:  # every thread has a number of its own
             torch.set_num_threads(job.threads)
         if torch_compat.flushes_denormals() != job.flushes_denormals:  # and a mode of its own
@@ -119,19 +123,20 @@ class WorkerThread:
         try:
             result = self._run_in_group(job)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
-            if self.error is None:
-                self.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
-                # The peers wait in this job's collectives: closing our connections tells them. The
-                # frames of the traceback would keep the group, and so the connections, alive.
-                traceback.clear_frames(error.__traceback__)
-                self._destroy_group()
-            job.done.set_exception(self.error)
+            self.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
+            # The peers wait in this job's collectives: closing our connections tells them. The
+            # frames of the traceback would keep the group, and so the connections, alive.
+            _clear_frames(error)
+            self._destroy_group()
+            fail(job.done, self.error)
         else:
             job.done.set_result(result)
+        finally:
+            # The future holds the error, which holds this frame: a cycle through C++, which would never be
+            # garbage, and with it the group, its threads and connections.
+            del job
 
     def _run_in_group(self, job: Job) -> Any:
-        if self.error is not None:
-            raise self.error
         group = self._group()
         if group is None:
             raise self._group_is_gone()
@@ -147,3 +152,15 @@ class WorkerThread:
             # The main thread may be destroying every group just now, in any of torch's registries.
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of what the frames of an error refer to, and those of the errors that it came from."""
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            errors += [one.__cause__, one.__context__]

@@ -1,0 +1,118 @@
+"""What is injected, when, into which training: drawn from a seed, so that a job can be run again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+from soak.trainings import BASELINES, TRAININGS
+
+__all__ = ["FAULTS", "Fault", "Job", "draw"]
+
+STEPS, LAST, EVERY = 60, 40, 4
+"""Of a training: its steps, the last one for a fault, and after how many there is a checkpoint."""
+STEADY = 3
+"""From this step on all connections are there; before, ranks may wait for each other in the store."""
+TIMEOUT = 5.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, and what must come of it.
+
+    Args:
+        name: In results.
+        where: ``outside``: done to the rank at a moment; ``link``: to its network; else: the place in the
+            user's code where it happens.
+        ends: Whether the training must end with it; ``None``: it may.
+        gone: Whether the system closes the rank's connections, so that its peers can know at once.
+    """
+
+    name: str
+    where: str
+    ends: bool | None
+    gone: bool = False
+
+
+FAULTS: dict[str, Fault] = {
+    fault.name: fault
+    for fault in (
+        Fault("kill -9", "outside", ends=True, gone=True),
+        Fault("stopped for longer than the timeout", "outside", ends=True),
+        Fault("stopped for less than the timeout", "outside", ends=False),
+        Fault("link cut", "link", ends=True),
+        Fault("link at 1 % of its rate", "link", ends=False),
+        Fault("packets lost", "link", ends=False),
+        Fault("no more memory: an allocation fails", "backward", ends=None, gone=True),
+        Fault("no more memory: killed by the system", "forward", ends=True, gone=True),
+        Fault("disk full in a checkpoint", "begin", ends=True, gone=True),
+        Fault("clock an hour forwards", "backward", ends=False),
+        Fault("clock an hour back", "backward", ends=False),
+        *(
+            Fault(f"raises in {place}", place, ends=True, gone=True)
+            for place in ("forward", "backward", "hook", "optimizer", "checkpoint")
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training and one fault; none for the record that others are compared with."""
+
+    number: int
+    training: str
+    world_size: int
+    fault: str = ""
+    victim: int = 0
+    step: int = 0
+    moment: float = 0.0
+    """Which part of the step has passed, for faults from outside."""
+    length: float = 0.0
+    """Seconds of what lasts."""
+    store: Literal["apart", "rank 0"] = "apart"
+    timeout: float = TIMEOUT
+    hosts: bool = False
+    steps: int = STEPS
+
+    @property
+    def kind(self) -> Fault:
+        """What is injected."""
+        return FAULTS[self.fault]
+
+
+def draw(seed: int, number: int, *, faults: list[str], trainings: list[str], timeout: float = TIMEOUT) -> Job:
+    """Return the job of a number: the same for the same arguments.
+
+    Args:
+        seed: Of the whole run.
+        number: Of the job. Faults come in turns, so that all come equally often.
+        faults: What this machine can inject.
+        trainings: Names.
+        timeout: Seconds a collective may take.
+    """
+    chance = random.Random(f"{seed}/{number}")
+    fault = FAULTS[faults[number % len(faults)]]
+    training = chance.choice(trainings)
+    while fault.where == "hook" and "hook" not in TRAININGS[training].places:
+        training = chance.choice([name for name in trainings if name not in BASELINES] or trainings)
+    size = chance.choice(TRAININGS[training].world_sizes)
+    steps = range(STEADY) if chance.random() < 0.25 else range(STEADY, LAST)
+    if fault.where == "checkpoint":
+        steps = range(EVERY - 1, LAST, EVERY)
+    short = (0.1 * timeout, 0.5 * timeout)
+    longer = (1.1 * timeout, 1.3 * timeout)
+    return Job(
+        number=number,
+        training=training,
+        world_size=size,
+        fault=fault.name,
+        victim=chance.randrange(size),
+        step=chance.choice(steps),
+        moment=chance.random(),
+        length=round(chance.uniform(*(longer if "longer" in fault.name else short)), 2),
+        store="rank 0" if chance.random() < 0.25 and fault.where != "link" else "apart",
+        timeout=timeout,
+        hosts=fault.where == "link",
+    )

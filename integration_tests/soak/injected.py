@@ -1,0 +1,71 @@
+"""Many faults, one after another, and what came of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from soak import memory_limit
+from soak.faults import FAULTS, Job, draw
+from soak.jobs import Runner
+from soak.network import Network, network
+from soak.trainings import TRAININGS
+from soak.verdicts import Reference, judge
+
+__all__ = ["inject"]
+
+_HOSTS = 4
+_ATTEMPTS = 4
+"""A rank may wait for a core for longer than a timeout, so that a training ends before its fault."""
+
+
+def inject(options: Any, write: Callable[[dict[str, Any]], None]) -> dict[str, str]:
+    """Inject faults as the options say, and write down each outcome.
+
+    Args:
+        options: Of the command line.
+        write: Takes an outcome.
+
+    Returns:
+        The faults that this machine cannot inject, and why.
+    """
+    began = time.monotonic()
+    with network(_HOSTS) as hosts:
+        runner = Runner(hosts)
+        references: dict[tuple[str, int], Reference] = {}
+        skipped = {name: why for name in FAULTS if (why := why_skipped(name, hosts))}
+        faults = [name for name in FAULTS if options.only in name and name not in skipped]
+        trainings = [name for name in TRAININGS if options.training in name]
+        for number in range(options.first, options.first + options.faults):
+            if time.monotonic() - began > 60 * options.minutes:
+                break
+            job = draw(options.seed, number, faults=faults, trainings=trainings, timeout=options.timeout)
+            write(run(runner, job, references))
+        return skipped
+
+
+def run(runner: Runner, job: Job, references: dict[tuple[str, int], Reference]) -> dict[str, Any]:
+    """Run a job, and its training without a fault if that was not done yet; return the outcome."""
+    key = job.training, job.world_size
+    if key not in references:
+        undisturbed = replace(job, fault="", hosts=False, store="apart", timeout=60.0)
+        references[key] = Reference(undisturbed, runner.run(undisturbed))
+    began = time.monotonic()
+    for voided in range(_ATTEMPTS):  # noqa: B007 - how many there were is told
+        ended = runner.run(job, references[key].step_seconds)
+        outcome = judge(job, ended, references[key])
+        if outcome["verdict"] != "void":
+            break
+        job = replace(job, timeout=2 * job.timeout)
+    return {**outcome, "voided": voided, "took": round(time.monotonic() - began, 1)}
+
+
+def why_skipped(fault: str, hosts: Network | str) -> str:
+    """Return why a fault cannot be injected on this machine, or nothing."""
+    if FAULTS[fault].where == "link" and isinstance(hosts, str):
+        return hosts
+    if "killed" in fault:
+        return memory_limit.why_not()
+    return ""

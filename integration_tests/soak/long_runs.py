@@ -1,0 +1,96 @@
+"""Many steps of every training: what a process holds, and how long a step takes, stays the same."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dist_utils.testing import run_ranks
+from soak.records import resources
+from soak.regression import fitted
+from soak.trainings import TRAININGS
+
+__all__ = ["run_long"]
+
+SAMPLES = 200
+PAGE_KIBIBYTES = 64.0
+"""What the memory of a process may grow by in all, whatever its error: sixteen pages."""
+
+
+def run_long(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
+    """Run every training for as many steps as the options say, and write down each outcome.
+
+    Args:
+        options: Of the command line.
+        write: Takes an outcome.
+    """
+    names = [name for name in TRAININGS if options.training in name]
+    for name in names:
+        size = max(TRAININGS[name].world_sizes)
+        began = time.monotonic()
+        samples = run_ranks(_train, size, name, options.steps, timeout=60 + options.steps)
+        took = round(time.monotonic() - began, 1)
+        write({**judged(samples), "training": name, "world_size": size, "steps": options.steps, "took": took})
+
+
+class Samples:
+    """Places for samples, which take memory before the first of them and not after.
+
+    Args:
+        count: How many will come.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._names = [*resources(), "seconds"]
+        self._values = torch.full((count, len(self._names)), -1.0, dtype=torch.float64)
+        self._next = 0
+
+    def add(self, sample: dict[str, float]) -> None:
+        """Keep one more."""
+        self._values[self._next] = torch.tensor([sample[name] for name in self._names], dtype=torch.float64)
+        self._next += 1
+
+    def all(self) -> list[dict[str, float]]:
+        """Return them."""
+        return [dict(zip(self._names, row, strict=True)) for row in self._values[: self._next].tolist()]
+
+
+def _train(rank: int, name: str, steps: int) -> list[dict[str, float]]:
+    training, every = TRAININGS[name].begin(), max(1, steps // SAMPLES)
+    samples = Samples(steps // every)
+    for step in range(steps):
+        if step % every == 0:
+            dist.barrier()
+            began = time.perf_counter()
+        training.step(step)
+        if (step + 1) % every == 0:
+            seconds = (time.perf_counter() - began) / every
+            samples.add({**resources(), "seconds": seconds})
+    training.close()
+    return samples.all()
+
+
+def judged(ranks: list[list[dict[str, float]]]) -> dict[str, Any]:
+    """Return the growth of everything on the rank where it is largest, and whether that is none.
+
+    The first quarter is left out: caches fill, residuals and optimizer states come, a state chooses.
+    """
+    found: dict[str, Any] = {}
+    problems = []
+    for what, least in {
+        "kibibytes": PAGE_KIBIBYTES,
+        "threads": 0.0,
+        "kernel_threads": 0.0,
+        "descriptors": 0.0,
+        "seconds": 0.0,
+    }.items():
+        lines = [fitted([sample[what] for sample in rank[len(rank) // 4 :]]) for rank in ranks]
+        worst = max(lines, key=lambda line: line.growth)
+        found[what] = {name: round(value, 6) for name, value in worst._asdict().items()}
+        if worst.growth > 0 and not worst.is_flat(least):
+            problems.append(f"{what} grow by {worst.growth:.4g} (error {worst.error:.2g})")
+    return {**found, "verdict": "wrong" if problems else "right", "problems": problems}

@@ -1,0 +1,331 @@
+"""What faults are injected into: every hook with and without the overlap, FSDP2, plain tensors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compress_hooks import (
+    CompressState,
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+)
+from ddp_optim_overlap import OverlapMode, overlap_optimizer
+from ddp_quant_hooks import (
+    AutoState,
+    HierarchicalAllreduceState,
+    QuantizedAllreduceState,
+    auto_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
+    quantized_allreduce_hook,
+)
+from dist_utils.testing import call_in_backward
+from dist_utils.torch_compat import group_timeout
+from soak import trouble
+
+__all__ = ["BASELINES", "TRAININGS", "Training"]
+
+WIDTH, LAYERS = 96, 4
+CAP_MIB = 0.05  # several buckets
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Layers, and between them user code that may raise, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if index == LAYERS // 2:
+                trouble.at("forward")
+                x = call_in_backward(x, lambda: trouble.at("backward"))
+        return x
+
+
+class UserAdamW(torch.optim.AdamW):
+    """An optimizer of the user's own, which may raise."""
+
+    def step(self, closure: Any = None) -> Any:
+        trouble.at("optimizer")
+        return super().step(closure)
+
+
+class Training:
+    """One rank's part of a training.
+
+    Args:
+        net: Whose parameters are looked at.
+        optimizer: Steps after the backward pass, unless there is an overlap that does.
+        call: What is called with a batch, if that is not ``net``.
+        average: Called after the backward pass.
+        handle: Of an overlap.
+        state: Of a hook.
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        call: nn.Module | None = None,
+        average: Callable[[], object] = lambda: None,
+        handle: Any = None,
+        state: Any = None,
+    ) -> None:
+        self.net, self.optimizer = net, optimizer
+        self._parameters = list(net.parameters())  # after an error FSDP may show others
+        self._call = net if call is None else call
+        self._average, self._handle, self._state = average, handle, state
+
+    def step(self, number: int) -> None:
+        """Train on one batch, which depends on rank and step alone."""
+        trouble.begin(number)
+        generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+        x = torch.randn(8, WIDTH, generator=generator)
+        self.optimizer.zero_grad()
+        (self._call(x) - x).square().mean().backward()
+        self._average()
+        self.optimizer.step()
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """Return what this rank holds of the parameters."""
+        for parameter in self._parameters:
+            yield parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
+
+    def save(self, folder: Path, step: int) -> None:
+        """Write a checkpoint of this rank, which is there completely or not at all."""
+        if self._handle is not None:
+            self._handle.wait()  # no rank has failed in this step
+        trouble.at("checkpoint")
+        residuals = self._state.state_dict() if hasattr(self._state, "state_dict") else None
+        path = folder / f"checkpoint-{dist.get_rank()}.pt"
+        new = path.with_suffix(".new")
+        parts = {"parameters": list(self.parameters()), "optimizer": self.optimizer.state_dict()}
+        torch.save({**parts, "residuals": residuals, "step": step}, new)
+        if path.exists():
+            path.replace(path.with_suffix(".old"))  # a rank may die before it has the new one, too
+        new.replace(path)
+
+    def resume(self, folder: Path) -> int:
+        """Go on from the newest step that every rank has saved; return it."""
+        path = folder / f"checkpoint-{dist.get_rank()}.pt"
+        saved = [
+            torch.load(found, weights_only=True)
+            for found in (path, path.with_suffix(".old"))
+            if found.exists()
+        ]
+        # A rank may have died between the other ranks' last checkpoint and its own.
+        mine = max((checkpoint["step"] for checkpoint in saved), default=0)
+        newest = torch.tensor(mine)
+        dist.all_reduce(newest, dist.ReduceOp.MIN)
+        for checkpoint in saved:
+            if checkpoint["step"] == newest:
+                for parameter, value in zip(self.parameters(), checkpoint["parameters"], strict=True):
+                    parameter.data.copy_(value)
+                self.optimizer.load_state_dict(checkpoint["optimizer"])
+                if checkpoint["residuals"] is not None:
+                    self._state.load_state_dict(checkpoint["residuals"])
+                break
+        return int(newest)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Return parameters, the optimizer's state and residuals, in an order that is always the same."""
+        yield from self.parameters()
+        for state in self.optimizer.state_dict()["state"].values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+        if hasattr(self._state, "state_dict"):
+            yield from _tensors_in(self._state.state_dict())
+
+    def close(self) -> None:
+        """End what the training has begun, as a program does in its ``finally``."""
+        if self._handle is not None:
+            self._handle.remove()
+        if hasattr(self._state, "close"):
+            self._state.close()
+        del self._call, self._average, self._handle, self._state
+        del self.net, self.optimizer, self._parameters
+        gc.collect()  # a DDP model is a cycle
+
+
+def _tensors_in(one: Any) -> Iterator[torch.Tensor]:
+    if isinstance(one, torch.Tensor):
+        yield one
+    elif isinstance(one, dict):
+        for key in sorted(one, key=str):
+            yield from _tensors_in(one[key])
+    elif isinstance(one, (list, tuple)):
+        for part in one:
+            yield from _tensors_in(part)
+
+
+class Kind(NamedTuple):
+    """How to begin a training, and with how many ranks."""
+
+    begin: Callable[[], Training]
+    world_sizes: tuple[int, ...]
+    places: tuple[str, ...]  # where user code may raise
+    steps_parts: bool = False  # buckets are stepped one by one
+    torch_keeps_groups: bool = False  # after destroy_process_group, without a fault and without us
+
+
+def _user_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook of the user's own around one of ours."""
+
+    def user_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 1:
+            trouble.at("hook")
+        result: torch.futures.Future[torch.Tensor] = hook(state, bucket)
+        return result
+
+    user_hook.__annotations__ = {
+        "bucket": dist.GradBucket,
+        "return": torch.futures.Future[torch.Tensor],
+    }
+    return user_hook
+
+
+def _quantized(**options: Any) -> Callable[[], tuple[Any, Any]]:
+    return lambda: (QuantizedAllreduceState(min_bytes=0, **options), quantized_allreduce_hook)
+
+
+def _mesh(shards: int) -> dist.device_mesh.DeviceMesh:
+    """Return nodes of so many ranks, whose groups have the timeout of the job.
+
+    Those that ``init_device_mesh`` makes have torch's default, half an hour.
+    """
+    world, me, limit = dist.get_world_size(), dist.get_rank(), group_timeout(dist.group.WORLD, CPU)
+    ranks = torch.arange(world).view(-1, shards)
+    mine = []
+    for rows in (ranks.T, ranks):
+        groups = [dist.new_group(row.tolist(), timeout=limit) for row in rows]
+        mine += [group for group, row in zip(groups, rows.tolist(), strict=True) if me in row]
+    return dist.device_mesh.DeviceMesh.from_group(mine, "cpu", mesh=ranks, mesh_dim_names=("node", "shard"))
+
+
+def _hierarchical() -> tuple[Any, Any]:
+    return HierarchicalAllreduceState(mesh=_mesh(2), min_bytes=0), quantized_allreduce_hook
+
+
+def _auto() -> tuple[Any, Any]:
+    # Whatever is chosen gives the same bits.
+    same = {"fp32": (None, allreduce_hook), "fp32 again": (CompressState(wire_dtype=torch.float32), _fp32)}
+    return AutoState(candidates=same), auto_hook
+
+
+def _fp32(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    del state
+    return allreduce_hook(None, bucket)
+
+
+_fp32.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
+HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
+    "allreduce": lambda: (None, allreduce_hook),
+    "fp16": lambda: (None, fp16_compress_hook),
+    "bf16, fp32 sums": lambda: (CompressState(accumulate="fp32"), bf16_compress_hook),
+    "bf16 wrapper": lambda: (None, bf16_compress_wrapper(allreduce_hook)),
+    "8 bits": _quantized(),
+    "8 bits, feedback": _quantized(error_feedback="both"),
+    "4 bits, feedback": _quantized(bits=4),
+    "hierarchical": _hierarchical,
+    "auto": _auto,
+    "per tensor": lambda: (None, quantization_pertensor_hook),
+    "per channel": lambda: (None, quantization_perchannel_hook),
+}
+OVERLAPS: dict[str, dict[str, Any] | None] = {
+    "": None,
+    ", overlap": {"mode": OverlapMode.BUCKET},
+    ", overlap after": {"mode": OverlapMode.AFTER_REDUCE},
+    ", released": {"release_gradients": True},
+}
+PLACES = ("forward", "backward", "optimizer", "checkpoint")
+
+
+def _with_hook(hook: str, overlap: str) -> Training:
+    net = Net()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=CAP_MIB)
+    optimizer = UserAdamW(ddp.parameters(), lr=1e-3)
+    state, ours = HOOKS[hook]()
+    if hasattr(state, "bind"):
+        state.bind(ddp)
+    options, handle = OVERLAPS[overlap], None
+    if options is None:
+        ddp.register_comm_hook(state, _user_hook(ours))
+    else:
+        handle = overlap_optimizer(ddp, optimizer, comm_hook=_user_hook(ours), comm_state=state, **options)
+    return Training(net, optimizer, call=ddp, handle=handle, state=state)
+
+
+def _plain_ddp() -> Training:
+    net = Net()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=CAP_MIB)
+    return Training(net, UserAdamW(ddp.parameters(), lr=1e-3), call=ddp)
+
+
+def _fsdp(shards: int, *, ours: bool = True) -> Training:
+    from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - not in every torch
+
+    from ddp_quant_hooks import fsdp  # noqa: PLC0415
+
+    mesh, net = _mesh(shards), Net()
+    for layer in net.layers:
+        fully_shard(layer, mesh=mesh["shard"])
+    fully_shard(net, mesh=mesh["shard"])
+    if not ours:
+        return Training(net, UserAdamW(net.parameters(), lr=1e-3))
+    across = shards == dist.get_world_size()
+    state = QuantizedAllreduceState(mesh["shard" if across else "node"], min_bytes=0, error_feedback="both")
+    (fsdp.quantize_reduce_scatter if across else fsdp.quantize_all_reduce)(net, state)
+    return Training(net, UserAdamW(net.parameters(), lr=1e-3), state=state)
+
+
+def _tensors() -> Training:
+    from ddp_quant_hooks import all_reduce  # noqa: PLC0415
+
+    net = Net()
+    state = QuantizedAllreduceState(bits=4, min_bytes=0)
+
+    def average() -> None:
+        with state.step():
+            gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+            all_reduce(gradients, dist.ReduceOp.AVG, state, key="gradients")
+
+    return Training(net, UserAdamW(net.parameters(), lr=1e-3), average=average, state=state)
+
+
+def _kinds() -> Iterator[tuple[str, Kind]]:
+    for hook in HOOKS:
+        for overlap in OVERLAPS:
+            sizes = (4,) if hook == "hierarchical" else (2, 3, 4)
+            places, parts = (*PLACES, "hook"), overlap in {", overlap", ", released"}
+            yield hook + overlap, Kind(_begin(hook, overlap), sizes, places, parts)
+    sharded = {"places": PLACES, "torch_keeps_groups": True}
+    yield "FSDP2 between nodes", Kind(lambda: _fsdp(2), (4,), **sharded)
+    yield "FSDP2 across shards", Kind(lambda: _fsdp(dist.get_world_size()), (2, 3), **sharded)
+    yield "plain tensors, 4 bits, feedback", Kind(_tensors, (2, 3, 4), PLACES)
+    yield "plain DDP", Kind(_plain_ddp, (2, 3, 4), PLACES)
+    yield "plain FSDP2", Kind(lambda: _fsdp(dist.get_world_size(), ours=False), (2, 3), **sharded)
+
+
+def _begin(hook: str, overlap: str) -> Callable[[], Training]:
+    return lambda: _with_hook(hook, overlap)
+
+
+TRAININGS: dict[str, Kind] = dict(_kinds())
+BASELINES = ("plain DDP", "plain FSDP2")
+"""Without anything of ours: what faults do there is measured too, and is not promised here."""

@@ -1,0 +1,108 @@
+"""A handful of the soak run's faults: real training, one fault each, and the bits of an undisturbed run."""
+
+import math
+
+import pytest
+from soak.faults import FAULTS, Job
+from soak.injected import run, why_skipped
+from soak.jobs import Ended, Runner
+from soak.long_runs import judged
+from soak.network import network
+from soak.regression import fitted
+from soak.trainings import TRAININGS
+from soak.verdicts import Reference, judge
+
+from dist_utils.testing import patience
+
+JOBS = [
+    ("kill -9", "8 bits, feedback, overlap", 3, 1, 20),
+    ("raises in hook", "bf16, fp32 sums", 2, 1, 10),
+    ("raises in optimizer", "8 bits", 2, 0, 10),
+    ("stopped for less than the timeout", "4 bits, feedback", 2, 0, 10),
+    ("disk full in a checkpoint", "plain tensors, 4 bits, feedback", 2, 1, 12),
+    ("link cut", "8 bits", 2, 0, 5),
+]
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    with network(2) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def runner(hosts):
+    return Runner(hosts)
+
+
+@pytest.fixture(scope="module")
+def references():
+    return {}
+
+
+@pytest.mark.parametrize(("fault", "training", "size", "victim", "step"), JOBS)
+def test_a_fault_is_an_error_on_every_rank_or_changes_no_bit(
+    fault, training, size, victim, step, hosts, runner, references
+):
+    if reason := why_skipped(fault, hosts):
+        pytest.skip(reason)
+    link = FAULTS[fault].where == "link"
+    timeout = patience(2.0)
+    job = Job(0, training, size, fault, victim, step, 0.5, 0.4, timeout=timeout, hosts=link)
+    outcome = run(runner, job, references)
+    assert outcome["verdict"] == "right", outcome
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("training", TRAININGS)
+def test_a_killed_rank_is_an_error_on_every_other_under_every_hook(training, runner, references):
+    size = max(TRAININGS[training].world_sizes)
+    outcome = run(runner, Job(0, training, size, "kill -9", 1, 15, 0.5), references)
+    assert outcome["verdict"] == "right", outcome
+
+
+def _record(*steps, raised=None):
+    events = [{"time": 0.0, "event": "ready", "parameters": ["begin"]}]
+    for step, digest in enumerate(steps):
+        events += [
+            {"time": step + 1.0, "event": "begins", "step": step},
+            {"time": step + 1.5, "event": "stepped", "step": step, "parameters": [digest]},
+        ]
+    if raised is None:
+        return [*events, {"time": 99.0, "event": "finished"}]
+    return [*events, {"time": raised, "event": "raised", "type": "RuntimeError", "text": "gone"}]
+
+
+def _ended(*records, codes=(0, -9), injected=5.0):
+    return Ended(list(records), list(codes), injected, [6.0, 5.0], {}, [], [], "")
+
+
+def test_what_is_wrong_is_called_wrong():
+    """A verdict that could not be wrong would say nothing."""
+    steps = ["a", "b", "c", "d", "e", "f", "g", "h"]
+    plain = Job(0, "8 bits", 2, steps=len(steps))
+    reference = Reference(plain, _ended(_record(*steps), _record(*steps), codes=(0, 0)))
+    job = Job(0, "8 bits", 2, "kill -9", victim=1, step=4, steps=len(steps))
+    victim = _record(*steps[:4], raised=math.inf)
+    right = _ended(_record(*steps[:4], raised=5.1), victim)
+    assert judge(job, right, reference)["verdict"] == "right"
+    late = _ended(_record(*steps[:4], raised=5.1 + patience(60.0)), victim)
+    stepped = _ended(_record(*steps[:3], "not averaged", raised=5.1), victim)
+    went_on = _ended(_record(*steps), victim)
+    aborted = right._replace(exit_codes=[-6, -9])
+    left = right._replace(left=[12345])
+    never = right._replace(injected=None)
+    for ended in (late, stepped, went_on, aborted, left, never):
+        assert judge(job, ended, reference)["verdict"] == "wrong"
+    assert judge(job, right._replace(stacks={0: "in wait"}), reference)["verdict"] == "hung"
+
+
+def test_a_leak_is_seen_in_a_line_and_noise_is_not():
+    noise = [100.0 + (7 * index * index) % 5 for index in range(200)]
+    assert fitted(noise).is_flat()
+    leak = [value + index / 20 for index, value in enumerate(noise)]
+    assert not fitted(leak).is_flat()
+    held = {"kibibytes": 0.0, "threads": 3, "kernel_threads": 9, "descriptors": 20, "seconds": 0.01}
+    grows = [{**held, "descriptors": 20 + index // 50} for index in range(200)]
+    assert judged([[held] * 200])["verdict"] == "right"
+    assert judged([[held] * 200, grows])["verdict"] == "wrong"
