@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,12 +12,13 @@ import torch.distributed as dist
 
 from dist_utils.testing import run_ranks
 from soak.records import resources
-from soak.regression import fitted
-from soak.trainings import TRAININGS
+from soak.regression import Line, fitted
+from soak.trainings import BASELINES, TRAININGS
 
 __all__ = ["run_long"]
 
 SAMPLES = 200
+CONTROL = "plain DDP"
 PAGE_KIBIBYTES = 64.0
 """What the memory of a process may grow by in all, whatever its error: sixteen pages."""
 
@@ -28,13 +30,17 @@ def run_long(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
         options: Of the command line.
         write: Takes an outcome.
     """
-    names = [name for name in TRAININGS if options.training in name]
-    for name in names:
+    control: Line | None = None
+    names = [name for name in TRAININGS if options.training in name and name not in BASELINES]
+    for name in [CONTROL, *names]:
         size = max(TRAININGS[name].world_sizes)
         began = time.monotonic()
         samples = run_ranks(_train, size, name, options.steps, timeout=60 + options.steps)
         took = round(time.monotonic() - began, 1)
-        write({**judged(samples), "training": name, "world_size": size, "steps": options.steps, "took": took})
+        outcome = judged(samples, control)
+        if name == CONTROL:
+            control = Line(**outcome["kibibytes"])
+        write({**outcome, "training": name, "world_size": size, "steps": options.steps, "took": took})
 
 
 class Samples:
@@ -74,8 +80,10 @@ def _train(rank: int, name: str, steps: int) -> list[dict[str, float]]:
     return samples.all()
 
 
-def judged(ranks: list[list[dict[str, float]]]) -> dict[str, Any]:
+def judged(ranks: list[list[dict[str, float]]], control: Line | None = None) -> dict[str, Any]:
     """Return the growth of everything on the rank where it is largest, and whether that is none.
+
+    Memory may grow as much as in the control: torch's own, and that of the loop around it.
 
     The first quarter is left out: caches fill, residuals and optimizer states come, a state chooses.
     """
@@ -91,6 +99,8 @@ def judged(ranks: list[list[dict[str, float]]]) -> dict[str, Any]:
         lines = [fitted([sample[what] for sample in rank[len(rank) // 4 :]]) for rank in ranks]
         worst = max(lines, key=lambda line: line.growth)
         found[what] = {name: round(value, 6) for name, value in worst._asdict().items()}
+        if what == "kibibytes" and control is not None:
+            worst = Line(worst.growth - control.growth, math.hypot(worst.error, control.error), worst.mean)
         if worst.growth > 0 and not worst.is_flat(least):
             problems.append(f"{what} grow by {worst.growth:.4g} (error {worst.error:.2g})")
     return {**found, "verdict": "wrong" if problems else "right", "problems": problems}

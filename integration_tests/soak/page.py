@@ -47,8 +47,8 @@ def _faults(results: dict[str, Any]) -> str:
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for outcome in results.get("outcomes", []):
         if outcome["training"] not in BASELINES:
-            groups[outcome["fault"]].append(outcome)
-    for fault, outcomes in groups.items():
+            groups[outcome["fault"] + _when(outcome)].append(outcome)
+    for fault, outcomes in sorted(groups.items()):
         seconds = sorted(second for outcome in outcomes for second in outcome["seconds"])
         spread = f"{_at(seconds, 0.5):.2f} / {_at(seconds, 1.0):.2f}" if seconds else "-"
         verdicts = Counter(outcome["verdict"] for outcome in outcomes)
@@ -64,6 +64,12 @@ def _faults(results: dict[str, Any]) -> str:
         "name the rank |\n|---|---|---|---|---|---|---|"
     )
     return "\n".join([title, *rows]) if rows else ""
+
+
+def _when(outcome: dict[str, Any]) -> str:
+    """Tell apart the first steps, in which a rank that has gone is not known to be."""
+    gone = outcome["fault"].startswith(("kill", "raises", "no more", "disk"))
+    return ", in the first three steps" if gone and outcome["step"] < 3 else ""
 
 
 def _at(values: Sequence[float], part: float) -> float:

@@ -47,7 +47,8 @@ class Reference:
 
 def judge(job: Job, ended: Ended, reference: Reference) -> dict[str, Any]:
     """Return the outcome of a job, for a line of the results."""
-    survivors = [rank for rank in range(job.world_size) if rank != job.victim or not _is_killed(job)]
+    dies = _is_killed(job) or ("allocation" in job.fault and ended.exit_codes[job.victim] != 0)
+    survivors = [rank for rank in range(job.world_size) if rank != job.victim or not dies]
     hung = [rank for rank in range(job.world_size) if rank in ended.stacks]
     problems = list(_wrong_bits(job, ended, reference)) + list(_remains(job, ended, survivors))
     stopped = any(_event(events, "raised") for events in ended.records) or any(ended.exit_codes)

@@ -1,6 +1,5 @@
 """A peer, a hook or a step that fails: an error on every rank, never a hang, and no wrong step."""
 
-import gc
 import os
 import threading
 import time
@@ -21,7 +20,6 @@ from ddp_optim_overlap import (
     StepError,
     overlap_optimizer,
 )
-from dist_utils import OrderedWorker
 from dist_utils.testing import call_in_backward, patience, run_ranks, stop_process
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
@@ -475,41 +473,3 @@ def test_an_average_that_fails_on_one_rank_raises_on_every_rank():
     for rank in run_ranks(_average_fails_on_one, 2, group_timeout=GROUP_TIMEOUT, timeout=60):
         assert len(rank) == 4
         assert all(rank.values()), rank
-
-
-def _open_sockets():
-    return sum(
-        "socket" in str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()
-    )
-
-
-def _two_passes(ddp):
-    for x in batches(2):  # the other rank may learn of an error in the next one
-        ddp(x).square().sum().backward()
-
-
-def _step_fails(rank, mode):
-    """An optimizer raises on the worker's thread, and futures hold its error; how many sockets stay?"""
-    with OrderedWorker() as worker:  # private groups are made over a connection to the store that stays
-        worker.submit(lambda _: None).wait()
-    before = _open_sockets()
-    ddp, optimizer, handle = _start(mode, make=RaisesOnce)
-    if rank == 1:
-        RaisesOnce.victim = next(ddp.parameters())
-    with pytest.raises(RuntimeError):
-        _two_passes(ddp)
-    handle.remove()
-    RaisesOnce.victim = None
-    del ddp, optimizer, handle
-    gc.collect()
-    deadline = time.monotonic() + patience(5.0)
-    while (after := _open_sockets()) > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return after - before
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="sockets are counted in /proc")
-@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="private groups end with the default group")
-@pytest.mark.parametrize("mode", OverlapMode)
-def test_after_an_error_and_remove_no_connection_is_left(mode):
-    assert max(run_ranks(_step_fails, 2, mode, group_timeout=GROUP_TIMEOUT, timeout=90)) <= 0

@@ -9,7 +9,6 @@ import textwrap
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -278,41 +277,3 @@ def _thread_counts(rank):
 
 def test_a_job_uses_as_many_threads_as_its_caller():
     assert run_ranks(_thread_counts, 1) == [[3, 1]]
-
-
-def _open_sockets():
-    paths = list(Path("/proc/self/fd").iterdir())
-    return sum(path.is_symlink() and "socket" in str(path.readlink()) for path in paths)
-
-
-def _fails_and_is_closed(rank):
-    with OrderedWorker() as first:  # private groups are made over a connection to the store that stays
-        first.submit(lambda _: None).wait()
-    del first
-    before = _open_sockets()
-    worker = OrderedWorker()
-
-    def job(group):
-        dist.barrier(group=group)
-        if rank == 1:
-            raise ValueError("no more")
-        dist.all_reduce(torch.ones(1), group=group)
-
-    futures = [worker.submit(job) for _ in range(3)]
-    for future in futures:
-        with pytest.raises(RuntimeError):
-            future.wait()
-    del future, futures
-    worker.close()
-    del worker, job
-    gc.collect()
-    deadline = time.monotonic() + patience(5.0)
-    while (after := _open_sockets()) > before and time.monotonic() < deadline:
-        time.sleep(0.01)  # Gloo's threads end
-    return after - before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="sockets are counted in /proc")
-@pytest.mark.skipif(not hasattr(dist.ProcessGroup, "shutdown"), reason="groups end with the default group")
-def test_a_failed_worker_leaves_no_connection_of_its_group():
-    assert max(run_ranks(_fails_and_is_closed, 2)) <= 0
