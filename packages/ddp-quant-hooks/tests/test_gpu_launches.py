@@ -69,5 +69,6 @@ def test_grids_streams_and_arguments_reach_the_driver(tmp_path):
         ["196", "1", "128", "100000", "0x200"],  # a thread block for each channel of 512
     ]
     assert (
-        error == "decode<Stored32, Int8, 128, true, 1, 1> did not start on cuda:0: CUDA_ERROR_INVALID_HANDLE"
+        error
+        == "decode<Stored32, Int8, 128, true, false, 1, 1> did not start on cuda:0: CUDA_ERROR_INVALID_HANDLE"
     )

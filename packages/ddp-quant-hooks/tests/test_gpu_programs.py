@@ -230,4 +230,4 @@ def test_without_cuda_core_it_says_how_to_get_it(monkeypatch, caplog):
 def test_a_text_includes_nothing():
     for file in ("block_kernels.cu", "affine_kernels.cu"):
         assert '#include "' not in source(file)
-        assert source(file).count("namespace block_math {") == 1
+        assert source(file).count("BLOCK_MATH uint32_t bits_of(") == 1, "each file once"

@@ -15,7 +15,6 @@ from ddp_quant_hooks import (
     quantized_allreduce_hook,
     reduce_scatter_tensor,
 )
-from ddp_quant_hooks.wire_format import Layout
 from dist_utils import AgreementError
 from dist_utils.testing import grad_bucket, run_ranks, same_bits, same_on_all_ranks
 
@@ -147,7 +146,7 @@ def _halves(rank):
     gathered = torch.empty(world_size, length)
     all_gather_into_tensor(gathered, out, state)
     assert same_on_all_ranks([gathered])
-    layout = Layout("int8", 128)
+    layout = state.gather
     message = torch.empty(layout.message_bytes(length), dtype=torch.uint8)
     expected = torch.empty(length)
     kernels.encode(out, message, layout)

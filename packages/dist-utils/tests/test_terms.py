@@ -170,6 +170,7 @@ def _store_stops(rank, port, limit):
         dist.barrier()
         if server:
             os.kill(server, signal.SIGSTOP)
+            os.waitpid(server, os.WUNTRACED)  # until it has stopped
         dist.barrier()
         began = time.monotonic()
         text = _caught("after")
