@@ -128,6 +128,6 @@ def _known(rank):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_release_of_torch_gives_the_bits_that_are_written_here(world_size):
-    """Of wire version 1: who changes them, changes what ranks of other releases get."""
+    """Of wire version 2: who changes them, changes what ranks of other releases get."""
     found = run_ranks(_known, world_size)
     assert {name: tuple(one[name] for one in found) for name in OPTIONS} == DIGESTS[world_size]
