@@ -116,7 +116,7 @@ def require_equal(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     known = {**_IN_OLDER_FILES, **saved}
     for name, value in here.items():
         if not alike(known.get(name), value):
-            can_be_given = known.get(name) and name in _CHANGED_DEFAULTS
+            can_be_given = name in _CHANGED_DEFAULTS and isinstance(known.get(name), (int, tuple))
             hint = f": give {name}={known[name]!r:.200} to go on" if can_be_given else ""
             raise ValueError(
                 f"the residuals are of {name} {known.get(name)!r:.200}, but here it is {value!r}, on rank "
