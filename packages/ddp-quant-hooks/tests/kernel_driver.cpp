@@ -26,7 +26,7 @@ Bytes random_bytes(int64_t count) {
 
 struct Case {
     int64_t values, block, ranks;
-    int dtype, format, new_format;
+    int dtype, format, new_format, rotate, new_rotate, residual_dtype;
     bool with_residual, with_new_residual;
     Bytes tensor, residual;
     std::vector<Bytes> messages;
@@ -45,10 +45,14 @@ Case random_case(int64_t most) {
     one.dtype = static_cast<int>(below(3));
     one.format = static_cast<int>(below(4));
     one.new_format = static_cast<int>(below(4));
+    bool can_rotate = !(one.block & (one.block - 1)) && below(2);
+    one.rotate = can_rotate && one.format < 2;  // int8 and int4
+    one.new_rotate = can_rotate && one.new_format < 2;
+    one.residual_dtype = below(2) ? kFloat32 : kBFloat16;
     one.with_residual = below(2);
     one.with_new_residual = below(2);
     one.tensor = random_bytes(value_bytes(one.dtype, one.values));
-    one.residual = random_bytes(4 * one.values);
+    one.residual = random_bytes(value_bytes(one.residual_dtype, one.values));
     for (int64_t rank = 0; rank < one.ranks; ++rank)
         one.messages.push_back(random_bytes(one.message_bytes(one.format)));
     // Numbers of usual magnitudes as well as any bits.
@@ -62,7 +66,7 @@ Case random_case(int64_t most) {
 
 // What a kernel writes, with an instruction set and a number of threads.
 Bytes run_case(const Case& one, int kernel, int instruction_set, int threads) {
-    Bytes tensor = one.tensor, new_residual(static_cast<size_t>(4 * one.values), 7);
+    Bytes tensor = one.tensor, new_residual(one.residual.size(), 7);
     Bytes message(static_cast<size_t>(one.message_bytes(kernel == 0 ? one.format : one.new_format)), 7);
     std::vector<const uint8_t*> addresses;
     for (auto& each : one.messages) addresses.push_back(each.data());
@@ -74,10 +78,13 @@ Bytes run_case(const Case& one, int kernel, int instruction_set, int threads) {
     work.messages = addresses.data();
     work.ranks = one.ranks;
     work.format = one.format;
+    work.rotate = one.rotate;
     work.message = message.data();
     work.message_format = kernel == 0 ? one.format : one.new_format;
-    work.residual = one.with_residual ? reinterpret_cast<const float*>(one.residual.data()) : nullptr;
-    work.new_residual = one.with_new_residual ? reinterpret_cast<float*>(new_residual.data()) : nullptr;
+    work.message_rotate = kernel == 0 ? one.rotate : one.new_rotate;
+    work.residual = one.with_residual ? one.residual.data() : nullptr;
+    work.new_residual = one.with_new_residual ? new_residual.data() : nullptr;
+    work.residual_dtype = one.residual_dtype;
     if (quant_run(kernel, instruction_set, threads, &work) != 0) {
         std::fprintf(stderr, "kernel %d does not run with instruction set %d\n", kernel, instruction_set);
         std::exit(1);

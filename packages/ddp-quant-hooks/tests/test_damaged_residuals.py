@@ -140,7 +140,7 @@ def loads_all_or_nothing(state, saved, random, *, of=("own", "buckets", "steps")
             if name == "own":
                 assert kept.keys() == wanted.keys()
                 kept = {key: value.double() for key, value in kept.items()}
-                wanted = {key: value.float().double() for key, value in wanted.items()}
+                wanted = {key: value.bfloat16().double() for key, value in wanted.items()}
             if name == "buckets":
                 kept, wanted = ([_plain(row) for row in rows] for rows in (kept, wanted))
             assert same(kept, wanted), (name, kept, wanted)
@@ -153,7 +153,7 @@ def _plain(row):
     row = {key: row[key] for key in ("parameters", "own", "shard")}
     row["parameters"] = [tuple(pair) for pair in row["parameters"]]
     for kind in ("own", "shard"):
-        row[kind] = None if row[kind] is None else row[kind].float()
+        row[kind] = None if row[kind] is None else row[kind].bfloat16().float()
     return row
 
 

@@ -33,10 +33,10 @@ def _adds_up(rank):
 def test_over_many_steps_nothing_is_lost_but_the_last_residual(world_size):
     for errors in run_ranks(_adds_up, world_size, timeout=100):
         # A block's largest of 128 normal values is below 5.5 here; with a residual, 5.6. Half a step of it
-        # stays behind at the end, for the ranks' own values and for the mean; and 2^-9 of it in each of 40
+        # stays behind at the end, for the ranks' own values and for the mean; and 2^-8 of it in each of 40
         # steps, where bf16 rounds it.
         half_step = 5.6 / 254
-        assert errors["feedback both"] < 2 * half_step * (1 + 40 * 2.0**-9)
+        assert errors["feedback both"] < 2 * half_step * (1 + 40 * 2.0**-8)
         assert errors["int8"] > 2 * half_step
 
 

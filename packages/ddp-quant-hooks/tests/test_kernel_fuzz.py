@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels import AffineLayout, Layout, torch_ops
+from ddp_quant_hooks.kernels.arguments import RESIDUAL_DTYPES
 from ddp_quant_hooks.kernels.cpu import CpuKernels, library_path
+from ddp_quant_hooks.wire_format import can_rotate
 from dist_utils.testing import same_bits
 
 OPERATORS = importlib.import_module("ddp_quant_hooks.kernels.operators")
@@ -62,7 +64,14 @@ class Guarded:
 blocks = st.one_of(
     st.sampled_from([32, 64, 96, 128]), st.integers(1, 40).map(lambda n: 32 * n), st.just(4096)
 )
-layouts = st.builds(Layout, st.sampled_from(FORMATS), blocks)
+
+
+def layout_of(numbers, block_size, rotate):
+    """Return a layout whose blocks are rotated if that is asked for and can be."""
+    return Layout(numbers, block_size, rotate and can_rotate(numbers, block_size))
+
+
+layouts = st.builds(layout_of, st.sampled_from(FORMATS), blocks, st.booleans())
 guards = st.builds(Guarded, st.integers(0, 7), st.sampled_from([0, 4, 64]))
 dtypes = st.sampled_from(kernels.VALUE_DTYPES)
 seeds = st.integers(0, 2**48)
@@ -85,12 +94,12 @@ def any_values(count, dtype, generator, kind):
 kinds = st.sampled_from(["bits", "halves", "magnitudes"])
 
 
-def encoded_and_decoded(buffer, values, other, layout, new_layout, ranks, residual):
+def encoded_and_decoded(buffer, values, other, layout, new_layout, ranks, residual, residual_dtype):
     """Run every function on copies of the values in guarded buffers; return what they wrote."""
     count = values.numel()
     given_values = buffer(count, values.dtype).copy_(values)
-    kept = None if residual is None else buffer(count, torch.float32).copy_(residual)
-    lost = [buffer(count, torch.float32, fill=1) for _ in range(2)]
+    kept = None if residual is None else buffer(count, residual_dtype).copy_(residual)
+    lost = [buffer(count, residual_dtype, fill=1) for _ in range(2)]
     messages = [buffer(layout.message_bytes(count)) for _ in range(ranks)]
     kernels.encode(given_values, messages[0], layout, residual=kept, new_residual=lost[0])
     for message in messages[1:]:
@@ -119,15 +128,25 @@ def kernels_shards(count, ranks, layout):
 
 @few
 @given(
-    guards, layouts, st.sampled_from(FORMATS), dtypes, lengths, st.integers(1, 4), seeds, kinds, st.booleans()
+    guards,
+    layouts,
+    st.sampled_from(FORMATS),
+    dtypes,
+    lengths,
+    st.integers(1, 4),
+    seeds,
+    kinds,
+    st.booleans(),
+    st.sampled_from(RESIDUAL_DTYPES),
 )
 def test_all_that_compute_on_the_cpu_write_the_same(
-    buffer, layout, new_format, dtype, count, ranks, seed, kind, with_residual
+    buffer, layout, new_format, dtype, count, ranks, seed, kind, with_residual, residual_dtype
 ):
     generator = torch.Generator().manual_seed(seed)
     values, other = (any_values(count, dtype, generator, kind) for _ in range(2))
-    residual = any_values(count, torch.float32, generator, "magnitudes") if with_residual else None
-    case = values, other, layout, Layout(new_format, layout.block_size), ranks, residual
+    residual = any_values(count, residual_dtype, generator, "magnitudes") if with_residual else None
+    new_layout = layout_of(new_format, layout.block_size, layout.rotate)
+    case = values, other, layout, new_layout, ranks, residual, residual_dtype
     with computed_by(torch_ops):
         expected = encoded_and_decoded(buffer, *case)
     for name, backend in BACKENDS:
@@ -170,7 +189,7 @@ def read_messages(buffer, layout, new_layout, ranks, count, seed):
 def test_any_bytes_are_read_as_a_message_and_write_nothing_else(
     buffer, layout, new_format, ranks, count, seed
 ):
-    case = layout, Layout(new_format, layout.block_size), ranks, count, seed
+    case = layout, layout_of(new_format, layout.block_size, layout.rotate), ranks, count, seed
     with computed_by(torch_ops):
         means, reduced, lost, joined = read_messages(buffer, *case)
     for name, backend in BACKENDS:

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from ddp_quant_hooks import hosts
+from ddp_quant_hooks import QuantizedAllreduceState, hosts
 from ddp_quant_hooks.chunks import Span, cut
-from ddp_quant_hooks.plans import Levels, chunk_values, least_bytes, plan_levels
+from ddp_quant_hooks.plans import Levels, chunk_values, plan_levels
 
 BLOCK = 128
 BUCKET = 25 * 2**18
@@ -119,7 +119,8 @@ def test_small_groups_are_cut_as_ever_and_larger_ones_in_longer_chunks():
 
 
 def test_buckets_of_64_kib_are_averaged_exactly_and_the_first_of_ddp_never():
-    sizes = [least_bytes(ranks) for ranks in range(2, 4097)]
+    options = QuantizedAllreduceState().options
+    sizes = [options.least_bytes(ranks) for ranks in range(2, 4097)]
     assert sizes == sorted(sizes)
     assert sizes[0] > 1 << 16
     assert sizes[-1] <= 1 << 20

@@ -52,7 +52,7 @@ class HandedOver:
                 trace = kept.__traceback__
                 self.done.set_exception(kept)  # type: ignore[arg-type] # torch's annotation
                 # The future holds the error. If the error's frames held the future, by this bucket or in its
-                # callbacks, that were a cycle through C++: model and process group would never be garbage.
+                # callbacks, it would be a cycle through C++: model and process group would never be garbage.
                 kept.__traceback__ = trace
                 self.done = torch.futures.Future()
 

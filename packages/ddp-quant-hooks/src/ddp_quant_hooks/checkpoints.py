@@ -98,7 +98,7 @@ class ResidualCheckpoints(BoundModel):
         have had those buckets, which come in its second step (in its third with a static graph), before it
         is saved. If the buckets differ later, too, because of another ``bucket_cap_mb``, a rank's own
         residuals follow the parameters; those of shards are dropped with a line in the log. Residuals in
-        fp32, which releases up to 0.5 have saved, are rounded to bf16.
+        fp32, which releases up to 0.6 have saved, are rounded to bf16.
 
         Ends the private group, as :meth:`close` does.
 

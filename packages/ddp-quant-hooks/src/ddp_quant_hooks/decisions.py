@@ -63,11 +63,8 @@ class Decisions:
             bucket: The bucket.
         """
         options, values = self._options, values_of(bucket)
-        plain = (
-            values is None
-            or values.dtype not in VALUE_DTYPES
-            or not options.quantizes(values.nbytes, group.size())
-        )
+        least = options.least_bytes(group.size())
+        plain = values is None or values.dtype not in VALUE_DTYPES or values.nbytes < least
         exact = gradients_of_small_parameters(bucket) if options.exact_1d and not plain else []
         if values is None or plain or (exact and len(exact) == len(bucket.parameters())):
             if options.error_feedback != "none":

@@ -14,7 +14,7 @@ __all__ = ["Link", "Transport"]
 
 
 class Transport:
-    """What carries messages: the process group itself. Who only wants to see them has another one."""
+    """Carries messages by the process group; simulations record them in a subclass instead."""
 
     def on_host(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Tell whether the host itself sends tensors of ``device``."""

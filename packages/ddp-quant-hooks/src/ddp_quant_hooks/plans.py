@@ -14,12 +14,13 @@ from operator import mul
 
 from ddp_quant_hooks.chunks import Span, shards
 
-__all__ = ["Levels", "chunk_values", "least_bytes", "looks_at_hosts", "plan_levels"]
+__all__ = ["Levels", "chunk_values", "looks_at_hosts", "plan_levels"]
 
 _CHUNK_ELEMENTS = 5 << 18
-"""About so many values are on the wire at a time, one such chunk behind another: five of a 25 MiB bucket.
-Shorter ones cost more messages (four loopback ranks took 20 % longer with half as many), longer ones more
-memory and more time in which the wire idles (4 % on 1 Gbit/s with twice as many)."""
+"""About so many values are on the wire at a time, one such chunk behind another: four in a 25 MiB
+bucket, between two of half the length. Shorter ones cost more messages (four loopback ranks took 20 % longer
+with half as many values), longer ones more memory and more time in which the wire idles (4 % on 1 Gbit/s with
+twice as many)."""
 
 _PEERS_OF_A_CHUNK = 19
 """A rank with more peers has longer chunks in proportion: a message keeps 64 Ki values as long as the bucket
@@ -41,10 +42,6 @@ _LEAST_LAST = 8
 """So many ranks at least are in a row of the last level. What the means of rows lose is averaged there: with
 eight they add at most 1 / 8 + 1 / 16 to the mean square of what the last rounding loses: 9 % of error."""
 
-_EXACT_BYTES_PER_RANK, _MOST_EXACT_BYTES = 1 << 17, 1 << 20
-"""On loopback 8 bits took 1.2 of fp32's time for 256 KiB on two ranks and 0.9 for 1 MiB; on eight, 1.5 for
-512 KiB and 0.9 for 4 MiB."""
-
 _SECONDS_PER_MESSAGE = 60e-6
 """CPU of a rank to send one and to receive one, less than 64 KiB on loopback: 60 to 90 microseconds."""
 
@@ -59,8 +56,8 @@ _SECONDS_PER_VALUE = 2e-9
 class Levels:
     """Ranks in rows, rows of rows, and so on: what is averaged in a row is averaged between rows.
 
-    A row of the first level is of consecutive ranks. In each level a rank has the same place in its row as
-    those that it exchanges with in the next level have in theirs: its peers there own the same shard.
+    A row of the first level is of consecutive ranks. The ranks that exchange in a later level have the same
+    places in their rows of the levels before, and so own the same shard.
 
     Attributes:
         sizes: How many ranks a row of each level has. They multiply to all ranks.
@@ -109,14 +106,6 @@ def chunk_values(levels: Levels, *, on_streams: bool, others: int = 0) -> int:
     return min(_CHUNK_ELEMENTS * peers // _PEERS_OF_A_CHUNK, _LONGEST_CHUNK)
 
 
-def least_bytes(ranks: int) -> int:
-    """Return below how many bytes a bucket is averaged exactly: the wire would not gain what messages cost.
-
-    DDP's first bucket of 1 MiB is never that small.
-    """
-    return min(_EXACT_BYTES_PER_RANK * ranks, _MOST_EXACT_BYTES)
-
-
 def looks_at_hosts(ranks: int) -> bool:
     """Tell whether the levels of so many ranks depend on which of them are on one host."""
     return ranks > _DIRECT
@@ -132,7 +121,9 @@ def plan_levels(ranks: int, values: int, ranks_per_host: int = 1) -> Levels:
         ranks_per_host: So many consecutive ones are on one host, if that is known: the first levels stay
             inside of hosts then.
 
-    A prime number of ranks, or one of small factors only such as 25 or 49, makes no rows: all are direct.
+    Returns:
+        The levels; one for a number of ranks that makes no rows of at least eight in the last level: a prime,
+        or one of small factors only, such as 25 or 49.
     """
     direct = Levels((ranks,))
     if ranks <= _DIRECT:

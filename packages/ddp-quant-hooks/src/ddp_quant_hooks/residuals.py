@@ -18,10 +18,10 @@ __all__ = ["RESIDUAL_DTYPE", "BucketKey", "BucketResiduals", "Residual", "Residu
 _log = logging.getLogger(__name__)
 
 RESIDUAL_DTYPE = torch.bfloat16
-"""What is lost is at most half a quantization step, and bf16 keeps 8 significant bits of it: in each training
-step at most 2^-10 of a quantization step is lost for good, with a random sign. The mean of T steps is wrong
-by at most half a quantization step times (1 / T + 2^-9). fp16 has not the range: what gradients of 1e-7 lose
-is zero in it, and what loss-scaled ones lose is infinite."""
+"""bf16 keeps 8 significant bits: of what a training step loses, at most 2^-8 is lost for good, with a random
+sign. If steps lose at most R (half a quantization step, of a block that is not rotated), the mean of T steps
+is wrong by at most R (1 / T + 2^-8). fp16 has not the range: what gradients of 1e-7 lose is zero in it, and
+what loss-scaled ones lose is infinite."""
 
 BucketKey = tuple[tuple[int, int], ...]
 """The parameters of a bucket: (number of the parameter, number of values) of each."""

@@ -21,13 +21,13 @@ __all__ = ["VERSION", "Lengths", "SavedResiduals", "keys_of", "places_of", "read
 
 VERSION = 2
 """Of the format. Version 1 knew residuals by buckets only. The tensors of version 2 are of any floating-point
-type: bf16 now, fp32 up to release 0.5."""
+type: bf16 now, fp32 up to release 0.6."""
 
-_BEFORE = {"levels": None}
-"""What files have that were saved before there was a choice."""
+_IN_OLDER_FILES = {"levels": None}
+"""What files stand for that were saved before there was such an option."""
 
-_GIVEN = {"min_bytes", "levels"}
-"""Options whose default depends on the number of ranks, and has changed."""
+_CHANGED_DEFAULTS = {"min_bytes", "levels"}
+"""Options that files of older releases may have by default, and that must be given to load those."""
 
 Lengths = Callable[[int, torch.device], tuple[int, int, int]]
 """From the number of a bucket's values and their device: how many this rank sends as its own, how many its
@@ -113,12 +113,11 @@ def require_equal(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
             f"the residuals are of version {saved.get('version')!r:.200} of the format, and this release "
             f"reads version {VERSION} only: go on without them, or save them again with it"
         )
-    known = {**_BEFORE, **saved}
+    known = {**_IN_OLDER_FILES, **saved}
     for name, value in here.items():
         if not alike(known.get(name), value):
-            hint = (
-                f": give {name}={known[name]!r:.200} to go on" if known.get(name) and name in _GIVEN else ""
-            )
+            can_be_given = name in _CHANGED_DEFAULTS and isinstance(known.get(name), (int, tuple))
+            hint = f": give {name}={known[name]!r:.200} to go on" if can_be_given else ""
             raise ValueError(
                 f"the residuals are of {name} {known.get(name)!r:.200}, but here it is {value!r}, on rank "
                 f"{here.get('rank')}{hint}"

@@ -16,7 +16,6 @@ from ddp_quant_hooks.checkpoints import ResidualCheckpoints
 from ddp_quant_hooks.decisions import Decisions
 from ddp_quant_hooks.feedback import Feedback
 from ddp_quant_hooks.options import ErrorFeedback, checked
-from ddp_quant_hooks.plans import least_bytes
 from ddp_quant_hooks.residuals import Residuals
 from ddp_quant_hooks.resume import Bucket
 from ddp_quant_hooks.routes import Route
@@ -145,8 +144,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
     @property
     def min_bytes(self) -> int:
         """Below how many bytes buckets are averaged without compression; by default of the group's size."""
-        given = self.options.min_bytes
-        return least_bytes(self.process_group.size()) if given is None else given
+        return self.options.least_bytes(self.process_group.size())
 
     @property
     def exact_1d(self) -> bool:

@@ -78,7 +78,7 @@ def _large_broadcast(x: torch.Tensor, call: Call) -> Wait:
 
 
 def _in_place(result: torch.Tensor, call: Call) -> Wait:
-    """Start one of the backend's collectives that change one tensor, the source of a broadcast apart."""
+    """Start one of the backend's collectives that change ``result``; a broadcast only reads its source's."""
     name, who = call.name, call.who
     work: Any  # of some torch versions' signatures it may be None
     if name == "all_reduce":
@@ -128,7 +128,8 @@ def _by_messages(tensors: Tensors, call: Call) -> Wait:
     if who.size == 2:
         other = torch.empty_like(own)
         pair = (own, other) if who.rank == 0 else (other, own)
-        return _messages(call, outgoing, [None, other][:: 1 - 2 * who.rank], lambda: (added(*pair, other),))
+        incoming = [None, other] if who.rank == 0 else [other, None]
+        return _messages(call, outgoing, incoming, lambda: (added(*pair, other),))
     rows = own.new_empty(who.size, *own.shape)
     return _messages(call, outgoing, rows.unbind(0), lambda: (summed(rows),))
 

@@ -98,13 +98,14 @@ def _mean(messages: Sequence[torch.Tensor], layout: Layout, count: int) -> torch
     shrink = torch.where(large, _SHRINK, one)
     mean = torch.zeros((), dtype=torch.float32, device=scales.device)
     included = torch.zeros_like(shrink)  # how many ranks' blocks are in the mean
+    are_rotated = scales.signbit() & layout.rotate
     for rotated in (True, False) if layout.rotate else (False,):
-        for message, sent in zip(messages, scales, strict=True):
+        for message, sent, is_rotated in zip(messages, scales, are_rotated, strict=True):
             scale = rotation.restoring(sent, layout) if rotated else sent
             value = (scale * shrink) * (_numbers(message, layout, count) * step)
             following = mean + (value - mean) * (one / (included + one))
             following = torch.where(included == 0, value, following)
-            takes_part = (sent < 0) == rotated
+            takes_part = is_rotated == rotated
             mean = torch.where(takes_part, following, mean)
             included = included + takes_part
         if rotated:

@@ -25,7 +25,7 @@ cost more than a message of its own from about here on (Gloo on loopback)."""
 _IN_FLIGHT = 4
 """Broadcasts under way at once: enough to keep the wire busy, and so many buffers at most."""
 
-_COMMON = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
+_ORDINARY_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
 
 _SPARSE_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
@@ -33,10 +33,10 @@ _SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 def why_not_sendable(tensor: torch.Tensor) -> str | None:
     """Return why :func:`broadcast_tensors` cannot send or receive a tensor, or ``None`` if it can."""
-    return None if _is_ordinary(tensor) else _what_stands_against(tensor)
+    return None if _is_ordinary(tensor) else _problem_of(tensor)
 
 
-def _what_stands_against(tensor: torch.Tensor) -> str | None:
+def _problem_of(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "is not initialized yet: run a forward pass first"
     if tensor.is_nested or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -61,10 +61,10 @@ def _what_stands_against(tensor: torch.Tensor) -> str | None:
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """Tell in a microsecond what holds of nearly all tensors: nothing stands against sending this one."""
+    """Tell whether a tensor is of the kind that nearly all are, in a microsecond: then it can be sent."""
     return bool(
         type(tensor) in (torch.nn.Parameter, torch.Tensor)
-        and tensor.dtype in _COMMON
+        and tensor.dtype in _ORDINARY_DTYPES
         and not tensor.is_nested
         and tensor.layout is torch.strided
         and tensor.is_contiguous()
