@@ -57,13 +57,16 @@ HOOKS: dict[str, tuple[Any, CommHook] | None] = {
         lambda: CompressState(wire_dtype=torch.float16, saturate=True),
         compress_hook,
     ),
-    "quantized_allreduce_hook": (QuantizedAllreduceState, quantized_allreduce_hook),
+    "quantized_allreduce_hook": (
+        lambda: QuantizedAllreduceState(min_bytes=0),  # by default buckets as small as these stay in fp32
+        quantized_allreduce_hook,
+    ),
     "quantized_allreduce_hook+feedback": (
-        lambda: QuantizedAllreduceState(error_feedback="both"),
+        lambda: QuantizedAllreduceState(min_bytes=0, error_feedback="both"),
         quantized_allreduce_hook,
     ),
     "quantized_allreduce_hook, 4 bits": (
-        lambda: QuantizedAllreduceState(bits=4),
+        lambda: QuantizedAllreduceState(min_bytes=0, bits=4),
         quantized_allreduce_hook,
     ),
     "quantization_pertensor_hook": (lambda: None, quantization_pertensor_hook),
