@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.kernels import torch_ops
+from ddp_quant_hooks.kernels import rotation, torch_ops
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.cpu import CpuKernels, library_path
 from ddp_quant_hooks.wire_format import Layout
@@ -131,3 +131,21 @@ def test_every_instruction_set_gives_the_bits_of_torchs_operators(instruction_se
                 reference = everything(torch_ops, layout, dtype, name, values)
                 for what, tensor in reference.items():
                     assert same_bits(ours[what], tensor), (layout, length, name, what)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:5], ids=str)
+def test_the_default_device_changes_no_bits(layout):
+    values = dict(inputs_to_rotate(torch.float32, 4000))["peaks"]
+    rotation._signs.cache_clear()
+    sent, received = [], []
+    for device in ("meta", "cpu"):
+        with torch.device(device):
+            message = torch.zeros(layout.message_bytes(4000), dtype=torch.uint8, device="cpu")
+            restored = torch.zeros(4000, device="cpu")
+            torch_ops.encode([(values, Outgoing(message))], layout)
+            torch_ops.decode([([message], restored)], layout)
+        sent.append(message)
+        received.append(restored)
+    assert (layout.scales(sent[0], 4000) < 0).any(), "nothing was rotated"
+    assert torch.equal(*sent)
+    assert same_bits(*received)

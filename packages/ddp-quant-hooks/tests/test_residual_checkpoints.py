@@ -416,7 +416,8 @@ def _channels_last(rank):
         state = QuantizedAllreduceState(bits=4, min_bytes=0).bind(ddp)
         ddp.register_comm_hook(state, quantized_allreduce_hook)
         if saved:
-            state.load_state_dict(saved["rows"])
+            with torch.device("meta"):  # torch's default device decides nothing
+                state.load_state_dict(saved["rows"])
         else:
             ddp(torch.randn(2, 4, 5, 5) + rank).square().mean().backward()
         saved[name] = state.state_dict()

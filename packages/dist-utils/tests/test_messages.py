@@ -55,6 +55,10 @@ def _devices(rank):
         for peer in (-1, 1):
             with pytest.raises(ValueError, match=f"rank {peer} is out of range for a group of 1 ranks"):
                 start(group, receives=[], sends=[(peer, torch.ones(3))])
+        with pytest.raises(ValueError, match="rank 0 is this one"):
+            start(group, receives=[(0, torch.ones(3))], sends=[])
+    with pytest.raises(ValueError, match="not in the group"):
+        start_messages(dist.GroupMember.NON_GROUP_MEMBER, receives=[], sends=[(0, torch.ones(3))])
     gone = dist.new_group([0])
     dist.destroy_process_group(gone)
     with pytest.raises(ValueError, match="not registered"):

@@ -52,7 +52,7 @@ class Arriving:
 
     def __init__(self, values: torch.Tensor) -> None:
         on_accelerator = values.device.type != "cpu"
-        self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=on_accelerator)
+        self._host = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=on_accelerator)
         self._host.copy_(values, non_blocking=True)
         self._there = Mark(values.device)
 

@@ -247,8 +247,8 @@ def _reordered(
             f"the residual {name!r} was saved with strides {saved}, which a parameter of shape "
             f"{tuple(shape)} cannot have had"
         )
-    places = torch.arange(count).as_strided(shape, saved)
-    order = torch.empty(count, dtype=torch.long)
+    places = torch.arange(count, device=lost.device).as_strided(shape, saved)
+    order = torch.empty(count, dtype=torch.long, device=lost.device)
     order.as_strided(shape, here).copy_(places)
     return lost.view(count, -1)[order].view(-1)
 

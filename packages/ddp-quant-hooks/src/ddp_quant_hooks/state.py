@@ -69,7 +69,8 @@ class QuantizedAllreduceState(ResidualCheckpoints):
     Raises:
         TypeError: ``process_group`` is no group, or an option is of another type.
         ValueError: This rank is not a member of the group, or an option has no such choice. Levels that do
-            not multiply to the number of ranks raise before the first bucket.
+            not multiply to the number of ranks raise before the first bucket, but for a single rank, which
+            averages nothing.
 
     All ranks must have the same options: they are compared before the first bucket.
 

@@ -57,7 +57,7 @@ def _transform(blocks: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _signs(size: int, device: torch.device) -> torch.Tensor:
     """Return 1 and -1 by a hash of the place."""
-    place = torch.arange(1, size + 1, dtype=torch.int64)
+    place = torch.arange(1, size + 1, dtype=torch.int64, device="cpu")  # whatever the default is
     value = _low(place, 0x9E3779B1)
     value = _low(value ^ (value >> 15), 0x85EBCA6B)
     value = _low(value ^ (value >> 13), 0xC2B2AE35)

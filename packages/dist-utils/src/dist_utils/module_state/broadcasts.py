@@ -162,7 +162,8 @@ def _shares_elements(tensor: torch.Tensor) -> bool:
 def _can_copy(dtype: torch.dtype) -> bool:
     """Whether torch can do more with a dtype than name it: some integers of fewer than 8 bits it cannot."""
     try:
-        torch.empty(2, dtype=dtype)[::2].copy_(torch.empty(1, dtype=dtype))
+        two, one = (torch.empty(length, dtype=dtype, device="cpu") for length in (2, 1))
+        two[::2].copy_(one)
     except (NotImplementedError, RuntimeError):
         return False
     return True
@@ -178,17 +179,17 @@ def _broadcast_sparse(group: dist.ProcessGroup, tensor: torch.Tensor, bucket_byt
     broadcast_tensors(group, parts, bucket_bytes, src)
     if is_source:
         return
-    # An index out of range would be written there: torch looks at them only if told to.
+    # An index out of range would be written there: torch looks at them only if told to. And it takes the
+    # default device, not theirs.
+    checked: Any = {"device": tensor.device, "check_invariants": True}
     if tensor.layout == torch.sparse_coo:
         indices, values = parts
-        received = torch.sparse_coo_tensor(
-            indices, values, tensor.shape, is_coalesced=True, check_invariants=True
-        )
+        received = torch.sparse_coo_tensor(indices, values, tensor.shape, is_coalesced=True, **checked)
         tensor.copy_(received)
     else:
         compressed, plain, values = parts
         received = torch.sparse_compressed_tensor(
-            compressed, plain, values, tensor.shape, layout=tensor.layout, check_invariants=True
+            compressed, plain, values, tensor.shape, layout=tensor.layout, **checked
         )
         tensor.resize_as_sparse_(received).copy_(received)
 

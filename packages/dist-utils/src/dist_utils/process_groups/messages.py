@@ -51,9 +51,12 @@ def start_messages(
         get what it sends.
 
     Raises:
-        ValueError: A rank is out of range, or the group was destroyed.
+        ValueError: A rank is out of range or this one itself, this one is not in the group, or the group was
+            destroyed.
         RuntimeError: A peer is gone; from here or from the works' ``wait``.
     """
+    if not isinstance(group, dist.ProcessGroup):  # what torch returns to those that are not in a new group
+        raise ValueError(f"this rank is not in the group: start_messages got {group!r}")  # noqa: TRY004
     incoming, outgoing = (
         [(rank, tensor) for rank, tensor in some if tensor.numel()] for some in (receives, sends)
     )
@@ -72,10 +75,12 @@ def _start(
     tag: int,
 ) -> list[dist.Work]:
     dist.get_global_rank(group, 0)  # raises for a group that was destroyed; of each peer it would search all
-    size = group.size()
+    size, me = group.size(), group.rank()
     for rank, _ in incoming + outgoing:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is out of range for a group of {size} ranks")
+        if rank == me:  # Gloo would fail in its own words, after it has posted what came before
+            raise ValueError(f"rank {rank} is this one: messages are for other ranks")
     tags = {nbytes: _tag(tag, nbytes) for nbytes in {tensor.nbytes for _, tensor in incoming + outgoing}}
     if all(tensor.device.type == "cpu" for _, tensor in incoming + outgoing):
         # No backend of the CPU makes one batch of them, and a P2POp for each costs as much as sending it.

@@ -55,7 +55,7 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
     for rank, length in zip(ranks, lengths, strict=True):
         if not 0 < length <= _MOST_BYTES:
             raise AgreementError(f"rank {rank} announced {length} bytes of data, which are none")
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")  # whatever the default is
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = _gathered(group, padded.to(device)).cpu()
     return [
