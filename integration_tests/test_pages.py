@@ -20,11 +20,16 @@ def _snippets(page):
 
 
 def _programs():
-    for readme in sorted(ROOT.glob("packages/*/README.md")):
-        whole = [snippet for snippet in _snippets(readme) if "init_process_group" in snippet]
-        yield from (
-            pytest.param(text, id=f"{readme.parent.name}-{number}") for number, text in enumerate(whole)
-        )
+    found = [
+        (f"{readme.parent.name} {number}", snippet)
+        for readme in sorted(ROOT.glob("packages/*/README.md"))
+        for number, snippet in enumerate(_snippets(readme))
+        if "init_process_group" in snippet
+    ]
+    return [
+        pytest.param(program, id=name, marks=() if place == 0 else pytest.mark.exhaustive)
+        for place, (name, program) in enumerate(found)
+    ]
 
 
 def _run(arguments, folder):
@@ -35,7 +40,7 @@ def _run(arguments, folder):
     return done.stdout
 
 
-@pytest.mark.parametrize("program", list(_programs()))
+@pytest.mark.parametrize("program", _programs())
 def test_programs_of_readmes_end_alike_on_all_ranks(program, tmp_path):
     (tmp_path / "example.py").write_text(program)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
