@@ -72,9 +72,8 @@ def test_every_package_has_a_program(readme):
 
 def _anchors(page):
     """Return the anchors of a page's headings, as GitHub and the site make them."""
-    headings = re.findall(
-        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE), re.MULTILINE
-    )
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
