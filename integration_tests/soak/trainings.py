@@ -187,7 +187,7 @@ def _user_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Return a hook of the user's own around one of ours."""
 
     def user_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if bucket.index() == 1:
+        if bucket.index() == 1 or bucket.is_last():  # DDP's first pass may have a single bucket
             trouble.at("hook")
         result: torch.futures.Future[torch.Tensor] = hook(state, bucket)
         return result
