@@ -29,7 +29,8 @@ class CompressState:
     """Options of a hook, given to ``register_comm_hook`` in place of a process group.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD, looked up when used.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up
+            when used.
         wire_dtype: What :func:`~ddp_compress_hooks.compress_hook` sends: ``torch.float16``,
             ``torch.bfloat16``, ``torch.float32``, or ``None`` for the bucket's own dtype. The hooks with
             a dtype in their name accept only that one or ``None``.
@@ -37,16 +38,16 @@ class CompressState:
             every step. ``"fp32"`` sends the same number of 16-bit values but sums them in fp32, with
             one rounding, and is faster where the backend's 16-bit sum is slow (Gloo).
         saturate: Clamp a finite value that the wire dtype cannot hold to the largest that it can, and
-            count it in :attr:`saturated`, in place of sending an infinity. NaN and infinities of the
+            count it in :attr:`saturated`, instead of sending an infinity. NaN and infinities of the
             gradient itself stay. With ``"wire"`` every rank's share is clamped at 1/W of the range, so
             that no partial sum overflows either.
 
     Raises:
-        TypeError: ``process_group`` is no group, ``wire_dtype`` no dtype, or ``saturate`` no bool.
-        ValueError: This rank is not a member of the group, or an option has no such choice.
+        TypeError: ``process_group`` is no group, ``wire_dtype`` is no dtype, or ``saturate`` is no bool.
+        ValueError: This rank is not a member of the group, or an option has an unknown value.
 
-    Pickles without its process group, as PyTorch's own hook states do: a warning says so, and the copy
-    uses WORLD.
+    A pickled state leaves out its process group, as PyTorch's own hook states do. A warning says so, and the
+    copy uses WORLD.
 
     Example:
         >>> state = CompressState(accumulate="fp32")  # doctest: +SKIP

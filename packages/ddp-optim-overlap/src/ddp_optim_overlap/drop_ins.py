@@ -49,8 +49,8 @@ class OptimizerHookState:
         UnsupportedOptimizerError: The optimizer does not step per parameter.
         ConfigError: It has a step pre-hook, which would run too late, or parameters that share memory.
 
-    Counterpart of ``_OptimizerHookState`` in
-    ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks``.
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._OptimizerHookState``.
 
     Example:
         >>> state = OptimizerHookState(torch.optim.AdamW(ddp.parameters()))  # doctest: +SKIP
@@ -123,15 +123,16 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
         together are those of that state if it is or has a process group, else WORLD. For one model.
 
     Raises:
-        TypeError: ``hook`` is not callable, or ``optimizer_state`` no :class:`OptimizerHookState`.
-        In ``backward()``: as :func:`overlap_optimizer`.
+        TypeError: ``hook`` is not callable, or ``optimizer_state`` is no :class:`OptimizerHookState`.
+        OverlapError: In ``backward()``, what :func:`overlap_optimizer` raises.
 
     Cost:
         As :func:`overlap_optimizer`.
 
-    A parameter that no rank has used is stepped with a zero gradient, as PyTorch's does it;
-    :func:`overlap_optimizer` leaves it alone. Counterpart of
-    ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._hook_then_optimizer``.
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._hook_then_optimizer``. Like it,
+        and unlike :func:`overlap_optimizer`, this steps a parameter that no rank has used, with a zero
+        gradient.
 
     Example:
         >>> hook = hook_then_optimizer(allreduce_hook, state)  # doctest: +SKIP
@@ -186,7 +187,8 @@ def register_fused_optim(
     Raises:
         As :func:`overlap_optimizer`, and whatever ``optim`` raises.
 
-    Counterpart of ``DistributedDataParallel._register_fused_optim``.
+    Source:
+        ``DistributedDataParallel._register_fused_optim``.
 
     Example:
         >>> handle = register_fused_optim(ddp, torch.optim.Adam, 1e-2, betas=(0.9, 0.99))  # doctest: +SKIP

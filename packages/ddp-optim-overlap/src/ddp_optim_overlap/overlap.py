@@ -46,9 +46,9 @@ class OverlapMode(Enum):
     """When parameters are stepped."""
 
     BUCKET = "bucket"
-    """Each bucket's as soon as it is averaged, while later ones are computed and sent."""
+    """Step each bucket's parameters as soon as it is averaged, while later ones are computed and sent."""
     AFTER_REDUCE = "after_reduce"
-    """All at once, at the end of ``backward()``: for what needs all gradients."""
+    """Step all parameters at the end of ``backward()``, for what needs all gradients."""
 
 
 class OverlapHandle:

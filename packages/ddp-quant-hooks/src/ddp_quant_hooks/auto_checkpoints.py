@@ -57,7 +57,7 @@ class AutoCheckpoints(BoundModel):
                 wrapper; ``None`` after :meth:`bind`.
 
         Returns:
-            Tensors on the CPU, numbers and strings in dicts, lists and tuples: ``torch.load`` reads them
+            Tensors on the CPU, numbers and strings in dicts, lists and tuples, which ``torch.load`` reads
             with ``weights_only=True``.
 
         Raises:

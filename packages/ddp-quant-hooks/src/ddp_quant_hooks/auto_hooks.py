@@ -23,12 +23,11 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         The candidate's future, or one with its value. At world size 1 it is complete.
 
     Raises:
-        TypeError: ``state`` is no :class:`AutoState`, or the bucket not of a floating-point dtype; under
-            ``torch.compile`` with DDP's python reducer, which hands over no buckets.
+        TypeError: ``state`` is no :class:`AutoState`, the bucket is not of a floating-point dtype, or the
+            model is compiled with DDP's Python reducer, which hands over no buckets.
         CandidateError: A candidate raises, during the trial.
         ValueError: This rank is not in the group, or a candidate averages over other ranks.
-        A failing peer raises ``RuntimeError`` in ``backward()``, as do ranks that have other candidates or
-        options.
+        RuntimeError: A peer failed, or ranks have other candidates or options; raised by ``backward()``.
 
     Example:
         >>> ddp.register_comm_hook(AutoState(), auto_hook)  # doctest: +SKIP

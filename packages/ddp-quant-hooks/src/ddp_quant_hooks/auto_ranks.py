@@ -24,7 +24,7 @@ class AutoRanks:
     """The ranks that choose together. Does not know the state, which could not become garbage at once.
 
     Args:
-        group: As in :func:`dist_utils.resolve_group`; looked up when used.
+        group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up when used.
         name: Of the state's class.
     """
 

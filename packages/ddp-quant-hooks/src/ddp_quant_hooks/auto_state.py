@@ -41,7 +41,8 @@ class AutoState(AutoCheckpoints):
     bytes, must be faster than that by more than the noise.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD, looked up when used.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up
+            when used.
         candidates: Pairs of a state and a hook by name, as ``register_comm_hook`` takes them, the most exact
             one first; each state for this alone. ``None``: fp32, bf16, 8 and 4 bits of this project.
         max_error: Candidates whose averages have a larger relative error, in the L2 norm, are not chosen.

@@ -72,7 +72,7 @@ class ResidualCheckpoints(BoundModel):
                 for those of plain tensors, which are saved by their keys.
 
         Returns:
-            Tensors on the CPU, numbers and strings in dicts, lists and tuples: ``torch.load`` reads them
+            Tensors on the CPU, numbers and strings in dicts, lists and tuples, which ``torch.load`` reads
             with ``weights_only=True``.
 
         Raises:

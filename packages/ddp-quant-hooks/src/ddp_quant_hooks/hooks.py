@@ -42,11 +42,11 @@ def quantized_allreduce_hook(
         complete, and nothing is sent.
 
     Raises:
-        TypeError: ``state`` is no state, or the bucket not of a floating-point dtype; under
-            ``torch.compile`` with DDP's python reducer, which hands over no buckets.
-        ValueError: This rank is not in the group.
-        All of them before any communication. A failing peer raises ``RuntimeError`` in ``backward()``; one
-        that fails after it has sent all that this step needs of it, in the next.
+        TypeError: ``state`` is no state, the bucket is not of a floating-point dtype, or the model is
+            compiled with DDP's Python reducer, which hands over no buckets. Before any communication.
+        ValueError: This rank is not in the group; before any communication.
+        RuntimeError: A peer failed; raised by ``backward()``, or by the next one if the peer had already sent
+            all that this step needed from it.
 
     Cost:
         With a block of 128 and 8 bits, 1.03 bytes a value sent per rank at two ranks and 2.06 (W - 1) / W

@@ -32,7 +32,8 @@ class QuantizedAllreduceState(ResidualCheckpoints):
     """Options of :func:`quantized_allreduce_hook`, and what it keeps between steps. One for each model.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD, looked up when used.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up
+            when used.
         bits: Of a value on the wire: 8, or 4.
         block_size: Values that share a scale: a multiple of 32 up to 4096. ``None``: 128 for 8 bits, 32
             for 4.

@@ -24,7 +24,7 @@ __all__ = ["all_reduce"]
 @overload
 def all_reduce(
     tensor: Tensors,
-    op: Any = ...,
+    op: Any = dist.ReduceOp.SUM,
     group: QuantizedAllreduceState | None = ...,
     async_op: Literal[False] = ...,
     *,
@@ -35,7 +35,7 @@ def all_reduce(
 @overload
 def all_reduce(
     tensor: Tensors,
-    op: Any = ...,
+    op: Any = dist.ReduceOp.SUM,
     group: QuantizedAllreduceState | None = ...,
     *,
     async_op: Literal[True],
@@ -66,28 +66,31 @@ def all_reduce(
             complex128; dense.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. A sum is the mean times the number of ranks, and
             overflows where that does.
-        group: A state: its group and its options. ``None``: WORLD, 8 bits. Keep one state for many calls.
-        async_op: Return a future at once. Calls are worked on in their order, beside the caller.
-        key: Whose values these are: with error feedback.
+        group: A state, with its group and options. ``None`` stands for WORLD and 8 bits. Keep one state for
+            many calls.
+        async_op: Return a future at once. Calls run in their order, on another thread.
+        key: Names these values, with error feedback.
 
     Returns:
         ``None``, or with ``async_op`` a future of ``tensor``, not to be touched before it is complete.
-        The same bits on all ranks. A block with a NaN or an infinity on any rank is NaN.
+        Identical bits on all ranks. A block with a NaN or an infinity on any rank is NaN.
 
     Raises:
         TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
-        ValueError: Another operation; tensors that share memory, or are part of a graph; no key although
-            there is error feedback, one that was used in this step, or one of values of another length; this
-            rank is not in the group. All of them before any communication.
-        AgreementError: The ranks call with other tensors, keys or options; from the future with ``async_op``.
+        ValueError: The operation is another one; tensors share memory or are part of a graph; with error
+            feedback there is no key, or it was used before in this step, or for values of another length; or
+            this rank is not in the group. Like ``TypeError`` before any communication.
+        AgreementError: The ranks call with other tensors, keys or options; with ``async_op`` the future
+            raises it.
         RuntimeError: A peer failed; the state must be closed then, on every rank. (Without a state, calls
             fail until one without ``async_op`` has raised it; the next one makes a fresh start.) Or the call
             comes in a callback of another one's future.
 
     Cost:
-        As :func:`quantized_allreduce_hook`. Tensors that are not contiguous are copied.
+        The same as :func:`quantized_allreduce_hook`. Tensors that are not contiguous are copied.
 
-    Counterpart of ``torch.distributed.all_reduce``.
+    Source:
+        ``torch.distributed.all_reduce``.
 
     Example:
         >>> state = QuantizedAllreduceState()  # doctest: +SKIP

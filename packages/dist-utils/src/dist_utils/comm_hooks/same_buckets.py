@@ -122,7 +122,7 @@ def require_same_bucket(
     further on.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         title: The name of the hook.
         options: What must be equal, by name.
         bucket: From ``DistributedDataParallel``.
@@ -155,7 +155,7 @@ def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, 
     As :func:`require_same_bucket`, for tensors that are no bucket.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         title: The name of the function.
         terms: What must be equal, by name.
 

@@ -80,7 +80,7 @@ def group_rank(group: GroupLike, global_rank: int) -> int:
     """Return the rank inside ``group`` of the process whose rank in WORLD is ``global_rank``.
 
     Args:
-        group: As in :func:`resolve_group`.
+        group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         global_rank: A rank in WORLD, the kind that ``src=`` and ``dst=`` take.
 
     Raises:
@@ -96,7 +96,7 @@ def global_rank(group: GroupLike, group_rank: int) -> int:
     """Return the rank in WORLD of the process whose rank inside ``group`` is ``group_rank``.
 
     Args:
-        group: As in :func:`resolve_group`.
+        group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         group_rank: A rank inside the group, ``0 <= group_rank < group.size()``.
 
     Raises:

@@ -45,10 +45,10 @@ def start_messages(
         tag: Of all these messages. Messages of one tag and length between two ranks arrive in order.
 
     Returns:
-        What to wait for. Empty tensors are no messages: both sides must agree on which are, and on how long
-        the others are. On Gloo a message does not meet a tensor of another length (but by chance, once in
-        2^30): both sides wait until the group's timeout. Both must use this function; ``dist.recv`` does not
-        get what it sends.
+        What to wait for. Empty tensors are not sent, so both sides must agree on which tensors are empty, and
+        on how long the others are. On Gloo a message is not received by a tensor of another length (except
+        by chance, once in 2^30), and both sides wait until the group's timeout. Both sides must use this
+        function; ``dist.recv`` does not receive what it sends.
 
     Raises:
         ValueError: A rank is out of range or this one itself, this one is not in the group, or the group was

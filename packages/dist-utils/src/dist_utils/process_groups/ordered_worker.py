@@ -53,7 +53,7 @@ class OrderedWorker:
     ``destroy_process_group``.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         name: Of the thread, for stack dumps; in the messages about ``terms``; and of jobs without a name.
         terms: Returns what must be equal on all ranks, by name. Called before the first job.
 
@@ -144,7 +144,7 @@ class OrderedWorker:
         For whoever wants to communicate beside the worker before the first job. Every rank must call it.
 
         Returns:
-            A name of this worker: the same on all ranks, and of no other worker.
+            A name that is identical on all ranks and that no other worker has.
 
         Raises:
             AgreementError: They differ, or a rank does not come. It is the worker's first error then.

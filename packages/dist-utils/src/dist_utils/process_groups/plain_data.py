@@ -25,7 +25,7 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
     """Return every rank's ``value``, in rank order.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         value: Of ``None``, booleans, numbers, strings, and lists, tuples and dicts with strings as keys of
             such. Tuples arrive as lists.
 

@@ -50,7 +50,7 @@ def require_same_terms(
     all ranks at once, and the next call is a new one.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         title: What the terms are about, for messages, as in ``"fp16_compress_hook"``; compared too.
         terms: What must be equal, by name. Values are compared by their ``repr``, sets by those of their
             elements.
@@ -58,7 +58,7 @@ def require_same_terms(
         timeout: How long to wait for the others; the group's own timeout if not given.
 
     Returns:
-        A string that is the same on all ranks and that no other call returns: a name for what they make
+        A string that is identical on all ranks and that no other call returns, to name what they make
         next.
 
     Raises:

@@ -55,7 +55,7 @@ class ShardedModule:
 
     @property
     def replicated(self) -> bool:
-        """Whether FSDP averages over several shard groups itself: on a mesh for HSDP, or for replicas."""
+        """Whether FSDP averages over several shard groups itself, on a mesh for HSDP or for replicas."""
         return hasattr(self._group.mesh_info, "replicate_process_group")
 
     @property
