@@ -15,6 +15,8 @@ myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = project
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 # Only what a docstring describes: dataclasses describe their fields, and errors nothing.
