@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bar_charts import draw_bars
+from bar_charts import bars_of, draw_bars
 from machine import describe_machine
 
 from ddp_quant_hooks import kernels
@@ -218,14 +218,12 @@ def main() -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "cuda_kernels.json").write_text(json.dumps(found, indent=1) + "\n")
     bars = {
-        f"{mib} MiB of fp32": {
-            name: (entry["median_ms"], entry["quartiles_ms"])
-            for name, entry in entries.items()
-            if not name.startswith(PYTORCH)
-        }
+        f"{mib} MiB of fp32": bars_of(
+            {name: entry for name, entry in entries.items() if not name.startswith(PYTORCH)}
+        )
         for mib, entries in results.items()
     }
-    draw_bars(bars, "ms", RESULTS / "cuda_kernels.png")
+    draw_bars(bars, "ms", RESULTS / "cuda_kernels.png", title=f"CUDA kernels on {found['gpu']}")
 
 
 if __name__ == "__main__":
