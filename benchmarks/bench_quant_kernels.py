@@ -118,7 +118,7 @@ def report(results: dict[str, Any]) -> None:
 
 
 def draw(results: dict[str, Any]) -> None:
-    """Draw the times of a copy and of each kernel; torch operators, which take far longer, are in the title."""
+    """Draw the times of a copy and of each kernel; those of torch operators, far longer, are told."""
     times = {name: entry["median_ms"] for name, entry in results["kernels"].items()}
     bars = bars_of(results["kernels"])
     best = next(name for name in bars if name.startswith("ours")).rpartition(", ")[2]

@@ -1,4 +1,4 @@
-"""What all pictures share: colors that color-blind people tell apart, a plain frame, where a name ends a line."""
+"""What all pictures share: colors for the color-blind, a plain frame, names where lines end."""
 
 from __future__ import annotations
 
