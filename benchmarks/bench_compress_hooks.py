@@ -187,15 +187,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "part", nargs="?", choices=["all", "time", "memory", "error", "hosts", "rank"], default="all"
-    )
+    parts = ["time", "memory", "error", "hosts"]
+    parser.add_argument("part", nargs="?", choices=["all", *parts, "plot", "rank"], default="all")
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
-    if options.plot:
+    if options.part == "plot":
         draw(json.loads((RESULTS / "compress_hooks.json").read_text()), RESULTS / "compress_hooks.png")
         return
     if options.repeats < 2:
@@ -203,7 +201,7 @@ def main() -> None:
     if options.part == "rank":
         be_a_rank(options.folder, sides, options.repeats)
         return
-    wants = {options.part} if options.part != "all" else {"time", "memory", "error", "hosts"}
+    wants = {options.part} if options.part != "all" else set(parts)
     results = measure(wants, options)
     report(results)
     if options.part == "all":
