@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_quant_convergence import Language, parameters_equal, verdict
-from drawing import BLUE, GRAY, VERMILLION, name_ends, save, subplots
+from drawing import BLUE, GRAY, VERMILION, name_ends, save, subplots
 from machine import describe_machine
 from torch import nn
 
@@ -270,7 +270,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the curves of training, which lie on each other, and every seed's final loss beside fp32's."""
     figure, ((curves, gaps),) = subplots(1, 2, (11, 3.6))
     ends = range(EVERY, results["steps"] + 1, EVERY)
-    lines = {REFERENCE: GRAY, "int4, feedback": BLUE, "int8, streaming": VERMILLION}
+    lines = {REFERENCE: GRAY, "int4, feedback": BLUE, "int8, streaming": VERMILION}
     last = {}
     for name, color in lines.items():
         training = results["configurations"][name]["training"]

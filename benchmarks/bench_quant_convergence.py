@@ -40,7 +40,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from drawing import BLUE, GRAY, VERMILLION, name_ends, save, subplots
+from drawing import BLUE, GRAY, VERMILION, name_ends, save, subplots
 from machine import describe_machine
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -348,7 +348,7 @@ def smooth(losses: list[float]) -> list[float]:
     return [statistics.fmean(losses[end - THIN : end]) for end in range(THIN, len(losses) + 1, THIN)]
 
 
-def summarise(runs: dict[tuple[str, int], Run], seeds: int, steps: int) -> dict[str, Any]:
+def summarize(runs: dict[tuple[str, int], Run], seeds: int, steps: int) -> dict[str, Any]:
     """Return what the result file says of a task."""
     reference = [runs[REFERENCE, seed] for seed in range(seeds)]
     finals = [run.held_out["loss"] for run in reference]
@@ -450,7 +450,7 @@ def _text(summary: dict[str, Any], form: str) -> str:
     return f"{summary['mean']:{form}} [{low:{form}}, {high:{form}}]"
 
 
-SHOWN = {"bf16": GRAY, "int8": BLUE, 'int4, feedback "both"': VERMILLION}
+SHOWN = {"bf16": GRAY, "int8": BLUE, 'int4, feedback "both"': VERMILION}
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -506,7 +506,7 @@ def main() -> None:
     }
     for name in dict.fromkeys(options.tasks):
         runs = run_ranks(train_all, RANKS, name, options.seeds, options.steps, timeout=TIMEOUT)[0]
-        results["tasks"][name] = summarise(runs, options.seeds, options.steps)
+        results["tasks"][name] = summarize(runs, options.seeds, options.steps)
     report(results)
     options.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for api_fields
+sys.path.insert(0, str(Path(__file__).parent / "checks"))  # for api_fields
 
 project = "torch-dist-extras"
 author = "the torch-dist-extras authors"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from drawing import BLUE, GRAY, VERMILLION, name_ends, save, subplots
+from drawing import BLUE, GRAY, VERMILION, name_ends, save, subplots
 from many_ranks.predicting import wire_limit
 
-COLORS = (GRAY, VERMILLION, BLUE)
+COLORS = (GRAY, VERMILION, BLUE)
 RATES = (1, 25, 400)
 """Gbit/s. Curves of the others lie between these; they are in the result file."""
 

@@ -6,14 +6,14 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from drawing import BLUE, GRAY, GREEN, VERMILLION, name_ends, save, subplots
+from drawing import BLUE, GRAY, GREEN, VERMILION, name_ends, save, subplots
 from whole_steps.losses import LABEL, THIN
 from whole_steps.sides import COMPUTE, OVERLAP, label
 from whole_steps.tables import MAIN
 
 SHOWN = {
     "plain": GRAY,
-    "fp16": VERMILLION,
+    "fp16": VERMILION,
     "bf16": GREEN,
     "8bits": BLUE,
     "8bits" + OVERLAP: BLUE,

@@ -364,7 +364,7 @@ def _one_sided(rank):
     sync_module_states(module, None, BUCKET, 0, ())
     seen["overlap alike"] = base.tolist()
 
-    # A tied buffer is sent once and honours each of its names.
+    # A tied buffer is sent once and honors each of its names.
     tied = torch.nn.Module()
     tied.register_buffer("first", torch.full((2,), float(rank)))
     tied.register_buffer("second", tied.first)

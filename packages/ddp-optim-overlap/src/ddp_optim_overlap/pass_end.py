@@ -79,7 +79,7 @@ class PassEnd:
         self, current: BackwardPass, device: torch.device, then: Callable[[BackwardPass], None]
     ) -> None:
         current.end()
-        if current.cancelled:  # torch does not tell the end of a nested pass from the end of all
+        if current.canceled:  # torch does not tell the end of a nested pass from the end of all
             raise self._keep(
                 StepError(
                     "step() or wait() was called while backward() ran, whose rest is not stepped",
