@@ -273,7 +273,7 @@ def counted(hook: CommHook, indices: list[int]) -> CommHook:
 
 
 def parameters_equal(model: nn.Module) -> bool:
-    """Tell whether every rank has rank 0's bits."""
+    """Return whether every rank has rank 0's bits."""
     mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     first = mine.clone()
     dist.broadcast(first, src=0)

@@ -201,5 +201,5 @@ def _closing(events: list[dict[str, Any]]) -> float:
 
 
 def _names(text: str, rank: int) -> bool:
-    """Tell whether an error names a rank."""
+    """Return whether an error names a rank."""
     return re.search(rf"ranks? \[?(\d+, )*{rank}\b", text) is not None

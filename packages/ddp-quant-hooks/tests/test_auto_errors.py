@@ -171,7 +171,7 @@ def test_after_an_error_and_close_the_trial_begins_anew():
 
 
 def _some_have_chosen(rank):
-    """Let rank 0 fail in the first pass behind the trial, to which the others do not come."""
+    """Let rank 0 fail in the first pass after the trial, to which the others do not come."""
     fails = []
 
     def hook(_, bucket):

@@ -106,7 +106,7 @@ def _in_the_middle(rank):
     choice, step = again.until_chosen()
     fresh = Training(make())
     _, fresh_step = fresh.until_chosen()
-    # And a run with a choice that loads one without begins anew, too.
+    # And a run with a choice that loads one without starts over, too.
     fresh.state.load_state_dict(saved)
     before = fresh.state.choice, fresh.state.trying
     fresh.steps = 0

@@ -190,7 +190,7 @@ def test_ranks_of_a_node_share_its_link():
     alone = predict(links, hooks, [[0], [1]], Cluster(8, 1.0)).predicted_seconds
     packed = predict(links, hooks, [[0], [1]], Cluster(64, 1.0, ranks_per_node=8)).predicted_seconds
     size = SIZES[-1]
-    # Around a ring one rank of a node sends to the next node: 2 * 63 / 64 in place of 2 * 7 / 8 of the bytes.
+    # Around a ring one rank of a node sends to the next node: 2 * 63 / 64 instead of 2 * 7 / 8 of the bytes.
     assert packed["fp32"][size] == pytest.approx(alone["fp32"][size] * 63 / 64 * 8 / 7, rel=0.1)
     # By levels, the first of them inside nodes, each rank of a node sends an eighth of what one alone does.
     assert packed["8 bits"][size] == pytest.approx(alone["8 bits"][size], rel=0.1)

@@ -40,7 +40,7 @@ def _bits(rank):
     for name in STATES:
         for dtype in VALUE_DTYPES:
             for length in LENGTHS:
-                state = make_state(name)  # error feedback starts anew
+                state = make_state(name)  # error feedback starts again
                 inputs = [
                     torch.randn(length, generator=torch.Generator().manual_seed(10 * length + peer)).to(dtype)
                     for peer in range(world_size)

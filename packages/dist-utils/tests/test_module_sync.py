@@ -358,7 +358,7 @@ def _one_sided(rank):
     sync_params_and_buffers(None, [weight], BUCKET, 0)
     seen["version"] = _caught(RuntimeError, loss.backward)
 
-    # What overlaps alike on all ranks may.
+    # What overlaps in the same way on all ranks may.
     base = torch.arange(6.0) + 10 * rank
     module = _with_buffers(base=base, part=base[2:4], columns=base.view(3, 2)[:, 1])
     sync_module_states(module, None, BUCKET, 0, ())

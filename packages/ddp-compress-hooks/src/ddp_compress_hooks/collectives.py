@@ -1,4 +1,4 @@
-"""Plain tensors, which are no buckets, summed or averaged as the hooks average buckets."""
+"""Plain tensors, which are not buckets, summed or averaged as the hooks average buckets."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.future
         and for an empty bucket it is complete, and nothing is sent.
 
     Raises:
-        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is no group;
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group;
             before any communication.
         ValueError: This rank is not in the group, or the state asks for another wire dtype; before any
             communication.
@@ -77,8 +77,8 @@ def compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures
         an empty bucket it is complete, and nothing is sent.
 
     Raises:
-        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is no group; before any
-            communication.
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group; before
+            any communication.
         ValueError: This rank is not in the group; before any communication.
         RuntimeError: A peer failed; raised by ``backward()``.
 
@@ -111,8 +111,8 @@ def fp16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
         A future of ``bucket.buffer()``, which holds the mean in the bucket's dtype.
 
     Raises:
-        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is no group; before any
-            communication.
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group; before
+            any communication.
         ValueError: This rank is not in the group, or the state asks for another wire dtype; before any
             communication.
         RuntimeError: A peer failed; raised by ``backward()``.
@@ -145,8 +145,8 @@ def bf16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
         A future of ``bucket.buffer()``, which holds the mean in the bucket's dtype.
 
     Raises:
-        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is no group; before any
-            communication.
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group; before
+            any communication.
         ValueError: This rank is not in the group, or the state asks for another wire dtype; before any
             communication.
         RuntimeError: A peer failed; raised by ``backward()``.

@@ -35,7 +35,7 @@ def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def block_scratch(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return room for any one block of ``tensor``. Fresh room for each block would be paged in anew."""
+    """Return room for any one block of ``tensor``. Fresh room for each block would be paged in again."""
     length = tensor.numel() if tensor.device.type != "cpu" else min(_BLOCK, tensor.numel())
     return tensor.new_empty(length, dtype=dtype)
 

@@ -26,7 +26,7 @@ WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class CompressState:
-    """Options of a hook, given to ``register_comm_hook`` in place of a process group.
+    """Options of a hook, given to ``register_comm_hook`` instead of a process group.
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up
@@ -43,7 +43,8 @@ class CompressState:
             that no partial sum overflows either.
 
     Raises:
-        TypeError: ``process_group`` is no group, ``wire_dtype`` is no dtype, or ``saturate`` is no bool.
+        TypeError: ``process_group`` is not a group, ``wire_dtype`` is not a dtype, or ``saturate`` is not a
+            bool.
         ValueError: This rank is not a member of the group, or an option has an unknown value.
 
     A pickled state leaves out its process group, as PyTorch's own hook states do. A warning says so, and the
@@ -124,7 +125,7 @@ class CompressState:
             The state itself.
 
         Raises:
-            TypeError: ``ddp`` is no ``DistributedDataParallel`` module.
+            TypeError: ``ddp`` is not a ``DistributedDataParallel`` module.
             ValueError: It averages over other ranks than this state.
 
         Example:
@@ -142,11 +143,11 @@ class CompressState:
             self._watch = None
 
     def terms(self) -> dict[str, object]:
-        """Return the options that all ranks must have alike."""
+        """Return the options that must be identical on all ranks."""
         return {"wire_dtype": self.wire_dtype, "accumulate": self.accumulate, "saturate": self.saturate}
 
     def sums_in_fp32(self, wire_dtype: torch.dtype) -> bool:
-        """Tell whether shares in ``wire_dtype`` are summed in fp32; wider ones need no help."""
+        """Return whether shares in ``wire_dtype`` are summed in fp32; wider ones need no help."""
         return self.accumulate == "fp32" and wire_dtype.itemsize == 2
 
     def clamp(self, limit: float) -> Clamp | None:

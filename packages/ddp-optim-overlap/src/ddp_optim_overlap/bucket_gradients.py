@@ -65,7 +65,7 @@ class BucketGradients:
 class _Layout:
     """The strides of the gradients in a bucket.
 
-    Without ``gradient_as_bucket_view`` DDP takes those of the parameters, in every pass anew. With it they
+    Without ``gradient_as_bucket_view`` DDP takes those of the parameters, again in every pass. With it they
     stay as they were when the bucket was made, which shows in gradients that lie in it: not in those of
     parameters that this rank has not used.
     """
@@ -144,7 +144,7 @@ def average_of(buffer: torch.Tensor, done: torch.futures.Future[Any]) -> torch.T
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether these are one buffer: Gloo returns that of complex numbers as pairs of real ones."""
+    """Return whether these are one buffer: Gloo returns that of complex numbers as pairs of real ones."""
     if one is other or one.is_sparse or other.is_sparse:
         return one is other
     same_kind = one.dtype == other.dtype or other.is_complex()

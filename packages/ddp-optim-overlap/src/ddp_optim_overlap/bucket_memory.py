@@ -108,7 +108,7 @@ def _give_back_pages(storage: torch.UntypedStorage, begin: int, end: int) -> Non
 
 
 class StorageMemory(BucketMemory):
-    """Gives a bucket's storage back to the allocator of its device, and allocates it anew.
+    """Gives a bucket's storage back to the allocator of its device, and allocates it again.
 
     DDP must not touch a bucket in between. What it takes for the average meanwhile, and never reads, is one
     piece of memory for all buckets of a kind.

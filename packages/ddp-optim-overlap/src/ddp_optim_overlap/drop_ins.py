@@ -123,7 +123,7 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
         together are those of that state if it is or has a process group, else WORLD. For one model.
 
     Raises:
-        TypeError: ``hook`` is not callable, or ``optimizer_state`` is no :class:`OptimizerHookState`.
+        TypeError: ``hook`` is not callable, or ``optimizer_state`` is not an :class:`OptimizerHookState`.
         OverlapError: In ``backward()``, what :func:`overlap_optimizer` raises.
 
     Cost:
@@ -177,7 +177,7 @@ def register_fused_optim(
     Args:
         ddp: The model.
         optim: The optimizer's class.
-        *args: Its positional arguments behind the parameters.
+        *args: Its positional arguments after the parameters.
         optim_params: What to optimize; ``None`` for all parameters of ``ddp``.
         **kwargs: Its keyword arguments.
 

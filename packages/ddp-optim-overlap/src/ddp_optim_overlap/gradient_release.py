@@ -59,7 +59,7 @@ class GradientRelease:
         """Return when there is a place for another bucket; at once, if one has never come."""
         timeout = group_timeout(self._process_group, device) or default_group_timeout()
         if self._limited and not places.acquire(timeout=timeout.total_seconds()):
-            # An average that takes longer fails. The hook must see the other buckets, or DDP waits for ever.
+            # An average that takes longer fails. The hook must see the other buckets, or DDP waits forever.
             self._limited = False
             warnings.warn(
                 f"a bucket was not averaged within {timeout}: the communication hook seems to wait for later "

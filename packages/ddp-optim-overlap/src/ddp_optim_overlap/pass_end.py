@@ -46,7 +46,7 @@ class PassEnd:
     def follow_last_bucket(
         self, current: BackwardPass, device: torch.device, then: Callable[[BackwardPass], None]
     ) -> None:
-        """Do what comes behind the last bucket; what has to wait for DDP, when ``backward()`` ends.
+        """Do what comes after the last bucket; what has to wait for DDP, when ``backward()`` ends.
 
         Args:
             current: The backward pass.

@@ -30,7 +30,7 @@ class Stepper:
     begun = 1
 
     def terms(self) -> dict[str, object]:
-        """Return what must be alike on all ranks."""
+        """Return what must be identical on all ranks."""
         return {}
 
     def begin(self, engine: Engine) -> None:

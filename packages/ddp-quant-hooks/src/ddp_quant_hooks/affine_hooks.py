@@ -43,7 +43,7 @@ def quantization_pertensor_hook(
         the whole bucket is NaN. At world size 1 and for an empty bucket it is complete, and nothing is sent.
 
     Raises:
-        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is no group, or
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group, or
             the model is compiled with DDP's Python reducer, which hands over no buckets. Before any
             communication.
         ValueError: This rank is not in the group; before any communication.
@@ -83,7 +83,7 @@ def quantization_perchannel_hook(
         identical on all ranks. A NaN or an infinity on any rank makes its channel NaN.
 
     Raises:
-        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is no group, or
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group, or
             the model is compiled with DDP's Python reducer, which hands over no buckets. Before any
             communication.
         ValueError: ``bucket_size`` is less than 1, or this rank is not in the group; before any

@@ -30,7 +30,7 @@ class Agreement:
         self.first = ""
 
     def on_bucket(self, worker: OrderedWorker, bucket: Bucket) -> None:
-        """Compare, before a bucket that is new, what must be alike on all ranks.
+        """Compare, before a bucket that is new, what must be identical on all ranks.
 
         Args:
             worker: Of the state.
@@ -55,7 +55,7 @@ class Agreement:
         Args:
             worker: Of the state.
             call: The name of the function.
-            terms: What must be alike, by name.
+            terms: What must be identical on all ranks, by name.
             tensors: Of the call.
         """
         what = [(tensor.numel(), tensor.dtype, tensor.device.type) for tensor in tensors]

@@ -95,7 +95,7 @@ class AutoCheckpoints(BoundModel):
             model: As for :meth:`state_dict`.
 
         Raises:
-            TypeError: ``state`` is no dict.
+            TypeError: ``state`` is not a dict.
             ValueError: It is of another rank, number of ranks or list of candidates, or does not fit the
                 model; nothing is changed.
             RuntimeError: Inside ``backward()``.

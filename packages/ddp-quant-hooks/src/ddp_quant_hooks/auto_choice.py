@@ -190,7 +190,7 @@ def clearly_slower(contenders: Sequence[Assignment], rounds: Sequence[Round]) ->
 
 
 def another_round_tells(contenders: Sequence[Assignment], rounds: Sequence[Round]) -> bool:
-    """Tell whether some contender may well be faster than the choice by what matters."""
+    """Return whether some contender may well be faster than the choice by what matters."""
     typical = typical_steps(contenders, rounds)
     if not typical:
         return False

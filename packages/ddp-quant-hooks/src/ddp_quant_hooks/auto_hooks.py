@@ -23,7 +23,7 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         The candidate's future, or one with its value. At world size 1 it is complete.
 
     Raises:
-        TypeError: ``state`` is no :class:`AutoState`, the bucket is not of a floating-point dtype, or the
+        TypeError: ``state`` is not an :class:`AutoState`, the bucket is not of a floating-point dtype, or the
             model is compiled with DDP's Python reducer, which hands over no buckets.
         CandidateError: A candidate raises, during the trial.
         ValueError: This rank is not in the group, or a candidate averages over other ranks.

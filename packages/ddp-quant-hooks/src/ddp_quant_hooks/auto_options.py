@@ -56,7 +56,7 @@ def checked_candidates(candidates: object) -> dict[str, Candidate]:
     """Return what a user has given as candidates.
 
     Raises:
-        TypeError: It is no mapping of names to pairs of a state and a hook.
+        TypeError: It is not a mapping of names to pairs of a state and a hook.
         ValueError: It is empty.
     """
     if not isinstance(candidates, Mapping):

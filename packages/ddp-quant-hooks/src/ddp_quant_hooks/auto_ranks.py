@@ -54,7 +54,7 @@ class AutoRanks:
     def agree(
         self, terms: Callable[[], Mapping[str, object]], try_anew: Callable[[], None] | None = None
     ) -> None:
-        """Compare, once, what must be alike.
+        """Compare, once, what must be identical on all ranks.
 
         Args:
             terms: Returns that, by name.
@@ -110,7 +110,7 @@ class AutoRanks:
             self._worker = None
 
     def close(self) -> None:
-        """As :meth:`rest`; and what must be alike is compared again."""
+        """As :meth:`rest`; and what must be identical on all ranks is compared again."""
         self.rest()
         self._agreed_in = None
 

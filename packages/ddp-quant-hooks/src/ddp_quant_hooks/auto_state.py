@@ -153,7 +153,7 @@ class AutoState(AutoCheckpoints):
         return self.passes.begin_bucket(bucket)
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:
-        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's candidates for ever.
+        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's candidates forever.
 
         Raises:
             RuntimeError: It is, and there is something to choose.
@@ -177,7 +177,7 @@ class AutoState(AutoCheckpoints):
         """End the threads and private groups of this state and its candidates; a later bucket makes new ones.
 
         After an error in communication this is how every rank makes a fresh start. A trial that was not over
-        begins anew; a choice stays.
+        starts over; a choice stays.
         """
         if self._passes is not None:
             close_states(list(self.candidates.values()))

@@ -53,7 +53,7 @@ class BoundModel:
             The state itself.
 
         Raises:
-            TypeError: ``ddp`` is no ``DistributedDataParallel`` module.
+            TypeError: ``ddp`` is not a ``DistributedDataParallel`` module.
             ValueError: It averages over other ranks than this state.
 
         Example:

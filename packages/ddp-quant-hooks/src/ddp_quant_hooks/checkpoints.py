@@ -107,7 +107,7 @@ class ResidualCheckpoints(BoundModel):
             model: As for :meth:`state_dict`.
 
         Raises:
-            TypeError: ``state`` is no dict.
+            TypeError: ``state`` is not a dict.
             ValueError: They are of another rank, number of ranks or option, of a parameter that ``model``
                 does not have, or of another length than here; nothing is changed.
             RuntimeError: Inside ``backward()`` or :meth:`step`.
@@ -226,7 +226,7 @@ class ResidualCheckpoints(BoundModel):
         self.close()  # the ranks compare what they have loaded when they make the next private group
 
     def _agreement_terms(self) -> dict[str, str]:
-        """Return what of the residuals must be alike on all ranks, for when a private group is made."""
+        """Return what of the residuals must be identical on all ranks, for when a private group is made."""
         loaded = self.feedback.loaded
         if loaded is None:
             return {"loaded residuals": "none"}

@@ -22,7 +22,7 @@ __all__ = ["Decision", "Decisions"]
 
 @dataclass(frozen=True)
 class Decision:
-    """How one bucket is averaged, alike on every rank.
+    """How one bucket is averaged, the same way on every rank.
 
     Attributes:
         quantized: In few bits; otherwise without compression, and the rest is of no meaning.

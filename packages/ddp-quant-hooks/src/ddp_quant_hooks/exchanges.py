@@ -160,7 +160,7 @@ def _messages_of_mean(
     """Average over all ranks of ``links``; return a message of each shard's mean, and the shards' lengths.
 
     A rank averages its shard in its row. If there are rows of rows, that mean travels as values of its own,
-    by the ``links`` behind the first; what comes of it are the bits that all ranks get, and are forwarded.
+    by the ``links`` after the first; what comes of it are the bits that all ranks get, and are forwarded.
 
     Args:
         values: Of this rank, or means of its row.
@@ -219,7 +219,7 @@ def average_inside(
 
     The sum is in fp32, or in the values' own dtype if that is wider. ``between`` is called with the scratch
     and ``values=`` the mean of this rank's shard. ``failed`` as in :class:`Wire`: a rank
-    sees only its own shard between nodes, but all must decide alike whether a step is finite.
+    sees only its own shard between nodes, but all must decide the same whether a step is finite.
     """
     spans = shards(Span(0, values.numel()), link.size, block_size)
     parts = [values[span.start : span.stop] for span in spans]

@@ -140,7 +140,7 @@ class Feedback:
         return lambda residual: residual.next if id(residual) in turned else residual.last
 
     def forget(self) -> None:
-        """Begin anew as if nothing had been lost so far. All jobs must have run."""
+        """Start over as if nothing had been lost so far. All jobs must have run."""
         self.residuals.load([], [])
         self.loaded, self._pass, self._resumption = None, None, None
 

@@ -190,7 +190,7 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
 
 
 def _in_use(state: QuantizedAllreduceState) -> bool:
-    """Tell whether a model uses the state. FSDP's modules refer to each other: a deleted one may linger."""
+    """Return whether a model uses the state. FSDP's modules refer to each other: a deleted one may linger."""
     handle = _handles.get(state)
     if handle is not None and handle() is not None:
         gc.collect()

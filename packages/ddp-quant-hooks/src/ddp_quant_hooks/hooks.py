@@ -37,12 +37,12 @@ def quantized_allreduce_hook(
             buckets, and those below ``state.min_bytes``, are averaged without compression.
 
     Returns:
-        A future of ``bucket.buffer()`` holding the mean, in its dtype, bitwise equal on all ranks. A block
-        with a NaN or an infinity on any rank is NaN. At world size 1 and for an empty bucket it is
+        A future of ``bucket.buffer()`` holding the mean, in its dtype, bitwise identical on all ranks. A
+        block with a NaN or an infinity on any rank is NaN. At world size 1 and for an empty bucket it is
         complete, and nothing is sent.
 
     Raises:
-        TypeError: ``state`` is no state, the bucket is not of a floating-point dtype, or the model is
+        TypeError: ``state`` is not a state, the bucket is not of a floating-point dtype, or the model is
             compiled with DDP's Python reducer, which hands over no buckets. Before any communication.
         ValueError: This rank is not in the group; before any communication.
         RuntimeError: A peer failed; raised by ``backward()``, or by the next one if the peer had already sent

@@ -17,7 +17,7 @@ class Transport:
     """Carries messages by the process group; simulations record them in a subclass instead."""
 
     def on_host(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Tell whether the host itself sends tensors of ``device``."""
+        """Return whether the host itself sends tensors of ``device``."""
         return runs_on_host(group, device)
 
     def start(

@@ -65,7 +65,7 @@ def checked(
 
     Raises:
         TypeError: An option is of another type.
-        ValueError: An option has no such choice.
+        ValueError: An option has an unknown value.
     """
     bits = _whole("bits", bits)
     if bits not in {8, 4}:

@@ -68,7 +68,7 @@ class BackwardPass:
         self.outcome = Outcome()
 
     def includes(self, task: int, index: int) -> bool:
-        """Tell whether a bucket that comes now, inside autograd's ``task``, belongs to this pass.
+        """Return whether a bucket that comes now, inside autograd's ``task``, belongs to this pass.
 
         An index alone does not tell: buckets that no rank uses are left out
         (``skip_all_reduce_unused_params``), and in the first pass of a static graph all have index 0.

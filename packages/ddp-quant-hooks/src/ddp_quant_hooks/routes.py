@@ -1,4 +1,4 @@
-"""How the values of a bucket get from rank to rank and back: in chunks, one behind another on the wire."""
+"""How the values of a bucket get from rank to rank and back: in chunks, one after another on the wire."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Route:
 
         Args:
             group: Whose ranks average.
-            shards_of_all: This rank's values for all shards, flat, one shard of equal length behind another.
+            shards_of_all: This rank's values for all shards, flat, one shard of equal length after another.
             mean: Where the mean of this rank's shard goes; flat.
             own: What this rank's values have lost before, and where to keep what they lose now.
             failed: As for :meth:`average`.
@@ -108,7 +108,7 @@ class Route:
         Args:
             group: Whose ranks gather.
             mine: This rank's values, flat.
-            values_of_all: Where all go, flat, one rank's behind another's; the same bits on all ranks.
+            values_of_all: Where all go, flat, one rank's after another's; the same bits on all ranks.
             label: As for :meth:`average`.
         """
         link = Link(group, range(group.size()), label=label, transport=self._transport)

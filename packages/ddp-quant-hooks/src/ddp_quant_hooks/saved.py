@@ -254,7 +254,7 @@ def _reordered(
 
 
 def _without_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether elements of a shape lie one behind another in memory, in some order of dimensions."""
+    """Return whether elements of a shape lie one after another in memory, in some order of dimensions."""
     if len(shape) != len(strides):
         return False
     expected = 1

@@ -61,7 +61,7 @@ def gather_chunk(
     link: Link,
     index: int,
 ) -> Exchange:
-    """Give every rank the values of all, all of them as they travelled, this rank's own too.
+    """Give every rank the values of all, all of them as they were sent, this rank's own too.
 
     Args:
         scratch: Room for messages.

@@ -68,8 +68,8 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             no levels.
 
     Raises:
-        TypeError: ``process_group`` is no group, or an option is of another type.
-        ValueError: This rank is not a member of the group, or an option has no such choice. Levels that do
+        TypeError: ``process_group`` is not a group, or an option is of another type.
+        ValueError: This rank is not a member of the group, or an option has an unknown value. Levels that do
             not multiply to the number of ranks raise before the first bucket, but for a single rank, which
             averages nothing.
 
@@ -206,7 +206,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         step.close(ended_well=True)
 
     def agree(self, bucket: Bucket) -> None:
-        """Compare with the other ranks, before a bucket that is new, what must be alike on all of them.
+        """Compare with the other ranks, before a bucket that is new, what must be identical on all of them.
 
         Raises:
             AgreementError: Something is not, or a rank does not come; :meth:`close` makes a fresh start.
@@ -218,7 +218,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
         Args:
             call: The name of the function.
-            terms: What must be alike, by name.
+            terms: What must be identical on all ranks, by name.
             tensors: Of the call.
         """
         self._agreement.on_call(self.worker, call, terms, tensors)
@@ -270,7 +270,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         }
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:
-        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's decisions for ever.
+        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's decisions forever.
 
         Raises:
             RuntimeError: It is, and there is something to decide.

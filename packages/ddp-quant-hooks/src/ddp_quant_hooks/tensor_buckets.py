@@ -19,7 +19,7 @@ class TensorBucket:
 
     Args:
         tensors: Contiguous.
-        stand_ins: In place of parameters: what residuals belong to.
+        stand_ins: Instead of parameters: what residuals belong to.
         number: Of the bucket in its step.
         label: The same on all ranks, and another one for every key.
 

@@ -1,4 +1,4 @@
-"""The numbers that are averaged together: of a bucket, or of several tensors behind one another."""
+"""The numbers that are averaged together: of a bucket, or of several tensors one after another."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 4096
 
 
 def is_integer(number: object) -> bool:
-    """Tell whether ``number`` is an int, also one that ``torch.compile`` keeps open; ``True`` is none."""
+    """Return whether ``number`` is an int, also one that ``torch.compile`` keeps open; ``True`` is none."""
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
 def can_rotate(format: str, block_size: int) -> bool:  # noqa: A002 - the layout's name for it
-    """Tell whether blocks of this format and size can be rotated."""
+    """Return whether blocks of this format and size can be rotated."""
     return format in {"int8", "int4"} and block_size > 0 and block_size & (block_size - 1) == 0
 
 
@@ -44,7 +44,7 @@ class Layout:
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: It has no such choice.
+        ValueError: A value is unknown.
     """
 
     format: Format

@@ -141,7 +141,7 @@ def _range_fits(dtype: torch.dtype, wider: torch.dtype) -> bool:
 
 
 def _known_within(values: torch.Tensor, limit: float) -> bool:
-    """Tell whether all magnitudes are at most ``limit``, where that is seen without waiting for a device."""
+    """Return whether all magnitudes are at most ``limit``, if that needs no waiting for a device."""
     if values.device.type != "cpu" or values.numel() == 0:
         return values.numel() == 0
     if values.dtype in (torch.float32, torch.float64) and values.dim() == 1:
@@ -160,7 +160,7 @@ def _held(values: torch.Tensor, limit: float, up_to: float) -> torch.Tensor:
 
 
 def _divides(number: int, dtype: torch.dtype) -> bool:
-    """Tell whether the largest number has exact shares. A GPU may round them: it multiplies by 1 / number."""
+    """Return whether shares of the largest number are exact. A GPU may round them: it multiplies by 1 / W."""
     return (2 / torch.finfo(dtype).eps - 1) % number == 0
 
 

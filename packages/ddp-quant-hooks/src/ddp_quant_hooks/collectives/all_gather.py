@@ -45,11 +45,11 @@ def all_gather_into_tensor(
 ) -> Future | None:
     """Gather every rank's tensor on all ranks, in the state's format for averages (``gather``).
 
-    The second half of :func:`all_reduce`. Every rank gets every tensor as it travelled, its own too, so that
+    The second half of :func:`all_reduce`. Every rank gets every tensor as it was sent, its own too, so that
     all have the same bits. No error feedback: nothing is kept of what is lost.
 
     Args:
-        output_tensor: Where all tensors go, one behind another: contiguous, ``W * input_tensor.numel()``
+        output_tensor: Where all tensors go, one after another: contiguous, ``W * input_tensor.numel()``
             elements, of its dtype.
         input_tensor: This rank's values; contiguous.
         group: A state, with its group and options; not a hierarchical one. ``None`` stands for WORLD and 8

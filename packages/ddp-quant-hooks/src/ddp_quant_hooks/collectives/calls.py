@@ -81,7 +81,7 @@ def begin(
     """Return the step that a call belongs to.
 
     Raises:
-        TypeError: ``key`` is no string.
+        TypeError: ``key`` is not a string.
         ValueError: There is none and it is needed, it was used in this step, or for another length.
         RuntimeError: The call is captured in a CUDA graph, and has something to decide.
     """

@@ -63,7 +63,7 @@ def reduce_scatter_tensor(
 
     Args:
         output: Where this rank's shard goes: contiguous, ``input.numel() / W`` elements, of its dtype.
-        input: The shards of all ranks, one behind another; contiguous. It stays as it is.
+        input: The shards of all ranks, one after another; contiguous. It stays as it is.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. A sum is the mean times the number of ranks.
         group: A state, with its group and options; not a hierarchical one. ``None`` stands for WORLD and 8
             bits.
@@ -170,7 +170,7 @@ def _plain_reduce_scatter(
 
 
 def _on_any_rank(group: dist.ProcessGroup, flags: list[torch.Tensor]) -> torch.Tensor:
-    """Return whether any rank's shard is not finite: all ranks must decide alike whether a step counts."""
+    """Return whether any rank's shard is not finite: all ranks must decide the same whether a step counts."""
     flag = torch.stack(flags).any().to(torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return flag.bool()

@@ -122,7 +122,7 @@ def join(place: Place, *, nccl: bool, timeout: timedelta) -> None:
 
 @contextlib.contextmanager
 def _ending_without_answer(place: Place, seconds: float) -> Iterator[None]:
-    """End the process if this takes too long: torch waits for ever for who listens and is no store."""
+    """End the process if this takes too long: torch waits forever for a listener that is not a store."""
 
     def end() -> None:
         sys.stderr.write(f"rank {place.rank}: {place.address}:{place.port} answers, but is not rank 0\n")

@@ -63,7 +63,7 @@ def measure_links(
         device: Of the messages.
 
     Returns:
-        One or two links, alike on every rank.
+        One or two links, identical on all ranks.
 
     Cost:
         Collective; one to three seconds for each kind, more where 64 KiB take longer than that.

@@ -121,8 +121,8 @@ def measure(
 
     Raises:
         AgreementError: The ranks come with different arguments, or some do not come.
-        TypeError, ValueError: The group has one rank only, or not all; the budget is no number, not positive
-            and finite, or too short for the smallest bucket; there is no such device; and as
+        TypeError, ValueError: The group has one rank only, or not all; the budget is not a number, not
+            positive and finite, or too short for the smallest bucket; there is no such device; and as
             :func:`dist_utils.resolve_group`.
         RuntimeError: A rank fails on the way; on every rank.
 

@@ -84,7 +84,7 @@ def repeats_within(costs: Mapping[int, float], wanted: Mapping[int, int], second
 
 
 class _Clock:
-    """What is left of a budget, alike on every rank.
+    """What is left of a budget, identical on all ranks.
 
     Args:
         group: Whose slowest rank counts.

@@ -22,7 +22,7 @@ class BucketWatch:
     A hook that was never registered with the module that trains is silent: its model is averaged in full
     precision. This happens where a framework takes a hook and ignores it, or wraps the model once more.
 
-    Passes without communication (``no_sync()``) do not count, nor do those of DDP's python reducer, which has
+    Passes without communication (``no_sync()``) do not count, nor do those of DDP's Python reducer, which has
     no buckets.
 
     Args:

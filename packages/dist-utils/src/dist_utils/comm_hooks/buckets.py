@@ -59,9 +59,9 @@ def buckets_only(hook: _Hook) -> _Hook:
 
 
 def is_pair(bucket: object) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:
-    """Tell whether a hook's ``bucket`` is really a pair of gradient and parameter.
+    """Return whether a hook's ``bucket`` is really a pair of gradient and parameter.
 
-    That is what a hook gets under ``torch.compile`` with DDP's python reducer; it has to change the gradient
+    That is what a hook gets under ``torch.compile`` with DDP's Python reducer; it has to change the gradient
     in place then, and return it.
     """
     return isinstance(bucket, tuple)

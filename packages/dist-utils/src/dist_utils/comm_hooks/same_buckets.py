@@ -40,7 +40,7 @@ class _Failure(NamedTuple):
     place: int
 
     def concerns(self, index: int) -> bool:
-        """Tell whether the bucket of this index that comes now belongs to the same pass."""
+        """Return whether the bucket of this index that comes now belongs to the same pass."""
         task = torch_compat.graph_task_id()
         if task == self.task and task != -1:
             return True
@@ -62,7 +62,7 @@ class _Agreed:
         self._place = 0
 
     def includes(self, key: str, passes: _Passes) -> bool:
-        """Tell whether ``key`` need not be asked now."""
+        """Return whether ``key`` need not be asked now."""
         repeated = self._place == len(self._keys) and key in self._keys[-1:]
         number = passes.number(self, begins=self._place == len(self._keys) and key in self._keys[:1])
         if number != self._pass:
@@ -152,7 +152,7 @@ def require_same_bucket(
 def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, object]) -> None:
     """Return if all ranks make the same call on plain tensors, or raise on all.
 
-    As :func:`require_same_bucket`, for tensors that are no bucket.
+    As :func:`require_same_bucket`, for tensors outside of buckets.
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.

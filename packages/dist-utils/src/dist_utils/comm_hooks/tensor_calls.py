@@ -1,4 +1,4 @@
-"""What is asked of plain tensors, which are no buckets, before they are summed or averaged."""
+"""What is asked of plain tensors, which are not buckets, before they are summed or averaged."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def checked_operation(call: str, op: Any) -> bool:
     """Return whether ``op`` is the mean, and not the sum.
 
     Raises:
-        TypeError: ``op`` is no reduce operation.
+        TypeError: ``op`` is not a reduce operation.
         ValueError: It is another one.
     """
     if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):

@@ -28,7 +28,7 @@ def cast_forward_inputs(
         have the dtype, are the same objects.
 
     Raises:
-        TypeError: ``dtype`` is no dtype.
+        TypeError: ``dtype`` is not a dtype.
         ValueError: A container contains itself.
 
     Source:

@@ -71,7 +71,7 @@ def register_container(
             only if one of them is another object than before.
 
     Raises:
-        TypeError: ``cls`` is no class, or only one of the two functions is given.
+        TypeError: ``cls`` is not a class, or only one of the two functions is given.
 
     Example:
         >>> class Lazy:

@@ -42,8 +42,8 @@ def sync_module_states(
 
     Raises:
         TensorMismatchError: On every rank; nothing has been changed.
-        TypeError, ValueError: An argument or a tensor is unusable here: ``src`` is no rank of the group,
-            the bucket size is no positive number, a tensor is not initialized, on the meta device,
+        TypeError, ValueError: An argument or a tensor is unusable here: ``src`` is not a rank of the group,
+            the bucket size is not a positive number, a tensor is not initialized, on the meta device,
             freed, expanded, of a layout, dtype or class (``DTensor``) that cannot be sent, or where the
             group's backends do not send from. With ``verify`` the other ranks get a ``TensorMismatchError``
             that tells of it.

@@ -119,7 +119,7 @@ def group_of_model(ddp: DistributedDataParallel, group: dist.ProcessGroup | None
         group: What a hook is about to use; ``None`` for the model's.
 
     Raises:
-        TypeError: ``ddp`` is no ``DistributedDataParallel`` module.
+        TypeError: ``ddp`` is not a ``DistributedDataParallel`` module.
         ValueError: ``group`` has other ranks than the model's, or one of the two was destroyed.
     """
     if not isinstance(ddp, DistributedDataParallel):
@@ -143,7 +143,7 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
 
 
 def runs_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Tell whether the host itself sends tensors of ``device``: always for the CPU, and Gloo for others too.
+    """Return whether the host itself sends tensors of ``device``: of the CPU always, with Gloo of any.
 
     Waiting for such a collective blocks the caller, on an accelerator as well.
     """

@@ -1,4 +1,4 @@
-"""Whether all ranks hold tensors of the same kind, answered alike on every rank."""
+"""Whether all ranks hold tensors of the same kind, with the same answer on every rank."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def verify_param_shape_across_processes(
     Raises:
         TensorMismatchError: On every rank, with the same message: the first tensor that differs, and what
             two ranks have there; or what is wrong on another rank.
-        TypeError: Something in ``tensors`` is no tensor; the other ranks get a ``TensorMismatchError``.
+        TypeError: Something in ``tensors`` is not a tensor; the other ranks get a ``TensorMismatchError``.
         ValueError: There are not as many names as tensors, likewise; or this rank is not in the group.
 
     Cost:

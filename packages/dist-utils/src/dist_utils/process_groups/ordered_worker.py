@@ -47,7 +47,7 @@ class OrderedWorker:
     :func:`dist_utils.require_same_terms`). If they differ, or a rank does not come, that is the first
     error, on every rank. A new worker, on every rank, is a fresh start after any error.
 
-    Several threads may submit; which job is first is then up to them, and must be alike on all ranks.
+    Several threads may submit; which job is first is then up to them, and must be identical on all ranks.
 
     The thread ends on :meth:`close`, when the worker is garbage, at interpreter exit and on
     ``destroy_process_group``.
@@ -103,7 +103,7 @@ class OrderedWorker:
         device: torch.device | str = "cpu",
         name: str | None = None,
     ) -> torch.futures.Future[T]:
-        """Queue ``job`` behind all jobs submitted before and return a future of its result.
+        """Queue ``job`` after all jobs submitted before and return a future of its result.
 
         Args:
             job: Called with the process group it must use for every collective. On CPU, and with
@@ -207,7 +207,7 @@ class OrderedWorker:
     def runs_this_thread(self) -> bool:
         """Return whether the caller is on the worker's thread: in a job, or in a callback of its future.
 
-        Whoever waits for another job there waits for ever.
+        Whoever waits for another job there waits forever.
         """
         return self._thread is not None and self._thread.runs_this_thread()
 

@@ -35,7 +35,7 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
 
     Raises:
         TypeError, ValueError: ``value`` cannot be written as JSON; on this rank, before any communication.
-        AgreementError: What a rank sent is no JSON; on every rank, which all get the same bytes.
+        AgreementError: What a rank sent is not JSON; on every rank, which all get the same bytes.
         RuntimeError: A peer is gone; and as :func:`dist_utils.resolve_group`.
 
     Cost:

@@ -179,11 +179,11 @@ class Ranks:
         return torch.load(path, weights_only=False) if path.exists() else None
 
     def succeeded(self, rank: int) -> bool:
-        """Tell whether a rank has come to its end."""
+        """Return whether a rank has come to its end."""
         return self._path("result", rank).exists() and not self._path("failure", rank).exists()
 
     def stopped(self, rank: int) -> bool:
-        """Tell whether a rank has stopped itself, and will never end."""
+        """Return whether a rank has stopped itself, and will never end."""
         return self._path("stopped", rank).exists()
 
     def failure(self, rank: int) -> Failure | None:

@@ -25,7 +25,7 @@ def stop_process() -> None:
     must be one of those that ``may_die``.
 
     Raises:
-        RuntimeError: The process is no rank of :func:`run_ranks`: nobody would end it.
+        RuntimeError: The process is not a rank of :func:`run_ranks`: nobody would end it.
         NotImplementedError: The system cannot stop a process.
 
     Example:

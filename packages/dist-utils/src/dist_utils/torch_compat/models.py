@@ -62,7 +62,7 @@ def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], o
 
 
 def hands_over_buckets(ddp: DistributedDataParallel) -> bool:
-    """Tell whether a model gives its hook buckets, which DDP's python reducer does not.
+    """Return whether a model gives its hook buckets, which DDP's Python reducer does not.
 
     No public name up to torch 2.15.
     """

@@ -116,7 +116,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Be called by torch in place of the operator."""
+        """Be called by torch instead of the operator."""
         del types
         self._notice(func.name())
         return func(*args, **(kwargs or {}))
