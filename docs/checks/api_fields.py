@@ -8,15 +8,19 @@ rendered as nonsense.
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import logging
 
 EXCEPTIONS = re.compile(r"(\w+\.)*[A-Z]\w+(, (\w+\.)*[A-Z]\w+)*")
 PROSE = re.compile(r"[a-z] [a-z]|[A-Z]\w* [a-z]|\(")
 # Defaults whose representation is no expression: Sphinx cannot parse a signature that has one.
 DEFAULTS = {"<RedOpType.SUM: 0>": "ReduceOp.SUM", "<class 'dict'>": "dict"}
+PACKAGES = {path.name for path in Path(__file__).parents[2].glob("packages/*/src/*")}
 logger = logging.getLogger(__name__)
 
 
@@ -47,8 +51,20 @@ def clean(_app: Sphinx, _what: str, _name: str, _obj: object, _options: object, 
     return signature, annotation
 
 
+def describe(_app: Sphinx, what: str, name: str, _obj: object, _options: object, lines: list[str]) -> None:
+    """Give a constant the text below it in the module that defines it, instead of its type's or torch's."""
+    if what not in {"data", "function"}:
+        return
+    attribute = name.rpartition(".")[2]
+    for module in [module for module in sys.modules if module.partition(".")[0] in PACKAGES]:
+        texts = ModuleAnalyzer.for_module(module).find_attr_docs()
+        if ("", attribute) in texts:
+            lines[:] = texts["", attribute]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
-    """Let Sphinx call :func:`clean` with every signature and :func:`check` with every page."""
+    """Let Sphinx call :func:`clean`, :func:`describe` and, with every page, :func:`check`."""
     app.connect("autodoc-process-signature", clean)
+    app.connect("autodoc-process-docstring", describe)
     app.connect("doctree-resolved", check)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

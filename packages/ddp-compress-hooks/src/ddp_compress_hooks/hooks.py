@@ -65,7 +65,7 @@ def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.future
 
 @buckets_only
 def compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in the wire dtype of its state: the hook behind all others.
+    """Average a bucket in the wire dtype of its state.
 
     Args:
         process_group: Usually a :class:`CompressState`. A process group, a one-dimensional ``DeviceMesh`` or

@@ -1,4 +1,4 @@
-"""What travels: a bucket in pieces, each in the wire dtype, in the bucket's own memory where it fits."""
+"""The payload: a bucket in pieces, each in the wire dtype, in the bucket's own memory where it fits."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def block_scratch(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class Piece:
-    """A part of a bucket and the same part as it travels.
+    """A part of a bucket and the same part in the wire dtype.
 
     Args:
         values: The part of the bucket, flat. On CPU its memory also holds the payload if that is
             narrower (a 16-bit payload fits twice), so between :meth:`encode` and :meth:`decode` the
             values are gone and nothing is allocated.
-        wire_dtype: What travels.
+        wire_dtype: The dtype that is sent.
 
     Attributes:
         values: As given.

@@ -83,7 +83,7 @@ class CompressState:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group that averages."""
+        """The process group whose ranks average."""
         return resolve_group(self._group)
 
     @property
@@ -96,7 +96,7 @@ class CompressState:
 
     @property
     def saturated(self) -> int:
-        """How many values this rank has clamped in the backward passes that are done."""
+        """How many values this rank has clamped in finished backward passes."""
         return 0 if self._saturated is None else int(self._saturated.item())
 
     def close(self) -> None:

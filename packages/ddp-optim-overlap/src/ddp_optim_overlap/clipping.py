@@ -20,7 +20,7 @@ class ClipPolicy(abc.ABC):
     """Whether the limit is known only when every bucket is averaged."""
 
     def begin(self) -> None:  # noqa: B027 - most policies remember nothing
-        """A step begins."""
+        """Called when a step begins."""
 
     @abc.abstractmethod
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:

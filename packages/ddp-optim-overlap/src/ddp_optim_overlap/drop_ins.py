@@ -42,10 +42,11 @@ class OptimizerHookState:
         functional_optim: An object with ``step_param(param, grad)``, or any ``torch.optim`` optimizer
             that :func:`overlap_optimizer` takes. The optimizer's own ``step()`` may stay in the loop, and
             finds nothing left to do.
-        params: Those to step; ``None`` for all that the optimizer has or, for ``step_param``, the model.
+        params: The parameters to step; ``None`` for all that the optimizer has or, for ``step_param``, the
+            model.
 
     Raises:
-        ValueError: ``functional_optim`` is neither.
+        ValueError: ``functional_optim`` is neither of the two.
         UnsupportedOptimizerError: The optimizer does not step per parameter.
         ConfigError: It has a step pre-hook, which would run too late, or parameters that share memory.
 
@@ -185,7 +186,7 @@ def register_fused_optim(
         A handle; ``handle.optimizers[0]`` is the optimizer, for schedulers and checkpoints.
 
     Raises:
-        As :func:`overlap_optimizer`, and whatever ``optim`` raises.
+        OverlapError: What :func:`overlap_optimizer` raises. Errors of ``optim`` are raised as they are.
 
     Source:
         ``DistributedDataParallel._register_fused_optim``.

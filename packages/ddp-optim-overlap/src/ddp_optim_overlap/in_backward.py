@@ -60,17 +60,17 @@ def apply_optimizer_in_backward(
     optimizer_kwargs: dict[str, Any],
     register_hook: bool = True,
 ) -> None:
-    """Give each parameter an optimizer of its own, which ``backward()`` steps; gradients are ``None`` after.
+    """Give each parameter its own optimizer, which ``backward()`` steps; gradients are ``None`` afterwards.
 
     Outside of DDP a parameter is stepped as soon as its gradient is complete. If a
     ``DistributedDataParallel`` model with such parameters is called, it gets
     :func:`apply_optim_in_backward_hook`: its parameters are stepped when they are averaged.
 
     Args:
-        optimizer_class: Made once for each parameter. Called again for a parameter, it adds one.
+        optimizer_class: Made once for each parameter. A second call for a parameter adds another one.
         params: The parameters.
         optimizer_kwargs: For every optimizer.
-        register_hook: Without it nothing steps outside of DDP.
+        register_hook: Whether parameters are stepped outside of DDP too.
 
     Raises:
         UnsupportedOptimizerError: Its step needs a closure.

@@ -1,4 +1,4 @@
-"""What stands instead of an optimizer's own ``step`` while it is overlapped."""
+"""What replaces an optimizer's own ``step`` while it is overlapped."""
 
 from __future__ import annotations
 

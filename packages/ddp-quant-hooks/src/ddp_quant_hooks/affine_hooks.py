@@ -30,7 +30,7 @@ def quantization_pertensor_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in 8 bits, with one scale and zero point for each rank's whole bucket.
 
-    As accurate as the bucket's largest gradient lets it be: see :func:`quantization_perchannel_hook`,
+    Its error grows with the largest gradient of the bucket. See :func:`quantization_perchannel_hook`,
     and :func:`quantized_allreduce_hook`, which sends less.
 
     Args:

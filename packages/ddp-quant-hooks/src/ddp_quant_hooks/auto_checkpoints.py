@@ -48,9 +48,8 @@ class AutoCheckpoints(BoundModel):
     def state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
         """Return the choice and the residuals of this rank that go with it, for :meth:`load_state_dict`.
 
-        Every rank has its own: save one file for each. During a trial, the first one or a later one, there is
-        nothing to save but that. Of candidates of other projects only the name is saved: what their states
-        keep is theirs to save.
+        Every rank has its own: save one file for each. During a trial only the fact that there is one is
+        saved. Of candidates from other projects only the name is saved; save what their states keep yourself.
 
         Args:
             model: Whose gradients were averaged, as ``DistributedDataParallel`` module or without its
@@ -81,7 +80,7 @@ class AutoCheckpoints(BoundModel):
         }
 
     def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
-        """Take over the choice that another run, or this one, has saved. On every rank.
+        """Load the choice that another run, or this one, has saved. On every rank.
 
         Training goes on with the bits of the run that was saved, if what was chosen is of this project. For
         that the first pass after it (the first two if the second comes in the same buckets) is averaged in

@@ -76,14 +76,15 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the ranks have agreed on.
+    """The choice that the ranks have agreed on.
 
     Attributes:
         candidate: The candidate for buckets of any size that is not in ``by_size``.
         by_size: The names of candidates by bytes of a bucket; empty if one averages all.
-        seconds: Of a whole step, by what was tried; ``"by size"`` is one candidate for each size.
+        seconds: Seconds of a whole step for each candidate that was tried; ``"by size"`` is one candidate for
+            each size.
         errors: The largest relative error that was measured of each candidate.
-        why: All of that, as the log has it.
+        why: The text that was logged about the choice.
     """
 
     candidate: str

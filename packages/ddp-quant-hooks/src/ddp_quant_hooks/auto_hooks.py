@@ -13,11 +13,11 @@ __all__ = ["auto_hook"]
 
 @buckets_only
 def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with the candidate that was chosen, or whose turn it is.
+    """Average a bucket with the candidate that was chosen or, during the trial, whose turn it is.
 
     Args:
-        state: Candidates and choice; its own for each model.
-        bucket: From DDP, of what dtype and layout the candidates take.
+        state: Candidates and choice; one state for each model.
+        bucket: From DDP, of a dtype and layout that the candidates take.
 
     Returns:
         The candidate's future, or one with its value. At world size 1 it is complete.

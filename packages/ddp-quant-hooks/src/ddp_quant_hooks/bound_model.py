@@ -39,7 +39,7 @@ class BoundModel:
         """The group that averages."""
 
     def bind(self, ddp: DistributedDataParallel) -> Self:
-        """Tell this state its model, once, so that nothing else has to name it.
+        """Bind this state to its model, so that no other call needs the model.
 
         A state without a process group takes the model's. The model is not kept alive.
 

@@ -47,12 +47,12 @@ class ResidualCheckpoints(BoundModel):
         """Return when all jobs so far have run, whatever came out."""
 
     def discard_step(self) -> None:
-        """Say that the gradients of the last ``backward()`` will not be stepped with.
+        """Say that no optimizer step will use the gradients of the last ``backward()``.
 
-        The residuals are again what they were before it. Call it, on every rank, where the loop skips
+        The residuals become what they were before that pass. Call this, on every rank, where the loop skips
         ``optimizer.step()``, or where something raises between ``backward()`` and it. A step with a value
-        that is not finite, which ``GradScaler`` skips, and a ``backward()`` that raises need no word. Of
-        several passes whose gradients were added up without ``no_sync()``, only the last is taken back.
+        that is not finite, which ``GradScaler`` skips, and a ``backward()`` that raises, need no call. Of
+        several passes whose gradients were added up without ``no_sync()``, only the last is undone.
 
         Raises:
             RuntimeError: Inside ``backward()``.
@@ -63,8 +63,8 @@ class ResidualCheckpoints(BoundModel):
     def state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
         """Return this rank's residuals and what they depend on, for :meth:`load_state_dict`.
 
-        Every rank has its own: save one file for each, or see :meth:`gather_state_dict`. They are those
-        that the last ``backward()`` left that ended well; also after one that raised.
+        Every rank has its own: save one file for each, or see :meth:`gather_state_dict`. They are those that
+        the last successful ``backward()`` left.
 
         Args:
             model: Whose gradients were averaged, as ``DistributedDataParallel`` module or without its
@@ -90,15 +90,15 @@ class ResidualCheckpoints(BoundModel):
         return {**self._identity(), **written, "keys": keys, "places": self.places}
 
     def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
-        """Take over the residuals that another run, or this one, has saved. On every rank.
+        """Load the residuals that another run, or this one, has saved. On every rank.
 
-        Training goes on with the bits of the run that was saved. For that the first pass after it (the first
-        two if the second comes in the same buckets) is averaged in the buckets that the saved run had, one
-        after another when all have come: a new ``DistributedDataParallel`` begins with others. A run must
-        have had those buckets, which come in its second step (in its third with a static graph), before it
-        is saved. If the buckets differ later, too, because of another ``bucket_cap_mb``, a rank's own
-        residuals follow the parameters; those of shards are dropped with a line in the log. Residuals in
-        fp32, which releases up to 0.6 have saved, are rounded to bf16.
+        Training continues bitwise as in the run that was saved. For that, the first pass after loading (the
+        first two if the second has the same buckets) is averaged in the buckets of the saved run, one after
+        another when all gradients are there, because a new ``DistributedDataParallel`` begins with other
+        buckets. A run must have had those buckets, which come in its second step (in its third with a static
+        graph), before it is saved. If the buckets differ later, too, because of another ``bucket_cap_mb``, a
+        rank's own residuals follow the parameters; those of shards are dropped with a line in the log.
+        Residuals in fp32, which releases up to 0.6 have saved, are rounded to bf16.
 
         Ends the private group, as :meth:`close` does.
 

@@ -40,7 +40,7 @@ _LAG = 1
 
 @dataclass(frozen=True)
 class Wire:
-    """How values travel, and where what is lost on the way is kept.
+    """How values are sent, and where their rounding errors are kept.
 
     Attributes:
         links: To the ranks that average: in a row, and, if they do so in levels, between rows.
@@ -114,7 +114,7 @@ def average_quantized(
     Args:
         scratch: Room for messages.
         values: The chunk.
-        wire: How it travels.
+        wire: The format in which it is sent.
         index: Of the chunk, the same on every rank.
         own_start: Where the chunk's residual starts.
         shard_start: Where the residual of this rank's shard of the chunk starts.
@@ -159,12 +159,12 @@ def _messages_of_mean(
 ) -> Generator[None, None, tuple[list[torch.Tensor], list[int]]]:
     """Average over all ranks of ``links``; return a message of each shard's mean, and the shards' lengths.
 
-    A rank averages its shard in its row. If there are rows of rows, that mean travels as values of its own,
+    A rank averages its shard in its row. If there are rows of rows, that mean is sent as values of its own,
     by the ``links`` after the first; what comes of it are the bits that all ranks get, and are forwarded.
 
     Args:
         values: Of this rank, or means of its row.
-        wire: How they travel.
+        wire: The format in which they are sent.
         links: To the rows that are not averaged yet.
         scratch: Room for messages.
         tag: Of the first messages; the next one is of those that come back.

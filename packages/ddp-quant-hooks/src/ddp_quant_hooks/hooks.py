@@ -26,13 +26,12 @@ def quantized_allreduce_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket with 8 or 4 bits a value on the wire.
 
-    Values are cut into blocks. A block travels as small integers and one fp32 scale, its largest
-    magnitude. The mean is computed in fp32; with three ranks and more by one rank for each shard, which
-    sends it on quantized again. Chunks of the bucket follow each other on the wire while others are
-    computed.
+    Values are cut into blocks. A block is sent as small integers and one fp32 scale, its largest magnitude.
+    The mean is computed in fp32. With three or more ranks, one rank computes the mean of each shard and sends
+    it, quantized again, to the others. Some chunks of the bucket are sent while others are computed.
 
     Args:
-        state: Options, residuals and statistics; its own for each model.
+        state: Options, residuals and statistics; one state for each model.
         bucket: From DDP. fp32, bf16, fp16 and complex64 are quantized; sparse, fp64 and complex128
             buckets, and those below ``state.min_bytes``, are averaged without compression.
 

@@ -34,7 +34,7 @@ def reduce_scatter_chunk(
         parts: What this rank has for each rank's shard.
         own_starts: Where the residual of each of them starts.
         mean: Where the mean of this rank's shard goes.
-        wire: How values travel.
+        wire: The format in which values are sent.
         index: Of the chunk, the same on every rank.
     """
     link, layout, length = wire.link, wire.scatter, mean.numel()
@@ -67,7 +67,7 @@ def gather_chunk(
         scratch: Room for messages.
         mine: This rank's values.
         parts: Where those of each rank go.
-        layout: How they travel.
+        layout: The format in which they are sent.
         link: To the ranks.
         index: Of the chunk, the same on every rank.
     """

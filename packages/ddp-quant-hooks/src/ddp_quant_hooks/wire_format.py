@@ -1,4 +1,4 @@
-"""What travels: numbers of a few bits in blocks, and one scale per block, in one message."""
+"""The message format: numbers of a few bits in blocks, and one scale per block, in one message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 __all__ = ["SCALE_BYTES", "WIRE_VERSION", "Format", "Layout", "can_rotate", "is_integer"]
 
 WIRE_VERSION = 2
-"""Of what travels, and of how values are chunked and sharded: ranks with other versions cannot average."""
+"""Version of the message format and of how values are chunked and sharded, equal on all ranks."""
 
 Format: TypeAlias = Literal["int8", "int4", "bf16", "fp16"]
 """What a value becomes, relative to the largest magnitude of its block: an integer from -127 to 127 or

@@ -1,7 +1,7 @@
-"""The mean of finite numbers is finite: what to do where rounding alone would leave a dtype's range.
+"""Keep the mean of finite numbers finite where rounding alone would exceed a dtype's range.
 
-W ranks average by adding up W shares, each a value divided by W. Shares and sums are rounded, and at the end
-of the range that may be one step too far: three times 65504 / 3 in fp16 is 3 * 21840 = 65520, an infinity.
+W ranks average by adding up W shares, each a value divided by W. Shares and sums are rounded, which at the
+end of the range may go one step too far: three times 65504 / 3 in fp16 is 3 * 21840 = 65520, an infinity.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def all_gather_into_tensor(
 ) -> Future | None:
     """Gather every rank's tensor on all ranks, in the state's format for averages (``gather``).
 
-    The second half of :func:`all_reduce`. Every rank gets every tensor as it was sent, its own too, so that
-    all have the same bits. No error feedback: nothing is kept of what is lost.
+    The second half of :func:`all_reduce`. Every rank, also the one that sends it, gets each tensor as it was
+    sent, so that all have identical bits. There is no error feedback.
 
     Args:
         output_tensor: Where all tensors go, one after another: contiguous, ``W * input_tensor.numel()``

@@ -58,8 +58,8 @@ def reduce_scatter_tensor(
 ) -> Future | None:
     """Sum or average a tensor over all ranks, and leave each rank its shard, with few bits on the wire.
 
-    The first half of :func:`all_reduce`; values are rounded once. With error feedback (``"both"``) what this
-    rank's own values lose is added to its next call with the same key.
+    The first half of :func:`all_reduce`; values are rounded once. With error feedback (``"both"``) the
+    rounding error of this rank's own values is added to its next call with the same key.
 
     Args:
         output: Where this rank's shard goes: contiguous, ``input.numel() / W`` elements, of its dtype.

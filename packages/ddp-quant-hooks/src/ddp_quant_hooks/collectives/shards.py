@@ -60,7 +60,7 @@ def checked_shards(
 
 
 def is_quantized(state: QuantizedAllreduceState, whole: torch.Tensor) -> bool:
-    """Return whether the shards of ``whole`` travel in few bits."""
+    """Return whether the shards of ``whole`` are sent in few bits."""
     return flat_real(whole).dtype in VALUE_DTYPES and whole.nbytes >= state.min_bytes
 
 

@@ -54,12 +54,12 @@ def all_reduce(
 ) -> Future | None:
     """Sum or average tensors over all ranks, in place, with 8 or 4 bits a value on the wire.
 
-    A sequence of tensors travels as if they were one, cut into chunks; no chunk but those on the wire is
-    copied. What :func:`quantized_allreduce_hook` does with a bucket is done with the tensors of each dtype:
-    those of fp64, and those of fewer than ``min_bytes`` in all, are reduced without compression.
+    A sequence of tensors is sent as if they were one, cut into chunks; only chunks on the wire are copied.
+    What :func:`quantized_allreduce_hook` does with a bucket is done with the tensors of each dtype: those of
+    fp64, and those of fewer than ``min_bytes`` in all, are reduced without compression.
 
-    With error feedback each call needs a ``key``, the same in every step, by which it finds what was lost
-    before. See :meth:`QuantizedAllreduceState.step` for what a step is.
+    With error feedback each call needs a ``key``, the same in every step, by which it finds the residuals of
+    the step before. See :meth:`QuantizedAllreduceState.step` for what a step is.
 
     Args:
         tensor: A tensor, or a sequence of tensors: fp32, bf16, fp16, complex64 (quantized), fp64,

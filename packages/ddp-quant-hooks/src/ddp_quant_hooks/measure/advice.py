@@ -22,12 +22,12 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True)
 class Advice:
-    """What to take.
+    """The hook to use.
 
     Attributes:
-        hook: Its name.
+        hook: The name of the hook.
         situation: ``"slow network"``, ``"fast network"`` or ``"busy processor"``.
-        reasons: Sentences, each with the numbers it stands on.
+        reasons: Sentences, each with the numbers that it is based on.
     """
 
     hook: str

@@ -16,11 +16,11 @@ __all__ = ["Cluster", "Prediction", "fit", "predict"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What hooks would cost on another cluster. Nothing of it was measured.
+    """What hooks would cost on another cluster. None of it was measured.
 
     Attributes:
         cluster: The other cluster.
-        assumptions: What the numbers stand on, in sentences.
+        assumptions: What the numbers are based on, in sentences.
         predicted_seconds: By the hook's name, then by the size of the bucket in bytes.
         predicted_steps: Whole steps by the hook's name, if there is a model.
     """
@@ -47,7 +47,7 @@ def predict(
         nodes: The ranks of each node, where that was.
         cluster: The other cluster. Where it has nodes of several ranks, hierarchical hooks are predicted too,
             from the work of the others of as many bits.
-        model: Also predict its steps.
+        model: A model whose steps to predict, too.
         copy_per_byte: Seconds for copying a byte of a gradient.
     """
     alike = len({len(members) for members in nodes}) == 1

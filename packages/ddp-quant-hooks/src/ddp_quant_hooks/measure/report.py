@@ -108,7 +108,7 @@ def measure(
     """Measure the links between ranks and every hook on buckets of 1, 5 and 25 MiB.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`; of all ranks, who make buckets and groups
+        process_group: As in :func:`dist_utils.resolve_group`; of all ranks, which make buckets and groups
             together.
         device: Of the buckets.
         budget: Seconds for all of it; hooks get half of them at least. What does not fit is left out, on all

@@ -22,7 +22,7 @@ from ddp_quant_hooks.state import QuantizedAllreduceState
 __all__ = ["DIRECT", "GRID", "RING", "Beside", "Exchange", "HookTimes", "measure_hooks"]
 
 RING, DIRECT, GRID = "ring", "direct", "grid"
-"""How averages travel: around a ring, from each rank to each other, or first inside nodes."""
+"""How averages are sent: around a ring, from each rank to each other, or first inside nodes."""
 
 
 @dataclass(frozen=True)

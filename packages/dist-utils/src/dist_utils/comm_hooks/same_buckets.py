@@ -112,14 +112,14 @@ _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, _Failure] = weakref.Weak
 def require_same_bucket(
     process_group: GroupLike, title: str, options: Mapping[str, object], bucket: _Bucket
 ) -> None:
-    """Return if all ranks hand the same bucket to the same hook with the same options, or raise on all.
+    """Return if all ranks give the same bucket to the same hook with the same options, or raise on all ranks.
 
-    They are asked (see :func:`dist_utils.require_same_terms`) for every bucket that comes for the first time:
+    The ranks are compared (see :func:`dist_utils.require_same_terms`) for every bucket that is new:
     in a model's first backward pass, and after ``DistributedDataParallel`` has rebuilt its buckets; and for
     one that comes again, as with a new model around the same net, when it was another bucket, hook or option
-    in between. (Models that share layers and step in turns are asked every time.) When they do not agree
-    the rest of the pass is refused without asking: a rank that comes late would be taken for one that is
-    further on.
+    in between. (Models that share layers and step in turns are compared every time.) When the ranks do not
+    agree, the rest of the pass is refused without another comparison, in which a late rank would be taken for
+    one that is further on.
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
@@ -132,7 +132,7 @@ def require_same_bucket(
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
     Cost:
-        One look into a table for a bucket that is known; else some requests to the store.
+        A table look-up for a known bucket; otherwise some requests to the store.
     """
     buffer = bucket.buffer()
     terms = {
@@ -164,8 +164,7 @@ def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, 
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
     Cost:
-        One look into a table for a call that is known, one of the latest 65536; else some requests to the
-        store.
+        A table look-up for a known call, one of the latest 65536; otherwise some requests to the store.
     """
     group = resolve_group(process_group)
     # The terms of a call on many tensors are long.

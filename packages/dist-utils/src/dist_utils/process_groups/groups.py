@@ -111,7 +111,7 @@ def global_rank(group: GroupLike, group_rank: int) -> int:
 def group_of_model(ddp: DistributedDataParallel, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Return the group of a model, or ``group`` if that has the same ranks.
 
-    A communication hook does not learn the group of its model: one that averages over other ranks is
+    DDP does not tell a communication hook the group of its model. A hook that averages over other ranks is
     silently wrong, or hangs.
 
     Args:
@@ -153,7 +153,7 @@ def runs_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
 def future_of_work(
     work: dist.Work, group: dist.ProcessGroup, device: torch.device
 ) -> torch.futures.Future[Any]:
-    """Return the future of a collective on tensors of ``device``, for whoever reads them on any stream.
+    """Return the future of a collective on tensors of ``device``, for readers on any stream.
 
     Gloo's own futures know nothing of an accelerator's streams: there this waits until the collective is
     done, and makes a future that does.
@@ -168,7 +168,7 @@ def future_of_work(
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:
-    """Return a device for small tensors of one's own: the CPU if ``group`` serves it."""
+    """Return a device for small tensors that the caller makes: the CPU if ``group`` serves it."""
     types = device_types(group)
     if "cpu" in types:
         return torch.device("cpu")

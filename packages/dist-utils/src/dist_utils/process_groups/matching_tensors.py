@@ -28,12 +28,12 @@ class TensorMismatchError(RuntimeError):
 
 
 class TensorClaim(NamedTuple):
-    """What a rank says of itself.
+    """What a rank says about its tensors.
 
     Attributes:
         tensors: Name and description of each tensor.
         arguments: Of the call, where they must be equal.
-        problem: Why this rank cannot go on, if it cannot.
+        problem: Why this rank cannot go on, if so.
     """
 
     tensors: list[tuple[str, str]]

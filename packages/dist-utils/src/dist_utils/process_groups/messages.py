@@ -14,7 +14,7 @@ __all__ = ["Arrival", "start_messages"]
 
 
 class Arrival(Protocol):
-    """What to wait for: a ``dist.Work``, or what brings tensors on from the host."""
+    """What to wait for: a ``dist.Work``, or the copy of received tensors from the host."""
 
     def wait(self) -> Any:
         """Return when the tensors may be used. Raises what the backend raises."""
@@ -29,20 +29,20 @@ def start_messages(
 ) -> Sequence[Arrival]:
     """Start receiving from and sending to several ranks of a group, as one batch.
 
-    The receives are posted first: on Gloo a message that comes before its receive waits for it, and a link
-    that could carry both directions at once carries one after the other (half the speed, measured on
-    1 Gbit/s). On two ranks and more such messages were faster there than ``all_to_all`` and ``all_gather``
+    The receives are posted first: on Gloo a message that arrives before its receive was posted waits for it,
+    and a link that could carry both directions at once carries one after the other (half the speed, measured
+    on 1 Gbit/s). On two ranks and more such messages were faster there than ``all_to_all`` and ``all_gather``
     (19 against 29 ms for both, with 12.5 MiB on four loopback ranks), and they may be of unequal length.
 
-    Gloo sends only CPU tensors between two ranks: those of an accelerator travel through pinned memory of
+    Gloo sends only CPU tensors between two ranks: those of an accelerator are sent through pinned memory of
     the host, which waits here until the current stream has computed them.
 
     Args:
-        group: Among whose ranks.
+        group: The process group of the ranks.
         receives: Pairs of a rank in the group and the contiguous tensor to fill.
         sends: Pairs of a rank in the group and the contiguous tensor to send, which must not change until
             the work is done. All tensors are on one device.
-        tag: Of all these messages. Messages of one tag and length between two ranks arrive in order.
+        tag: The tag of all these messages. Messages of one tag and length between two ranks arrive in order.
 
     Returns:
         What to wait for. Empty tensors are not sent, so both sides must agree on which tensors are empty, and

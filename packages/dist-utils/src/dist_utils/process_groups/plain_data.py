@@ -26,8 +26,8 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
-        value: Of ``None``, booleans, numbers, strings, and lists, tuples and dicts with strings as keys of
-            such. Tuples arrive as lists.
+        value: ``None``, booleans, numbers, strings, and lists, tuples and dicts (with string keys) of these.
+            Tuples arrive as lists.
 
     Returns:
         The values; this rank's own is what the others get, too. Whether they are of the expected kinds is

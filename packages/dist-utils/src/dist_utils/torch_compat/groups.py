@@ -81,8 +81,8 @@ def new_named_group(
 
     ``new_group(use_local_synchronization=True)`` makes up the name from the number of groups that a rank
     has at the moment. Where that differs between ranks the new group hangs, and after a group was
-    destroyed its name, and with it the addresses left in the store, are used again. torch 2.15 has mended
-    the first of the two. The public replacement would be that call; no version takes a name yet.
+    destroyed its name, and with it the addresses left in the store, are used again. torch 2.15 has fixed the
+    first of the two. The public replacement would be that call; no version takes a name yet.
 
     Args:
         name: The same on all ``ranks``, and never used before in this job.

@@ -106,7 +106,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """As a context manager: calls a function with the name of every operator before this thread runs it.
 
     Args:
-        notice: Gets names such as ``"c10d::allreduce_"``; its errors come out where the operator is used.
+        notice: Gets names such as ``"c10d::allreduce_"``; its errors are raised where the operator is used.
     """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
