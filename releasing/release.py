@@ -143,7 +143,7 @@ def write_release(root: Path, planned: Plan) -> str:
     towncrier = [sys.executable, "-m", "towncrier", "build", "--yes", "--config", "towncrier.toml"]
     run([*towncrier, "--dir", planned.package.folder, "--version", str(planned.new)], root)
     if left := [path.name for path in notes(root, planned.package)]:
-        raise ReleaseError(f"the changelog took no notice of {', '.join(left)}")
+        raise ReleaseError(f"the changelog left out {', '.join(left)}")
     _write_into_readme(root / "README.md", planned)
     git(root, "add", "--all", planned.package.folder, "README.md")
     git(root, "commit", "--quiet", "--message", f"{planned.package.name} {planned.new}")

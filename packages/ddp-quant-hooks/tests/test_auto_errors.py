@@ -142,7 +142,7 @@ def _bad_arguments(rank):
 def test_other_states_and_pairs_are_refused():
     ((state, pair),) = run_ranks(_bad_arguments, 1)
     assert "needs an AutoState" in state
-    assert "python reducer" in pair
+    assert "Python reducer" in pair
 
 
 def _fresh_start(rank):

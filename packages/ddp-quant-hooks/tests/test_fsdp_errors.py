@@ -117,7 +117,7 @@ def _unfit_states(_):
     exact_1d = QuantizedAllreduceState(exact_1d=True)
     _refused(ValueError, flat_tensor, quantize_reduce_scatter, wide, exact_1d)
     grid = HierarchicalAllreduceState(mesh=mesh)
-    _refused(TypeError, "knows no hierarchy", quantize_reduce_scatter, wide, grid)
+    _refused(TypeError, "supports no hierarchical state", quantize_reduce_scatter, wide, grid)
     wide.unshard()  # all its parameters are there, in another form
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -76,7 +76,7 @@ def test_buckets_too_small_to_gain_are_named():
     advice = advise([link(1.0)], few)
     assert advice.hook == "8 bits"
     (about,) = [reason for reason in advice.reasons if reason.startswith("Buckets too small")]
-    assert "with 1 MiB (50 ms in place of 8.59 ms)" in about
+    assert "with 1 MiB (50 ms instead of 8.59 ms)" in about
     assert "5 MiB" not in about
 
 

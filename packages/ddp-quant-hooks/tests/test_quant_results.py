@@ -131,7 +131,7 @@ def _paths(rank):
         quantized_allreduce_hook(state, bucket)
     with pytest.raises(TypeError, match="needs a QuantizedAllreduceState"):
         quantized_allreduce_hook(None, bucket)
-    with pytest.raises(TypeError, match="python reducer"):
+    with pytest.raises(TypeError, match="Python reducer"):
         quantized_allreduce_hook(state, (torch.ones(1), torch.ones(1)))
 
 

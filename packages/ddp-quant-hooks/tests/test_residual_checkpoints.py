@@ -130,7 +130,7 @@ def _checks(rank):
     refused("a parameter 'norm.bias' of 36 values, 37 long here", with_own(torch.zeros(36)))
     refused("a parameter 'norm.bias' of -1 values", with_own(None))
     refused(
-        "residual 'norm.bias' is no tensor of floating-point numbers, but torch.int64",
+        "residual 'norm.bias' is not a tensor of floating-point numbers, but torch.int64",
         with_own(torch.zeros(37, dtype=torch.int64)),
     )
     refused("'norm.bias' must be flat", with_own(torch.zeros(37, 1)))

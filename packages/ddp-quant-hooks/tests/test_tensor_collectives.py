@@ -186,7 +186,7 @@ def _grid(rank):
     state = HierarchicalAllreduceState(mesh=init_device_mesh("cpu", (2, 2)), min_bytes=0)
     tensors = [torch.full((1000,), float(rank)), torch.full((70, 70), float(rank))]
     all_reduce(tensors, AVG, state)
-    with pytest.raises(TypeError, match="no hierarchy"):
+    with pytest.raises(TypeError, match="no hierarchical state"):
         reduce_scatter_tensor(torch.empty(1), torch.empty(4), AVG, state)
     return [tensor.unique().tolist() for tensor in tensors]
 

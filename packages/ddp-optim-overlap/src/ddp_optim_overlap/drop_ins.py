@@ -81,7 +81,7 @@ class OptimizerHookState:
             self.stepper = _StepFunctions(functional_optim, self.params_to_optimize)
         else:
             raise ValueError(  # noqa: TRY004 - PyTorch's
-                f"{type(functional_optim).__name__} is no torch.optim.Optimizer and has no "
+                f"{type(functional_optim).__name__} is not a torch.optim.Optimizer and has no "
                 "step_param(param, grad)"
             )
 

@@ -98,7 +98,7 @@ class Engine:
         """Be the communication hook for one bucket."""
         if is_pair(bucket):
             raise ConfigError(
-                "the overlapped step needs buckets, and DDP's python reducer has none: set "
+                "the overlapped step needs buckets, and DDP's Python reducer has none: set "
                 "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
             )
         try:

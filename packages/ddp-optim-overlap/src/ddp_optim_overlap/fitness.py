@@ -155,7 +155,7 @@ def _trials(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]])
     if len(unknown) > _MOST_UNKNOWN_OPTIONS:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} has {len(unknown)} options with as many values as parameters "
-            f"({', '.join(unknown)}): which of them belong to the parameters cannot be told. Use "
+            f"({', '.join(unknown)}): it is unknown which of them belong to the parameters. Use "
             "OverlapMode.AFTER_REDUCE"
         )
     parameters = [groups[number]["params"][position] for number, position in chosen]

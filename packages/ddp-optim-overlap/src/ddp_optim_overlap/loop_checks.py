@@ -155,7 +155,7 @@ class ForeignParameters:
                 raise ConfigError(
                     f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
                     "does not average, as it is not the model's or was frozen when DDP was made: it would "
-                    "never be stepped. Give it an optimizer of its own, or make the DDP model anew"
+                    "never be stepped. Give it an optimizer of its own, or make a new DDP model"
                 )
 
 

@@ -110,7 +110,7 @@ def _average(
     name: str, process_group: GroupLike, bucket: GradBucket, channel: int | None
 ) -> torch.futures.Future[torch.Tensor]:
     if is_pair(bucket):
-        raise TypeError(f"{name} averages buckets, and DDP's python reducer under torch.compile has none")
+        raise TypeError(f"{name} averages buckets, and DDP's Python reducer under torch.compile has none")
     group = resolve_group(process_group)
     with profiler_range(f"{name}:bucket_{bucket.index()}"):
         buffer = bucket.buffer()

@@ -124,7 +124,7 @@ class AutoCheckpoints(BoundModel):
             residuals = dict_of(state["states"], dict, "states")
             chosen = choice.assignment.names
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no choice that state_dict() returned: {error!r}") from error
+            raise ValueError(f"this is not a choice that state_dict() returned: {error!r}") from error
         states = {name: self.candidates[name].state for name in chosen & self.candidates.keys()}
         own = {name for name, inner in states.items() if isinstance(inner, ResidualCheckpoints)}
         if chosen != states.keys() or own != residuals.keys():

@@ -36,7 +36,7 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         raise TypeError(f"auto_hook needs an AutoState as its state, got {type(state).__name__}")
     if is_pair(bucket):
         raise TypeError(
-            "auto_hook averages buckets, and DDP's python reducer has none: set "
+            "auto_hook averages buckets, and DDP's Python reducer has none: set "
             "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
         )
     state.bucket_came()

@@ -195,7 +195,7 @@ class ResidualCheckpoints(BoundModel):
         """Return what :meth:`load_state_dict` would take over. Raises what that raises; changes nothing."""
         self._refuse_inside_backward("load_state_dict()")
         if self.feedback.step_is_open:
-            raise RuntimeError("load_state_dict() inside of step(): call it between two steps")
+            raise RuntimeError("load_state_dict() inside step(): call it between two steps")
         saved_residuals.require_equal(state, self._identity())
         places = saved_residuals.places_of(state)
         if None not in (self.places, places) and places != self.places:
@@ -253,7 +253,7 @@ def _parts(gathered: object, world_size: int) -> list[Any]:
     ranks = gathered.get("ranks")
     if not alike(gathered.get("version"), saved_residuals.VERSION) or not isinstance(ranks, list):
         raise ValueError(
-            f"these are no gathered residuals of version {saved_residuals.VERSION} of the format, but of "
+            f"these are not gathered residuals of version {saved_residuals.VERSION} of the format, but of "
             f"{gathered.get('version')!r:.200}"
         )
     if len(ranks) != world_size or not alike(gathered.get("world_size"), world_size):

@@ -73,7 +73,7 @@ class Feedback:
             RuntimeError: Another one is open.
         """
         if self.step_is_open:
-            raise RuntimeError("step() inside of step(): end the first one before")
+            raise RuntimeError("step() inside step(): end the first one first")
         step = TensorStep(explicit=True)
         if self.residuals.wanted:
             self._refuse_other_kind(TensorStep)

@@ -175,7 +175,7 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
     """
     name = "quantize_reduce_scatter"
     if isinstance(state, HierarchicalAllreduceState):
-        raise TypeError(f"{name} knows no hierarchy: give a QuantizedAllreduceState")
+        raise TypeError(f"{name} supports no hierarchical state: give a QuantizedAllreduceState")
     modules = agreed_modules(
         name, model, state, "set_custom_reduce_scatter", refuse_for_reduce_scatter, in_use=_in_use
     )

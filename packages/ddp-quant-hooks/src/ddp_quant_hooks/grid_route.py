@@ -139,8 +139,8 @@ class GridRoute(Route):
             )
             if not (same_node and same_place):
                 raise ValueError(
-                    f"the groups are no grid: rank {rank} of the process group has intra_group {inside} and "
-                    f"inter_group {across}, which its peers see differently"
+                    f"the groups are not a grid: rank {rank} of the process group has intra_group {inside} "
+                    f"and inter_group {across}, which its peers see differently"
                 )
 
 

@@ -63,7 +63,7 @@ def quantized_allreduce_hook(
         )
     if is_pair(bucket):
         raise TypeError(
-            "quantized_allreduce_hook averages buckets, and DDP's python reducer has none: set "
+            "quantized_allreduce_hook averages buckets, and DDP's Python reducer has none: set "
             "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
         )
     state.bucket_came()

@@ -60,7 +60,7 @@ class Levels:
     places in their rows of the levels before, and so own the same shard.
 
     Attributes:
-        sizes: How many ranks a row of each level has. They multiply to all ranks.
+        sizes: How many ranks a row of each level has. Their product is the number of ranks.
     """
 
     sizes: tuple[int, ...]

@@ -18,7 +18,7 @@ def flat_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAll
     """As :func:`~ddp_quant_hooks.collectives.calls.checked_state`; a hierarchy is a ``TypeError``, too."""
     state = checked_state(name, group)
     if isinstance(state, HierarchicalAllreduceState):
-        raise TypeError(f"{name} knows no hierarchy: give a QuantizedAllreduceState")
+        raise TypeError(f"{name} supports no hierarchical state: give a QuantizedAllreduceState")
     return state
 
 

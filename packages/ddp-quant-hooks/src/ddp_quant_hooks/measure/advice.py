@@ -139,7 +139,7 @@ def _about_buckets(hooks: Sequence[HookTimes], taken: str, plain: str, size: int
     for common in sorted(_common_sizes(hooks) - {size}):
         ours, theirs = by_name[taken].at(common), by_name[plain].at(common)
         if ours is not None and theirs is not None and ours.seconds > (1 - WORTH_IT) * theirs.seconds:
-            times = f"{milliseconds(ours.seconds)} ms in place of {milliseconds(theirs.seconds)} ms"
+            times = f"{milliseconds(ours.seconds)} ms instead of {milliseconds(theirs.seconds)} ms"
             without.append(f"{mebibytes(common)} ({times})")
     if taken == plain or not without:
         return []

@@ -142,7 +142,7 @@ def _claim_from(sent: Any) -> TensorClaim:
         named = [(str(name), str(description)) for name, description in tensors]
         return TensorClaim(named, str(arguments), str(problem))
     except (TypeError, ValueError):
-        return TensorClaim([], problem="it sent data that is no claim about tensors")
+        return TensorClaim([], problem="it sent data that does not describe tensors")
 
 
 def _first_difference(everyone: list[TensorClaim], ranks: list[int]) -> str:

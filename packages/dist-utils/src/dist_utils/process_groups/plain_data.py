@@ -54,7 +54,7 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
     ranks = dist.get_process_group_ranks(group)
     for rank, length in zip(ranks, lengths, strict=True):
         if not 0 < length <= _MOST_BYTES:
-            raise AgreementError(f"rank {rank} announced {length} bytes of data, which are none")
+            raise AgreementError(f"rank {rank} announced {length} bytes of data, an invalid length")
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")  # whatever the default is
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = _gathered(group, padded.to(device)).cpu()
@@ -74,4 +74,4 @@ def _read(rank: int, text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise AgreementError(f"rank {rank} sent data that is no JSON: {error}") from error
+        raise AgreementError(f"rank {rank} sent data that is not JSON: {error}") from error
