@@ -79,7 +79,7 @@ def test_wrong_models_states_and_groups_are_refused():
 def _replicate_is_refused(_):
     replicas = _replicated(nodes_and_shards(1))
     state = state_between(nodes_and_shards(1))
-    _refused(ValueError, "in place of replicate.*a mesh of one rank", quantize_all_reduce, replicas, state)
+    _refused(ValueError, "instead of replicate.*a mesh of one rank", quantize_all_reduce, replicas, state)
     _refused(ValueError, r"is sharded over ranks \[\d?\]", quantize_reduce_scatter, replicas, state)
 
 
@@ -128,7 +128,7 @@ def _unfit_states(_):
     quantize_reduce_scatter(wide, second)
     with_step, of_ddp = state_between(mesh, bits=4), state_between(mesh, bits=4)
     with with_step.step():
-        _refused(ValueError, r"inside of step\(\)", quantize_all_reduce, net, with_step)
+        _refused(ValueError, r"inside step\(\)", quantize_all_reduce, net, with_step)
     ddp = torch.nn.parallel.DistributedDataParallel(Net())
     ddp.register_comm_hook(of_ddp, quantized_allreduce_hook)
     backward(ddp, 0)
