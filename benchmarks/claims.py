@@ -1,4 +1,4 @@
-"""The main claims of the documents: what each says, where its number stands, and how it is measured again.
+"""The main claims of the documents: what each says, where its number is, and how it is measured again.
 
 No number is written here: it is that of the result file, and a test of ``nox -s repository`` compares the
 documents with it. ``nox -s bench -- --quick`` (repeat_claims.py) measures every claim again, with few

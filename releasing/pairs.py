@@ -1,4 +1,4 @@
-"""Pairs of a package and a sibling that it needs, in all known versions, and who fits beside whom.
+"""Pairs of a package and a sibling that it needs, in all known versions, and which versions fit together.
 
 Computed from metadata only; nothing is installed here.
 """

@@ -1,4 +1,4 @@
-"""What came of a job: right, wrong or hung, and why."""
+"""The outcome of a job: right, wrong or hung, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hook needs to know beside the bucket: the group, the wire dtype, and how to sum."""
+"""What a hook needs besides the bucket: the group, the wire dtype, and how to sum."""
 
 from __future__ import annotations
 

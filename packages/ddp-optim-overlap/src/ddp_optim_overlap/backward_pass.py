@@ -1,4 +1,4 @@
-"""What is known of backward passes: of one that runs, and of the last one."""
+"""The state of backward passes: of the one that runs, and of the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the memory of a bucket is given back when it is stepped, and got again for the next pass."""
+"""Freeing the memory of a bucket when it is stepped, and allocating it again for the next pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first thing that went wrong in an overlap, which everything after it raises too."""
+"""The first error of an overlap, which everything after it raises too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find out, before training, whether an optimizer can be stepped a few parameters at a time."""
+"""Checks, before training, that an optimizer can step a few parameters at a time."""
 
 from __future__ import annotations
 

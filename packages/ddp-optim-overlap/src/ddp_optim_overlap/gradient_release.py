@@ -1,4 +1,4 @@
-"""Whether gradients may go when their bucket is stepped, so that a model's size of them is never there."""
+"""Whether gradients may be freed when their bucket is stepped, so that they never take a model's size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of an optimizer's groups a trial depends on, and what makes parameters alike for it."""
+"""Which options of an optimizer's groups a trial depends on, and which parameters are equivalent for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The call that a user makes, and what it gives back."""
+"""The function that users call, and the handle that it returns."""
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.

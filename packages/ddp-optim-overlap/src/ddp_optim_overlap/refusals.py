@@ -1,4 +1,4 @@
-"""What :func:`overlap_optimizer` refuses before it does anything."""
+"""Checks of :func:`overlap_optimizer` before it changes anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients of one backward pass that go as soon as their bucket is stepped."""
+"""The gradients of one backward pass that are freed as soon as their bucket is stepped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one overlapped step did."""
+"""The report of one overlapped step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loop's ``optimizer.step()`` means while backward passes step."""
+"""What the loop's ``optimizer.step()`` does while backward passes step."""
 
 from __future__ import annotations
 

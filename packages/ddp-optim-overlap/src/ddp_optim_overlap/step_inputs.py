@@ -1,4 +1,4 @@
-"""What a step has read that somebody has changed since."""
+"""Inputs of a step that were changed after it had read them."""
 
 from __future__ import annotations
 

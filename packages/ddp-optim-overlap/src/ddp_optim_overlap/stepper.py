@@ -1,4 +1,4 @@
-"""What an engine steps with: optimizers under an overlap, or those that step inside of ``backward()``."""
+"""The optimizers that an engine steps: those of an overlap, or one per parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of buckets that are stepped together: written back as they arrive, stepped when all have."""
+"""Steps of all buckets together: gradients are written back as they arrive, and stepped after the last."""
 
 from __future__ import annotations
 

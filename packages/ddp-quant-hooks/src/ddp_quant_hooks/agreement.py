@@ -1,4 +1,4 @@
-"""What the ranks compare before they average something new."""
+"""The comparison of the ranks' options and buckets before they average something new."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks' times say: pure functions of numbers that are the same on all ranks."""
+"""Conclusions from the ranks' times: pure functions of numbers that are identical on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user gives a state that chooses: checked, and told to the other ranks."""
+"""Options of a state that chooses: checked, and compared with those of other ranks."""
 
 from __future__ import annotations
 

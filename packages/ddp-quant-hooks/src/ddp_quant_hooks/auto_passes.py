@@ -1,4 +1,4 @@
-"""The backward passes of a state that chooses: which candidate has which, during a trial and behind it."""
+"""The backward passes of a state that chooses: which candidate averages which, in a trial and after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trial asks of all ranks together."""
+"""What the ranks exchange during a trial."""
 
 from __future__ import annotations
 

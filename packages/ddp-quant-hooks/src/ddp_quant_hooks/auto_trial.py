@@ -64,7 +64,7 @@ class Largest(Protocol):
 
 
 class Ranks(Protocol):
-    """What a trial asks of all ranks together."""
+    """What the ranks exchange during a trial."""
 
     def agreed_sizes(self, sizes: Sequence[int]) -> Sequence[int]:
         """Return the bytes of the buckets of a pass, in their order, if all have the same."""

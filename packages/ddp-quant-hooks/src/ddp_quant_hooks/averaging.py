@@ -1,4 +1,4 @@
-"""Average one bucket in few bits, as it was decided. A job for the state's worker."""
+"""Average one bucket in few bits, as planned: a job for the state's worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model whose gradients a state averages: named once, or in every call."""
+"""The model whose gradients a state averages: bound once, or given in every call."""
 
 from __future__ import annotations
 

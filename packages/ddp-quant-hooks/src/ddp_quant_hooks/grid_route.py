@@ -1,4 +1,4 @@
-"""The way of values through a grid of nodes: in full precision inside a node, in few bits between nodes."""
+"""Exchanges in a grid of nodes: in full precision inside a node, in few bits between nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks are on one host, as far as the launcher has told this process."""
+"""Which ranks are on one host, as far as the launcher's environment variables say."""
 
 from __future__ import annotations
 

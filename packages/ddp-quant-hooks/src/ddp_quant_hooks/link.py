@@ -46,7 +46,7 @@ class Link:
     Attributes:
         size: How many ranks take part.
         index: This rank's place among them.
-        bytes_sent: What was sent so far.
+        bytes_sent: The bytes that were sent so far.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Whether data from a file is what it should be: types first, since comparing anything may raise anything."""
+"""Checks of data from a file: types first, because comparing unknown objects may raise any error."""
 
 from __future__ import annotations
 

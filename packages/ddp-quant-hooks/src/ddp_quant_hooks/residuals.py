@@ -1,4 +1,4 @@
-"""Residuals: what quantization lost of gradients, and whose gradients they were."""
+"""Residuals: the rounding errors of gradients, and the parameters that they belong to."""
 
 from __future__ import annotations
 

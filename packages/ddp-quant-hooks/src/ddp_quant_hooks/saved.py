@@ -1,4 +1,4 @@
-"""What is in a file of residuals: written, and checked before anything of it is used."""
+"""The contents of a file of residuals: written, and checked before any of it is used."""
 
 from __future__ import annotations
 

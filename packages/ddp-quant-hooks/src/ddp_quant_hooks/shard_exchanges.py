@@ -35,7 +35,7 @@ def reduce_scatter_chunk(
         own_starts: Where the residual of each of them starts.
         mean: Where the mean of this rank's shard goes.
         wire: The format in which values are sent.
-        index: Of the chunk, the same on every rank.
+        index: The index of the chunk, identical on all ranks.
     """
     link, layout, length = wire.link, wire.scatter, mean.numel()
     outgoing = [scratch.take(layout.message_bytes(length)) for _ in parts]
@@ -69,7 +69,7 @@ def gather_chunk(
         parts: Where those of each rank go.
         layout: The format in which they are sent.
         link: To the ranks.
-        index: Of the chunk, the same on every rank.
+        index: The index of the chunk, identical on all ranks.
     """
     messages = [scratch.take(layout.message_bytes(mine.numel())) for _ in parts]
     own = messages[link.index]

@@ -1,4 +1,4 @@
-"""What a user gives the hook: options, and all that is kept between steps."""
+"""The state that a user gives the hook: options, and all that is kept between steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain tensors seen as a bucket: what is kept of them is found again by the key of a call."""
+"""Plain tensors treated as a bucket, whose residuals are found again by the key of a call."""
 
 from __future__ import annotations
 

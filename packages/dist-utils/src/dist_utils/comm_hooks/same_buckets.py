@@ -1,4 +1,4 @@
-"""Whether all ranks hand the same bucket to the same hook, found out before anything of it is sent."""
+"""Whether all ranks give the same bucket to the same hook, checked before any of it is sent."""
 
 from __future__ import annotations
 

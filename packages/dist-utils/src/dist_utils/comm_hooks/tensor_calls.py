@@ -1,4 +1,4 @@
-"""What is asked of plain tensors, which are not buckets, before they are summed or averaged."""
+"""Checks of plain tensors, which are not buckets, before they are summed or averaged."""
 
 from __future__ import annotations
 

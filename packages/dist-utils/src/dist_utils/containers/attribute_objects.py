@@ -1,4 +1,4 @@
-"""Objects seen as their instance attributes: read, copied and written past any code of their classes."""
+"""Objects treated as their attributes: read, copied and written without running their classes' code."""
 
 from __future__ import annotations
 

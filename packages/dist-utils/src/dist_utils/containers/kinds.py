@@ -1,4 +1,4 @@
-"""What the walker knows of each class of container, and what users tell it of theirs."""
+"""How each class of container is walked, the classes of users included."""
 
 from __future__ import annotations
 

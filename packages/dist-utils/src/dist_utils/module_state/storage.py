@@ -1,4 +1,4 @@
-"""The memory behind a tensor: given back and taken again while the tensor object lives on."""
+"""The memory behind a tensor, freed and allocated again while the tensor object lives on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether all ranks come with the same terms, found out through the store before anything else is sent."""
+"""Whether all ranks call with the same terms, checked through the store before anything else is sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Something that happens in the middle of a backward pass."""
+"""Calls in the middle of a backward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in the process of one rank, and the files by which it tells its parent how that went."""
+"""What runs in the process of one rank, and the files by which it reports to its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long to wait for what takes a known time on an idle machine."""
+"""Timeouts for what takes a known time on an idle machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives under the names that this torch has, and such that ``torch.compile`` can trace."""
+"""Collectives under the names that this torch has, and collectives that ``torch.compile`` can trace."""
 
 from __future__ import annotations
 

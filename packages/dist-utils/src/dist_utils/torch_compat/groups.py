@@ -1,4 +1,4 @@
-"""What torch does not tell of its process groups, and groups under a chosen name."""
+"""What has no public name about process groups, and groups with a chosen name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models under ``fully_shard`` (FSDP2): what it keeps of a module, and where its reduced gradients go."""
+"""Models under ``fully_shard`` (FSDP2): what it keeps about a module, and where its reduced gradients go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tensors and transforms of them do not tell in public."""
+"""What has no public name about tensors and their transforms."""
 
 from __future__ import annotations
 
