@@ -187,6 +187,6 @@ def _one_rank_has_loaded(rank):
     return told
 
 
-def test_ranks_that_have_not_all_loaded_a_choice_are_told():
+def test_ranks_of_which_some_have_loaded_a_choice_raise():
     for told in run_ranks(_one_rank_has_loaded, 2, timeout=60):
         assert "choice is" in told

@@ -210,7 +210,7 @@ def _one_rank_fails(rank):
 
 
 @needs_hooks
-def test_ranks_with_other_models_are_told():
+def test_ranks_with_other_models_raise():
     run_ranks(_different_ranks, 2, timeout=60)
 
 

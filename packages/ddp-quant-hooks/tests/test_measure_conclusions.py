@@ -142,7 +142,7 @@ def test_a_step_whose_communication_takes_time_from_backward():
     assert step.seconds == pytest.approx(0.3 + 0.05 + 0.04)
 
 
-def test_what_is_left_of_an_exchange_after_backward_goes_on_alone():
+def test_the_rest_of_an_exchange_after_backward_runs_alone():
     # 0.1 s of backward are left for an exchange of 0.2 s: half is done, the rest takes half of 0.12 s.
     step = play_step(0.3, [BucketCost(MIB, 0.12, 0.2, 0.0), BucketCost(MIB, 0.0, 0.0, 0.0)])
     assert step.exposed == pytest.approx(0.06)
@@ -231,7 +231,7 @@ def test_predicted_steps_need_a_model_and_say_what_they_stand_on():
     assert "none were measured here" in prediction.assumptions[2]
 
 
-def test_nodes_that_are_not_alike_can_predict_too():
+def test_nodes_of_different_sizes_can_predict_too():
     links = [link(40.0, place="inside nodes"), link(1.0)]
     prediction = predict(links, hooks_on(1.0, world=3), [[0, 1], [2]], Cluster(4, 10.0))
     assert prediction.predicted_seconds["fp32"][SIZES[-1]] < hooks_on(1.0, world=3)[0].exchanges[-1].seconds

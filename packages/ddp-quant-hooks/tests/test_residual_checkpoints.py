@@ -310,7 +310,7 @@ def _not_in_saved_buckets(rank):
     return found, results
 
 
-def test_missing_parameters_fall_back_alike_on_all_ranks():
+def test_missing_parameters_fall_back_in_the_same_way_on_all_ranks():
     for found, results in run_ranks(_not_in_saved_buckets, 2):
         assert found == [True, True]
         assert results == [True] * 3

@@ -406,7 +406,7 @@ def test_a_rank_that_cannot_take_part_tells_the_others(one_sided, what):
     assert one_sided[0]["no tensor"] == f"rank 1 cannot go on: TypeError: {one_sided[1]['no tensor']}"
 
 
-def test_nobody_waits_for_a_timeout(one_sided):
+def test_no_rank_waits_for_a_timeout(one_sided):
     assert max(seen["seconds"] for seen in one_sided) < GROUP_TIMEOUT
 
 
@@ -414,7 +414,7 @@ def test_lists_are_compared_too(one_sided):
     assert all("first at tensor 0: rank 0 has module_states[0] of shape (3,)" in s["list"] for s in one_sided)
 
 
-def test_tensors_that_overlap_alike_are_synchronized(one_sided):
+def test_tensors_that_overlap_in_the_same_way_are_synchronized(one_sided):
     assert all(seen["overlap alike"] == [0, 1, 2, 3, 4, 5] for seen in one_sided)
 
 
