@@ -15,7 +15,7 @@ __all__ = ["BucketGradients", "KnownBuckets", "average_of", "gradients_replaced"
 
 
 Strides = tuple[int, ...] | None
-"""Of a gradient in its bucket; ``None`` if it lies there row by row."""
+"""Strides of a gradient in its bucket; ``None`` if it lies there row by row."""
 
 
 class BucketGradients:
@@ -24,7 +24,7 @@ class BucketGradients:
     Args:
         bucket: As DDP hands it to the communication hook, before anything is done with it: hooks may set
             another buffer.
-        strides: Those that DDP has given to each gradient.
+        strides: The strides that DDP has given to each gradient.
     """
 
     def __init__(self, bucket: GradBucket, strides: Sequence[Strides]) -> None:

@@ -36,7 +36,7 @@ class BucketMemory(abc.ABC):
         """Give a whole bucket back, whose gradients nobody will read any more.
 
         Args:
-            gradients: Of a dense bucket.
+            gradients: The gradients of a dense bucket.
             alone: Whether the backward pass has no other bucket.
 
         Returns:

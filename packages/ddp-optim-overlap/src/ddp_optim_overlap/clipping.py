@@ -74,7 +74,7 @@ class GlobalNorm(ClipPolicy):
 
     @property
     def norm(self) -> torch.Tensor | None:
-        """Of the last step."""
+        """The norm in the last step."""
         return self._norm
 
 
@@ -134,7 +134,7 @@ class PreviousStepNorm(ClipPolicy):
 
     @property
     def norm(self) -> torch.Tensor | None:
-        """Of the last step, before clipping."""
+        """The norm in the last step, before clipping."""
         return torch.stack(self._squares).sum().sqrt() if self._squares else None
 
 

@@ -38,7 +38,7 @@ class FirstError:
             raise error
 
     def forget_worker(self) -> None:
-        """From now on the worker's error is nobody's concern."""
+        """Ignore errors of the worker from now on."""
         self._worker = None
 
     def _first(self) -> OverlapError | None:

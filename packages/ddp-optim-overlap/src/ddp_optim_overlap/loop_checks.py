@@ -127,7 +127,7 @@ class ForeignParameters:
     """Looks for parameters of the optimizers that DDP does not average, when either has changed.
 
     Args:
-        steps: Of the optimizers.
+        steps: The steps of the optimizers.
     """
 
     def __init__(self, steps: PartialSteps) -> None:

@@ -86,7 +86,7 @@ class OverlappedOptimizers(Stepper):
 
     @property
     def norm(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Of the last step's gradients, before clipping."""
+        """The norm of the last step's gradients, before clipping."""
         return None if self._clip is None else self._clip.norm
 
     @property

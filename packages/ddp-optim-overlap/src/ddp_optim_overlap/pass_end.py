@@ -40,7 +40,7 @@ class PassEnd:
         self._meeting: torch.futures.Future[None] | None = None
 
     def forget_worker(self) -> None:
-        """From now on let no ranks meet."""
+        """Make no ranks meet from now on."""
         self._worker = None
 
     def follow_last_bucket(
@@ -50,7 +50,7 @@ class PassEnd:
 
         Args:
             current: The backward pass.
-            device: Of its gradients.
+            device: The device of its gradients.
             then: Called with the pass if it steps, when it has ended well.
         """
         if current.steps:

@@ -63,7 +63,7 @@ class ReleasedPass:
 
         Args:
             done: Ends when the bucket that was just handed over is stepped, or has failed.
-            device: Of the bucket.
+            device: The device of the bucket.
         """
         places = self._places
         if done.done():  # on an accelerator a callback would take a stream

@@ -53,7 +53,7 @@ class WholeStep:
 
         Args:
             current: The backward pass.
-            index: Of the bucket.
+            index: The index of the bucket.
             gradients: The bucket.
             reduced: What the communication hook has returned.
             used: Whether all of its parameters got a gradient on this rank.

@@ -19,7 +19,7 @@ class Agreement:
     Does not know the state, which could not become garbage at once.
 
     Args:
-        name: Of the state's class.
+        name: The name of the state's class.
 
     Attributes:
         first: What is averaged when the state's worker makes its private group, for that one's terms.
@@ -33,7 +33,7 @@ class Agreement:
         """Compare, before a bucket that is new, what must be identical on all ranks.
 
         Args:
-            worker: Of the state.
+            worker: The worker of the state.
             bucket: The bucket.
 
         Raises:
@@ -53,10 +53,10 @@ class Agreement:
         """As :meth:`on_bucket`, before a call on plain tensors.
 
         Args:
-            worker: Of the state.
+            worker: The worker of the state.
             call: The name of the function.
             terms: What must be identical on all ranks, by name.
-            tensors: Of the call.
+            tensors: The tensors of the call.
         """
         what = [(tensor.numel(), tensor.dtype, tensor.device.type) for tensor in tensors]
         told = f"{what[0][0]} values of {what[0][1]}" + (f" and {len(what) - 1} more" if what[1:] else "")

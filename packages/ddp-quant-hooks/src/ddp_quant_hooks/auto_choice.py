@@ -213,7 +213,7 @@ def best_by_size(
     """Return for each size the candidate whose exchange is shortest; ``None`` if that is always the same.
 
     Args:
-        names: Of candidates, the most exact one first.
+        names: The names of candidates, the most exact one first.
         services: Seconds, by candidate and bytes of a bucket.
     """
     chosen: dict[int, str] = {}

@@ -22,7 +22,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """In the ``repr`` of an object of somebody's class, other ones on other ranks."""
 
 _DEFAULT_COUNT = 4
-"""Of candidates, if none are given."""
+"""The number of candidates, if none are given."""
 
 
 @dataclass(frozen=True)

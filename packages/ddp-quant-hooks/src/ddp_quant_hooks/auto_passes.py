@@ -70,7 +70,7 @@ class AutoPasses:
     Args:
         candidates: By name.
         ranks: All of them.
-        options: Of the state.
+        options: The options of the state.
 
     Attributes:
         choice: The latest one.

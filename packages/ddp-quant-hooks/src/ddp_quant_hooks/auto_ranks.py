@@ -25,7 +25,7 @@ class AutoRanks:
 
     Args:
         group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up when used.
-        name: Of the state's class.
+        name: The name of the state's class.
     """
 
     def __init__(self, group: GroupLike, name: str) -> None:
@@ -120,7 +120,7 @@ class Largest:
 
     Args:
         worker: For the exchange.
-        values: Of this rank; as many on all ranks.
+        values: The values of this rank; as many on all ranks.
     """
 
     def __init__(self, worker: OrderedWorker, values: Sequence[float]) -> None:

@@ -91,7 +91,7 @@ class PassTimes:
         Args:
             size: Bytes of the bucket.
             handed_over: When the hook was called.
-            device: Of the bucket.
+            device: The device of the bucket.
             averaged: From the hook.
         """
         place = len(self._exchanges)

@@ -80,8 +80,8 @@ class TrialPass:
         assignment: Which candidate averages what.
         timed: Whether its times count.
         sampled: The place of the bucket whose error is measured, if one is.
-        times: Of the pass.
-        error: Of the sampled bucket.
+        times: The times of the pass.
+        error: The error of the sampled bucket.
     """
 
     def __init__(self, assignment: Assignment, *, timed: bool = False, sampled: int | None = None) -> None:
@@ -96,7 +96,7 @@ class Trial:
     """Tries candidates in turns.
 
     Args:
-        names: Of the candidates, the most exact one first.
+        names: The names of the candidates, the most exact one first.
         meanwhile: What averages before the first turn.
         max_error: Candidates of a larger error are left out; ``None``: errors are not measured.
         most_passes: After how many there must be a choice.

@@ -28,7 +28,7 @@ class ResidualCheckpoints(BoundModel):
     feedback: Feedback
     stand_ins: StandIns
     places: list[str] | None = None
-    """Of which shards the residuals are, if a model under ``fully_shard`` has used the state."""
+    """The shards that the residuals belong to, if a model under ``fully_shard`` has used the state."""
 
     @abstractmethod
     def close(self) -> None:

@@ -27,7 +27,7 @@ class GridRoute(Route):
     """Every rank sends to those of its node, and its shard to those with its place on other nodes.
 
     Args:
-        options: Of the state.
+        options: The options of the state.
         inside: The ranks of this rank's node, in the group of all.
         across: The ranks with its place on the nodes, likewise.
         transport: As for :class:`Route`.

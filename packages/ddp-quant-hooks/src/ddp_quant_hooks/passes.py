@@ -48,7 +48,7 @@ class BackwardPass:
 
     Attributes:
         kept: The residuals of its buckets.
-        outcome: Of its exchanges.
+        outcome: The outcome of its exchanges.
         held: Where its buckets wait, if it is averaged in other buckets than its own.
         discarded: The user has said that its gradients will not be stepped with.
         at_end: What to do when it has ended well and DDP has written the gradients.

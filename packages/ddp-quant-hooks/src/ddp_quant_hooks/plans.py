@@ -96,7 +96,7 @@ def chunk_values(levels: Levels, *, on_streams: bool, others: int = 0) -> int:
     """Return about how many values are averaged at a time.
 
     Args:
-        levels: Of the ranks.
+        levels: The levels of the ranks.
         on_streams: The host only enqueues.
         others: To how many more a rank sends its values.
     """
@@ -117,7 +117,7 @@ def plan_levels(ranks: int, values: int, ranks_per_host: int = 1) -> Levels:
 
     Args:
         ranks: How many average.
-        values: Of the bucket.
+        values: The values of the bucket.
         ranks_per_host: So many consecutive ones are on one host, if that is known: the first levels stay
             inside of hosts then.
 

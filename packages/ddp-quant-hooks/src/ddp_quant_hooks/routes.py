@@ -26,7 +26,7 @@ class Route:
     """Every rank of a group sends to every other one; in a large group by levels.
 
     Args:
-        options: Of the state.
+        options: The options of the state.
         transport: Carries the messages; ``None``: the process group.
     """
 
@@ -50,7 +50,7 @@ class Route:
         """Average ``values`` in place, the same bits on all ranks, and return how many bytes were sent.
 
         Args:
-            group: Whose ranks average.
+            group: The process group whose ranks average.
             values: All of a bucket.
             kept: What the bucket has lost before, and where to keep what it loses now.
             failed: As in :class:`~ddp_quant_hooks.exchanges.Wire`.
@@ -75,7 +75,7 @@ class Route:
         """Average every rank's shard on that rank, and return how many bytes were sent.
 
         Args:
-            group: Whose ranks average.
+            group: The process group whose ranks average.
             shards_of_all: This rank's values for all shards, flat, one shard of equal length after another.
             mean: Where the mean of this rank's shard goes; flat.
             own: What this rank's values have lost before, and where to keep what they lose now.
@@ -106,7 +106,7 @@ class Route:
         """Give every rank the values of all ranks, and return how many bytes were sent.
 
         Args:
-            group: Whose ranks gather.
+            group: The process group whose ranks gather.
             mine: This rank's values, flat.
             values_of_all: Where all go, flat, one rank's after another's; the same bits on all ranks.
             label: As for :meth:`average`.

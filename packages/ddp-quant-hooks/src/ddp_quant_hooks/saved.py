@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["VERSION", "Lengths", "SavedResiduals", "keys_of", "places_of", "read", "require_equal", "write"]
 
 VERSION = 2
-"""Of the format. Version 1 knew residuals by buckets only. The tensors of version 2 are of any floating-point
-type: bf16 now, fp32 up to release 0.6."""
+"""Version of the format. Version 1 named residuals by buckets only. The tensors of version 2 are of any
+floating-point type: bf16 now, fp32 up to release 0.6."""
 
 _IN_OLDER_FILES = {"levels": None}
 """What files stand for that were saved before there was such an option."""
@@ -65,7 +65,7 @@ def write(
 
     Args:
         feedback: What is kept, and which of it counts. All jobs must have run.
-        names: Of parameters, by number.
+        names: The names of parameters, by number.
         lengths: See :data:`Lengths`.
         name_of: Names a parameter that the model does not have.
 

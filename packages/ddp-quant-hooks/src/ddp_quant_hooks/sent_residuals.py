@@ -19,10 +19,10 @@ from dist_utils.process_groups import all_gather_plain, collective_device, group
 __all__ = ["gather", "scatter", "written"]
 
 _TAG = 1 << 20
-"""Of all messages here: they travel in the user's own group, whose messages hardly have it."""
+"""The tag of all messages here, which are sent in the user's own group, where hardly any message has it."""
 
 _MOST_BYTES = 1 << 40
-"""Of one rank's residuals. A length beyond it, or below one, is no length."""
+"""The most bytes of one rank's residuals. A length beyond it, or below one, is invalid."""
 
 
 def gather(group: dist.ProcessGroup, own: dict[str, Any], dst: int) -> list[Any] | None:

@@ -29,7 +29,7 @@ def agreed_modules(
     """Return the model's FSDP modules by key, if nothing speaks against it on any rank.
 
     Args:
-        name: Of the function, for messages.
+        name: The name of the function, for messages.
         model: The user's.
         state: The user's.
         method: What FSDP must have.

@@ -156,7 +156,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
     @property
     def sample_every(self) -> int:
-        """Of how many quantized buckets one's error is measured; 0: of none."""
+        """The error of one in this many quantized buckets is measured; 0: of none."""
         return self.options.sample_every
 
     @property
@@ -220,7 +220,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         Args:
             call: The name of the function.
             terms: What must be identical on all ranks, by name.
-            tensors: Of the call.
+            tensors: The tensors of the call.
         """
         self._agreement.on_call(self.worker, call, terms, tensors)
 

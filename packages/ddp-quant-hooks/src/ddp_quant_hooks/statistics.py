@@ -88,8 +88,8 @@ class Counter:
         """Count one bucket.
 
         Args:
-            nbytes: Of the bucket.
-            world_size: Of the group that averaged it.
+            nbytes: The size in bytes of the bucket.
+            world_size: The world size of the group that averaged it.
             bytes_sent: What was sent.
             quantized: Whether it was sent in few bits.
             error: Its relative error, where that was measured.

@@ -20,7 +20,7 @@ class TensorBucket:
     Args:
         tensors: Contiguous.
         stand_ins: Instead of parameters: what residuals belong to.
-        number: Of the bucket in its step.
+        number: The number of the bucket in its step.
         label: The same on all ranks, and another one for every key.
 
     Attributes:

@@ -28,8 +28,8 @@ class Values:
         tensors: Contiguous; complex ones count as twice as many real numbers.
 
     Attributes:
-        dtype: Of the numbers.
-        device: Of the numbers.
+        dtype: The dtype of the numbers.
+        device: The device of the numbers.
         count: How many there are.
     """
 

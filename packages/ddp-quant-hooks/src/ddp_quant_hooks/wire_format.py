@@ -37,7 +37,7 @@ class Layout:
     """How the values of a message lie: ``[payload][one fp32 scale per block]``, without header.
 
     Args:
-        format: Of the payload's numbers.
+        format: The format of the payload's numbers.
         block_size: Values per block: a multiple of 32 up to 4096. The last block is filled with zeros.
         rotate: Whether blocks with a few large values are rotated first (:mod:`ddp_quant_hooks.kernels`):
             of integers, in blocks of a power of two.
@@ -96,7 +96,7 @@ class Layout:
         Args:
             messages: All but the last that is not empty are of whole blocks.
             lengths: How many values each has.
-            joined: Where to; as long as the message of all.
+            joined: The output, as long as the message of all.
         """
         cuts = [self.payload_bytes(length) for length in lengths]
         payload = sum(cuts)

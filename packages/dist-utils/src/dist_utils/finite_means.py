@@ -83,7 +83,7 @@ def round_sum(total: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
     Args:
         total: Sums of ``world_size`` shares that were rounded to ``out.dtype``; of a wider dtype.
         world_size: Number of shares.
-        out: Where to; as long as ``total``.
+        out: The output, as long as ``total``.
 
     Cost:
         A copy; on CPU one reading of ``total`` more, elsewhere a few elementwise kernels.
@@ -112,7 +112,7 @@ def round_mean(mean: torch.Tensor, out: torch.Tensor) -> None:
 
     Args:
         mean: Of a floating-point dtype; if complex, of one whose range ``out.dtype`` has.
-        out: Where to; as long as ``mean``.
+        out: The output, as long as ``mean``.
 
     Cost:
         A copy. Where ``mean.dtype`` has the wider range: on CPU one reading of ``mean`` more, elsewhere a

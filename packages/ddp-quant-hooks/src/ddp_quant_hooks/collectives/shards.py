@@ -32,8 +32,8 @@ def checked_shards(
     """Return both tensors of a call without their graph, if they fit each other and can be written in place.
 
     Args:
-        name: Of the call.
-        world_size: Of its group.
+        name: The name of the call.
+        world_size: The world size of its group.
         shard: The name of an argument, and what was given: one rank's shard.
         whole: The same for what has the shards of all ranks.
 

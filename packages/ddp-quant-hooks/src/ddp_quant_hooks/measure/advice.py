@@ -54,9 +54,9 @@ def advise(
     hook is taken, or would be for its exchanges alone, and fast if not.
 
     Args:
-        links: As measured.
-        hooks: As measured, from the most exact on; the first is what the others are compared with.
-        estimate: Of a model's steps, to decide by them.
+        links: The measured links.
+        hooks: The measured hooks, from the most exact on; the first is what the others are compared with.
+        estimate: The estimate of a model's steps, to decide by them.
         cores_per_rank: How many cores a rank has for itself, if less than one.
 
     Raises:

@@ -138,7 +138,7 @@ def traffic(
             ``"direct"``: each sends to each other, in a large group by levels, of which the first stay inside
             nodes where that is possible; all ranks of a node share its link. ``"grid"``: fp32 inside nodes;
             between them each rank sends of its share alone.
-        size: Of the bucket, in bytes; fp32.
+        size: The size of the bucket, in bytes; fp32.
         ratio: Bytes on the wire for a byte of the bucket; of a grid, between nodes.
         cluster: The cluster.
         on_streams: The host only enqueues, as with an accelerator's own backend.

@@ -61,7 +61,7 @@ def estimate_steps(hooks: Sequence[HookTimes], model: Model, copy_per_byte: floa
     between the measured sizes, beside computation and after it.
 
     Args:
-        hooks: As measured. Those without any measured size are left out.
+        hooks: The measured hooks. Those without any measured size are left out.
         model: The model.
         copy_per_byte: Seconds for copying a byte of a gradient.
     """

@@ -58,9 +58,9 @@ def measure_links(
     """Measure the links inside nodes and between them, whichever there are.
 
     Args:
-        group: Whose ranks come.
+        group: The process group whose ranks come.
         nodes: Ranks in ``group`` of each node.
-        device: Of the messages.
+        device: The device of the messages.
 
     Returns:
         One or two links, identical on all ranks.

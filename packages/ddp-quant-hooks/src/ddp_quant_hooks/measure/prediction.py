@@ -42,8 +42,8 @@ def predict(
     """Return what hooks would cost on another cluster.
 
     Args:
-        links: As measured.
-        hooks: As measured.
+        links: The measured links.
+        hooks: The measured hooks.
         nodes: The ranks of each node, where that was.
         cluster: The other cluster. Where it has nodes of several ranks, hierarchical hooks are predicted too,
             from the work of the others of as many bits.
@@ -102,7 +102,7 @@ def fit(hook: HookTimes, here: Cluster, machine: Machine) -> HookCost:
     Args:
         hook: As measured, with one size at least; none that averages inside nodes first.
         here: Where that was.
-        machine: As measured.
+        machine: The measured machine.
     """
     smallest, largest = hook.exchanges[0], hook.exchanges[-1]
     ratio = largest.bytes_sent / traffic(hook.pattern, largest.size, 1.0, here).sent

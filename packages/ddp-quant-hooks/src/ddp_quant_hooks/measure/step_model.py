@@ -8,7 +8,7 @@ from dataclasses import dataclass
 __all__ = ["BACKWARD_SHARE", "BucketCost", "StepTimes", "bucket_sizes", "play_step"]
 
 BACKWARD_SHARE = 2 / 3
-"""Of a step without communication: backward computes two products where forward computes one."""
+"""Share of a step without communication: backward computes two products where forward computes one."""
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 """DDP's own defaults, in bytes."""
 

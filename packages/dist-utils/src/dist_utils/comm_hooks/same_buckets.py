@@ -19,7 +19,7 @@ __all__ = ["require_same_bucket", "require_same_call"]
 
 
 _MOST_CALLS = 1 << 16
-"""Of a group are remembered, by digests of their terms: 22 MB at most, if no two are the same."""
+"""How many calls of a group are remembered, by digests of their terms: 22 MB at most, if all differ."""
 
 
 class _Bucket(Protocol):

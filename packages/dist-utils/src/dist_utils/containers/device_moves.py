@@ -36,7 +36,7 @@ def recursive_to(
 
     Args:
         inputs: A tensor or containers, as in :func:`apply_to_tensors`.
-        target_device: Where to.
+        target_device: The device to move to.
         use_side_stream_for_tensor_copies: Copy from the CPU to an accelerator on a stream of its own, so
             that the copies run beside what the accelerator computes already. The current stream waits for
             them. Tensors in pinned memory are copied without blocking the CPU: do not overwrite them

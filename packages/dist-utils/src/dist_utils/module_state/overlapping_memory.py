@@ -16,7 +16,7 @@ def named_with_overlaps(names: Sequence[str], tensors: Sequence[torch.Tensor]) -
     memory, as columns do, count as overlapping.
 
     Args:
-        names: Of the tensors.
+        names: The names of the tensors.
         tensors: Of any kind; only dense ones are looked at.
     """
     told = list(names)

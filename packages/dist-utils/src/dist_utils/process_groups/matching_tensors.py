@@ -32,7 +32,7 @@ class TensorClaim(NamedTuple):
 
     Attributes:
         tensors: Name and description of each tensor.
-        arguments: Of the call, where they must be equal.
+        arguments: The arguments of the call, where they must be equal.
         problem: Why this rank cannot go on, if so.
     """
 
@@ -66,7 +66,7 @@ def verify_param_shape_across_processes(
         process_group: The ranks that compare: ``None`` for all, a process group or a 1-D DeviceMesh.
         tensors: This rank's, in the order that should match.
         logger: A ``torch.distributed.Logger`` that is told of a mismatch, as DDP's is.
-        names: Of the tensors. Without them the message has a position only.
+        names: The names of the tensors. Without them the message has a position only.
 
     Raises:
         TensorMismatchError: On every rank, with the same message: the first tensor that differs, and what

@@ -18,7 +18,7 @@ from dist_utils.torch_compat import all_gather_single
 __all__ = ["all_gather_plain"]
 
 _MOST_BYTES = 1 << 30
-"""Of one rank's text. A length beyond it, or below zero, is no length."""
+"""The most bytes of one rank's text. A length beyond it, or below zero, is invalid."""
 
 
 def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:

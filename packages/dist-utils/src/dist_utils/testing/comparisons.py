@@ -50,7 +50,7 @@ def same_on_all_ranks(values: Any, group: GroupLike = None) -> bool:
 
     Args:
         values: A tensor, or mappings, lists and tuples of tensors and of what has a ``repr``.
-        group: Whose ranks, as in :func:`dist_utils.resolve_group`.
+        group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
 
     Raises:
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.

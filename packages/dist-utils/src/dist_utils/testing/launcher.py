@@ -63,8 +63,8 @@ def run_ranks(
         fn: A function that the new process can import: defined at the top level of a module.
         world_size: Number of ranks, at least 1.
         *args: Passed on to ``fn``; must pickle.
-        backend: Of the default process group, which is there when ``fn`` is called. With ``"nccl"``
-            rank r uses GPU r. ``None``: no process group.
+        backend: The backend of the default process group, which is there when ``fn`` is called. With
+            ``"nccl"`` rank r uses GPU r. ``None``: no process group.
         timeout: Seconds until every process is killed; more where other work keeps the machine busy
             (:func:`patience`), for a rank that waits for a core does not hang.
         group_timeout: Seconds that a collective may take. If not given, as long as the ranks may: no

@@ -55,7 +55,7 @@ def default_store() -> Store:
 
 
 _connections: weakref.WeakKeyDictionary[Store, list[Store]] = weakref.WeakKeyDictionary()
-"""To the same server as a store, and not in use: a new one takes 0.2 s."""
+"""Unused connections to the same server as a store: a new one takes 0.2 s."""
 
 
 @contextlib.contextmanager
@@ -88,7 +88,7 @@ def new_named_group(
         name: The same on all ``ranks``, and never used before in this job.
         ranks: Global ranks in group order, this one among them.
         backend: As for ``init_process_group``.
-        timeout: Of its collectives; ``None`` for torch's default.
+        timeout: The timeout of its collectives; ``None`` for torch's default.
 
     Cost:
         Collective among ``ranks``: returns when they are connected.

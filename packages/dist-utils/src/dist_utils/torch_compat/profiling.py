@@ -23,7 +23,7 @@ def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
     ``emit_itt``. No public name up to torch 2.15.
 
     Args:
-        name: Of the range.
+        name: The name of the range.
 
     Example:
         >>> with profiler_range("mine:bucket_0"):

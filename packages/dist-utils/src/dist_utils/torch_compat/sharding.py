@@ -43,7 +43,7 @@ class ShardedModule:
     Most of it has no public name up to torch 2.15.
 
     Args:
-        name: Of the module in the model.
+        name: The name of the module in the model.
         module: The module.
         group: What FSDP keeps about it.
     """
