@@ -46,7 +46,7 @@ def broadcast(
         tensor: At the source what is sent; elsewhere something of its shape and dtype.
         src: The source's rank in WORLD.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
-        group_src: The source's rank in the group, in place of ``src``.
+        group_src: The source's rank in the group, instead of ``src``.
         grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
             computes the same loss and that is counted once.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
@@ -174,7 +174,7 @@ def gather(
         tensor: Same shape and dtype on all ranks.
         dst: The destination's rank in WORLD; 0 if neither is given.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
-        group_dst: The destination's rank in the group, in place of ``dst``.
+        group_dst: The destination's rank in the group, instead of ``dst``.
         grad: Both conventions agree here.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
         check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
@@ -215,7 +215,7 @@ def scatter(
         tensors: At the source W tensors of one shape and dtype. Elsewhere such a list too, or ``None``.
         src: The source's rank in WORLD; 0 if neither is given.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
-        group_src: The source's rank in the group, in place of ``src``.
+        group_src: The source's rank in the group, instead of ``src``.
         like: Something of the shape and dtype that each rank gets. If it is given it must be on all
             ranks; otherwise the source sends a description first (``torch.compile`` cannot trace that: there
             every rank needs a list or ``like``).

@@ -40,7 +40,7 @@ def all_to_all(
 ) -> Step[tuple[torch.Tensor, ...]]:
     """Send the ``r``-th tensor of the list to rank ``r``; the shapes may all differ.
 
-    Gradient: the cotangents travel back the same way.
+    Gradient: the cotangents are sent back the same way.
 
     Args:
         output_tensor_list: W tensors of the shapes that the ranks send to this one; filled.
@@ -108,7 +108,7 @@ def all_to_all_single(
 ) -> Step[torch.Tensor]:
     """Split a tensor along dimension 0 and send the ``r``-th part to rank ``r``.
 
-    Gradient: the cotangents travel back the same way.
+    Gradient: the cotangents are sent back the same way.
 
     Args:
         output: Where the received parts go, one after the other; filled.
@@ -164,7 +164,7 @@ def permute(
 ) -> Step[torch.Tensor]:
     """Send this rank's tensor to another rank and receive another's.
 
-    Gradient: the cotangents travel back. The source of a pair gets its destination's; a rank that sends
+    Gradient: the cotangents are sent back. The source of a pair gets its destination's; a rank that sends
     nothing gets zeros.
 
     Args:

@@ -221,7 +221,7 @@ def all_to_all_dim(
 ) -> Step[torch.Tensor]:
     """Split a tensor along one dimension, send the ``r``-th part to rank ``r``, and join what arrives.
 
-    Gradient: the cotangents travel back the same way.
+    Gradient: the cotangents are sent back the same way.
 
     Args:
         tensor: Same dtype on all ranks.

@@ -110,7 +110,7 @@ def reduce(
         dst: The destination's rank in WORLD.
         op: A ``ReduceOp`` or its name, as in ``"max"``.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
-        group_dst: The destination's rank in the group, in place of ``dst``.
+        group_dst: The destination's rank in the group, instead of ``dst``.
         grad: Both conventions agree here: only one rank has the result.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
         check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
@@ -205,7 +205,7 @@ def copy_to_group(
 ) -> Step[torch.Tensor]:
     """Return a copy, whose gradient is summed over the ranks.
 
-    For a value that all ranks have alike, where each rank goes on with its own part of a computation: the
+    For a value that is identical on all ranks, with which each rank computes its own part: the
     entry of a tensor-parallel layer. Its exit is ``all_reduce(..., grad="replicated")``.
 
     Gradient: sum over s of g_s, on every rank.

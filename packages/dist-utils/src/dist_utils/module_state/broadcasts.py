@@ -61,7 +61,7 @@ def _problem_of(tensor: torch.Tensor) -> str | None:
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is of the kind that nearly all are, in a microsecond: then it can be sent."""
+    """Tell whether a tensor is of the kind that nearly all are, in a microsecond: then it can be sent."""
     return bool(
         type(tensor) in (torch.nn.Parameter, torch.Tensor)
         and tensor.dtype in _ORDINARY_DTYPES
@@ -104,7 +104,7 @@ def broadcast_tensors(
 
 
 def _buckets(tensors: list[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Group tensors of one dtype and device; by sizes alone, so identical on all ranks."""
+    """Group tensors of one dtype and device; by sizes alone, so alike on every rank."""
     filling: defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     room: defaultdict[tuple[torch.dtype, torch.device], int] = defaultdict(lambda: most_bytes)
     alone = min(_ALONE_BYTES, most_bytes)
