@@ -179,7 +179,7 @@ class Route:
     def _require_product(self, count: int, of_what: str) -> None:
         if self._chosen is not None and self._chosen.ranks != count:
             raise ValueError(
-                f"the product of levels {self._chosen.sizes} is not the number of {of_what}, {count}"
+                f"the product of levels {self._chosen.sizes} is not {count}, the number of {of_what}"
             )
 
     def _take_turns(self, exchanges: Iterator[Callable[[Scratch], Exchange]], device: torch.device) -> None:
