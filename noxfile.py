@@ -131,6 +131,8 @@ def integration(session: nox.Session, torch: str) -> None:
     """Training jobs through several packages, NCCL where there are GPUs enough, else Gloo; tests on GPUs."""
     env, how = environment(session), SIDE_BY_SIDE
     if isinstance(session.virtualenv, PassthroughEnv):  # --no-venv: the host's own torch, nothing to install
+        if torch != (CHOSEN_TORCH or SUPPORTED_TORCH)[0]:
+            session.skip("the host has one torch, which the first of these sessions tests")
         env = {**env, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
         how = []  # its GPUs, too, are for one test at a time
     else:

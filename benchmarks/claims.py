@@ -142,14 +142,19 @@ def cells(document: str, row: str, column: str) -> list[str]:
     return found
 
 
-QUANT, COMPRESS, OVERLAP, UTILS, COLLECTIVES = (
-    f"packages/{package}/README.md"
-    for package in (
-        "ddp-quant-hooks",
-        "ddp-compress-hooks",
-        "ddp-optim-overlap",
-        "dist-utils",
-        "dist-autograd-collectives",
+BENCHMARKS = "docs/benchmarks"
+BUCKETS, ACCURACY, KERNELS, WHOLE_STEPS = (
+    f"{BENCHMARKS}/{page}.md" for page in ("quantized-buckets", "accuracy", "kernels", "whole-steps")
+)
+QUANT = "packages/ddp-quant-hooks/README.md"
+# A package's README has some rows of the tables on its page.
+COMPRESS, OVERLAP, UTILS, COLLECTIVES = (
+    (f"packages/{package}/README.md", f"{BENCHMARKS}/{page}.md")
+    for package, page in (
+        ("ddp-compress-hooks", "compress-hooks"),
+        ("ddp-optim-overlap", "overlapped-steps"),
+        ("dist-utils", "dist-utils"),
+        ("dist-autograd-collectives", "collectives"),
     )
 )
 FP32 = "fp32, allreduce_hook"
@@ -170,40 +175,49 @@ def _bucket(bits: str, row: str, key: str, hosts: int, rate: str, documents: Seq
     )
 
 
-def _step(side: str, row: str, cell: str, documents: Sequence[str]) -> Claim:
-    """Return a claim of the table of whole steps."""
+def _step(side: str, label: str, model: str, cell: str) -> Claim:
+    """Return a claim of the tables of whole steps, in summaries and on their page."""
+    row, places = f"**{label}**", f"{model}, {cell}"
     return Claim(
-        name=f"whole steps, {row}, {cell}",
-        sentence=f"A training step, {cell}, is {{value:.2f}} times as fast as plain DDP's with {row}.",
-        places=tuple(Place(document, "({value:.2f}x)", row, cell) for document in documents),
+        name=f"whole steps, {row}, {places}",
+        sentence=f"A training step, {places}, is {{value:.2f}} times as fast as plain DDP's with {row}.",
+        places=(
+            *(Place(document, "({value:.2f}x)", row, places) for document in (QUANT, "README.md")),
+            Place(
+                WHOLE_STEPS,
+                "{value:.2f}x",
+                f"ours: {label.replace(', overlapped step', ' + overlap')}",
+                "faster",
+            ),
+        ),
         results="whole_steps.json",
-        one=("cells", cell, "sides", side, "faster_than_plain"),
+        one=("cells", places, "sides", side, "faster_than_plain"),
         measured_by="whole_steps",
     )
 
 
 CLAIMS = (
     *(
-        _step(side, row, cell, [QUANT, "README.md"])
-        for side, row in (("8bits", "**8 bits**"), ("8bits+overlap", "**8 bits, overlapped step**"))
-        for cell in ("7M, 2 hosts, 1 Gbit/s", "MLP, 2 hosts, 1 Gbit/s")
+        _step(side, label, model, "2 hosts, 1 Gbit/s")
+        for side, label in (("8bits", "8 bits"), ("8bits+overlap", "8 bits, overlapped step"))
+        for model in ("7M", "MLP")
     ),
-    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "1gbit", [QUANT]),
-    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 4, "1gbit", [QUANT]),
-    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "10gbit", [QUANT]),
+    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "1gbit", [BUCKETS]),
+    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 4, "1gbit", [BUCKETS]),
+    _bucket("8 bits", "**8 bits**", "ours: 8 bits", 2, "10gbit", [BUCKETS]),
     _bucket(
         "4 bits without feedback",
         '4 bits, `error_feedback="none"`',
         "ours: 4 bits, no error feedback",
         2,
         "1gbit",
-        [QUANT],
+        [BUCKETS],
     ),
     *(
         Claim(
             name=f"bytes of 8 bits, {ranks} ranks",
             sentence=f"8 bits send {{value:.3f}} of fp32's bytes on {ranks} ranks.",
-            places=(Place(QUANT, "{value:.3f}", "**8 bits**", f"{ranks} ranks"),),
+            places=(Place(BUCKETS, "{value:.3f}", "**8 bits**", f"{ranks} ranks"),),
             results="quantized_allreduce.json",
             one=("bytes", str(ranks), "ours: 8 bits"),
             other=("bytes", str(ranks), FP32),
@@ -217,7 +231,7 @@ CLAIMS = (
         Claim(
             name=f"error of 8 bits, {gradients}, {ranks} ranks",
             sentence=f"A step of 8 bits has a relative error of {{value:.1e}}: {gradients}, {ranks} ranks.",
-            places=(Place(QUANT, "{value:.1e}", "ours: int8", column),),
+            places=(Place(ACCURACY, "{value:.1e}", "ours: int8", column),),
             results="quant_accuracy.json",
             one=("schemes", "ours: int8", "relative_error", gradients, str(ranks)),
             measured_by="errors",
@@ -232,7 +246,7 @@ CLAIMS = (
     Claim(
         name="encoding",
         sentence="Encoding with AVX2 reaches {value:.2f} of a copy's bandwidth.",
-        places=(Place(QUANT, "({value:.2f})", "AVX2", "encode"),),
+        places=(Place(KERNELS, "({value:.2f})", "AVX2", "encode"),),
         results="quant_kernels.json",
         one=("kernels", "ours: encode, AVX2", "of_copy"),
         spread_of=(("kernels", "tensor.copy_"), ("kernels", "ours: encode, AVX2")),
@@ -242,7 +256,8 @@ CLAIMS = (
         name="fp16, 2 hosts",
         sentence="On 2 hosts, 1 Gbit/s, fp16 averages a bucket of 25 MiB {value:.2f} times as fast as fp32.",
         places=tuple(
-            Place(COMPRESS, text, "`fp16_compress_hook`", "2 hosts, 1 Gbit/s")
+            Place(document, text, "`fp16_compress_hook`", "2 hosts, 1 Gbit/s")
+            for document in COMPRESS
             for text in ("{other:.0f} / ", "({value:.2f}x)")
         ),
         results="compress_hooks.json",
@@ -253,7 +268,9 @@ CLAIMS = (
     Claim(
         name="overlapped step, 2 hosts",
         sentence="With AdamW overlapped a step of 60 MB takes {value:.3f} of the ordinary loop's time.",
-        places=(Place(OVERLAP, "({value:.3f})", "60 MB, foreach", "**`BUCKET`**"),),
+        places=tuple(
+            Place(document, "({value:.3f})", "60 MB, foreach", "**`BUCKET`**") for document in OVERLAP
+        ),
         results="overlap.json",
         one=(
             "hosts",
@@ -271,7 +288,7 @@ CLAIMS = (
     Claim(
         name="FSDP2 in 8 bits, 2 x 2 ranks",
         sentence="On 2 hosts of 2 ranks, 1 Gbit/s, 8 bits are {value:.2f} times as fast as HSDP.",
-        places=(Place("docs/fsdp2.md", "{other:.0f} ms, {value:.2f}x", "8 bits", "1 Gbit/s"),),
+        places=(Place(f"{BENCHMARKS}/fsdp2.md", "{other:.0f} ms, {value:.2f}x", "8 bits", "1 Gbit/s"),),
         results="fsdp.json",
         one=("times", "1gbit", "native HSDP, fp32"),
         other=("times", "1gbit", "ours: 8 bits"),
@@ -280,9 +297,10 @@ CLAIMS = (
     Claim(
         name="walk of a batch",
         sentence="PyTorch's walk of a dict of lists takes {value:.1f} times as long.",
-        places=(
-            Place(UTILS, "{other:.2f}", "dict of lists", "dist_utils"),
-            Place(UTILS, "{one:.2f}", "dict of lists", "torch"),
+        places=tuple(
+            Place(document, text, "dict of lists", column)
+            for document in UTILS
+            for text, column in (("{other:.2f}", "dist_utils"), ("{one:.2f}", "torch"))
         ),
         results="containers.json",
         one=("us_per_tensor", "dict of lists", "keep", "torch"),
@@ -292,7 +310,10 @@ CLAIMS = (
     Claim(
         name="module states",
         sentence="sync_module_states of 100 MiB takes {value:.2f} of the time of PyTorch's function.",
-        places=(Place(UTILS, "{one:.1f} / {other:.1f} ({value:.2f})", "100.2 MiB", "compared first"),),
+        places=tuple(
+            Place(document, "{one:.1f} / {other:.1f} ({value:.2f})", "100.2 MiB", "compared first")
+            for document in UTILS
+        ),
         results="module_sync.json",
         one=("ms", "100.2 MiB", "ours, with verification"),
         other=("ms", "100.2 MiB", "pytorch, with verification"),
@@ -302,8 +323,9 @@ CLAIMS = (
     Claim(
         name="all_gather with gradients",
         sentence="all_gather of 64 MiB on 2 ranks, with its backward, takes {value:.2f} of PyTorch's time.",
-        places=(
-            Place(COLLECTIVES, "{one:.0f} / {other:.0f} ({value:.2f})", "`all_gather`", "2 ranks, 64 MiB"),
+        places=tuple(
+            Place(document, "{one:.0f} / {other:.0f} ({value:.2f})", "`all_gather`", "2 ranks, 64 MiB")
+            for document in COLLECTIVES
         ),
         results="autograd_collectives.json",
         one=("ms", "2 ranks, 64 MiB", "all_gather / ours"),

@@ -15,7 +15,7 @@ from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 class _Job:
     def __init__(self, mode, optimizer_class):
         rank, on_gpu = dist.get_rank(), dist.get_backend() == "nccl"
-        self.device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         torch.manual_seed(0)
         net = torch.nn.Sequential(*[torch.nn.Linear(61, 61) for _ in range(4)])
         self.ddp = DistributedDataParallel(net.to(self.device), bucket_cap_mb=0.02)

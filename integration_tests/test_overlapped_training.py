@@ -41,7 +41,11 @@ def test_quantized_hook_overlapped_adamw_cosine_schedule_and_restart(launch):
 
 def _quantized(rank):
     """Train without the overlap, with it, and with gradients given back, on the same hook."""
-    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
     found = []
     for mode, released in (
         (None, False),
@@ -80,7 +84,11 @@ def test_the_bits_of_the_ordinary_loop_with_a_quantized_hook(launch):
 
 def _chosen(rank):
     """Train with a hook alone, and with a choice between two of it, without and with the overlap."""
-    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
     found, choices = [], []
     for chooses, mode in ((False, None), (True, None), *((True, mode) for mode in OverlapMode)):
         torch.manual_seed(0)

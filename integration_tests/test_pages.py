@@ -1,5 +1,7 @@
-"""Programs and snippets of the READMEs and of the site run as they stand."""
+"""Programs and snippets of the READMEs and of the site run as they stand, and tables are up to date."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -7,24 +9,36 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils.testing import run_ranks
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    *sorted(ROOT.glob("packages/*/README.md")),
+    *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts),
+]
+# Their snippets need more than a model: tests below, test_fsdp2_page.py and frameworks/test_page.py run them.
+ELSEWHERE = {DOCS / name for name in ("own-hook.md", "network-limit.md", "fsdp2.md", "frameworks.md")}
 
 
 def _snippets(page):
-    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def _is_program(snippet):
+    return "init_process_group" in snippet
 
 
 def _programs():
     found = [
-        (f"{readme.parent.name} {number}", snippet)
-        for readme in sorted(ROOT.glob("packages/*/README.md"))
-        for number, snippet in enumerate(_snippets(readme))
-        if "init_process_group" in snippet
+        (f"{page.relative_to(ROOT)} {number}", snippet)
+        for page in PAGES
+        for number, snippet in enumerate(_snippets(page))
+        if _is_program(snippet)
     ]
     return [
         pytest.param(program, id=name, marks=() if place == 0 else pytest.mark.exhaustive)
@@ -41,13 +55,93 @@ def _run(arguments, folder):
 
 
 @pytest.mark.parametrize("program", _programs())
-def test_programs_of_readmes_end_alike_on_all_ranks(program, tmp_path):
+def test_programs_end_alike_on_all_ranks(program, tmp_path):
+    assert "barrier()" in program
     (tmp_path / "example.py").write_text(program)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     output = _run([*launcher, "example.py"], tmp_path)
     told = dict(re.findall(r"rank (\d): (-?[\d.]+)?", output))
     assert sorted(told) == ["0", "1"]
     assert told["0"] == told["1"]
+
+
+@pytest.mark.parametrize("readme", PAGES[1:6], ids=lambda readme: readme.parent.name)
+def test_every_package_has_a_program(readme):
+    assert any(_is_program(snippet) or "run_ranks" in snippet for snippet in _snippets(readme))
+
+
+def _anchors(page):
+    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("readme", PAGES[:6], ids=lambda readme: readme.parent.name)
+def test_links_of_readmes_lead_somewhere(readme):
+    # Sphinx follows those of the site.
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", readme.read_text()):
+        path, _, anchor = link.partition("#")
+        target = (readme.parent / path).resolve() if path else readme
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+@pytest.mark.parametrize("readme", PAGES[:6], ids=lambda readme: readme.parent.name)
+def test_readmes_are_short(readme):
+    assert len(readme.read_text().splitlines()) <= 160
+
+
+def _names(folder):
+    """Return what a snippet takes from the program around it."""
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    ddp = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    batch = torch.randn(8, 64)
+    return {
+        "__name__": "__main__",
+        "ddp": ddp,
+        "model": net,
+        "optimizer": optimizer,
+        "inner": optimizer,
+        "scaler": torch.amp.GradScaler("cpu"),
+        "batch": batch,
+        "batches": [batch] * 3,
+        "loss": net(batch).mean(),
+        "loss_of": lambda model, batch: model(batch).square().mean(),
+        "weights": [torch.randn(32, 64) for _ in range(3)],
+        "x": batch,
+        "nodes": 2,
+        "ranks_per_node": 1,
+        "path": folder / "checkpoint.pt",
+    }
+
+
+def _run_snippets(rank, folder):
+    os.chdir(folder)
+    sys.path.insert(0, str(DOCS / "examples"))
+    done = []
+    for page in PAGES:
+        for number, snippet in enumerate(_snippets(page)):
+            if page in ELSEWHERE or _is_program(snippet):
+                continue
+            where = f"{page.relative_to(ROOT)} {number}"
+            # No GPUs, and no more time for a measurement than shows that there is one.
+            here = snippet.replace('"cuda"', '"cpu"').replace("budget=20", "budget=1")
+            names = _names(folder)
+            ddp, batch = names["ddp"], names["batch"]
+            exec(compile(here, where, "exec"), names)
+            ddp.zero_grad()
+            ddp(batch).square().mean().backward()
+            dist.barrier()
+            done.append(where)
+    return done
+
+
+def test_snippets_run_beside_a_model(tmp_path):
+    first, second = run_ranks(_run_snippets, 2, tmp_path, timeout=110)
+    assert first == second
+    assert len(first) >= 18
 
 
 def test_the_hook_of_the_page_passes_its_own_test(tmp_path):
@@ -70,3 +164,18 @@ def test_the_page_tells_the_time_with_and_without_communication():
     for alone, together in run_ranks(_find_the_limit, 2, timeout=60):
         assert alone > 0
         assert together > 0
+
+
+def test_tables_of_whole_steps_are_those_of_the_results():
+    results = json.loads((ROOT / "benchmarks/results/whole_steps.json").read_text())
+    program = "import json, sys; from whole_steps.tables import tables; print(tables(json.load(sys.stdin)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT / "benchmarks",
+        input=json.dumps(results),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    page = (DOCS / "benchmarks" / "whole-steps.md").read_text().splitlines()
+    assert [line for line in done.stdout.splitlines() if line not in page] == []

@@ -31,7 +31,11 @@ def _step(ddp, optimizer, number, device):
 
 
 def _resumes(rank):
-    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
     found = []
     for mode in (None, *OverlapMode):
         for options in ({}, {"static_graph": True}):

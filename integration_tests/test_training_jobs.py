@@ -18,7 +18,11 @@ from dist_utils.testing import same_on_all_ranks
 
 
 def _device(rank):
-    return torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if dist.get_backend() == "nccl"
+        else torch.device("cpu")
+    )
 
 
 def _regression(device, state, hook, steps=60):

@@ -53,7 +53,8 @@ def overview(cells: dict[str, Any]) -> str:
     heads = [name.split(", ", 1)[1] for name in cells]
     rows = [[label(name), *(_time(cell["sides"].get(name)) for cell in cells.values())] for name in shown]
     parameters = next((cell["parameters"] for cell in cells.values() if "parameters" in cell), 0)
-    return table([f"{model}, {parameters / 1e6:.1f} million parameters", *heads], rows)
+    where = "emulated hosts" + (" and loopback" if any("loopback" in head for head in heads) else "")
+    return table([f"{model}, {parameters / 1e6:.1f} million parameters: ms on {where}", *heads], rows)
 
 
 def _time(side: dict[str, Any] | None) -> str:
@@ -128,7 +129,7 @@ def details(title: str, cell: dict[str, Any]) -> str:
             ]
         )
     heads = [
-        title,
+        f"{title}, emulated",
         "ms",
         "quartiles",
         "faster",
@@ -148,7 +149,12 @@ def losses(model: str, entry: dict[str, Any], cells: dict[str, Any]) -> str:
         for name, cell in cells.items()
         if name in MAIN and _model(name) == model and PLAIN in cell["sides"]
     }
-    heads = [f"{model}: training loss", f"after {entry['steps']} steps", "minus plain DDP's [of each seed]"]
+    times = ", times on emulated hosts" if timed else ""
+    heads = [
+        f"{model}: training loss{times}",
+        f"after {entry['steps']} steps",
+        "minus plain DDP's [of each seed]",
+    ]
     heads += [f"after {seconds:.0f} s, {name.split(', ', 1)[1]}" for name, (seconds, _) in timed.items()]
     rows = []
     for name in dict.fromkeys([*curves, *(name for _, found in timed.values() for name in found)]):

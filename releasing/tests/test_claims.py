@@ -1,10 +1,11 @@
 """The documents' main claims have the numbers of the result files."""
 
 import ast
+import json
 
 import pytest
 
-from benchmarks.claims import CLAIMS, ROOT, Claim, Place, cells, stands
+from benchmarks.claims import CLAIMS, RESULTS, ROOT, Claim, Place, cells, stands
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.name)
@@ -59,3 +60,40 @@ ms
     assert stands(Place("page.md", "1.20x", "**8 bits**", "two"), "1.20x")
     assert not stands(Place("page.md", "1.20x", "**8 bits**", "one"), "1.20x")
     assert stands(Place("page.md", ""), "takes 3 ms")
+
+
+GPU_ROWS = {
+    "`tensor.copy_`": "tensor.copy_",
+    "encode": "ours: encode",
+    "encode, error feedback": "ours: encode, error feedback",
+    "encode bf16 values": "ours: encode, bf16",
+    "decode": "ours: decode",
+    "mean of 2": "ours: mean of 2",
+    "reduce a shard of 2": "ours: reduce, W = 2",
+    "reduce a shard of 8": "ours: reduce, W = 8",
+    "PyTorch's numbers per channel: encode": "ours: affine encode, per channel",
+    "PyTorch's numbers per channel: decode": "ours: affine decode, per channel",
+    "PyTorch's own functions: encode": "PyTorch: encode, per channel",
+    "PyTorch's own functions: decode": "PyTorch: decode, per channel",
+}
+
+
+@pytest.mark.parametrize("row", GPU_ROWS)
+def test_the_table_of_gpu_kernels_is_that_of_the_results(row):
+    buckets = json.loads((RESULTS / "cuda_kernels.json").read_text())["buckets"]
+    page = (ROOT / "docs/gpu.md").read_text()
+    for size, head in {"256 MiB": "256 MiB of fp32", "25 MiB": "25 MiB", "1 MiB": "1 MiB"}.items():
+        found = buckets[size].get(GPU_ROWS[row])
+        milliseconds = "" if found is None else found["median_ms"]
+        text = (
+            ""
+            if found is None
+            else f"{milliseconds:.0f} ms"
+            if milliseconds > 1
+            else f"{milliseconds * 1e3:.1f} us"
+        )
+        if found is not None and size == "256 MiB":
+            text += f", {found['gb_per_s'] / 1e3:.1f} TB/s"
+        assert cells(page, row, head) == [text]
+    host = buckets["25 MiB"][GPU_ROWS[row]].get("host_us")
+    assert cells(page, row, "of the host") == ["" if host is None else f"{host:.0f} us"]

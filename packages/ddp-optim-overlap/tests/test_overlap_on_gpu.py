@@ -1,6 +1,11 @@
-"""The parity suite with CUDA streams: NCCL with a GPU for each rank, Gloo with ranks that share GPUs."""
+"""The parity suite with CUDA streams: NCCL with a GPU for each rank, Gloo with ranks that share GPUs.
+
+NCCL 2.30 and newer lets ranks share them too, with its variable NCCL_MULTI_RANK_GPU_ENABLE=1.
+"""
 
 import contextlib
+import os
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +15,13 @@ from parity_cases import MODES, every_mode, every_optimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import (
+    ConfigError,
     DoubleBackwardError,
     GlobalNorm,
     OptimizerHookState,
     OverlapMode,
     StepError,
+    UnsupportedOptimizerError,
     apply_optimizer_in_backward,
     hook_then_optimizer,
     overlap_optimizer,
@@ -25,7 +32,8 @@ from dist_utils.testing import run_ranks
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
-BACKENDS = [("nccl", min(2, max(1, GPUS))), ("gloo", 2)]
+SHARED = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+BACKENDS = [("nccl", 2 if GPUS > 1 or SHARED else 1), ("gloo", 2)]
 on_every_backend = pytest.mark.parametrize(("backend", "world_size"), BACKENDS)
 
 
@@ -42,7 +50,13 @@ def _on(backend, world_size, cases, timeout=300):
 
 
 @on_every_backend
-@pytest.mark.parametrize("cases", [every_optimizer, every_mode])
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(partial(every_optimizer, modes=("plain", "zeros", "resume")), id="every_optimizer"),
+        pytest.param(every_mode, id="every_mode"),
+    ],
+)
 def test_the_parity_suite(backend, world_size, cases):
     for rank in _on(backend, world_size, cases, timeout=1200):
         assert len(rank) > len(MODES)
@@ -185,4 +199,73 @@ def _errors(_):
 @on_every_backend
 def test_errors_keep_their_type_and_move_nothing(backend, world_size):
     for rank in _on(backend, world_size, _errors):
+        assert all(rank.values()), rank
+
+
+class WritesAll(torch.optim.SGD):
+    """Writes all its parameters, whichever it steps, with an operator that raises no versions on a GPU."""
+
+    def __init__(self, params, **options):
+        self.everything = list(params)
+        super().__init__(self.everything, **options)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        torch._foreach_mul_(self.everything, 0.99)
+
+
+def _step_and_go_on(ddp, optimizer, x):
+    """Later steps do not wait for the answer: where no version tells, the next pass raises."""
+    optimizer.step()
+    optimizer.zero_grad()
+    ddp(x).square().sum().backward()
+
+
+def _foreach_writes(_):
+    """What operators on lists of tensors write, which raise no versions on a GPU."""
+    x, seen = batches(1)[0].to(rank_device()), {}
+
+    def unscale(_, optimizer):
+        scaler = torch.amp.GradScaler("cuda")
+        scaler.scale(torch.ones((), device=rank_device()))
+        scaler.unscale_(optimizer)
+
+    changes = {
+        "clipped": lambda ddp, _: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3),
+        "unscaled": unscale,
+        "zeroed": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
+        "decayed": lambda ddp, _: torch._foreach_mul_([one.data for one in ddp.parameters()], 0.9),
+    }
+    for name, change in changes.items():
+        for first in (0, 2):  # the step from which on the loop does so
+            ddp = make_ddp()
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=True)
+            handle = overlap_optimizer(ddp, optimizer)
+            for _ in range(first):
+                ddp(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            ddp(x).square().sum().backward()
+            change(ddp, optimizer)
+            with pytest.raises(RuntimeError if first else ConfigError, match=r"changed .* after the step"):
+                _step_and_go_on(ddp, optimizer, x)
+            handle.remove()
+            seen[name, first] = True
+    ddp = make_ddp()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=True)
+    overlap_optimizer(ddp, optimizer)
+    for _ in range(3):  # a limit that limits nothing is no change
+        ddp(x).square().sum().backward()
+        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    with pytest.raises(UnsupportedOptimizerError):
+        overlap_optimizer(ddp := make_ddp(), WritesAll(ddp.parameters(), lr=0.1))
+    return seen
+
+
+@on_every_backend
+def test_writes_without_versions_are_seen(backend, world_size):
+    for rank in _on(backend, world_size, _foreach_writes):
         assert all(rank.values()), rank

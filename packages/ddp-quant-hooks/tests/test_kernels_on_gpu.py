@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_kernel_bits import LAYOUTS, everything, inputs
+from test_kernel_bits import LAYOUTS, everything, inputs, inputs_of
 
 from ddp_quant_hooks import affine, kernels
 from ddp_quant_hooks.affine import AffineLayout
@@ -29,16 +29,17 @@ def gpu():
     return found
 
 
+# One test for each, side by side with pytest-xdist: it compiles some thirty programs, of a second each.
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout("int8", 4096)], ids=str)
 @pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES)
-def test_blocks_have_the_bits_of_the_cpu(gpu, dtype):
-    for layout in [*LAYOUTS, Layout("int8", 4096)]:
-        block = layout.block_size
-        for length in (1, block - 1, block, block + 1, 5 * block, 1009):
-            for name, values in inputs(dtype, length):
-                ours = everything(gpu, layout, dtype, name, values.cuda())
-                reference = everything(torch_ops, layout, dtype, name, values)
-                for what, tensor in reference.items():
-                    assert same_bits(ours[what].cpu(), tensor), (layout, length, name, what)
+def test_blocks_have_the_bits_of_the_cpu(gpu, dtype, layout):
+    block = layout.block_size
+    for length in (1, block - 1, block, block + 1, 5 * block, 1009):
+        for name, values in inputs_of(layout, dtype, length):
+            ours = everything(gpu, layout, dtype, name, values.cuda())
+            reference = everything(torch_ops, layout, dtype, name, values)
+            for what, tensor in reference.items():
+                assert same_bits(ours[what].cpu(), tensor), (layout, length, name, what)
 
 
 @pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES)

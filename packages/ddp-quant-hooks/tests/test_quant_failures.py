@@ -90,14 +90,19 @@ def _kernel_fails(rank):
     def broken(*arguments, **options):
         if rank == 1:
             raise MemoryError("no room for a kernel")
+        if rank == 0:
+            time.sleep(0.5)  # it begins to send when rank 1 is gone, and rank 2 waits for this one first
         real(*arguments, **options)
 
     exchanges.kernels.encode_shards = broken
+    began = time.monotonic()
     try:
         with pytest.raises(RuntimeError) as caught:
             step()
     finally:
         exchanges.kernels.encode_shards = real
+    if torch_compat.GROUPS_END_WITHOUT_GIL:
+        assert time.monotonic() - began < GROUP_TIMEOUT / 2, "a peer tells, no timeout"
     assert all(torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True))
     after = state.state_dict(trained)
     assert len(after["buckets"]) > 1
@@ -115,8 +120,7 @@ def _kernel_fails(rank):
     return str(caught.value)
 
 
-# With three ranks the barrier behind the failed step has timed out in two of ten runs, cause unknown.
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_kernel_error_reaches_every_rank_and_leaves_parameters_and_residuals(world_size):
     messages = run_ranks(_kernel_fails, world_size, group_timeout=GROUP_TIMEOUT, timeout=60)
     assert "no room for a kernel" in messages[1]

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 from datetime import timedelta
 
 import pytest
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import OrderedWorker
 from dist_utils.testing import patience, run_ranks
-from dist_utils.torch_compat import default_store
+from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL, default_store
 
 
 def _threads(name="OrderedWorker"):
@@ -163,6 +164,58 @@ def test_the_first_error_is_given_to_every_later_job_and_ends_the_peers_wait():
     assert failed_ran == peer_ran == [0, 1], "no job runs after the first error"
     assert all(isinstance(message, str) for message in peer[1:])
     assert peer_seconds < 20, "the peer hears of it long before its timeout"
+
+
+def _raise(group):
+    raise ValueError("before anything is sent")
+
+
+def _fail_in_comprehension(group):
+    return [_raise(group) for _ in range(1)]
+
+
+def _fail_in_generator(group):
+    return list(_raise(group) for _ in range(1))  # noqa: C400 - that is the point
+
+
+def _fail_in_inner_function(group):
+    def inner():
+        _raise(group)
+
+    inner()
+
+
+def _fail_from_another_error(group):
+    try:
+        _fail_in_inner_function(group)
+    except ValueError as error:
+        raise RuntimeError("another one") from error
+
+
+def _fails_somewhere(rank):
+    """Rank 1's job fails in a function that holds the group, while its peer waits in a collective."""
+    seconds = []
+    for fails in (
+        _fail_in_comprehension,
+        _fail_in_generator,
+        _fail_in_inner_function,
+        _fail_from_another_error,
+    ):
+        worker = OrderedWorker()
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            worker.submit(fails if rank == 1 else dist.barrier).wait()
+        seconds.append(time.monotonic() - began)
+        if rank == 1:
+            lines = [place.line for place in traceback.extract_tb(worker.error.__traceback__)]
+            assert lines[-1].startswith("raise "), "the error tells where it was raised"
+    return seconds
+
+
+@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
+def test_wherever_a_job_fails_the_peers_hear_of_it():
+    for seconds in run_ranks(_fails_somewhere, 2, group_timeout=40.0, timeout=120):
+        assert max(seconds) < 20
 
 
 def _exits(rank):

@@ -21,6 +21,7 @@ def _sums(rank, world_size, backend):
     warm = torch.ones(1, device="cuda")
     dist.all_reduce(warm)
     worker, values = OrderedWorker(), torch.zeros(1 << 20, device="cuda")
+    worker.submit(lambda _: warm, device="cuda").wait()  # makes its group, which takes time
     torch.cuda.synchronize()
     torch.cuda._sleep(10**8)
     values += rank + 1.0

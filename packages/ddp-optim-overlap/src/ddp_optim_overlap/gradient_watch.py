@@ -34,6 +34,7 @@ class GradientWatch:
         self._arrivals = _Arrivals()
         self._used: tuple[Sequence[torch.Tensor], Sequence[GradientMark]] = ((), ())
         self._marks: dict[torch.Tensor, GradientMark] | None = None
+        self._zeroed: bool | None = None  # all used gradients on accelerators; None: not known
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self.watch(parameters)
 
@@ -90,7 +91,7 @@ class GradientWatch:
 
     def take_as_used(self, parameters: Sequence[torch.Tensor], marks: Sequence[GradientMark]) -> None:
         """Take the gradients of these parameters, which have these marks, and no others, as used up."""
-        self._used, self._marks = (parameters, marks), None
+        self._used, self._marks, self._zeroed = (parameters, marks), None, None
         self._arrivals.came_since_step[:] = bytes(len(self._positions))
 
     def take_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -101,7 +102,7 @@ class GradientWatch:
 
     def forget_used(self) -> None:
         """Take none as used up."""
-        self._used, self._marks = ((), ()), None
+        self._used, self._marks, self._zeroed = ((), ()), None, None
 
     def has_come(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter has got a gradient since :meth:`forget_arrivals`, and still has it."""
@@ -119,10 +120,34 @@ class GradientWatch:
         mark, gradient = self._marks.get(parameter), parameter.grad
         if mark is None or gradient is None:
             return False
-        if gradient.device.type != "cpu":  # reading it would block the host: a changed one passes for zeros
-            return gradient_marks([parameter]) == [mark]
+        if gradient.device.type != "cpu":  # reading it makes the host wait: a written one passes for zeros
+            if gradient_marks([parameter]) != [mark]:
+                return False
+            # zero_grad() of an optimizer with foreach or fused raises no versions here.
+            if self._zeroed is None:
+                self._zeroed = self._are_zero()
+            if self._zeroed:
+                return False
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
         return bool(values.count_nonzero())  # ten times as fast as any()
+
+    def _are_zero(self) -> bool:
+        """Whether all used gradients on accelerators that look as if nobody wrote them are zeros.
+
+        One wait of the host instead of one for each parameter, in a loop that sets gradients to zero.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return True  # nothing can be read; a gradient that is added to passes for zeros
+        assert self._marks is not None
+        unwritten = [
+            gradient
+            for parameter, mark in self._marks.items()
+            if (gradient := parameter.grad) is not None
+            and not (gradient.is_cpu or gradient.is_sparse)
+            and gradient_marks([parameter]) == [mark]
+        ]
+        norm = torch.nn.utils.get_total_norm(unwritten, norm_type=torch.inf)
+        return bool(unwritten) and not norm
 
 
 @dataclass

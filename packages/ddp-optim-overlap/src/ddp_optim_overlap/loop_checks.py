@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
+from ddp_optim_overlap.device_samples import Comparison
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.partial_steps import PartialSteps, parameters_of
@@ -15,6 +17,7 @@ from dist_utils.torch_compat import step_post_hooks
 
 __all__ = [
     "ForeignParameters",
+    "UnreadComparisons",
     "require_calls",
     "require_gradients",
     "require_no_post_hooks",
@@ -116,11 +119,56 @@ def require_unchanged(
     if changed is None and getattr(optimizer, "found_inf", None) is not None:
         changed = "a GradScaler called step()"
     if changed is not None:
-        raise ConfigError(
-            f"{changed} between backward() and step(), after the step had been done: do it before "
-            "backward() or after step(), or give clip= or scaler= to overlap_optimizer instead. A norm "
-            "that is only looked at: torch.nn.utils.get_total_norm, or the report of handle.wait()"
-        )
+        _refuse_change(changed, "backward() and step()")
+
+
+def _refuse_change(changed: str, where: str) -> None:
+    raise ConfigError(
+        f"{changed} between {where}, after the step had been done: do it before "
+        "backward() or after step(), or give clip= or scaler= to overlap_optimizer instead. A norm "
+        "that is only looked at: torch.nn.utils.get_total_norm, or the report of handle.wait()"
+    )
+
+
+class UnreadComparisons:
+    """Whether accelerators have found that what a step had read was changed: asked late, without a wait.
+
+    The first call of ``step()`` waits for the answer, as a loop that clips does so in its first step. Later
+    ones let the device go on, and the next backward pass asks.
+    """
+
+    def __init__(self) -> None:
+        self._unread: list[Comparison] = []
+        self._asked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def add(self, optimizer: torch.optim.Optimizer, inputs: StepInputs) -> None:
+        """Begin to compare. The first time for an optimizer: raise if something was changed.
+
+        Raises:
+            ConfigError: Something was.
+        """
+        if inputs.on_device.empty:
+            return
+        comparison = inputs.on_device.compare()
+        if optimizer in self._asked:
+            self._unread.append(comparison)
+            return
+        self._asked.add(optimizer)
+        if comparison.found():
+            _refuse_change(_SAMPLED, "backward() and step()")
+
+    def require_none(self) -> None:
+        """Raise if something was changed around an earlier step. Waits for where that was, if need be.
+
+        Raises:
+            ConfigError: Something was.
+        """
+        unread, self._unread = self._unread, []
+        if any(comparison.found() for comparison in unread):
+            _refuse_change(_SAMPLED, "the last backward() and its step()")
+
+
+_SAMPLED = "gradients or parameters were changed (clipped, unscaled, ...)"
 
 
 class ForeignParameters:

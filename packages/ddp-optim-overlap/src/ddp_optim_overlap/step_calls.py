@@ -14,6 +14,7 @@ from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_unused_loss
 from ddp_optim_overlap.loop_checks import (
+    UnreadComparisons,
     require_calls,
     require_gradients,
     require_no_post_hooks,
@@ -57,6 +58,7 @@ class StepCalls:
         self._replaced: list[ReplacedStep] = []
         self._stepped: dict[torch.optim.Optimizer, StepInputs] = {}
         """By the last pass; those whose ``step()`` was not called since."""
+        self._unread = UnreadComparisons()
         self._inside_pass = False
         self._called = False
         """Whether the loop has ever called ``step()`` for a pass."""
@@ -97,6 +99,7 @@ class StepCalls:
             )
         superseded = self._engine() is not engine or any(one.superseded for one in self._replaced)
         require_one_overlap(self._optimizers, superseded=superseded)
+        self._unread.require_none()
         if self._called:
             require_calls(self._stepped)
         if not self._whole:
@@ -209,6 +212,7 @@ class StepCalls:
         self._refuse_late_calls(optimizer)
         contents = None if self.gradients_written else engine.contents
         require_unchanged(optimizer, self._stepped[optimizer], contents)
+        self._unread.add(optimizer, self._stepped[optimizer])
         self._called = True
         del self._stepped[optimizer]
         if not self._stepped:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ddp_optim_overlap.device_samples import DeviceSample
 from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.partial_steps import parameters_of
@@ -22,8 +23,8 @@ Options = list[dict[str, Any]]
 class StepInputs:
     """What a step has read of an optimizer and its parameters, and what it has left.
 
-    Cheap, and so not complete: writes through ``.data`` and collectives are seen in a sample of parameters
-    and gradients on CPUs, and writes into states in a sample too.
+    Cheap, and so not complete: writes through ``.data``, by collectives and, on accelerators, by operators
+    on lists of tensors are seen in a sample of parameters and gradients, and writes into states in a sample.
 
     Args:
         optimizer: It has just been stepped.
@@ -33,6 +34,7 @@ class StepInputs:
     Attributes:
         parameters: The parameters of all its groups, in order.
         marks: The marks of their gradients.
+        on_device: The sample of what lies on accelerators, whose memory :meth:`changed` does not read.
     """
 
     def __init__(
@@ -48,6 +50,9 @@ class StepInputs:
         self.marks = gradient_marks(parameters)
         every = max(1, len(parameters) // _SAMPLED)
         self._sample = [(one, _contents(one, optimizer)) for one in parameters[::every]]
+        self.on_device = DeviceSample(
+            tensor for parameter, _ in self._sample for tensor in (parameter, parameter.grad)
+        )
 
     def changed(self, optimizer: torch.optim.Optimizer, contents: GradientContents | None) -> str | None:
         """Name what somebody has changed since.

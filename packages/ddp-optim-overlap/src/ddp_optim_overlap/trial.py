@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.copies import Copies
+from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own, parameters_of, part_of, stand_in
 from dist_utils.torch_compat import keep_versions, step_without_hooks, tensor_version
 
@@ -162,9 +163,9 @@ class Run:
         with self._having_values():
             for parameter, gradient in zip(self.values, gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.clone()
-            versions = _versions(other for other in self._everything if other not in self.values)
+            before = _contents(other for other in self._everything if other not in self.values)
             step_without_hooks(self.optimizer, *(() if closure is None else (closure,)))
-            return _written(versions)
+            return _written(before)
 
     def step_apart(self, gradients: Sequence[torch.Tensor], direction: int) -> set[torch.Tensor]:
         """Step one parameter after the other; return which were written that were not to be stepped.
@@ -179,9 +180,9 @@ class Run:
                 parameter.grad = gradient * 3 + 1 if direction < 0 else None
             for parameter in list(self.values)[::direction]:
                 own, parameter.grad = parameter.grad, self._lent[parameter]
-                versions = _versions(other for other in self.values if other is not parameter)
+                before = _contents(other for other in self.values if other is not parameter)
                 self._parts.step([parameter])
-                strangers |= _written(versions)
+                strangers |= _written(before)
                 parameter.grad = own
         return strangers
 
@@ -246,12 +247,20 @@ def _exchange_attributes(parameter: torch.Tensor, attributes: dict[str, Any]) ->
     return before
 
 
-def _versions(tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, int]:
-    return {tensor: tensor_version(tensor) for tensor in tensors}
+def _contents(tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[int, torch.Tensor | None]]:
+    """Return versions, and values where operators on lists of tensors raise none: on accelerators."""
+    return {
+        tensor: (tensor_version(tensor), None if tensor.is_cpu else tensor.detach().clone())
+        for tensor in tensors
+    }
 
 
-def _written(versions: dict[torch.Tensor, int]) -> set[torch.Tensor]:
-    return {tensor for tensor, version in versions.items() if tensor_version(tensor) != version}
+def _written(contents: dict[torch.Tensor, tuple[int, torch.Tensor | None]]) -> set[torch.Tensor]:
+    return {
+        tensor
+        for tensor, (version, values) in contents.items()
+        if tensor_version(tensor) != version or (values is not None and not equal(values, tensor.detach()))
+    }
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_utils.testing import run_ranks
+from dist_utils.testing import nccl_can_run, run_ranks
 
 __all__ = ["Launch", "launch"]
 
@@ -81,9 +81,8 @@ def launch(request: pytest.FixtureRequest) -> Launch:
     """
     backend: str = request.config.getoption("--backend")
     world_size: int = request.config.getoption("--world-size")
-    gpus = torch.cuda.device_count()
     if backend == "auto":
-        backend = "nccl" if gpus >= world_size else "gloo"
-    if backend == "nccl" and gpus < world_size:
-        pytest.skip(f"nccl needs {world_size} GPUs, found {gpus}")
+        backend = "nccl" if nccl_can_run(world_size) else "gloo"
+    if backend == "nccl" and not nccl_can_run(world_size):
+        pytest.skip(f"nccl needs {world_size} GPUs, found {torch.cuda.device_count()}")
     return Launch(backend, world_size)

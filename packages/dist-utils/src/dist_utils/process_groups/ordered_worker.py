@@ -94,7 +94,11 @@ class OrderedWorker:
 
     @property
     def error(self) -> Exception | None:
-        """The first error of a job, or ``None``. Once set, no later job runs."""
+        """The first error of a job, or ``None``. Once set, no later job runs.
+
+        On the thread its traceback keeps the lines, but not the frames: they would keep the private group,
+        whose end tells the peers.
+        """
         return self._own_error if self._thread is None else self._thread.error or self._own_error
 
     def submit(

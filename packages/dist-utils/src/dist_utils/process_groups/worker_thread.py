@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import traceback
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -14,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
+from dist_utils.process_groups.kept_errors import drop_frames
 from dist_utils.process_groups.side_stream import SideStream, current, fail, new_future
 
 __all__ = ["WorkerThread"]
@@ -110,7 +110,6 @@ class WorkerThread:
             return
         with current(job.side):
             self._complete(job)
-        del job  # as in _complete, whose frame leads to this one
 
     def _complete(self, job: Job) -> None:
         if self.error is not None:  # raised again it would hold this job's frames, too
@@ -124,17 +123,13 @@ class WorkerThread:
             result = self._run_in_group(job)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
             self.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
-            # The peers wait in this job's collectives: closing our connections tells them. The
-            # frames of the traceback would keep the group, and so the connections, alive.
-            _clear_frames(error)
+            # The peers wait in this job's collectives: closing our connections tells them. The frames of
+            # the error would keep the group, and so the connections; and the future that holds the error.
+            drop_frames(error)
             self._destroy_group()
             fail(job.done, self.error)
         else:
             job.done.set_result(result)
-        finally:
-            # The future holds the error, which holds this frame: a cycle through C++, which would never be
-            # garbage, and with it the group, its threads and connections.
-            del job
 
     def _run_in_group(self, job: Job) -> Any:
         group = self._group()
@@ -152,15 +147,3 @@ class WorkerThread:
             # The main thread may be destroying every group just now, in any of torch's registries.
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Let go of what the frames of an error refer to, and those of the errors that it came from."""
-    seen: set[int] = set()
-    errors: list[BaseException | None] = [error]
-    while errors:
-        one = errors.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            errors += [one.__cause__, one.__context__]

@@ -20,7 +20,7 @@ from dist_utils.testing.rank import Outputs, Ranks
 from dist_utils.testing.starting import start_method
 from dist_utils.testing.waiting import MOST_PATIENCE, patience
 
-__all__ = ["RankDied", "RankTraceback", "RanksHung", "run_ranks"]
+__all__ = ["RankDied", "RankTraceback", "RanksHung", "nccl_can_run", "run_ranks"]
 
 
 _LOOK_SECONDS = 0.2
@@ -40,6 +40,16 @@ class RankDied(RuntimeError):  # noqa: N818 - says what happened
 
 class RanksHung(TimeoutError):  # noqa: N818 - says what happened
     """Some ranks did not finish in time. The message names them and shows where each one hung."""
+
+
+def nccl_can_run(world_size: int) -> bool:
+    """Tell whether there are GPUs enough for NCCL: one for each rank, or one in all where ranks may share.
+
+    Ranks may share a GPU with NCCL 2.30 and newer if ``NCCL_MULTI_RANK_GPU_ENABLE=1`` is set, NCCL's own
+    variable. That is for tests on a machine with a single GPU; it makes nothing faster.
+    """
+    gpus = torch.cuda.device_count()
+    return gpus >= world_size or (gpus > 0 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1")
 
 
 def run_ranks(
@@ -64,7 +74,8 @@ def run_ranks(
         world_size: Number of ranks, at least 1.
         *args: Passed on to ``fn``; must pickle.
         backend: The backend of the default process group, which is there when ``fn`` is called. With
-            ``"nccl"`` rank r uses GPU r. ``None``: no process group.
+            ``"nccl"`` rank r uses GPU r (where ranks may share GPUs: r modulo their number, see
+            :func:`nccl_can_run`). ``None``: no process group.
         timeout: Seconds until every process is killed; more where other work keeps the machine busy
             (:func:`patience`), for a rank that waits for a core does not hang.
         group_timeout: Seconds that a collective may take. If not given, as long as the ranks may: no
@@ -76,7 +87,7 @@ def run_ranks(
         The results in rank order. They must pickle.
 
     Raises:
-        ValueError: ``world_size`` is less than 1, or there are fewer GPUs than ranks.
+        ValueError: ``world_size`` is less than 1, or NCCL needs more GPUs for it.
         RanksHung: A rank did not finish in time. The stacks of its threads are in the message (on
             systems with signals).
         RankDied: A rank's process ended without a result. The message has its exit code or signal.
@@ -102,7 +113,7 @@ def run_ranks(
     """
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
-    if backend == "nccl" and torch.cuda.device_count() < world_size:
+    if backend == "nccl" and not nccl_can_run(world_size):
         raise ValueError(f"nccl needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         # Kept by this process, which outlives every rank; on a port that the system picks.

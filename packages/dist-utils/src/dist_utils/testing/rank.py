@@ -142,7 +142,7 @@ class Ranks:
         if self.backend is None:
             return
         if self.backend == "nccl":
-            torch.cuda.set_device(rank)
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         limit = timedelta(seconds=self.group_timeout)
         store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=limit)
         dist.init_process_group(

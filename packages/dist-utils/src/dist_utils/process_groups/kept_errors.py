@@ -1,0 +1,47 @@
+"""Errors that are kept: they tell where they were raised, and hold nothing that was in use there."""
+
+from __future__ import annotations
+
+import builtins
+import traceback
+from collections.abc import Iterator
+from types import FunctionType, TracebackType
+from typing import Any
+
+__all__ = ["drop_frames"]
+
+_GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
+
+
+def drop_frames(error: BaseException) -> None:
+    """Let an error, and those that it came from, tell the same lines without the frames they come from.
+
+    A frame holds what it refers to, such as a process group with its connections. To clear it is not enough:
+    since Python 3.11 it also holds its function, and one that was made inside of another, as a generator
+    expression is (in 3.11 a list comprehension, too), holds variables of that other one.
+    """
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)  # they may be part of cycles
+            one.__traceback__ = _of_empty_frames(one.__traceback__)
+            errors += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, _GROUPS) else ())]
+
+
+def _of_empty_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback of the same lines, in functions of the same names."""
+    shown: TracebackType | None = None
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        code = _never_started.__code__.replace(
+            co_filename=frame.f_code.co_filename, co_name=frame.f_code.co_name, co_firstlineno=line
+        )
+        # Of a generator, whose frame does not refer to its caller's.
+        shown = TracebackType(shown, FunctionType(code, {})().gi_frame, 0, line)
+    return shown
+
+
+def _never_started() -> Iterator[None]:
+    yield

@@ -1,0 +1,114 @@
+"""Errors that are kept tell where they were raised, and keep nothing alive."""
+
+import builtins
+import sys
+import traceback
+import weakref
+
+import pytest
+
+from dist_utils.process_groups.kept_errors import drop_frames
+
+
+class _Held:
+    pass
+
+
+def _raise(held):
+    raise ValueError(type(held).__name__)
+
+
+def _in_comprehension(held):
+    return [_raise(held) for _ in range(1)]
+
+
+def _in_generator(held):
+    return list(_raise(held) for _ in range(1))  # noqa: C400 - that is the point
+
+
+def _in_inner_function(held):
+    def inner():
+        _raise(held)
+
+    inner()
+
+
+def _looked_at(held):
+    sys._getframe().f_locals  # noqa: B018 - a frame may keep what it has shown
+    _raise(held)
+
+
+def _keeps_its_error(held):
+    try:
+        _in_inner_function(held)
+    except ValueError as error:
+        kept = error
+        raise kept  # noqa: B904 - it is the same
+
+
+def _from_another(held):
+    try:
+        _in_inner_function(held)
+    except ValueError as error:
+        raise RuntimeError("another one") from error
+
+
+def _while_handling_another(held):
+    try:
+        _in_inner_function(held)
+    except ValueError:
+        raise RuntimeError("another one")  # noqa: B904 - that is the point
+
+
+def _in_group(held):
+    try:
+        _in_inner_function(held)
+    except ValueError as error:
+        raise builtins.ExceptionGroup("several", [error]) from None
+
+
+_WAYS = [
+    _in_comprehension,
+    _in_generator,
+    _in_inner_function,
+    _looked_at,
+    _keeps_its_error,
+    _from_another,
+    _while_handling_another,
+    *([_in_group] if hasattr(builtins, "ExceptionGroup") else []),
+]
+
+
+def _raised(way):
+    held = [_Held()]
+    watched = weakref.ref(held[0])
+    try:
+        way(held.pop())
+    except Exception as error:  # noqa: BLE001 - of any kind
+        return error, watched
+    raise AssertionError("nothing was raised")
+
+
+def _told(error):
+    """Return what is printed of an error, but for the marks below its lines."""
+    lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
+    return [line for line in lines if not set(line.strip(" |")) <= set("^~")]
+
+
+@pytest.mark.parametrize("way", _WAYS)
+def test_an_error_without_frames_tells_the_same_lines_and_holds_nothing(way):
+    error, watched = _raised(way)
+    assert watched() is not None
+    before = _told(error)
+    drop_frames(error)
+    assert watched() is None, "at once, without the garbage collector"
+    assert _told(error) == before
+    assert any("raise ValueError" in line for line in before)
+
+
+def test_it_can_be_raised_again():
+    error, _ = _raised(_in_inner_function)
+    drop_frames(error)
+    with pytest.raises(ValueError, match="_Held") as caught:
+        raise error
+    assert [frame.name for frame in caught.traceback][-2:] == ["inner", "_raise"]
