@@ -21,7 +21,7 @@ CHOSEN_TORCH = os.environ.get("TORCH_VERSIONS", "").split()
 
 nox.options.default_venv_backend = "uv|virtualenv"
 nox.options.reuse_venv = "yes"
-nox.options.sessions = ["lint", "repository"]
+nox.options.sessions = ["lint", "repository", "docs"]
 for name in ("mypy", "unit", "integration"):
     nox.options.sessions += [f"{name}({version})" for version in CHOSEN_TORCH or [DEFAULT_TORCH]]
 
@@ -313,10 +313,14 @@ def bench(session: nox.Session) -> None:
         session.run("python", str(scripts[name]), env=env)
 
 
-@nox.session(default=False)
+@nox.session
 def docs(session: nox.Session) -> None:
-    """The documentation site, in docs/_build/html."""
+    """The site in docs/_build/html, its links, all spelling; ``-- --external``: links to other hosts too."""
     install(session, *GROUPS["docs"])
-    session.run(
-        "sphinx-build", "-W", "--keep-going", "-b", "html", "docs", "docs/_build/html", *session.posargs
-    )
+    session.run("codespell")
+    build = ["sphinx-build", "-W", "--keep-going", "--quiet"]
+    session.run(*build, "-b", "html", "docs", "docs/_build/html", env=ENV)
+    # Code blocks run in ``integration``: see test_pages.py, which says where those run that it leaves out.
+    session.run("pytest", "docs/checks", env=ENV)
+    if "--external" in session.posargs:
+        session.run(*build, "-b", "linkcheck", "docs", "docs/_build/linkcheck", env=ENV)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bar_charts import bars_of, draw_bars
 from emulated_hosts import EmulationUnavailableError
 from hook_harness import ELEMENTS, be_a_rank, measure_memory, measure_time, real_bucket, time_on_hosts
 from machine import describe_machine
@@ -121,67 +122,37 @@ def _counterpart(name: str) -> str:
     return f"{name.split(',', maxsplit=1)[0]}_compress_hook"
 
 
+SHOWN = {
+    "PyTorch: fp32": "pytorch/allreduce_hook",
+    "ours: fp32": "ours/allreduce_hook",
+    "PyTorch: fp16": "pytorch/fp16_compress_hook",
+    "ours: fp16": "ours/fp16_compress_hook",
+    "ours: fp16, sum in fp32": "ours/fp16, sum in fp32",
+    "PyTorch: bf16": "pytorch/bf16_compress_hook",
+    "ours: bf16": "ours/bf16_compress_hook",
+    "ours: bf16, sum in fp32": "ours/bf16, sum in fp32",
+}
+"""The wrappers take as long as the hooks."""
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the times of both sides."""
-    import matplotlib as mpl  # noqa: PLC0415 - ranks need no plots
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    panels = [
-        (f"{world_size} {title}", times)
-        for kind, title in (("loopback", "ranks, loopback"), ("hosts", "hosts, 1 Gbit/s links"))
+    panels = {
+        f"{world_size} {where}": bars_of({label: times[name] for label, name in SHOWN.items()})
+        for kind, where in (("loopback", "ranks, loopback"), ("hosts", "emulated hosts, 1 Gbit/s"))
         for world_size, times in results.get(kind, {}).items()
-    ]
-    if not panels:
-        return
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4 * len(panels), 4.5), layout="constrained", squeeze=False
-    )
-    for axis, (title, times) in zip(axes[0], panels, strict=True):
-        for offset, side, color in ((-0.2, "pytorch", "tab:gray"), (0.2, "ours", "tab:blue")):
-            for place, name in enumerate(PAIRS):
-                if (entry := times.get(f"{side}/{name}")) is not None:
-                    low, high = entry["quartiles_ms"]
-                    middle = entry["median_ms"]
-                    axis.barh(
-                        place + offset,
-                        middle,
-                        0.4,
-                        xerr=[[max(0, middle - low)], [max(0, high - middle)]],
-                        color=color,
-                        label=side if place == 0 else None,
-                    )
-        axis.set(title=title, xlabel="ms for a 25 MiB bucket")
-        axis.set_yticks(range(len(PAIRS)), PAIRS if axis is axes[0][0] else [""] * len(PAIRS))
-        axis.invert_yaxis()
-        axis.legend()
-    figure.savefig(path, dpi=110)
+    }
+    if panels:
+        draw_bars(panels, "ms", path, title="Averaging a bucket of 25 MiB", columns=2)
 
 
-def main() -> None:
-    """Run the chosen parts, print and store what they give."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "part", nargs="?", choices=["all", "time", "memory", "error", "hosts", "rank"], default="all"
-    )
-    parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--repeats", type=int, default=21)
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
-    options = parser.parse_args()
-    if options.repeats < 2:
-        parser.error("--repeats must be at least 2, for the quartiles")
-    if options.part == "rank":
-        be_a_rank(options.folder, sides, options.repeats)
-        return
+def measure(wants: set[str], options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the wanted parts."""
     results: dict[str, Any] = {
         **describe_machine(),
         "bucket_mib": ELEMENTS * 4 / 2**20,
         "repeats": options.repeats,
     }
-    wants = {options.part} if options.part != "all" else {"time", "memory", "error", "hosts"}
     sizes = options.world_sizes
     if "time" in wants:
         results["loopback"] = {
@@ -208,6 +179,30 @@ def main() -> None:
     if "error" in wants:
         results["error_scales"] = ERROR_SCALES
         results["relative_error"] = {size: run_ranks(measure_error, size, timeout=300)[0] for size in sizes}
+    return results
+
+
+def main() -> None:
+    """Run the chosen parts, print and store what they give."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = ["time", "memory", "error", "hosts"]
+    parser.add_argument("part", nargs="?", choices=["all", *parts, "plot", "rank"], default="all")
+    parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
+    options = parser.parse_args()
+    if options.part == "plot":
+        draw(json.loads((RESULTS / "compress_hooks.json").read_text()), RESULTS / "compress_hooks.png")
+        return
+    if options.repeats < 2:
+        parser.error("--repeats must be at least 2, for the quartiles")
+    if options.part == "rank":
+        be_a_rank(options.folder, sides, options.repeats)
+        return
+    wants = {options.part} if options.part != "all" else set(parts)
+    results = measure(wants, options)
     report(results)
     if options.part == "all":
         RESULTS.mkdir(exist_ok=True)

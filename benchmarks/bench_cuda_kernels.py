@@ -217,6 +217,20 @@ def report(mib: int, results: dict[str, Any]) -> None:
         print(f"{'reached' if reached else 'MISSED '}  {goal}")
 
 
+def draw(found: dict[str, Any]) -> None:
+    """Draw the times of a copy and of the kernels; PyTorch's functions take thousands of times as long."""
+    bars = {
+        f"{size} of fp32": {
+            name: (1e3 * entry["median_ms"], [1e3 * quartile for quartile in entry["quartiles_ms"]])
+            for name, entry in entries.items()
+            if not name.startswith(PYTORCH)
+        }
+        for size, entries in found["buckets"].items()
+    }
+    title = f"8-bit kernels on {found['gpu']}"
+    draw_bars(bars, "microseconds", RESULTS / "cuda_kernels.png", title=title)
+
+
 def main() -> None:
     """Measure, print, store."""
     parser = argparse.ArgumentParser(
@@ -224,7 +238,11 @@ def main() -> None:
     )
     parser.add_argument("--mib", type=int, nargs="+", default=[256, 25, 1])
     parser.add_argument("--milliseconds", type=float, default=100.0, help="of calls, for each row")
+    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
+    if options.plot:
+        draw(json.loads((RESULTS / "cuda_kernels.json").read_text()))
+        return
     if not torch.cuda.is_available():
         print("no GPU here: nothing is measured, nothing is written")
         return
@@ -241,15 +259,7 @@ def main() -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "cuda_kernels.json").write_text(json.dumps(found, indent=1) + "\n")
-    bars = {
-        f"{mib} MiB of fp32": {
-            name: (entry["median_ms"], entry["quartiles_ms"])
-            for name, entry in entries.items()
-            if not name.startswith(PYTORCH)
-        }
-        for mib, entries in results.items()
-    }
-    draw_bars(bars, "ms", RESULTS / "cuda_kernels.png")
+    draw(found)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_quant_convergence import Language, parameters_equal, verdict
+from drawing import BLUE, GRAY, VERMILION, name_ends, save, subplots
 from machine import describe_machine
 from torch import nn
 
@@ -266,36 +267,31 @@ def _text(summary: dict[str, Any], form: str) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the curves of training, and every seed's final loss beside fp32's."""
-    import matplotlib as mpl  # noqa: PLC0415 - ranks need no plots
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
-    figure, (curves, gaps) = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    """Draw the curves of training, which lie on each other, and every seed's final loss beside fp32's."""
+    figure, ((curves, gaps),) = subplots(1, 2, (11, 3.6))
     ends = range(EVERY, results["steps"] + 1, EVERY)
+    lines = {REFERENCE: GRAY, "int4, feedback": BLUE, "int8, streaming": VERMILION}
+    last = {}
+    for name, color in lines.items():
+        training = results["configurations"][name]["training"]
+        curves.plot(ends, training, color=color, linewidth=1.5)
+        last[name] = (results["steps"], training[-1], color)
     compared = [name for name in results["configurations"] if name != reference_of(name)]
-    for name, entry in results["configurations"].items():
-        color = f"C{compared.index(name)}" if name in compared else "black"
-        line = "--" if CONFIGURATIONS[name].streaming else "-"
-        curves.plot(ends, entry["training"], line, color=color, label=name, linewidth=1)
-        if name in compared:
-            places = [compared.index(name)] * results["seeds"]
-            gaps.plot(entry["difference_to_fp32"]["by_seed"], places, "o", color=color)
+    for place, name in enumerate(compared):
+        by_seed = results["configurations"][name]["difference_to_fp32"]["by_seed"]
+        gaps.plot(by_seed, [place] * results["seeds"], "o", color=BLUE)
     if (deviation := results["fp32_standard_deviation_over_seeds"]) is not None:
         gaps.axvspan(-deviation, deviation, color="0.9")
-    gaps.axvline(0, color="black", linewidth=1)
+    gaps.axvline(0, color="0.3", linewidth=1)
     gaps.set_yticks(range(len(compared)), compared)
-    gaps.invert_yaxis()
+    gaps.set_ylim(len(compared) - 0.5, -0.5)
     gaps.locator_params(axis="x", nbins=6)
-    curves.set(title="training loss", xlabel="inner step", ylabel=f"mean of {EVERY} steps and all seeds")
-    curves.legend(fontsize="small")
-    curves.grid(color="0.9")
-    gaps.set(
-        title="final loss of each seed; gray: fp32's standard deviation",
-        xlabel="minus fp32's with the same seed and schedule",
-    )
-    figure.savefig(path, dpi=110)
+    curves.set(xlabel="inner step")
+    curves.set_title("Training loss, mean of all seeds", loc="left", fontsize="medium")
+    gaps.set(xlabel="loss, minus that of fp32 with the same seed and schedule")
+    gaps.set_title("Final loss of each seed; gray: fp32's deviation", loc="left", fontsize="medium")
+    name_ends(curves, last)
+    save(figure, path)
 
 
 def main() -> None:
@@ -306,7 +302,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the result files")
+    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
+    if options.plot:
+        draw(json.loads((options.output / "diloco.json").read_text()), options.output / "diloco.png")
+        return
     if options.steps % EVERY or options.steps < 4 * EVERY or options.seeds < 1:
         parser.error(f"--steps must be a multiple of {EVERY}, 4 of them or more, and --seeds at least 1")
     torch.set_num_threads(1)  # as in the ranks

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bar_charts import draw_bars
+from bar_charts import bars_of, draw_bars
 from hook_harness import run_on_hosts
 from machine import describe_machine
 from timings import slowest
@@ -73,13 +73,27 @@ def be_a_rank(folder: Path, repeats: int) -> None:
     dist.destroy_process_group()
 
 
+RATE_NAMES = {"1gbit": "1 Gbit/s", "200mbit": "0.2 Gbit/s"}
+
+
+def draw(result: dict[str, Any]) -> None:
+    """Draw the times, a panel for each rate."""
+    bars = {RATE_NAMES[rate]: bars_of(entries) for rate, entries in result["times"].items()}
+    title = "HSDP on two emulated hosts of two ranks"
+    draw_bars(bars, "ms for forward and backward", RESULTS / "fsdp.png", title=title)
+
+
 def main() -> None:
     """Measure, print and store."""
     parser = argparse.ArgumentParser()
     parser.add_argument("part", nargs="?", choices=["all", "rank"], default="all")
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
+    if options.plot:
+        draw(json.loads((RESULTS / "fsdp.json").read_text()))
+        return
     if options.part == "rank":
         be_a_rank(options.folder, options.repeats)
         return
@@ -108,13 +122,7 @@ def main() -> None:
     result["times"] = times
     result["load_average_after"] = os.getloadavg()
     (RESULTS / "fsdp.json").write_text(json.dumps(result, indent=1) + "\n")
-    bars = {
-        f"2 x 2 ranks, {rate}": {
-            name: (entry["median_ms"], entry["quartiles_ms"]) for name, entry in entries.items()
-        }
-        for rate, entries in times.items()
-    }
-    draw_bars(bars, "ms for forward and backward", RESULTS / "fsdp.png")
+    draw(result)
 
 
 if __name__ == "__main__":

@@ -191,12 +191,27 @@ def find_limit() -> dict[str, Any]:
     return {"without a limit": free, "limit_mib": limit, "with the limit": limited}
 
 
+def draw(results: dict[str, Any]) -> None:
+    """Draw the peaks of passes after the first."""
+    panels = {
+        case: {
+            side: (row["later passes"]["median_mib"], row["later passes"]["range_mib"])
+            for side, row in sides.items()
+        }
+        for case, sides in results.get("peaks", {}).get("cases", {}).items()
+    }
+    if panels:
+        title, path = "Peak of memory above the model, second pass and later", RESULTS / "gradient_memory.png"
+        draw_bars(panels, "MiB", path, title=title, columns=2)
+
+
 def main() -> None:
     """Run the parts that are asked for, and write what they found."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", nargs="?", default="all", choices=("all", "peaks", "limit", "program"))
+    parts = ("all", "peaks", "limit", "plot", "program")
+    parser.add_argument("part", nargs="?", default="all", choices=parts)
     parser.add_argument("--runs", type=int, default=3, help="of every side, for peaks")
     parser.add_argument("--side", choices=SIDES, help="of the program")
     options = parser.parse_args()
@@ -214,17 +229,7 @@ def main() -> None:
         else:
             print(f"no limit: {_CGROUPS} is not there, or not ours", file=sys.stderr)
     path.write_text(json.dumps(results, indent=1) + "\n")
-    panels = {
-        case: {
-            f"{side}, {key}": (value["median_mib"], value["range_mib"])
-            for key in ("first pass", "later passes")
-            for side, row in sides.items()
-            for value in (row[key],)
-        }
-        for case, sides in results.get("peaks", {}).get("cases", {}).items()
-    }
-    if panels:
-        draw_bars(panels, "MiB above the model, at peak", RESULTS / "gradient_memory.png")
+    draw(results)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Averages among many ranks: a cost model fitted here, and predictions of clusters that were not at hand.
+"""Averages among many ranks: a cost model fitted here, and predictions of larger clusters.
 
     python benchmarks/bench_many_ranks.py              # everything, half an hour; emulated hosts need root
     python benchmarks/bench_many_ranks.py curve        # with the model of results/many_ranks.json

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bar_charts import draw_bars
+from bar_charts import bars_of, draw_bars
 from machine import describe_machine
 from timings import slowest
 from torch.distributed import utils as pytorch
@@ -70,13 +70,24 @@ def measure(rank: int, width: int, repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
+def draw(results: dict[str, Any]) -> None:
+    """Draw the times, a panel for each size."""
+    panels = {size: bars_of(table) for size, table in results["ms"].items()}
+    title = "Sending 200 parameters from one rank to another, loopback"
+    draw_bars(panels, "ms", RESULTS.with_suffix(".png"), title=title)
+
+
 def main() -> None:
     """Measure everything, print and store it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=41)
+    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
+    if options.plot:
+        draw(json.loads(RESULTS.read_text()))
+        return
     results: dict[str, Any] = {**describe_machine(), "repeats": options.repeats, "ms": {}}
     for width in WIDTHS:
         table = slowest(run_ranks(measure, 2, width, options.repeats, timeout=300))
@@ -89,13 +100,7 @@ def main() -> None:
             ratio = entry["median_ms"] / table[name.replace("ours", "pytorch")]["median_ms"]
             print(f"  {name:<28}{entry['median_ms']:7.2f} [{low:.2f}, {high:.2f}]   / pytorch {ratio:.2f}")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    panels = {
-        f"200 parameters, {size}": {
-            name: (entry["median_ms"], entry["quartiles_ms"]) for name, entry in table.items()
-        }
-        for size, table in results["ms"].items()
-    }
-    draw_bars(panels, "ms", RESULTS.with_suffix(".png"))
+    draw(results)
     print(f"\nwritten: {RESULTS} and .png")
 
 

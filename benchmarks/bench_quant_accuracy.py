@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from drawing import BLUE, GRAY, save, subplots
 from machine import describe_machine
 from torch import nn
 
@@ -429,47 +430,43 @@ def report(results: dict[str, Any]) -> None:
             print(f"    W={ranks:<4}{goal['error'][ranks]:.2e} <= {goal['at_most'][ranks]:.2e}  {verdict}")
 
 
+SHOWN = {
+    "ours: int8": BLUE,
+    "ours: int8, rotate=False": BLUE,
+    'ours: int8, gather="bf16"': BLUE,
+    "ours: int4": BLUE,
+    "ours: int4, rotate=False": BLUE,
+    'ours: int4, feedback "both", mean of 20 steps': BLUE,
+    "pytorch: fp16": GRAY,
+    "pytorch: bf16": GRAY,
+    "pytorch: per channel of 512": GRAY,
+    "pytorch: per tensor": GRAY,
+    "pytorch: PowerSGD, rank 4, one step": GRAY,
+}
+PANELS = ("Gaussian", "outliers", "language model")
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the errors of each kind of gradients, and the bytes: one point for each W."""
-    import matplotlib as mpl  # noqa: PLC0415 - importing the simulation needs no plots
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-    from matplotlib.lines import Line2D  # noqa: PLC0415
-
-    colors = {"ours": "tab:blue", "pytorch": "tab:gray", "others": "tab:orange"}
-    sizes, schemes = results["world_sizes"], results["schemes"]
-    groups = {name: scheme.group for name, scheme in all_schemes(results["values_per_rank"]).items()}
-    markers = dict(zip(sizes, "osD^vPX*", strict=False))
-    figure, axes = plt.subplots(1, len(KINDS) + 1, figsize=(26, 7), layout="constrained", sharey=True)
-    for axis, kind in zip(axes, [*KINDS, None], strict=True):
-        for place, (name, entry) in enumerate(schemes.items()):
-            source = entry["relative_error"][kind] if kind else entry["bytes_of_fp32_ring_by_formula"]
-            for step, ranks in enumerate(sizes):
-                # From top to bottom in the order of W, because equal values would hide each other.
-                axis.plot(
-                    source[ranks]["median"] if kind else source[ranks],
-                    place + 0.6 * ((step + 0.5) / len(sizes) - 0.5),
-                    markers.get(ranks, "o"),
-                    color=colors[groups[name]],
-                    markersize=5,
-                )
-            axis.axhline(place + 0.5, color="0.9", linewidth=0.8, zorder=0)
+    """Draw errors of some schemes and kinds of gradients: a line from the fewest ranks to the most."""
+    sizes = [str(ranks) for ranks in results["world_sizes"]]
+    figure, (axes,) = subplots(1, len(PANELS), (11, 4), sharey=True)
+    for axis, kind in zip(axes, PANELS, strict=True):
+        for place, (name, color) in enumerate(SHOWN.items()):
+            by_ranks = results["schemes"][name]["relative_error"][kind]
+            errors = [by_ranks[ranks]["median"] for ranks in sizes]
+            axis.plot(errors, [place] * len(errors), color=color, linewidth=1)
+            axis.plot(errors[-1], place, "o", color=color, markersize=6)
+            text = f"{100 * errors[-1]:.2g} %"
+            axis.annotate(text, (errors[-1], place - 0.15), ha="center", va="bottom", fontsize="x-small")
         axis.set_xscale("log")
-        axis.grid(axis="x", color="0.88")
-        axis.set_axisbelow(True)
-        if kind:
-            axis.set(title=kind, xlabel="relative error of the mean")
-            axis.axvline(GOAL, color="tab:red", linestyle="--", linewidth=1)
-        else:
-            axis.set(title="bytes sent, by formula", xlabel="share of an fp32 ring's")
-            axis.axvline(1, color="tab:red", linestyle="--", linewidth=1)
-    axes[0].set_yticks(range(len(schemes)), schemes)
-    axes[0].set_ylim(len(schemes) - 0.5, -0.5)
-    legend = [Line2D([], [], color="0.3", marker=markers.get(r, "o"), ls="", label=f"W = {r}") for r in sizes]
-    legend.append(Line2D([], [], color="tab:red", ls="--", label="our goal for int8; the ring itself"))
-    figure.legend(handles=legend, loc="outside lower center", ncols=len(legend))
-    figure.savefig(path, dpi=110)
+        axis.margins(x=0.2)
+        axis.grid(axis="x", color="0.9")
+        axis.set_title(f"gradients: {kind}", loc="left", fontsize="medium")
+        axis.tick_params(axis="y", length=0)
+    axes[0].set_yticks(range(len(SHOWN)), SHOWN)
+    axes[0].set_ylim(len(SHOWN) - 0.5, -0.9)
+    figure.suptitle(f"Relative error of the mean of {sizes[-1]} ranks; lines: from {sizes[0]} ranks on")
+    save(figure, path)
 
 
 def main() -> None:
@@ -479,7 +476,12 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4, 8, 32])
+    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
+    path = RESULTS / "quant_accuracy.json"
+    if options.plot:
+        draw(json.loads(path.read_text()), path.with_suffix(".png"))
+        return
     if options.seeds < 1 or min(options.world_sizes) < 2:
         parser.error("there must be at least one seed, and two ranks")
     torch.set_num_threads(1)  # the same sums, and so the same errors, whatever the machine
@@ -494,9 +496,9 @@ def main() -> None:
     results["goals"] = check_goals(results)
     report(results)
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "quant_accuracy.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, RESULTS / "quant_accuracy.png")
-    print(f"\nwritten: {RESULTS / 'quant_accuracy.json'} and .png")
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    draw(json.loads(path.read_text()), path.with_suffix(".png"))  # keys are strings there
+    print(f"\nwritten: {path} and .png")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from drawing import BLUE, GRAY, VERMILION, name_ends, save, subplots
 from machine import describe_machine
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -272,7 +273,7 @@ def counted(hook: CommHook, indices: list[int]) -> CommHook:
 
 
 def parameters_equal(model: nn.Module) -> bool:
-    """Tell whether every rank has rank 0's bits."""
+    """Return whether every rank has rank 0's bits."""
     mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     first = mine.clone()
     dist.broadcast(first, src=0)
@@ -347,7 +348,7 @@ def smooth(losses: list[float]) -> list[float]:
     return [statistics.fmean(losses[end - THIN : end]) for end in range(THIN, len(losses) + 1, THIN)]
 
 
-def summarise(runs: dict[tuple[str, int], Run], seeds: int, steps: int) -> dict[str, Any]:
+def summarize(runs: dict[tuple[str, int], Run], seeds: int, steps: int) -> dict[str, Any]:
     """Return what the result file says of a task."""
     reference = [runs[REFERENCE, seed] for seed in range(seeds)]
     finals = [run.held_out["loss"] for run in reference]
@@ -449,35 +450,27 @@ def _text(summary: dict[str, Any], form: str) -> str:
     return f"{summary['mean']:{form}} [{low:{form}}, {high:{form}}]"
 
 
+SHOWN = {"bf16": GRAY, "int8": BLUE, 'int4, feedback "both"': VERMILION}
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw each task's loss curves, and how far they are from fp32's."""
-    import matplotlib as mpl  # noqa: PLC0415 - ranks need no plots
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
+    """Draw how far some curves of the loss are from fp32's, and how far its own seeds are from each other."""
     tasks = results["tasks"]
-    figure, axes = plt.subplots(
-        len(tasks), 2, figsize=(13, 4.5 * len(tasks)), layout="constrained", squeeze=False
-    )
-    for (left, right), (name, task) in zip(axes, tasks.items(), strict=True):
+    figure, (axes,) = subplots(1, len(tasks), (6 * len(tasks), 3.6))
+    for axis, (name, task) in zip(axes, tasks.items(), strict=True):
         steps = task["curve_steps"]
-        for place, (configuration, entry) in enumerate(task["configurations"].items()):
-            color = "black" if configuration == REFERENCE else f"C{place - 1}"
-            left.plot(steps, entry["curve"], color=color, label=configuration, linewidth=1)
-            if configuration != REFERENCE:
-                distance = entry["curve_distance_to_fp32"]
-                right.plot(steps, distance, color=color, label=configuration, linewidth=1)
+        axis.set(xlabel="step", yscale="log")
+        axis.set_title(f"{name}: distance of training losses from fp32's", loc="left", fontsize="medium")
+        ends = {}
+        for configuration, color in SHOWN.items():
+            distance = task["configurations"][configuration]["curve_distance_to_fp32"]
+            axis.plot(steps, distance, color=color, linewidth=1.2)
+            ends[configuration] = (steps[-1], distance[-1], color)
         if (deviation := task["fp32_curve_standard_deviation_over_seeds"]) is not None:
-            label = "fp32: standard deviation over seeds"
-            right.plot(steps, deviation, color="black", linestyle="--", label=label, linewidth=1)
-        left.set(title=f"{name}: training loss", ylabel=f"mean of {THIN} steps and all seeds")
-        right.set(title=f"{name}: distance from fp32's curve", ylabel="of the same seed; mean over seeds")
-        for axis in (left, right):
-            axis.set(xlabel="step", yscale="log")
-            axis.grid(color="0.9")
-            axis.legend(fontsize="small")
-    figure.savefig(path, dpi=110)
+            axis.plot(steps, deviation, color="black", linestyle="--", linewidth=1.2)
+            ends["fp32: deviation\nover seeds"] = (steps[-1], deviation[-1], "black")
+        name_ends(axis, ends, gap=0.09)
+    save(figure, path)
 
 
 def main() -> None:
@@ -489,7 +482,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the result files")
+    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
+    path = options.output / "quant_convergence.json"
+    if options.plot:
+        draw(json.loads(path.read_text()), path.with_suffix(".png"))
+        return
     if options.steps < THIN or options.seeds < 1:
         parser.error(f"there must be at least {THIN} steps, and one seed")
     torch.set_num_threads(1)  # as in the ranks
@@ -508,12 +506,12 @@ def main() -> None:
     }
     for name in dict.fromkeys(options.tasks):
         runs = run_ranks(train_all, RANKS, name, options.seeds, options.steps, timeout=TIMEOUT)[0]
-        results["tasks"][name] = summarise(runs, options.seeds, options.steps)
+        results["tasks"][name] = summarize(runs, options.seeds, options.steps)
     report(results)
     options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "quant_convergence.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, options.output / "quant_convergence.png")
-    print(f"\nwritten: {options.output / 'quant_convergence.json'} and .png")
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    draw(results, path.with_suffix(".png"))
+    print(f"\nwritten: {path} and .png")
     unequal = [
         f"{name}: {configuration}"
         for name, task in results["tasks"].items()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bar_charts import draw_bars
+from bar_charts import bars_of, draw_bars
 from emulated_hosts import EmulationUnavailableError
 from hook_harness import (
     ELEMENTS,
@@ -181,16 +181,24 @@ def goals(results: dict[str, Any]) -> dict[str, bool]:
     return found
 
 
+SHOWN = ("fp32, allreduce_hook", "16 bits, bf16_compress_hook", "ours: 8 bits", "ours: 4 bits")
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the times."""
-    panels = {f"{size} ranks, loopback": times for size, times in results.get("loopback", {}).items()}
+    """Draw the times of the hooks that are compared with each other, a row for each number of ranks."""
+    tables = {("ranks", "loopback"): results.get("loopback", {})}
     for rate, by_size in results.get("hosts", {}).items():
-        panels |= {f"{size} hosts, {rate}": times for size, times in by_size.items()}
-    bars = {
-        title: {name: (entry["median_ms"], entry["quartiles_ms"]) for name, entry in times.items()}
-        for title, times in panels.items()
+        tables[("emulated hosts", rate.replace("gbit", " Gbit/s"))] = by_size
+    sizes = dict.fromkeys(size for table in tables.values() for size in table)
+    panels = {
+        f"{size} {kind}, {where}": bars_of({name: table[size][name] for name in SHOWN if name in table[size]})
+        for size in sizes
+        for (kind, where), table in tables.items()
+        if size in table
     }
-    draw_bars(bars, "ms for a 25 MiB bucket", path)
+    if panels:
+        columns = len(panels) // len(sizes)
+        draw_bars(panels, "ms", path, title="Averaging a bucket of 25 MiB", columns=columns)
 
 
 def main() -> None:
@@ -199,7 +207,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = ["time", "small", "bytes", "memory", "hosts"]
-    parser.add_argument("part", nargs="?", choices=["all", *parts, "rank"], default="all")
+    parser.add_argument("part", nargs="?", choices=["all", *parts, "plot", "rank"], default="all")
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
@@ -208,6 +216,10 @@ def main() -> None:
         parser.error("--repeats must be at least 2, for the quartiles")
     if options.part == "rank":
         be_a_rank(options.folder, hooks, options.repeats)
+        return
+    if options.part == "plot":
+        stored = json.loads((RESULTS / "quantized_allreduce.json").read_text())
+        draw(stored, RESULTS / "quantized_allreduce.png")
         return
     wants = {options.part} if options.part != "all" else set(parts)
     results = measure(wants, options.world_sizes, options.repeats)

@@ -1,4 +1,4 @@
-"""The main claims of the documents: what each says, where its number stands, and how it is measured again.
+"""The main claims of the documents: what each says, where its number is, and how it is measured again.
 
 No number is written here: it is that of the result file, and a test of ``nox -s repository`` compares the
 documents with it. ``nox -s bench -- --quick`` (repeat_claims.py) measures every claim again, with few
@@ -82,7 +82,7 @@ class Claim:
         return max(self.least_spread, sum(relative_range(entry(results, path)) for path in paths))
 
     def holds(self, now: float) -> bool:
-        """Tell whether a new number is not worse than the stored one by more than the spread."""
+        """Return whether a new number is not worse than the stored one by more than the spread."""
         stored = self.stored()
         then, spread = self.value(stored), self.spread(stored)
         return now >= then * (1 - spread) if self.better == "more" else now <= then * (1 + spread)
@@ -121,7 +121,7 @@ def relative_range(found: Any) -> float:
 
 
 def stands(place: Place, text: str) -> bool:
-    """Tell whether a text stands in its place."""
+    """Return whether a text stands in its place."""
     document = (ROOT / place.document).read_text()
     if not place.row:
         return text in re.sub(r"\s+", " ", document)  # lines may break anywhere

@@ -60,7 +60,7 @@ def measure_memory(rank: int, make_hooks: MakeHooks, name: str) -> float:
     bucket.set_buffer(large)
     dist.barrier()
     ctypes.CDLL(None).malloc_trim(0)  # free memory that the process still holds would hide what is taken
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
     before = _status("VmRSS")
     hook(bucket).wait()
     return (_status("VmHWM") - before) / 1024

@@ -1,4 +1,4 @@
-"""One process for each rank: all end with the first that fails, and with this program, however it ends."""
+"""One process for each rank: all end when the first one fails, and when this program ends."""
 
 from __future__ import annotations
 

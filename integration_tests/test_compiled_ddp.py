@@ -118,5 +118,5 @@ def test_the_python_reducer_is_refused_by_who_needs_buckets(launch):
         assert raised["quantized"][0].startswith("TypeError: quantized_allreduce_hook averages buckets")
         assert raised["fp16"][0].startswith("ConfigError: the overlapped step needs buckets")
         for error, unchanged in raised.values():
-            assert "python reducer has none: set torch._dynamo.config.optimize_ddp to True" in error
+            assert "Python reducer has none: set torch._dynamo.config.optimize_ddp to True" in error
             assert unchanged

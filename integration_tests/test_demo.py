@@ -38,7 +38,7 @@ def _start(folder, *arguments, **environment):
 
 
 @pytest.mark.parametrize("tools", ["there", pytest.param("missing", marks=pytest.mark.exhaustive)])
-def test_every_way_learns_alike_and_sends_what_it_says(tmp_path, tools):
+def test_every_hook_learns_the_same_and_sends_what_it_says(tmp_path, tools):
     environment = {} if tools == "there" else {"PATH": str(tmp_path)}
     process = _start(tmp_path, "--steps=2", **environment)
     output, errors = process.communicate(timeout=300)
@@ -98,7 +98,7 @@ def _wait_for_processes(folder, are_right, demo):
 @pytest.mark.parametrize(
     "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive), signal.SIGKILL]
 )
-def test_nothing_is_left_behind(tmp_path, how):
+def test_no_process_is_left(tmp_path, how):
     process = _start(tmp_path)
     _wait_for_processes(tmp_path, _are_both_ranks, process)
     process.send_signal(how)

@@ -1,4 +1,4 @@
-"""The documentation's job that torchrun restarts: a rank dies, and nobody can tell from the result."""
+"""The documentation's job that torchrun restarts: a rank dies, and the result is the same."""
 
 import os
 import subprocess

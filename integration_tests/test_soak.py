@@ -16,7 +16,7 @@ from dist_utils.testing import patience
 
 JOBS = [
     ("kill -9", "8 bits, feedback, overlap", 3, 1, 20),
-    ("kill -9", "8 bits", 2, 1, 20),  # a failed job kept its group for ever
+    ("kill -9", "8 bits", 2, 1, 20),  # a failed job kept its group forever
     ("raises in hook", "bf16, fp32 sums", 2, 1, 10),
     ("raises in optimizer", "8 bits", 2, 0, 10),
     ("stopped for less than the timeout", "4 bits, feedback", 2, 0, 10),

@@ -1,4 +1,4 @@
-"""Pairs of a package and a sibling that it needs, in all known versions, and who fits beside whom.
+"""Pairs of a package and a sibling that it needs, in all known versions, and which versions fit together.
 
 Computed from metadata only; nothing is installed here.
 """
@@ -24,16 +24,16 @@ class Pair:
     """One version of a package and one version of a sibling that it needs.
 
     Attributes:
-        dependant: The package that needs the other one.
-        dependant_version: Its version.
+        dependent: The package that needs the other one.
+        dependent_version: Its version.
         sibling: The package that is needed.
         sibling_version: Its version.
-        range: What the dependant's metadata says about the sibling.
+        range: What the dependent's metadata says about the sibling.
         admitted: Whether the sibling's version is in that range.
     """
 
-    dependant: str
-    dependant_version: Version
+    dependent: str
+    dependent_version: Version
     sibling: str
     sibling_version: Version
     range: SpecifierSet
@@ -42,7 +42,7 @@ class Pair:
     @property
     def pins(self) -> dict[str, Version]:
         """Both versions, by package."""
-        return {self.dependant: self.dependant_version, self.sibling: self.sibling_version}
+        return {self.dependent: self.dependent_version, self.sibling: self.sibling_version}
 
 
 def admits(needed: SpecifierSet, version: Version) -> bool:
@@ -53,8 +53,8 @@ def admits(needed: SpecifierSet, version: Version) -> bool:
 def all_pairs(catalog: Catalog) -> list[Pair]:
     """Return every pair of versions of packages that need each other, in range or not."""
     return [
-        Pair(dependant, version, sibling, other, needed, admits(needed, other))
-        for dependant, versions in sorted(catalog.items())
+        Pair(dependent, version, sibling, other, needed, admits(needed, other))
+        for dependent, versions in sorted(catalog.items())
         for version, needs in sorted(versions.items())
         for sibling, needed in sorted(needs.items())
         for other in sorted(catalog[sibling])

@@ -1,4 +1,4 @@
-"""What a tag says: ``python -m releasing.publish NAME-vX.Y.Z`` checks it and prints the package's name."""
+"""Checks of a tag: ``python -m releasing.publish NAME-vX.Y.Z`` checks it and prints the package's name."""
 
 from __future__ import annotations
 

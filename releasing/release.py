@@ -117,7 +117,7 @@ def branch(root: Path) -> str | None:
 
 
 def wrong_ranges(root: Path, planned: Plan) -> list[str]:
-    """Return the ranges of dependants that exclude the new version, and its own that admit no released one.
+    """Return the ranges of dependents that exclude the new version, and its own that admit no released one.
 
     What the tree has of a sibling does not count for its own: users have only released ones. A range in the
     extra ``test`` counts: with a wrong one, neither tests nor a development install work.
@@ -143,7 +143,7 @@ def write_release(root: Path, planned: Plan) -> str:
     towncrier = [sys.executable, "-m", "towncrier", "build", "--yes", "--config", "towncrier.toml"]
     run([*towncrier, "--dir", planned.package.folder, "--version", str(planned.new)], root)
     if left := [path.name for path in notes(root, planned.package)]:
-        raise ReleaseError(f"the changelog took no notice of {', '.join(left)}")
+        raise ReleaseError(f"the changelog left out {', '.join(left)}")
     _write_into_readme(root / "README.md", planned)
     git(root, "add", "--all", planned.package.folder, "README.md")
     git(root, "commit", "--quiet", "--message", f"{planned.package.name} {planned.new}")
@@ -170,7 +170,7 @@ def build_files(root: Path, package: Package) -> None:
 
 
 def run_siblings(root: Path, _: Package) -> None:
-    """Run the pairs of the tree with older and newer siblings: the new version beside released dependants."""
+    """Run the pairs of the tree with older and newer siblings: the new version beside released dependents."""
     _show(["nox", "-s", "siblings"], root)
 
 

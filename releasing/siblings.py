@@ -4,7 +4,7 @@ Without ``--full`` the checkout is installed from wheels beside the oldest and t
 range, of each sibling that it needs and of each package that needs it, and runs a short program on two ranks:
 a number of pairs that does not grow with releases. ``--full`` runs every pair, those of the past too, the
 checkout's tests with the oldest and the newest version of each sibling in range, and the tests of every
-released dependant in range, as they were then, with the checkout's siblings.
+released dependent in range, as they were then, with the checkout's siblings.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ NOT_TOGETHER = "not installable together"
 
 
 def check_pair(environment: Environment, catalog: Catalog, pair: Pair) -> dict[str, Any]:
-    """Install one pair and run the dependant's short program; return a row of the table."""
+    """Install one pair and run the dependent's short program; return a row of the table."""
     row = _row(pair)
     if not pair.admitted:
         return {**row, "result": EXCLUDED}
-    if solve(catalog, pair.pins, [pair.dependant, pair.sibling]) is None:
+    if solve(catalog, pair.pins, [pair.dependent, pair.sibling]) is None:
         outcome = environment.install(pair.pins)
         if outcome.ok:
             raise RuntimeError(f"{pair} was installed though no versions fit: the metadata were misread")
         return {**row, "result": NOT_TOGETHER, "reason": outcome.text}
     outcome = environment.install(pair.pins)
     row["installed"] = environment.installed() if outcome.ok else {}
-    outcome = environment.program(pair.dependant) if outcome.ok else outcome
+    outcome = environment.program(pair.dependent) if outcome.ok else outcome
     return {**row, "result": OK} if outcome.ok else {**row, "result": BROKEN, "reason": outcome.text}
 
 
@@ -62,7 +62,7 @@ def test_sets(known: Known) -> list[tuple[str, Version, dict[str, Version]]]:
                 add(name, {name: tree, sibling: other})
     for pair in all_pairs(known.catalog):
         if pair.admitted and pair.sibling_version == known.tree[pair.sibling]:
-            add(pair.dependant, pair.pins)
+            add(pair.dependent, pair.pins)
     return found
 
 
@@ -98,13 +98,13 @@ def pairs_to_run(known: Known, *, full: bool) -> list[Pair]:
     if full:
         return every
     tree, ends = known.tree, dict[Pair, None]()
-    for dependant, sibling in dict.fromkeys((pair.dependant, pair.sibling) for pair in every):
+    for dependent, sibling in dict.fromkeys((pair.dependent, pair.sibling) for pair in every):
         in_range = [
-            pair for pair in every if (pair.dependant, pair.sibling) == (dependant, sibling) and pair.admitted
+            pair for pair in every if (pair.dependent, pair.sibling) == (dependent, sibling) and pair.admitted
         ]
-        older_siblings = [pair for pair in in_range if pair.dependant_version == tree[dependant]]
-        older_dependants = [pair for pair in in_range if pair.sibling_version == tree[sibling]]
-        for some, name in ((older_siblings, sibling), (older_dependants, dependant)):
+        older_siblings = [pair for pair in in_range if pair.dependent_version == tree[dependent]]
+        older_dependents = [pair for pair in in_range if pair.sibling_version == tree[sibling]]
+        for some, name in ((older_siblings, sibling), (older_dependents, dependent)):
             released = [pair for pair in some if (name, pair.pins[name]) in known.commits]
             ours = [pair for pair in some if pair.pins[name] == tree[name]]
             ends |= dict.fromkeys([*released[:1], *released[-1:], *ours])
@@ -113,7 +113,7 @@ def pairs_to_run(known: Known, *, full: bool) -> list[Pair]:
 
 def installed_for(known: Known, pair: Pair) -> Mapping[str, Version]:
     """Return what an installer takes for a pair; only the pair itself where no versions fit."""
-    return solve(known.catalog, pair.pins, [pair.dependant, pair.sibling]) or pair.pins
+    return solve(known.catalog, pair.pins, [pair.dependent, pair.sibling]) or pair.pins
 
 
 def wanted_for_pairs(known: Known) -> set[tuple[str, Version]]:
@@ -180,8 +180,8 @@ def broken_now(rows: Sequence[Mapping[str, Any]], known: Known) -> list[str]:
 
 def _row(pair: Pair) -> dict[str, Any]:
     return {
-        "package": pair.dependant,
-        "version": str(pair.dependant_version),
+        "package": pair.dependent,
+        "version": str(pair.dependent_version),
         "sibling": pair.sibling,
         "sibling_version": str(pair.sibling_version),
         "range": str(pair.range),

@@ -48,9 +48,9 @@ def version_in_tree(root: Path, package: Package, released: list[Release]) -> Ve
 def released_wheel(root: Path, release: Release, cache: Path) -> Path:
     """Return the wheel of a released version: found in ``cache``, on the index, or built now.
 
-    The cache has a folder for each commit, so a version whose commit or tag is another one now is built anew.
-    The index is asked only where ``RELEASED_FROM_INDEX`` is set, for the names on it must be ours, and only
-    for tagged versions.
+    The cache has a folder for each commit, so a version whose commit or tag is another one now is built
+    again. The index is asked only where ``RELEASED_FROM_INDEX`` is set, for the names on it must be ours, and
+    only for tagged versions.
 
     Raises:
         CommandError: It cannot be built, or the index cannot be asked.

@@ -1,4 +1,4 @@
-"""The cost model, fitted on what was measured here, and what it says of cases that the fit did not see."""
+"""The cost model, fitted on what was measured here, and its errors on cases that the fit did not see."""
 
 from __future__ import annotations
 

@@ -1,44 +1,39 @@
-"""The predicted curves: seconds over the number of ranks, a panel for each rate of the links."""
+"""The predicted curves: seconds over the number of ranks, a panel for some rates of the links."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from drawing import BLUE, GRAY, VERMILION, name_ends, save, subplots
 from many_ranks.predicting import wire_limit
 
-COLORS = ("dimgray", "tab:blue", "tab:red", "tab:green")
+COLORS = (GRAY, VERMILION, BLUE)
+RATES = (1, 25, 400)
+"""Gbit/s. Curves of the others lie between these; they are in the result file."""
 
 
 def draw(predictions: dict[str, Any], path: Path) -> None:
     """Draw the curve of every side, with the wire's limit, and write the picture."""
-    import matplotlib as mpl  # noqa: PLC0415 - ranks need no plots
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
     rows = predictions["curve"]
-    rates = sorted({row["gbit"] for row in rows})
     sides = list(dict.fromkeys(row["side"] for row in rows))
-    figure, axes = plt.subplots(
-        1, len(rates), figsize=(3.4 * len(rates), 3.8), layout="constrained", squeeze=False
-    )
-    for axis, gbit in zip(axes[0], rates, strict=True):
-        for side, color in zip(sides, COLORS, strict=False):
+    figure, (axes,) = subplots(1, len(RATES), (4.2 * len(RATES), 3.6))
+    for axis, gbit in zip(axes, RATES, strict=True):
+        ends = {}
+        for side, color in zip(sides, COLORS, strict=True):
             own = [row for row in rows if row["side"] == side and row["gbit"] == gbit]
-            axis.plot(
-                [row["world"] for row in own],
-                [1e3 * row["predicted_seconds"] for row in own],
-                marker=".",
-                color=color,
-                label=side,
-            )
+            times = [1e3 * row["predicted_seconds"] for row in own]
+            axis.plot([row["world"] for row in own], times, marker=".", color=color)
+            ends[side] = (own[-1]["world"], times[-1], color)
         worlds = sorted({row["world"] for row in rows})
         limits = [1e3 * wire_limit(world, 1, gbit) for world in worlds]
-        axis.plot(worlds, limits, color="black", linestyle=":", label="wire, a byte a value")
-        axis.set(xscale="log", yscale="log", title=f"{gbit:g} Gbit/s", xlabel="ranks, one a node")
-    axes[0][0].set_ylabel("predicted ms for 25 MiB")
-    axes[0][0].legend(fontsize="x-small")
+        axis.plot(worlds, limits, color="black", linestyle=":")
+        ends["limit of the links"] = (worlds[-1], limits[-1], "black")
+        axis.set(xscale="log", yscale="log", xlabel="ranks, one a node")
+        axis.set_title(f"{gbit:g} Gbit/s", loc="left", fontsize="medium")
+        if axis is axes[-1]:
+            last = ends
+    axes[0].set_ylabel("predicted ms for 25 MiB")
     figure.suptitle("Predicted, not measured: recorded schedules, played with the fitted cost model")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    name_ends(axes[-1], last)
+    save(figure, path)

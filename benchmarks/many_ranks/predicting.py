@@ -1,4 +1,4 @@
-"""Clusters that were not at hand, predicted: curves over the number of ranks, and the cases of interest."""
+"""Predictions of larger clusters: curves over the number of ranks, and the cases of interest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The project's routes for ranks that are not here."""
+"""The project's routes for ranks that do not exist."""
 
 from __future__ import annotations
 

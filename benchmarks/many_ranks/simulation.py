@@ -1,4 +1,4 @@
-"""The schedules of all ranks, played: who waits for whom, on which link, and for how long.
+"""The schedules of all ranks, simulated: which rank waits for which, on which link, and for how long.
 
 Every rank has a thread that computes and starts messages, and one that takes them in. Messages queue where
 they leave and where they arrive: a node's link to others is shared by its ranks, each rank has its own way

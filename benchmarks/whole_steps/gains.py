@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from drawing import BLUE, save, subplots
+
 SIDE = "8bits"
 MODELS = {
     "7M": "transformer, 7 million parameters",
@@ -16,32 +18,24 @@ MODELS = {
 
 def draw_gains(results: dict[str, Any], path: Path) -> None:
     """Draw a bar for every cell in which 8 bits were measured, the largest gain first."""
-    import matplotlib as mpl  # noqa: PLC0415 - ranks need no plots
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
-
     gains = {
         name: cell["sides"][SIDE]["faster_than_plain"]
         for name, cell in results["cells"].items()
         if SIDE in cell["sides"]
     }
     names = sorted(gains, key=lambda name: -gains[name]["median"])
-    figure, axis = plt.subplots(figsize=(8.5, 0.6 + 0.36 * len(names)), layout="constrained")
+    figure, ((axis,),) = subplots(1, 1, (8.5, 0.6 + 0.36 * len(names)))
     for place, name in enumerate(names):
         middle, (low, high) = gains[name]["median"], gains[name]["quartiles"]
-        axis.barh(place, middle, color="#0072B2", xerr=[[middle - low], [high - middle]], ecolor="0.5")
+        axis.barh(place, middle, color=BLUE, xerr=[[middle - low], [high - middle]], ecolor="0.5")
         axis.text(high + 0.05, place, f"{middle:.2f}x", va="center")
     axis.axvline(1, color="0.3", linestyle=":")
     axis.set_yticks(range(len(names)), [_told(name) for name in names])
     axis.invert_yaxis()
-    axis.spines[["top", "right"]].set_visible(False)
     axis.set_xlim(0, 1.12 * max(high for gain in gains.values() for high in gain["quartiles"]))
-    axis.set_title(
-        "Emulated hosts: how many times faster 8 bits make a training step than plain DDP", loc="right"
-    )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    axis.tick_params(axis="y", length=0)
+    figure.suptitle("Emulated hosts: how many times faster 8 bits make a training step than plain DDP")
+    save(figure, path)
 
 
 def _told(cell: str) -> str:

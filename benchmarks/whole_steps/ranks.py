@@ -136,7 +136,7 @@ def be_a_rank(folder: Path, job: Job) -> None:
         seen = measure(dist.get_rank(), job)
     except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
         mine.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
-        os._exit(0)  # a hook's threads may wait for ever
+        os._exit(0)  # a hook's threads may wait forever
     mine.write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What a job's seconds and bytes say: medians and quartiles, what is exposed, how near the possible it is.
+"""Summary of a job: medians and quartiles, exposed communication, share of the possible gain.
 
 All differences and ratios are of one turn: what slows the machine for a while slows both sides. Times are of
 the slowest rank.

@@ -147,5 +147,5 @@ def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume_to_the_bit(f
             assert rank["quantized"][name] == (True, True)
 
 
-def test_a_hook_that_accelerate_ignores_is_told(found):
+def test_a_hook_that_accelerate_ignores_warns(found):
     assert [rank["ignored"] for rank in found] == [(0, 1)] * 2

@@ -170,5 +170,5 @@ def test_manual_optimization_overlaps_lightnings_own_optimizers(found):
     assert [rank["manual"] for rank in found] == [[True, True]] * 2
 
 
-def test_a_hook_that_lightning_ignores_is_told(found):
+def test_a_hook_that_lightning_ignores_warns(found):
     assert [rank["ignored"] for rank in found] == [(0, 1)] * 2

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_again(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Tell whether an outcome is that of a job that is run again."""
+    """Return whether an outcome is that of a job that is run again."""
     same = ("number", "training", "what", "seed") if "number" not in old else ("number",)
     return all(old.get(name) == new.get(name) for name in same)
 

@@ -1,4 +1,4 @@
-"""Many faults, one after another, and what came of them."""
+"""Many faults, one after another, and their outcomes."""
 
 from __future__ import annotations
 

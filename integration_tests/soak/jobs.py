@@ -156,7 +156,7 @@ class _Watch:
             network.mend(victim)
 
     def _begun(self) -> bool:
-        """Tell whether the victim has come to its place, or to its step."""
+        """Return whether the victim has come to its place, or to its step."""
         events = records.read(self._folder / f"record-{self._job.victim}")
         if "killed" in self._job.fault:
             return _time_of(events, "injected") is not None

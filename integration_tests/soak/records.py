@@ -1,4 +1,4 @@
-"""What a rank writes down while it trains: a line for each event, there whatever happens to the rank."""
+"""What a rank writes down while it trains: a line for each event, which is there even if the rank dies."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Line(NamedTuple):
     mean: float
 
     def is_flat(self, least: float = 0.0) -> bool:
-        """Tell whether the growth is zero within its error (three times), or less than ``least``."""
+        """Return whether the growth is zero within its error (three times), or less than ``least``."""
         return abs(self.growth) <= max(3 * self.error, least)
 
 

@@ -1,4 +1,4 @@
-"""What came of a job: right, wrong or hung, and why."""
+"""The outcome of a job: right, wrong or hung, and why."""
 
 from __future__ import annotations
 
@@ -201,5 +201,5 @@ def _closing(events: list[dict[str, Any]]) -> float:
 
 
 def _names(text: str, rank: int) -> bool:
-    """Tell whether an error names a rank."""
+    """Return whether an error names a rank."""
     return re.search(rf"ranks? \[?(\d+, )*{rank}\b", text) is not None

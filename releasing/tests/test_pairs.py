@@ -24,8 +24,8 @@ CATALOG = {
 
 
 def test_every_pair_is_listed_with_whether_the_range_admits_it():
-    pairs = [pair for pair in all_pairs(CATALOG) if pair.dependant == "hooks"]
-    admitted = {(str(pair.dependant_version), str(pair.sibling_version)): pair.admitted for pair in pairs}
+    pairs = [pair for pair in all_pairs(CATALOG) if pair.dependent == "hooks"]
+    admitted = {(str(pair.dependent_version), str(pair.sibling_version)): pair.admitted for pair in pairs}
     assert admitted == {
         ("0.1.0", "0.1.0"): True,
         ("0.1.0", "0.2.0"): False,

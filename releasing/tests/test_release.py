@@ -174,7 +174,7 @@ def test_a_sibling_that_only_the_tree_has_cannot_be_needed_by_a_release(reposito
     assert str(release.plan(repository, "upper", "minor").new) == "0.2.0"
 
 
-def test_a_dependant_that_excludes_the_new_version_is_named(repository):
+def test_a_dependent_that_excludes_the_new_version_is_named(repository):
     write_package(repository, "upper", "0.1.0", "lower>=0.1,<0.2", entries="## 0.1.0\n")
     add_note(repository, "lower")
     with pytest.raises(release.ReleaseError, match=r"upper needs lower<0\.2,>=0\.1, which excludes 0\.2\.0"):

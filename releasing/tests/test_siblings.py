@@ -89,7 +89,7 @@ def test_the_short_form_runs_the_ends_of_each_range_and_builds_nothing_else(repo
     source.write_text(source.read_text() + "CHANGED = True\n")
     known = collect(repository, tmp_path, siblings.wanted_for_pairs)
     pairs = [
-        (str(pair.dependant_version), str(pair.sibling_version))
+        (str(pair.dependent_version), str(pair.sibling_version))
         for pair in siblings.pairs_to_run(known, full=False)
     ]
     assert pairs == [
@@ -116,7 +116,7 @@ def test_the_short_form_takes_the_next_version_for_one_that_cannot_be_built(repo
     known = collect(repository, tmp_path, siblings.wanted_for_pairs)
     assert list(known.missing) == ["lower 0.2.0"]
     pairs = siblings.pairs_to_run(known, full=False)
-    newest = [pair for pair in pairs if pair.dependant_version == Version("0.1.1")]
+    newest = [pair for pair in pairs if pair.dependent_version == Version("0.1.1")]
     assert [str(pair.sibling_version) for pair in newest] == ["0.3.0"]
 
 
@@ -134,7 +134,7 @@ def test_tests_of_an_earlier_run_stay_where_none_are_run(monkeypatch, tmp_path):
     assert "tests" not in written[0][1]
 
 
-def test_the_full_form_runs_oldest_and_newest_siblings_and_released_dependants():
+def test_the_full_form_runs_oldest_and_newest_siblings_and_released_dependents():
     assert siblings.test_sets(known_versions()) == [
         ("upper", NEW, {"upper": NEW, "lower": OLD}),
         ("upper", NEW, {"upper": NEW, "lower": TREE}),

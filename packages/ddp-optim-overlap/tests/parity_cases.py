@@ -29,7 +29,7 @@ def _implementations(name):
 
 
 def _has_fused(make):
-    """Tell whether torch has a fused step on this device: Adagrad's was for CPUs only at first."""
+    """Return whether torch has a fused step on this device: Adagrad's was for CPUs only at first."""
     parameter = torch.ones(2, device=rank_device(), requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
     try:

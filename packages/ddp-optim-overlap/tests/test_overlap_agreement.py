@@ -78,7 +78,7 @@ def test_different_overlaps_raise_on_every_rank_and_step_nothing(world_size):
 
 
 def _goes_on(rank):
-    """After remove() and a new overlap, alike on all ranks, the model trains as in an ordinary loop."""
+    """After remove() and a new overlap on all ranks, the model trains as in an ordinary loop."""
     models = []
     for overlapped in (True, False):
         ddp, optimizer = _model()

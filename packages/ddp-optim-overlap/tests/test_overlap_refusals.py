@@ -538,7 +538,7 @@ def _unused_step(_):
     return moved
 
 
-def test_what_becomes_of_a_parameter_that_nobody_used():
+def test_a_parameter_that_no_rank_has_used_is_skipped_or_stepped():
     weight = 4  # conv.weight, conv.bias, then two for each layer
     for rank in run_ranks(_unused_step, 2, timeout=60):
         assert rank["skip"][weight] is False

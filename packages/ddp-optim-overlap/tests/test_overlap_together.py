@@ -145,7 +145,7 @@ def _sizes_asked_for(_):
     return max(map(asked.count, range(layers)))
 
 
-def test_what_waits_is_not_counted_anew_with_every_bucket():
+def test_waiting_buckets_are_counted_once():
     """Or thousands of small buckets would cost millions of looks."""
     assert max(run_ranks(_sizes_asked_for, 2)) <= 3
 

@@ -111,5 +111,5 @@ def train(net, steps, *, first=0, accumulate=None, optimizer=None):
 
 
 def all_equal(first, second):
-    """Tell whether two lists of tensors are equal, bit by bit."""
+    """Return whether two lists of tensors are equal, bit by bit."""
     return len(first) == len(second) and all(map(torch.equal, first, second))

@@ -103,7 +103,7 @@ def _hooks(rank):
     assert run_hook(None, bucket, empty, quantization_pertensor_hook).numel() == 0
     with pytest.raises(ValueError, match="bucket_size must be a number of at least 1, got 0"):
         quantization_perchannel_hook(None, bucket, 0)
-    with pytest.raises(TypeError, match="python reducer"):
+    with pytest.raises(TypeError, match="Python reducer"):
         quantization_pertensor_hook(None, (empty, empty))
     with pytest.raises(TypeError):
         quantization_pertensor_hook("all", bucket)

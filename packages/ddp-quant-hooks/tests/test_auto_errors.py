@@ -87,7 +87,7 @@ def _differences(rank):
     return found
 
 
-def test_ranks_that_differ_are_told_before_the_first_bucket():
+def test_ranks_that_differ_raise_before_the_first_bucket():
     for rank, found in enumerate(run_ranks(_differences, 2, timeout=60)):
         for name in ("names", "states", "max_error", "look_again_every"):
             kind, message = found[name]
@@ -142,7 +142,7 @@ def _bad_arguments(rank):
 def test_other_states_and_pairs_are_refused():
     ((state, pair),) = run_ranks(_bad_arguments, 1)
     assert "needs an AutoState" in state
-    assert "python reducer" in pair
+    assert "Python reducer" in pair
 
 
 def _fresh_start(rank):
@@ -163,7 +163,7 @@ def _fail():
     raise ValueError("in the middle of a pass")
 
 
-def test_after_an_error_and_close_the_trial_begins_anew():
+def test_after_an_error_and_close_the_trial_starts_over():
     first, second = run_ranks(_fresh_start, 2, timeout=60)
     assert first == second
     assert "in the middle of a pass" in first[0]
@@ -171,7 +171,7 @@ def test_after_an_error_and_close_the_trial_begins_anew():
 
 
 def _some_have_chosen(rank):
-    """Let rank 0 fail in the first pass behind the trial, to which the others do not come."""
+    """Let rank 0 fail in the first pass after the trial, to which the others do not come."""
     fails = []
 
     def hook(_, bucket):
@@ -198,7 +198,7 @@ def _some_have_chosen(rank):
     return before, chosen, weights
 
 
-def test_ranks_that_failed_before_and_behind_the_choice_all_try_anew():
+def test_ranks_that_failed_before_and_after_the_choice_all_try_again():
     results = run_ranks(_some_have_chosen, 3, timeout=60)
     assert [before for before, _, _ in results] == [True, False, False]
     for _, chosen, weights in results:

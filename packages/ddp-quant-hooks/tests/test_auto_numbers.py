@@ -56,12 +56,12 @@ def test_a_slow_moment_does_not_decide():
     assert clearly_slower([A, B], rounds[1:2]) == set()
 
 
-def test_who_is_far_behind_twice_gets_no_more_turns():
+def test_a_candidate_that_is_far_slower_twice_gets_no_more_turns():
     assert clearly_slower([A, B, C], [_around(1.0, 1.5, 1.1)] * 2) == {B}
     assert clearly_slower([A, B, C], [_around(1.0, 1.5, 1.1)]) == set()
 
 
-def test_who_is_slower_by_more_than_chance_gets_no_more_turns():
+def test_a_candidate_that_is_slower_by_more_than_chance_gets_no_more_turns():
     assert clearly_slower([A, B, C], [_around(1.0, 1.02, 1.1, noise=0.01)] * 2) == {C}
     assert clearly_slower([A, B, C], [_around(1.0, 1.02, 1.1, noise=0.01)]) == set()
 

@@ -106,7 +106,7 @@ def _in_the_middle(rank):
     choice, step = again.until_chosen()
     fresh = Training(make())
     _, fresh_step = fresh.until_chosen()
-    # And a run with a choice that loads one without begins anew, too.
+    # And a run with a choice that loads one without starts over, too.
     fresh.state.load_state_dict(saved)
     before = fresh.state.choice, fresh.state.trying
     fresh.steps = 0
@@ -187,6 +187,6 @@ def _one_rank_has_loaded(rank):
     return told
 
 
-def test_ranks_that_have_not_all_loaded_a_choice_are_told():
+def test_ranks_of_which_some_have_loaded_a_choice_raise():
     for told in run_ranks(_one_rank_has_loaded, 2, timeout=60):
         assert "choice is" in told

@@ -1,4 +1,4 @@
-"""How a bucket is cut: every element once, at block boundaries, alike on all ranks."""
+"""How a bucket is cut: every element once, at block boundaries, identical on all ranks."""
 
 from itertools import pairwise
 

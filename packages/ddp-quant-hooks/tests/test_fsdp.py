@@ -264,5 +264,5 @@ def _beside_backward(rank):
     return same_on_all_ranks(gradients(net))
 
 
-def test_backward_goes_on_beside_the_exchange():
+def test_backward_continues_during_the_exchange():
     assert all(run_ranks(_beside_backward, 2, timeout=100))

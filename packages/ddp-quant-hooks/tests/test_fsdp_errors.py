@@ -79,7 +79,7 @@ def test_wrong_models_states_and_groups_are_refused():
 def _replicate_is_refused(_):
     replicas = _replicated(nodes_and_shards(1))
     state = state_between(nodes_and_shards(1))
-    _refused(ValueError, "in place of replicate.*a mesh of one rank", quantize_all_reduce, replicas, state)
+    _refused(ValueError, "instead of replicate.*a mesh of one rank", quantize_all_reduce, replicas, state)
     _refused(ValueError, r"is sharded over ranks \[\d?\]", quantize_reduce_scatter, replicas, state)
 
 
@@ -117,7 +117,7 @@ def _unfit_states(_):
     exact_1d = QuantizedAllreduceState(exact_1d=True)
     _refused(ValueError, flat_tensor, quantize_reduce_scatter, wide, exact_1d)
     grid = HierarchicalAllreduceState(mesh=mesh)
-    _refused(TypeError, "knows no hierarchy", quantize_reduce_scatter, wide, grid)
+    _refused(TypeError, "supports no hierarchical state", quantize_reduce_scatter, wide, grid)
     wide.unshard()  # all its parameters are there, in another form
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -128,7 +128,7 @@ def _unfit_states(_):
     quantize_reduce_scatter(wide, second)
     with_step, of_ddp = state_between(mesh, bits=4), state_between(mesh, bits=4)
     with with_step.step():
-        _refused(ValueError, r"inside of step\(\)", quantize_all_reduce, net, with_step)
+        _refused(ValueError, r"inside step\(\)", quantize_all_reduce, net, with_step)
     ddp = torch.nn.parallel.DistributedDataParallel(Net())
     ddp.register_comm_hook(of_ddp, quantized_allreduce_hook)
     backward(ddp, 0)
@@ -210,7 +210,7 @@ def _one_rank_fails(rank):
 
 
 @needs_hooks
-def test_ranks_with_other_models_are_told():
+def test_ranks_with_other_models_raise():
     run_ranks(_different_ranks, 2, timeout=60)
 
 

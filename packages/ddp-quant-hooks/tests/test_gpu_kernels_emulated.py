@@ -222,7 +222,7 @@ def test_affine_kernels_give_the_bits_of_torchs_operators(gpu, dtype, channels):
                 assert same_bits(mean[~nan], expected[~nan]), (channel, name, ranks)
 
 
-def test_affine_messages_behind_one_another_start_anywhere(gpu):
+def test_affine_messages_one_after_another_start_anywhere(gpu):
     layout = AffineLayout(1001, 7, torch.float32)
     values = torch.randn(1002)[1:]
     memory = torch.full((layout.message_bytes + 8,), 7, dtype=torch.uint8)

@@ -152,7 +152,7 @@ def _seconds(program):
 
 
 @pytest.mark.usefixtures("_compiler")
-def test_what_was_compiled_is_kept_and_damage_is_mended(tmp_path, caplog):
+def test_compiled_programs_are_cached_and_damaged_ones_replaced(tmp_path, caplog):
     program = block_program("decode", Layout("int8", 128), dtype=torch.float32)
     code, first = _seconds(program)
     again, second = _seconds(program)

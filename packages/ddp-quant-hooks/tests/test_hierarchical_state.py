@@ -91,12 +91,12 @@ def _no_grid(rank):
         HierarchicalAllreduceState(intra_group=intra, mesh=init_device_mesh("cpu", (2, 2)))
     with pytest.raises(ValueError, match="not all of them in process_group"):
         HierarchicalAllreduceState(intra, intra_group=intra, inter_group=inter)
-    # Each rank's groups look right alone; together they are no grid: ranks 0 and 3 cross over.
+    # Each rank's groups look right alone; together they are not a grid: ranks 0 and 3 cross over.
     crossed = pairs[4] if rank in {0, 3} else pairs[5]
     state = HierarchicalAllreduceState(
         intra_group=intra, inter_group=crossed if rank in {0, 3} else inter, min_bytes=0
     )
-    with pytest.raises(RuntimeError, match="the groups are no grid"):
+    with pytest.raises(RuntimeError, match="the groups are not a grid"):
         run_hook(state, grad_bucket([torch.ones(3)]), torch.ones(1000))
 
 

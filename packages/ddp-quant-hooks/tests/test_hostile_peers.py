@@ -149,7 +149,7 @@ def _residuals_of_peers(rank, seed):
             assert sent_residuals.gather(group, own, 0) is None
             sent_residuals._written = written
         else:
-            with pytest.raises(ValueError, match=f"rank {HOSTILE} sent what are no saved residuals"):
+            with pytest.raises(ValueError, match=f"rank {HOSTILE} sent data that are not saved residuals"):
                 sent_residuals.gather(group, own, 0)
     for announced in (0, -1, 1 << 60, "x", None, [3], 0.5, True):
         if rank == HOSTILE:
@@ -158,7 +158,7 @@ def _residuals_of_peers(rank, seed):
             sent_residuals.gather(group, own, 0)
     sent_residuals.all_gather_plain = tell
     for data in ([_pickled()] * 2, []):  # from which a rank is left out
-        match = "announced" if not data else "rank 1 sent what are no saved residuals"
+        match = "announced" if not data else "rank 1 sent data that are not saved residuals"
         with pytest.raises(ValueError, match=match):
             sent_residuals.scatter(group, data if rank == HOSTILE else [], HOSTILE)
     gathered = sent_residuals.gather(group, own, 0)

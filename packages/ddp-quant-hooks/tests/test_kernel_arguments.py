@@ -106,7 +106,7 @@ def test_what_is_only_read_may_be_the_same(backend):
     kernels.reduce([messages[0]] * 2, INT8, COUNT, messages[0], INT8)
     kernels.decode([messages[0]], INT8, means[1])
     assert torch.allclose(means[0], means[1], atol=2 * values.abs().max().item() / 127)
-    # Neighbours in memory share none.
+    # Neighbors in memory share none.
     memory = _Memory()
     kernels.encode(values, memory.message(0), INT8, new_residual=memory.floats(-(-BYTES // 16) * 16))
 

@@ -104,7 +104,7 @@ def _tensors(values):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.usefixtures("gpu")
-def test_launches_go_to_the_current_stream_and_nobody_waits():
+def test_launches_go_to_the_current_stream_without_waiting():
     values, stream = torch.randn(10**6, device="cuda"), torch.cuda.Stream()
     messages, mean, restored = _tensors(values)
     _there_and_back(values, messages, mean, restored)

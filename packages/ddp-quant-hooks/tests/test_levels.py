@@ -164,7 +164,7 @@ def _four(rank):
     _by_default(rank)
     _trains(rank, (2, 2))
     wrong = make_state("int8", levels=(2, 3))
-    with pytest.raises(ValueError, match=r"levels \(2, 3\) do not multiply to the 4 ranks"):
+    with pytest.raises(ValueError, match=r"product of levels \(2, 3\) is not 4, the number of ranks"):
         run_hook(wrong, grad_bucket([torch.ones(3)]), torch.ones(1000))
     return compared, _sums_over_steps(rank, (2, 2))
 
@@ -179,7 +179,7 @@ def _eight(rank):
         result = run_hook(state, grad_bucket([torch.ones(3)]), inputs[rank].clone())
         assert same_bits(result, _expected(state, nodes, (2, 2)))
     wrong = HierarchicalAllreduceState(mesh=mesh, min_bytes=0, levels=(4, 2))
-    with pytest.raises(ValueError, match=r"levels \(4, 2\) do not multiply to the 4 nodes"):
+    with pytest.raises(ValueError, match=r"product of levels \(4, 2\) is not 4, the number of nodes"):
         run_hook(wrong, grad_bucket([torch.ones(3)]), torch.ones(1000))
     return compared, {}
 

@@ -76,7 +76,7 @@ def test_buckets_too_small_to_gain_are_named():
     advice = advise([link(1.0)], few)
     assert advice.hook == "8 bits"
     (about,) = [reason for reason in advice.reasons if reason.startswith("Buckets too small")]
-    assert "with 1 MiB (50 ms in place of 8.59 ms)" in about
+    assert "with 1 MiB (50 ms instead of 8.59 ms)" in about
     assert "5 MiB" not in about
 
 
@@ -142,7 +142,7 @@ def test_a_step_whose_communication_takes_time_from_backward():
     assert step.seconds == pytest.approx(0.3 + 0.05 + 0.04)
 
 
-def test_what_is_left_of_an_exchange_after_backward_goes_on_alone():
+def test_the_rest_of_an_exchange_after_backward_runs_alone():
     # 0.1 s of backward are left for an exchange of 0.2 s: half is done, the rest takes half of 0.12 s.
     step = play_step(0.3, [BucketCost(MIB, 0.12, 0.2, 0.0), BucketCost(MIB, 0.0, 0.0, 0.0)])
     assert step.exposed == pytest.approx(0.06)
@@ -190,7 +190,7 @@ def test_ranks_of_a_node_share_its_link():
     alone = predict(links, hooks, [[0], [1]], Cluster(8, 1.0)).predicted_seconds
     packed = predict(links, hooks, [[0], [1]], Cluster(64, 1.0, ranks_per_node=8)).predicted_seconds
     size = SIZES[-1]
-    # Around a ring one rank of a node sends to the next node: 2 * 63 / 64 in place of 2 * 7 / 8 of the bytes.
+    # Around a ring one rank of a node sends to the next node: 2 * 63 / 64 instead of 2 * 7 / 8 of the bytes.
     assert packed["fp32"][size] == pytest.approx(alone["fp32"][size] * 63 / 64 * 8 / 7, rel=0.1)
     # By levels, the first of them inside nodes, each rank of a node sends an eighth of what one alone does.
     assert packed["8 bits"][size] == pytest.approx(alone["8 bits"][size], rel=0.1)
@@ -231,7 +231,7 @@ def test_predicted_steps_need_a_model_and_say_what_they_stand_on():
     assert "none were measured here" in prediction.assumptions[2]
 
 
-def test_nodes_that_are_not_alike_can_predict_too():
+def test_nodes_of_different_sizes_can_predict_too():
     links = [link(40.0, place="inside nodes"), link(1.0)]
     prediction = predict(links, hooks_on(1.0, world=3), [[0, 1], [2]], Cluster(4, 10.0))
     assert prediction.predicted_seconds["fp32"][SIZES[-1]] < hooks_on(1.0, world=3)[0].exchanges[-1].seconds

@@ -81,7 +81,7 @@ def _tensors(argument):
 
 
 @pytest.mark.parametrize("number", range(7))
-def test_autograd_is_told_of_what_they_write(number, backend):
+def test_autograd_sees_what_they_write(number, backend):
     operator, arguments = list(_arguments())[number]
     arguments = list(arguments)
     written = [tensor for place in WRITTEN[number] for tensor in _tensors(arguments[place])]

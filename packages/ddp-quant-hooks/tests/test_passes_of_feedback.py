@@ -522,7 +522,7 @@ def test_every_pass_that_averages_is_a_step():
 
 
 def _no_copies(rank):
-    """After DDP has rebuilt its buckets a residual has two tensors for ever, and nothing else grows."""
+    """After DDP has rebuilt its buckets a residual has two tensors forever, and nothing else grows."""
     torch.manual_seed(0)
     net, state = Layers(), make_state("feedback both")
     wraps = [_wrap(net, state, bucket_cap_mb=cap) for cap in (0.03, 0.07)]

@@ -77,7 +77,7 @@ def test_a_thousand_ranks_take_a_tenth_of_a_rings_messages():
 
 
 @pytest.mark.parametrize("sizes", [(7,), (2, 3), (3, 4, 2), (8, 16), (16, 16, 16)])
-def test_rows_are_seen_alike_by_all_their_ranks_and_shards_cover_the_chunk_once(sizes):
+def test_ranks_of_a_row_agree_on_it_and_shards_cover_the_chunk_once(sizes):
     levels, chunk = Levels(sizes), Span(256, 256 + 100_000)
     seen = {rank: levels.rows(rank) for rank in range(levels.ranks)}
     for rank, rows in seen.items():
@@ -140,7 +140,7 @@ _TOLD = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SI
         ((), 1),
     ],
 )
-def test_hosts_are_known_from_the_launcher_if_they_are_alike(monkeypatch, told, found):
+def test_hosts_of_equal_size_are_known_from_the_launcher(monkeypatch, told, found):
     for name in _TOLD:
         monkeypatch.delenv(name, raising=False)
     for name, value in zip(_TOLD, told, strict=False):

@@ -42,7 +42,7 @@ def _inputs(dtype, world_size):
 
 
 def _run(hook, state, dtype):
-    """Return how many steps gave finite means, alike on all ranks."""
+    """Return how many steps gave finite means, identical on all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     inputs, good = _inputs(dtype, world_size), 0
     half = inputs.shape[1] // 2

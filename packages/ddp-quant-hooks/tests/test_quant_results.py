@@ -40,7 +40,7 @@ def _bits(rank):
     for name in STATES:
         for dtype in VALUE_DTYPES:
             for length in LENGTHS:
-                state = make_state(name)  # error feedback starts anew
+                state = make_state(name)  # error feedback starts again
                 inputs = [
                     torch.randn(length, generator=torch.Generator().manual_seed(10 * length + peer)).to(dtype)
                     for peer in range(world_size)
@@ -131,7 +131,7 @@ def _paths(rank):
         quantized_allreduce_hook(state, bucket)
     with pytest.raises(TypeError, match="needs a QuantizedAllreduceState"):
         quantized_allreduce_hook(None, bucket)
-    with pytest.raises(TypeError, match="python reducer"):
+    with pytest.raises(TypeError, match="Python reducer"):
         quantized_allreduce_hook(state, (torch.ones(1), torch.ones(1)))
 
 

@@ -124,13 +124,13 @@ def _checks(rank):
     refused("of min_bytes 0, but here", make_state=state_maker(error_feedback="both", min_bytes=9))
     refused("of gather", make_state=state_maker(error_feedback="both", gather="bf16"))
     refused("of exact_1d None", without("exact_1d"))
-    refused("no residuals that state_dict", without("own"))
-    refused("no residuals that state_dict", without("steps"))
-    refused("no residuals that state_dict", with_row(parameters=3))
+    refused("not residuals that state_dict", without("own"))
+    refused("not residuals that state_dict", without("steps"))
+    refused("not residuals that state_dict", with_row(parameters=3))
     refused("a parameter 'norm.bias' of 36 values, 37 long here", with_own(torch.zeros(36)))
     refused("a parameter 'norm.bias' of -1 values", with_own(None))
     refused(
-        "residual 'norm.bias' is no tensor of floating-point numbers, but torch.int64",
+        "residual 'norm.bias' is not a tensor of floating-point numbers, but torch.int64",
         with_own(torch.zeros(37, dtype=torch.int64)),
     )
     refused("'norm.bias' must be flat", with_own(torch.zeros(37, 1)))
@@ -310,7 +310,7 @@ def _not_in_saved_buckets(rank):
     return found, results
 
 
-def test_missing_parameters_fall_back_alike_on_all_ranks():
+def test_missing_parameters_fall_back_in_the_same_way_on_all_ranks():
     for found, results in run_ranks(_not_in_saved_buckets, 2):
         assert found == [True, True]
         assert results == [True] * 3
@@ -383,7 +383,7 @@ def _gathers(rank):
     everyone = range(world_size)
     scatter = run.state.scatter_state_dict
     all_raise(lambda: scatter(None), TypeError, "got a NoneType", [0])
-    all_raise(lambda: scatter({}), ValueError, "no gathered residuals", [0])
+    all_raise(lambda: scatter({}), ValueError, "not gathered residuals", [0])
     fewer = None if whole is None else {**whole, "ranks": whole["ranks"][:-1]}
     all_raise(lambda: scatter(fewer), ValueError, f"of {world_size - 1} ranks, but the group has", [0])
     all_raise(lambda: scatter(whole, src=7), ValueError, "src must be one of the group's ranks", everyone)

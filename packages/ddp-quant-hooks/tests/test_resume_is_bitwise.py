@@ -159,7 +159,7 @@ def _joins(rank):
     return found
 
 
-def test_ranks_that_have_joined_resume_alike():
+def test_ranks_that_have_joined_resume_in_the_same_way():
     for found in run_ranks(_joins, 3, timeout=90):
         assert found == [(True, [6, 6]), (True, [4, 4])]
 

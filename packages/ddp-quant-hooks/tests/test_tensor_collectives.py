@@ -186,7 +186,7 @@ def _grid(rank):
     state = HierarchicalAllreduceState(mesh=init_device_mesh("cpu", (2, 2)), min_bytes=0)
     tensors = [torch.full((1000,), float(rank)), torch.full((70, 70), float(rank))]
     all_reduce(tensors, AVG, state)
-    with pytest.raises(TypeError, match="no hierarchy"):
+    with pytest.raises(TypeError, match="no hierarchical state"):
         reduce_scatter_tensor(torch.empty(1), torch.empty(4), AVG, state)
     return [tensor.unique().tolist() for tensor in tensors]
 
@@ -259,10 +259,10 @@ def _refusals(rank):
         refused(ValueError, "had 100 values before", all_reduce, torch.ones(9), AVG, feedback, key="twice")
         all_reduce([ones, ones.clone()], AVG, feedback, key="list")
         refused(ValueError, r"'list\[1\]' was used", all_reduce, ones, AVG, feedback, key="list[1]")
-        refused(RuntimeError, "inside of step", feedback.load_state_dict, feedback.state_dict())
-        refused(RuntimeError, "step.. inside of step", feedback.step().__enter__)
+        refused(RuntimeError, "inside step", feedback.load_state_dict, feedback.state_dict())
+        refused(RuntimeError, "step.. inside step", feedback.step().__enter__)
     with state.step():
-        refused(RuntimeError, "step.. inside of step", state.step().__enter__)
+        refused(RuntimeError, "step.. inside step", state.step().__enter__)
     with state.step():
         all_reduce(ones, AVG, state)
     bucket = grad_bucket([ones])

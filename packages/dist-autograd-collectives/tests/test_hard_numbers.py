@@ -101,7 +101,7 @@ def _dtypes(rank):
                 ("all_reduce", dac.all_reduce(x), total),
                 ("reduce", dac.reduce(x, 0), 0 if rank else total),
             ):
-                # As bytes too: a bool of 2 is no bool.
+                # As bytes too: a bool of 2 is not a bool.
                 expected = torch.full((count,), right, dtype=dtype)
                 if not torch.equal(result.view(torch.uint8), expected.view(torch.uint8)):
                     wrong.append((dtype, count, name))

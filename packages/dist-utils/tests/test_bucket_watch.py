@@ -70,7 +70,7 @@ def _watched(_):
     return found
 
 
-def test_two_passes_without_a_bucket_are_told_once():
+def test_two_passes_without_a_bucket_warn_once():
     for found in run_ranks(_watched, 2):
         before, (warning,), *after = found.pop("idle")
         assert before == []

@@ -22,7 +22,7 @@ def devices(*tensors):
     return {tensor.device.type for tensor in tensors}
 
 
-def test_containers_that_pytorch_leaves_behind_are_moved():
+def test_containers_that_pytorch_does_not_move_are_moved():
     batch = Batch(torch.ones(2), deque([torch.ones(2)], maxlen=3))
     (moved,) = recursive_to(batch, "meta", False)
     assert type(moved) is Batch

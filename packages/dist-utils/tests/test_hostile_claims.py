@@ -85,7 +85,7 @@ def _gathers(rank, seed):
                 refused.append(str(error))
         assert found[0] == {"rank": 0}
     assert len(refused) >= len(noise) + 6
-    assert all(f"rank {HOSTILE} sent data that is no JSON" in text for text in refused)
+    assert all(f"rank {HOSTILE} sent data that is not JSON" in text for text in refused)
     lengths = plain_data._gathered
     for length in (-5, 0, 1 << 62, (1 << 30) + 1):
         if rank == HOSTILE:

@@ -358,13 +358,13 @@ def _one_sided(rank):
     sync_params_and_buffers(None, [weight], BUCKET, 0)
     seen["version"] = _caught(RuntimeError, loss.backward)
 
-    # What overlaps alike on all ranks may.
+    # What overlaps in the same way on all ranks may.
     base = torch.arange(6.0) + 10 * rank
     module = _with_buffers(base=base, part=base[2:4], columns=base.view(3, 2)[:, 1])
     sync_module_states(module, None, BUCKET, 0, ())
     seen["overlap alike"] = base.tolist()
 
-    # A tied buffer is sent once and honours each of its names.
+    # A tied buffer is sent once and honors each of its names.
     tied = torch.nn.Module()
     tied.register_buffer("first", torch.full((2,), float(rank)))
     tied.register_buffer("second", tied.first)
@@ -406,7 +406,7 @@ def test_a_rank_that_cannot_take_part_tells_the_others(one_sided, what):
     assert one_sided[0]["no tensor"] == f"rank 1 cannot go on: TypeError: {one_sided[1]['no tensor']}"
 
 
-def test_nobody_waits_for_a_timeout(one_sided):
+def test_no_rank_waits_for_a_timeout(one_sided):
     assert max(seen["seconds"] for seen in one_sided) < GROUP_TIMEOUT
 
 
@@ -414,7 +414,7 @@ def test_lists_are_compared_too(one_sided):
     assert all("first at tensor 0: rank 0 has module_states[0] of shape (3,)" in s["list"] for s in one_sided)
 
 
-def test_tensors_that_overlap_alike_are_synchronized(one_sided):
+def test_tensors_that_overlap_in_the_same_way_are_synchronized(one_sided):
     assert all(seen["overlap alike"] == [0, 1, 2, 3, 4, 5] for seen in one_sided)
 
 

@@ -37,7 +37,7 @@ def test_tensors_beside_each_other_are_taken(name):
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_a_place_that_would_be_written_twice_is_refused(name):
+def test_memory_that_would_be_written_twice_is_refused(name):
     with pytest.raises(ValueError, match="share memory"):
         checked_tensors("call", TWICE[name])
 

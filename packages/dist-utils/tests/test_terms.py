@@ -118,7 +118,7 @@ def _another_life(rank, port):
     return names
 
 
-def test_a_second_life_on_the_same_store_agrees_anew():
+def test_a_second_process_group_on_the_same_store_agrees_again():
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first, second = run_ranks(_another_life, 2, server.port, backend=None)
     assert first == second

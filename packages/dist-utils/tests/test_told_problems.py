@@ -88,7 +88,7 @@ def _one_is_wrong(rank, wrong_rank):
 
 
 @pytest.mark.parametrize("wrong_rank", [0, 1])
-def test_a_problem_of_one_rank_is_told_to_all(wrong_rank):
+def test_a_problem_of_one_rank_is_raised_on_all(wrong_rank):
     found = run_ranks(_one_is_wrong, 2, wrong_rank, group_timeout=GROUP_TIMEOUT)
     for name in CASES:
         own, text, _ = found[wrong_rank][name]
@@ -106,7 +106,7 @@ def _error_without_text(rank):
     return "" if rank else str(raised.value), time.monotonic() - start
 
 
-def test_an_error_that_cannot_be_shown_is_told_by_its_name():
+def test_an_error_without_a_text_is_reported_by_its_type():
     (text, seconds), _ = run_ranks(_error_without_text, 2, group_timeout=GROUP_TIMEOUT)
     assert text == "rank 1 cannot go on: NotShownError"
     assert seconds < GROUP_TIMEOUT

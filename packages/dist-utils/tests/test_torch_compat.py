@@ -64,7 +64,7 @@ def test_the_end_of_a_backward_pass():
     assert order == ["first layer", "end", "behind backward()"]
 
 
-def test_nothing_is_called_behind_a_backward_pass_that_failed():
+def test_nothing_is_called_after_a_backward_pass_that_failed():
     called = []
 
     def fail(_):

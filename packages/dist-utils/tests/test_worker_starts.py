@@ -70,7 +70,7 @@ def _missing_rank(rank, late, limit):
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_a_beginning_that_failed_leaves_nothing_behind(late):
+def test_a_failed_start_does_not_affect_the_next_one(late):
     limit = patience(3.0)
     found = run_ranks(_missing_rank, 3, late, limit, group_timeout=limit)
     came = [rank for rank in range(3) if rank != late]

@@ -1,4 +1,4 @@
-"""Plain tensors, which are no buckets, summed or averaged as the hooks average buckets."""
+"""Plain tensors, which are not buckets, summed or averaged as the hooks average buckets."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ callbacks in an order that may differ between ranks."""
 @overload
 def all_reduce(
     tensor: Tensors,
-    op: dist.ReduceOp.RedOpType = ...,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
     group: HookState = ...,
     async_op: Literal[False] = ...,
 ) -> None: ...
@@ -45,7 +45,11 @@ def all_reduce(
 
 @overload
 def all_reduce(
-    tensor: Tensors, op: dist.ReduceOp.RedOpType = ..., group: HookState = ..., *, async_op: Literal[True]
+    tensor: Tensors,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+    group: HookState = ...,
+    *,
+    async_op: Literal[True],
 ) -> torch.futures.Future[Any]: ...
 
 
@@ -59,9 +63,9 @@ def all_reduce(
 
     Args:
         tensor: A tensor, or a sequence of tensors: fp16, bf16, fp32, fp64 or complex; dense. Small ones
-            travel together.
+            are sent together.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``.
-        group: As the first argument of the hooks: a process group, a ``DeviceMesh``, ``None`` for WORLD, or a
+        group: What a hook takes first: a process group, a ``DeviceMesh``, ``None`` for WORLD, or a
             :class:`CompressState`. Keep one state for many calls: with ``accumulate="fp32"`` it has a thread
             and a private group.
         async_op: Return a future at once.
@@ -72,16 +76,17 @@ def all_reduce(
 
     Raises:
         TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
-        ValueError: Another operation; tensors that share memory, or are part of a graph; this rank is not in
-            the group. All of them before any communication.
-        AgreementError: The ranks call with other tensors or options; from the future with ``async_op``.
+        ValueError: The operation is another one, tensors share memory or are part of a graph, or this rank is
+            not in the group. Like ``TypeError`` before any communication.
+        AgreementError: The ranks call with other tensors or options; with ``async_op`` the future raises it.
         RuntimeError: A peer failed; or the call comes in a callback of another one's future.
 
     Cost:
         ``2 (W - 1) / W`` times the elements sent per rank, of the wire dtype's size. A copy of small tensors:
         of 25 MiB at a time, of all with ``async_op``.
 
-    Counterpart of ``torch.distributed.all_reduce``.
+    Source:
+        ``torch.distributed.all_reduce``.
 
     Example:
         >>> state = CompressState(wire_dtype=torch.bfloat16, accumulate="fp32")  # doctest: +SKIP

@@ -1,6 +1,6 @@
 """Average one gradient inside a compiled graph.
 
-Under ``torch.compile`` with DDP's python reducer a hook gets no bucket but a pair of one parameter's
+Under ``torch.compile`` with DDP's Python reducer a hook gets no bucket but a pair of one parameter's
 gradient and the parameter, and must change the gradient in place. Functional collectives keep the graph
 whole, and inductor fuses neighbors to buckets of its own.
 """

@@ -40,14 +40,17 @@ def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.future
         and for an empty bucket it is complete, and nothing is sent.
 
     Raises:
-        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` no group.
-        ValueError: This rank is not in the group, or the state asks for another wire dtype.
-        All of them before any communication. A failing peer raises ``RuntimeError`` in ``backward()``.
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group;
+            before any communication.
+        ValueError: This rank is not in the group, or the state asks for another wire dtype; before any
+            communication.
+        RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
         One all-reduce; ``2 (W - 1) / W`` times the bucket's bytes sent per rank.
 
-    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook``.
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook``.
 
     Example:
         >>> ddp.register_comm_hook(None, allreduce_hook)  # doctest: +SKIP
@@ -62,21 +65,26 @@ def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.future
 
 @buckets_only
 def compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket in the wire dtype of its state: the hook behind all others.
+    """Average a bucket in the wire dtype of its state.
 
     Args:
-        process_group: Usually a :class:`CompressState`; as for :func:`allreduce_hook`.
-        bucket: As for :func:`allreduce_hook`. A sparse bucket is averaged without compression.
+        process_group: Usually a :class:`CompressState`. A process group, a one-dimensional ``DeviceMesh`` or
+            ``None`` stands for a state without a wire dtype, which compresses nothing.
+        bucket: From DDP: fp16, bf16, fp32, fp64 or complex. A sparse bucket is averaged without compression.
 
     Returns:
-        A future of ``bucket.buffer()``, in the bucket's dtype.
+        A future of ``bucket.buffer()``, which holds the mean in the bucket's dtype. At world size 1 and for
+        an empty bucket it is complete, and nothing is sent.
 
     Raises:
-        TypeError, ValueError: As :func:`allreduce_hook`.
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group; before
+            any communication.
+        ValueError: This rank is not in the group; before any communication.
+        RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
-        ``2 (W - 1) / W`` times the bucket's elements sent per rank, of the wire dtype's size. On CPU a
-        payload narrower than the bucket takes no memory beside it.
+        ``2 (W - 1) / W`` times the bucket's elements sent per rank, of the wire dtype's size. On CPUs a
+        payload narrower than the bucket takes no extra memory.
 
     Example:
         >>> state = CompressState(wire_dtype=torch.bfloat16, accumulate="fp32")  # doctest: +SKIP
@@ -94,10 +102,27 @@ def fp16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
     a rank's share of the mean does (or, with ``accumulate="wire"``, a partial sum of shares of values beyond
     65504).
 
-    Arguments, result, errors and cost as for :func:`compress_hook`; a state's ``wire_dtype`` must be
-    ``None`` or ``torch.float16``.
+    Args:
+        process_group: A process group, a one-dimensional ``DeviceMesh``, ``None`` for WORLD, or a
+            :class:`CompressState` whose ``wire_dtype`` is ``None`` or ``torch.float16``.
+        bucket: From DDP: fp16, bf16, fp32, fp64 or complex. A sparse bucket is averaged without compression.
 
-    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook``.
+    Returns:
+        A future of ``bucket.buffer()``, which holds the mean in the bucket's dtype.
+
+    Raises:
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group; before
+            any communication.
+        ValueError: This rank is not in the group, or the state asks for another wire dtype; before any
+            communication.
+        RuntimeError: A peer failed; raised by ``backward()``.
+
+    Cost:
+        Half the bytes of fp32: ``2 (W - 1) / W`` times 2 bytes a value sent per rank. On CPUs no extra
+        memory.
+
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook``.
 
     Example:
         >>> ddp.register_comm_hook(None, fp16_compress_hook)  # doctest: +SKIP
@@ -111,10 +136,27 @@ def bf16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
 
     Works wherever the backend sums bfloat16, Gloo included.
 
-    Arguments, result, errors and cost as for :func:`compress_hook`; a state's ``wire_dtype`` must be
-    ``None`` or ``torch.bfloat16``.
+    Args:
+        process_group: A process group, a one-dimensional ``DeviceMesh``, ``None`` for WORLD, or a
+            :class:`CompressState` whose ``wire_dtype`` is ``None`` or ``torch.bfloat16``.
+        bucket: From DDP: fp16, bf16, fp32, fp64 or complex. A sparse bucket is averaged without compression.
 
-    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook``.
+    Returns:
+        A future of ``bucket.buffer()``, which holds the mean in the bucket's dtype.
+
+    Raises:
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group; before
+            any communication.
+        ValueError: This rank is not in the group, or the state asks for another wire dtype; before any
+            communication.
+        RuntimeError: A peer failed; raised by ``backward()``.
+
+    Cost:
+        Half the bytes of fp32: ``2 (W - 1) / W`` times 2 bytes a value sent per rank. On CPUs no extra
+        memory.
+
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook``.
 
     Example:
         >>> ddp.register_comm_hook(None, bf16_compress_hook)  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""What travels: a bucket in pieces, each in the wire dtype, in the bucket's own memory where it fits."""
+"""The payload: a bucket in pieces, each in the wire dtype, in the bucket's own memory where it fits."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def block_scratch(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return room for any one block of ``tensor``. Fresh room for each block would be paged in anew."""
+    """Return room for any one block of ``tensor``. Fresh room for each block would be paged in again."""
     length = tensor.numel() if tensor.device.type != "cpu" else min(_BLOCK, tensor.numel())
     return tensor.new_empty(length, dtype=dtype)
 
 
 class Piece:
-    """A part of a bucket and the same part as it travels.
+    """A part of a bucket and the same part in the wire dtype.
 
     Args:
         values: The part of the bucket, flat. On CPU its memory also holds the payload if that is
             narrower (a 16-bit payload fits twice), so between :meth:`encode` and :meth:`decode` the
             values are gone and nothing is allocated.
-        wire_dtype: What travels.
+        wire_dtype: The dtype that is sent.
 
     Attributes:
         values: As given.

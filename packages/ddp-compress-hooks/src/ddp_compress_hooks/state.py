@@ -1,4 +1,4 @@
-"""What a hook needs to know beside the bucket: the group, the wire dtype, and how to sum."""
+"""What a hook needs besides the bucket: the group, the wire dtype, and how to sum."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ WIRE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class CompressState:
-    """Options of a hook, given to ``register_comm_hook`` in place of a process group.
+    """Options of a hook, given to ``register_comm_hook`` instead of a process group.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD, looked up when used.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up
+            when used.
         wire_dtype: What :func:`~ddp_compress_hooks.compress_hook` sends: ``torch.float16``,
             ``torch.bfloat16``, ``torch.float32``, or ``None`` for the bucket's own dtype. The hooks with
             a dtype in their name accept only that one or ``None``.
@@ -37,16 +38,17 @@ class CompressState:
             every step. ``"fp32"`` sends the same number of 16-bit values but sums them in fp32, with
             one rounding, and is faster where the backend's 16-bit sum is slow (Gloo).
         saturate: Clamp a finite value that the wire dtype cannot hold to the largest that it can, and
-            count it in :attr:`saturated`, in place of sending an infinity. NaN and infinities of the
+            count it in :attr:`saturated`, instead of sending an infinity. NaN and infinities of the
             gradient itself stay. With ``"wire"`` every rank's share is clamped at 1/W of the range, so
             that no partial sum overflows either.
 
     Raises:
-        TypeError: ``process_group`` is no group, ``wire_dtype`` no dtype, or ``saturate`` no bool.
-        ValueError: This rank is not a member of the group, or an option has no such choice.
+        TypeError: ``process_group`` is not a group, ``wire_dtype`` is not a dtype, or ``saturate`` is not a
+            bool.
+        ValueError: This rank is not a member of the group, or an option has an unknown value.
 
-    Pickles without its process group, as PyTorch's own hook states do: a warning says so, and the copy
-    uses WORLD.
+    A pickled state leaves out its process group, as PyTorch's own hook states do. A warning says so, and the
+    copy uses WORLD.
 
     Example:
         >>> state = CompressState(accumulate="fp32")  # doctest: +SKIP
@@ -81,7 +83,7 @@ class CompressState:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The group that averages."""
+        """The process group whose ranks average."""
         return resolve_group(self._group)
 
     @property
@@ -94,7 +96,7 @@ class CompressState:
 
     @property
     def saturated(self) -> int:
-        """How many values this rank has clamped in the backward passes that are done."""
+        """How many values this rank has clamped in finished backward passes."""
         return 0 if self._saturated is None else int(self._saturated.item())
 
     def close(self) -> None:
@@ -123,7 +125,7 @@ class CompressState:
             The state itself.
 
         Raises:
-            TypeError: ``ddp`` is no ``DistributedDataParallel`` module.
+            TypeError: ``ddp`` is not a ``DistributedDataParallel`` module.
             ValueError: It averages over other ranks than this state.
 
         Example:
@@ -141,11 +143,11 @@ class CompressState:
             self._watch = None
 
     def terms(self) -> dict[str, object]:
-        """Return the options that all ranks must have alike."""
+        """Return the options that must be identical on all ranks."""
         return {"wire_dtype": self.wire_dtype, "accumulate": self.accumulate, "saturate": self.saturate}
 
     def sums_in_fp32(self, wire_dtype: torch.dtype) -> bool:
-        """Tell whether shares in ``wire_dtype`` are summed in fp32; wider ones need no help."""
+        """Return whether shares in ``wire_dtype`` are summed in fp32; wider ones need no help."""
         return self.accumulate == "fp32" and wire_dtype.itemsize == 2
 
     def clamp(self, limit: float) -> Clamp | None:

@@ -1,6 +1,6 @@
 """Average with 16 bits on the wire and the sum in fp32: every rank sums one shard, then all get all sums.
 
-The same bytes as a ring all-reduce, 2 (W - 1) / W of the payload, in two hops in place of 2 (W - 1).
+The same bytes as a ring all-reduce, 2 (W - 1) / W of the payload, in two hops instead of 2 (W - 1).
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ __all__ = ["CommHook", "bf16_compress_wrapper", "fp16_compress_wrapper"]
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
     """Return a hook that casts the bucket to ``torch.float16``, runs ``hook`` on it, and casts back.
 
-    ``fp16_compress_wrapper(allreduce_hook)`` is :func:`fp16_compress_hook`: divided before the cast.
+    ``fp16_compress_wrapper(allreduce_hook)`` is :func:`fp16_compress_hook`, which divides before the cast.
     Any other hook gets the gradient itself in fp16, undivided, because only the hook knows how it
-    averages: a finite value over 65504 becomes an infinity, and stays visible.
+    averages. A finite value over 65504 becomes an infinity, which stays visible.
 
     Args:
         hook: Any hook: one of ours, of PyTorch (powerSGD), or your own. It may return the bucket's
@@ -46,12 +46,14 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
         bucket is left to ``hook`` altogether.
 
     Raises:
-        TypeError: ``hook`` is not callable; in the hook: the bucket's dtype is not floating-point.
+        TypeError: ``hook`` is not callable. The hook itself raises it if the bucket's dtype is not
+            floating-point.
 
     Cost:
-        That of ``hook``, and a copy of the bucket in fp16.
+        The cost of ``hook``, and a copy of the bucket in fp16.
 
-    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_wrapper``.
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_wrapper``.
 
     Example:
         >>> ddp.register_comm_hook(state, fp16_compress_wrapper(powerSGD_hook))  # doctest: +SKIP
@@ -62,9 +64,25 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
     """Return a hook that casts the bucket to ``torch.bfloat16``, runs ``hook`` on it, and casts back.
 
-    As :func:`fp16_compress_wrapper`, with the range of fp32 and 8 bits of precision.
+    bfloat16 has the range of fp32 and 8 bits of precision. ``bf16_compress_wrapper(allreduce_hook)`` is
+    :func:`bf16_compress_hook`, which divides before the cast; any other hook gets the undivided gradient.
 
-    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_wrapper``.
+    Args:
+        hook: Any hook: one of ours, of PyTorch (powerSGD), or your own. It may return the bucket's
+            buffer, a new tensor of the same number of elements, or a list that starts with one.
+
+    Returns:
+        A hook with the state of ``hook`` as its first argument; see :func:`fp16_compress_wrapper`.
+
+    Raises:
+        TypeError: ``hook`` is not callable. The hook itself raises it if the bucket's dtype is not
+            floating-point.
+
+    Cost:
+        The cost of ``hook``, and a copy of the bucket in bf16.
+
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_wrapper``.
 
     Example:
         >>> ddp.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))  # doctest: +SKIP

@@ -21,7 +21,7 @@ def average_like_ddp(
     place, which also divides the gradients of other layers where autograd has lent their memory.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         bucket: From DDP, dense or sparse.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What is known of backward passes: of one that runs, and of the last one."""
+"""The state of backward passes: of the one that runs, and of the last one."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class BackwardPass:
     hidden: float = 0.0
     maybe_exposed: float = 0.0
     norm: torch.Tensor | None = None
-    cancelled: bool = False
+    canceled: bool = False
     stepping: threading.Lock = field(default_factory=threading.Lock)
     runs: bool = False
 
     def cancel(self) -> None:
         """Let no bucket's step begin any more, and wait for the one in progress: the report is final then."""
-        self.cancelled = True
+        self.canceled = True
         with self.stepping:
             pass
 

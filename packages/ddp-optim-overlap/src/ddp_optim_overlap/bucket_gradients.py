@@ -15,7 +15,7 @@ __all__ = ["BucketGradients", "KnownBuckets", "average_of", "gradients_replaced"
 
 
 Strides = tuple[int, ...] | None
-"""Of a gradient in its bucket; ``None`` if it lies there row by row."""
+"""Strides of a gradient in its bucket; ``None`` if it lies there row by row."""
 
 
 class BucketGradients:
@@ -24,7 +24,7 @@ class BucketGradients:
     Args:
         bucket: As DDP hands it to the communication hook, before anything is done with it: hooks may set
             another buffer.
-        strides: Those that DDP has given to each gradient.
+        strides: The strides that DDP has given to each gradient.
     """
 
     def __init__(self, bucket: GradBucket, strides: Sequence[Strides]) -> None:
@@ -65,7 +65,7 @@ class BucketGradients:
 class _Layout:
     """The strides of the gradients in a bucket.
 
-    Without ``gradient_as_bucket_view`` DDP takes those of the parameters, in every pass anew. With it they
+    Without ``gradient_as_bucket_view`` DDP takes those of the parameters, again in every pass. With it they
     stay as they were when the bucket was made, which shows in gradients that lie in it: not in those of
     parameters that this rank has not used.
     """
@@ -144,7 +144,7 @@ def average_of(buffer: torch.Tensor, done: torch.futures.Future[Any]) -> torch.T
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Tell whether these are one buffer: Gloo returns that of complex numbers as pairs of real ones."""
+    """Return whether these are one buffer: Gloo returns that of complex numbers as pairs of real ones."""
     if one is other or one.is_sparse or other.is_sparse:
         return one is other
     same_kind = one.dtype == other.dtype or other.is_complex()

@@ -1,4 +1,4 @@
-"""How the memory of a bucket is given back when it is stepped, and got again for the next pass."""
+"""Freeing the memory of a bucket when it is stepped, and allocating it again for the next pass."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BucketMemory(abc.ABC):
         """Give a whole bucket back, whose gradients nobody will read any more.
 
         Args:
-            gradients: Of a dense bucket.
+            gradients: The gradients of a dense bucket.
             alone: Whether the backward pass has no other bucket.
 
         Returns:
@@ -108,7 +108,7 @@ def _give_back_pages(storage: torch.UntypedStorage, begin: int, end: int) -> Non
 
 
 class StorageMemory(BucketMemory):
-    """Gives a bucket's storage back to the allocator of its device, and allocates it anew.
+    """Gives a bucket's storage back to the allocator of its device, and allocates it again.
 
     DDP must not touch a bucket in between. What it takes for the average meanwhile, and never reads, is one
     piece of memory for all buckets of a kind.

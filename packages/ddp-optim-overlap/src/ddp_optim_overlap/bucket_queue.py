@@ -1,4 +1,4 @@
-"""The way of buckets from the thread of ``backward()`` to the worker that steps them."""
+"""The queue of buckets from the thread of ``backward()`` to the worker that steps them."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class BucketSteps:
         """
         if current.steps:
             with current.stepping:
-                if not current.cancelled:
+                if not current.canceled:
                     return self._step(current, buckets)
         return [bucket.gradients.buffer for bucket in buckets]
 

@@ -20,7 +20,7 @@ class ClipPolicy(abc.ABC):
     """Whether the limit is known only when every bucket is averaged."""
 
     def begin(self) -> None:  # noqa: B027 - most policies remember nothing
-        """A step begins."""
+        """Called when a step begins."""
 
     @abc.abstractmethod
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -74,7 +74,7 @@ class GlobalNorm(ClipPolicy):
 
     @property
     def norm(self) -> torch.Tensor | None:
-        """Of the last step."""
+        """The norm in the last step."""
         return self._norm
 
 
@@ -134,7 +134,7 @@ class PreviousStepNorm(ClipPolicy):
 
     @property
     def norm(self) -> torch.Tensor | None:
-        """Of the last step, before clipping."""
+        """The norm in the last step, before clipping."""
         return torch.stack(self._squares).sum().sqrt() if self._squares else None
 
 

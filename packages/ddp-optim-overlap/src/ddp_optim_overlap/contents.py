@@ -1,4 +1,4 @@
-"""What is in an optimizer's options and attributes, so that a change shows."""
+"""Snapshots of an optimizer's options and attributes, to notice changes."""
 
 from __future__ import annotations
 

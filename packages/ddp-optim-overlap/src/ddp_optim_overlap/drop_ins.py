@@ -42,15 +42,16 @@ class OptimizerHookState:
         functional_optim: An object with ``step_param(param, grad)``, or any ``torch.optim`` optimizer
             that :func:`overlap_optimizer` takes. The optimizer's own ``step()`` may stay in the loop, and
             finds nothing left to do.
-        params: Those to step; ``None`` for all that the optimizer has or, for ``step_param``, the model.
+        params: The parameters to step; ``None`` for all that the optimizer has or, for ``step_param``, the
+            model.
 
     Raises:
-        ValueError: ``functional_optim`` is neither.
+        ValueError: ``functional_optim`` is neither of the two.
         UnsupportedOptimizerError: The optimizer does not step per parameter.
         ConfigError: It has a step pre-hook, which would run too late, or parameters that share memory.
 
-    Counterpart of ``_OptimizerHookState`` in
-    ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks``.
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._OptimizerHookState``.
 
     Example:
         >>> state = OptimizerHookState(torch.optim.AdamW(ddp.parameters()))  # doctest: +SKIP
@@ -80,7 +81,7 @@ class OptimizerHookState:
             self.stepper = _StepFunctions(functional_optim, self.params_to_optimize)
         else:
             raise ValueError(  # noqa: TRY004 - PyTorch's
-                f"{type(functional_optim).__name__} is no torch.optim.Optimizer and has no "
+                f"{type(functional_optim).__name__} is not a torch.optim.Optimizer and has no "
                 "step_param(param, grad)"
             )
 
@@ -123,15 +124,16 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
         together are those of that state if it is or has a process group, else WORLD. For one model.
 
     Raises:
-        TypeError: ``hook`` is not callable, or ``optimizer_state`` no :class:`OptimizerHookState`.
-        In ``backward()``: as :func:`overlap_optimizer`.
+        TypeError: ``hook`` is not callable, or ``optimizer_state`` is not an :class:`OptimizerHookState`.
+        OverlapError: In ``backward()``, what :func:`overlap_optimizer` raises.
 
     Cost:
         As :func:`overlap_optimizer`.
 
-    A parameter that no rank has used is stepped with a zero gradient, as PyTorch's does it;
-    :func:`overlap_optimizer` leaves it alone. Counterpart of
-    ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._hook_then_optimizer``.
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._hook_then_optimizer``. Like it,
+        and unlike :func:`overlap_optimizer`, this steps a parameter that no rank has used, with a zero
+        gradient.
 
     Example:
         >>> hook = hook_then_optimizer(allreduce_hook, state)  # doctest: +SKIP
@@ -176,7 +178,7 @@ def register_fused_optim(
     Args:
         ddp: The model.
         optim: The optimizer's class.
-        *args: Its positional arguments behind the parameters.
+        *args: Its positional arguments after the parameters.
         optim_params: What to optimize; ``None`` for all parameters of ``ddp``.
         **kwargs: Its keyword arguments.
 
@@ -184,9 +186,10 @@ def register_fused_optim(
         A handle; ``handle.optimizers[0]`` is the optimizer, for schedulers and checkpoints.
 
     Raises:
-        As :func:`overlap_optimizer`, and whatever ``optim`` raises.
+        OverlapError: What :func:`overlap_optimizer` raises. Errors of ``optim`` are raised as they are.
 
-    Counterpart of ``DistributedDataParallel._register_fused_optim``.
+    Source:
+        ``DistributedDataParallel._register_fused_optim``.
 
     Example:
         >>> handle = register_fused_optim(ddp, torch.optim.Adam, 1e-2, betas=(0.9, 0.99))  # doctest: +SKIP

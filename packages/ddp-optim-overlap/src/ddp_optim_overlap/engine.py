@@ -34,15 +34,15 @@ from dist_utils.torch_compat import GradBucket, after_backward, in_final_callbac
 __all__ = ["Engine"]
 
 _NAME = "ddp-optim-overlap"
-"""Of the worker, and what a profiler's ranges of its jobs begin with."""
+"""The name of the worker, with which a profiler's ranges of its jobs begin."""
 
 
 class Engine:
     """Hands the buckets of backward passes on to be averaged and, averaged, to be stepped.
 
     Args:
-        process_group: Whose ranks train together.
-        parameters: Of the model; frozen ones too, which may be unfrozen later.
+        process_group: The process group whose ranks train together.
+        parameters: The parameters of the model; frozen ones too, which may be unfrozen later.
         stepper: What to do with averaged gradients.
         comm_hook: Averages; any hook.
         comm_state: Its first argument.
@@ -71,7 +71,7 @@ class Engine:
         self.contents = GradientContents()
         self.paused = False
         self.averaged: set[torch.Tensor] = set()
-        """Whose gradients have been in a bucket."""
+        """The parameters whose gradients have been in a bucket."""
         self._stepper = stepper
         self._watch = WeightWatch() if check else None
         self.known_buckets = KnownBuckets()
@@ -98,7 +98,7 @@ class Engine:
         """Be the communication hook for one bucket."""
         if is_pair(bucket):
             raise ConfigError(
-                "the overlapped step needs buckets, and DDP's python reducer has none: set "
+                "the overlapped step needs buckets, and DDP's Python reducer has none: set "
                 "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
             )
         try:
@@ -191,7 +191,7 @@ class Engine:
             )
 
     def remove(self) -> None:
-        """From now on only average."""
+        """Only average from now on."""
         if not self.gradients.step_is_newest:  # else step() is still to come, unless a gradient comes first
             self.gradients.stop()
         if self._watch is not None:

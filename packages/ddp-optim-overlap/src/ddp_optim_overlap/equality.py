@@ -1,4 +1,4 @@
-"""Whether two values of whatever kind are the same, to the bit."""
+"""Bitwise comparison of values of any kind."""
 
 from __future__ import annotations
 

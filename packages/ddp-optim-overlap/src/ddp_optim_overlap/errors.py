@@ -19,10 +19,10 @@ __all__ = [
 
 
 class OverlapError(RuntimeError):
-    """What every error of this package is.
+    """Base class of all errors of this package.
 
     Attributes:
-        report: Which buckets were stepped before it; ``None`` if nobody was stepping.
+        report: Which buckets were stepped before it; ``None`` if none were to be stepped.
     """
 
     def __init__(self, message: str, report: StepReport | None = None) -> None:
@@ -33,7 +33,7 @@ class OverlapError(RuntimeError):
 
 
 class ConfigError(OverlapError):
-    """The options, the model or the training loop ask for what would step wrongly."""
+    """The options, the model or the training loop would lead to wrong steps."""
 
 
 class UnsupportedOptimizerError(OverlapError):
@@ -49,7 +49,7 @@ class CommunicationError(OverlapError):
 
 
 class StepError(OverlapError):
-    """The optimizer's step failed, or did not come to its end."""
+    """The optimizer's step failed, or did not finish."""
 
 
 class DoubleBackwardError(OverlapError):

@@ -1,4 +1,4 @@
-"""The first thing that went wrong in an overlap, which everything after it raises too."""
+"""The first error of an overlap, which everything after it raises too."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class FirstError:
             raise error
 
     def forget_worker(self) -> None:
-        """From now on the worker's error is nobody's concern."""
+        """Ignore errors of the worker from now on."""
         self._worker = None
 
     def _first(self) -> OverlapError | None:

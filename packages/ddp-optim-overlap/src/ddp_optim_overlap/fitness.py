@@ -1,4 +1,4 @@
-"""Find out, before training, whether an optimizer can be stepped a few parameters at a time."""
+"""Checks, before training, that an optimizer can step a few parameters at a time."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _trials(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]])
     if len(unknown) > _MOST_UNKNOWN_OPTIONS:
         raise UnsupportedOptimizerError(
             f"{type(optimizer).__name__} has {len(unknown)} options with as many values as parameters "
-            f"({', '.join(unknown)}): which of them belong to the parameters cannot be told. Use "
+            f"({', '.join(unknown)}): it is unknown which of them belong to the parameters. Use "
             "OverlapMode.AFTER_REDUCE"
         )
     parameters = [groups[number]["params"][position] for number, position in chosen]

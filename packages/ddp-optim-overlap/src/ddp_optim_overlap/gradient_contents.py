@@ -1,4 +1,4 @@
-"""Whether gradients that somebody has written since a step are still, to the bit, what it has used."""
+"""Whether gradients that were written since a step are still, to the bit, those that it used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether gradients may go when their bucket is stepped, so that a model's size of them is never there."""
+"""Whether gradients may be freed when their bucket is stepped, so that they never take a model's size."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GradientRelease:
         """Return when there is a place for another bucket; at once, if one has never come."""
         timeout = group_timeout(self._process_group, device) or default_group_timeout()
         if self._limited and not places.acquire(timeout=timeout.total_seconds()):
-            # An average that takes longer fails. The hook must see the other buckets, or DDP waits for ever.
+            # An average that takes longer fails. The hook must see the other buckets, or DDP waits forever.
             self._limited = False
             warnings.warn(
                 f"a bucket was not averaged within {timeout}: the communication hook seems to wait for later "

@@ -60,17 +60,17 @@ def apply_optimizer_in_backward(
     optimizer_kwargs: dict[str, Any],
     register_hook: bool = True,
 ) -> None:
-    """Give each parameter an optimizer of its own, which ``backward()`` steps; gradients are ``None`` after.
+    """Give each parameter its own optimizer, which ``backward()`` steps; gradients are ``None`` afterwards.
 
     Outside of DDP a parameter is stepped as soon as its gradient is complete. If a
     ``DistributedDataParallel`` model with such parameters is called, it gets
     :func:`apply_optim_in_backward_hook`: its parameters are stepped when they are averaged.
 
     Args:
-        optimizer_class: Made once for each parameter. Called again for a parameter, it adds one.
+        optimizer_class: Made once for each parameter. A second call for a parameter adds another one.
         params: The parameters.
         optimizer_kwargs: For every optimizer.
-        register_hook: Without it nothing steps outside of DDP.
+        register_hook: Whether parameters are stepped outside of DDP too.
 
     Raises:
         UnsupportedOptimizerError: Its step needs a closure.
@@ -81,7 +81,8 @@ def apply_optimizer_in_backward(
         :func:`overlap_optimizer`, which has one. As long as such a parameter lives, every module call in
         this process takes about a microsecond longer, and that of a DDP model a look at its parameters.
 
-    Counterpart of ``torch.distributed.optim._apply_optimizer_in_backward``.
+    Source:
+        ``torch.distributed.optim._apply_optimizer_in_backward``.
 
     Example:
         >>> apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})  # doctest: +SKIP
@@ -112,7 +113,8 @@ def get_in_backward_optimizers(module: nn.Module) -> list[torch.optim.Optimizer]
     Args:
         module: Any module, DDP or not.
 
-    Counterpart of ``torch.distributed.optim._get_in_backward_optimizers``.
+    Source:
+        ``torch.distributed.optim._get_in_backward_optimizers``.
     """
     return [optimizer for parameter in module.parameters() for optimizer in _optimizers_of(parameter)]
 
@@ -129,14 +131,14 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
         ``None`` for WORLD. A parameter that no rank has used is left alone.
 
     Raises:
-        In ``backward()``: as :func:`overlap_optimizer`.
+        OverlapError: In ``backward()``, what :func:`overlap_optimizer` raises.
 
     Cost:
         As :func:`overlap_optimizer`, with one optimizer object per parameter.
 
-    Counterpart of
-    ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._apply_optim_in_backward_hook``,
-    which fails without an accelerator.
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._apply_optim_in_backward_hook``,
+        which fails without an accelerator.
 
     Example:
         >>> ddp.register_comm_hook(None, apply_optim_in_backward_hook(False))  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""What an optimizer does later in training, with more parameters, or to parameters without a gradient."""
+"""Trials of later steps, of more parameters, and of parameters without a gradient."""
 
 from __future__ import annotations
 

@@ -175,7 +175,7 @@ class ForeignParameters:
     """Looks for parameters of the optimizers that DDP does not average, when either has changed.
 
     Args:
-        steps: Of the optimizers.
+        steps: The steps of the optimizers.
     """
 
     def __init__(self, steps: PartialSteps) -> None:
@@ -203,7 +203,7 @@ class ForeignParameters:
                 raise ConfigError(
                     f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
                     "does not average, as it is not the model's or was frozen when DDP was made: it would "
-                    "never be stepped. Give it an optimizer of its own, or make the DDP model anew"
+                    "never be stepped. Give it an optimizer of its own, or make a new DDP model"
                 )
 
 

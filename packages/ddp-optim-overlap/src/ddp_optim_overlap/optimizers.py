@@ -64,7 +64,7 @@ class OverlappedOptimizers(Stepper):
         self._read: dict[torch.optim.Optimizer, tuple[Options, Mapping[torch.Tensor, Any]]] = {}
 
     def terms(self) -> dict[str, object]:
-        """Return what must be alike on all ranks; an option's value is the user's own affair, as in DDP."""
+        """Return what must be identical on all ranks; options' values need not, as in DDP."""
         kinds = [(type(one).__qualname__, len(one.param_groups)) for one in self._optimizers]
         clip = (
             repr(self._clip) if hasattr(self._clip, "__dataclass_fields__") else type(self._clip).__qualname__
@@ -86,7 +86,7 @@ class OverlappedOptimizers(Stepper):
 
     @property
     def norm(self) -> torch.Tensor | None:  # type: ignore[override]
-        """Of the last step's gradients, before clipping."""
+        """The norm of the last step's gradients, before clipping."""
         return None if self._clip is None else self._clip.norm
 
     @property

@@ -1,4 +1,4 @@
-"""What of an optimizer's groups a trial depends on, and what makes parameters alike for it."""
+"""Which options of an optimizer's groups a trial depends on, and which parameters are equivalent for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ddp_optim_overlap.trial import own_attributes
 __all__ = ["kind_of", "parameters_to_try"]
 
 _DISTINCT_GROUPS = 16
-"""Of so many groups each is tried; of more, those with other options than these."""
+"""Up to this many groups each one is tried; of more, only those with other options than these."""
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> Hashable:

@@ -1,4 +1,4 @@
-"""The call that a user makes, and what it gives back."""
+"""The function that users call, and the handle that it returns."""
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
@@ -46,18 +46,18 @@ class OverlapMode(Enum):
     """When parameters are stepped."""
 
     BUCKET = "bucket"
-    """Each bucket's as soon as it is averaged, while later ones are computed and sent."""
+    """Step each bucket's parameters as soon as it is averaged, while later ones are computed and sent."""
     AFTER_REDUCE = "after_reduce"
-    """All at once, at the end of ``backward()``: for what needs all gradients."""
+    """Step all parameters at the end of ``backward()``, for what needs all gradients."""
 
 
 class OverlapHandle:
-    """What :func:`overlap_optimizer` returns. As a context manager it ends the overlap on leaving.
+    """What :func:`overlap_optimizer` returns. As a context manager it ends the overlap on exit.
 
     It need not be kept: the overlap lasts as long as the model.
 
     Attributes:
-        optimizers: The user's own objects, out of their wrappers.
+        optimizers: The user's own optimizers, without their wrappers.
         mode: When parameters are stepped.
     """
 
@@ -76,9 +76,9 @@ class OverlapHandle:
     def wait(self, timeout: float | None = None) -> StepReport:
         """Wait until every rank has finished the last backward pass's step.
 
-        ``backward()`` returns with this rank's parameters stepped, so this need not be called, except to
-        learn early of another rank's failure, for instance before a checkpoint is written. Without it
-        the next ``backward()`` raises on CPUs, before anything is stepped.
+        ``backward()`` returns with this rank's parameters stepped, so this call is needed only to learn early
+        of another rank's failure, for instance before a checkpoint is written. Without it the next
+        ``backward()`` raises on CPUs, before anything is stepped.
 
         Args:
             timeout: Seconds; ``None`` for as long as the process group allows. On an accelerator nothing
@@ -89,14 +89,14 @@ class OverlapHandle:
 
         Raises:
             OverlapError: The first error, of its own type; ``backward()`` raises it as ``RuntimeError``.
-            ConfigError: ``backward()`` runs, around this call or in another thread; it goes on.
+            ConfigError: A backward pass runs, around this call or in another thread; it continues.
             TimeoutError: A peer has not finished.
         """
         return self._engine.wait(timeout)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Let backward passes only average, on every rank alike; ``optimizer.step()`` is an ordinary step.
+        """Make backward passes only average, on every rank; ``optimizer.step()`` is then an ordinary step.
 
         For evaluation with gradients, and for accumulation without ``no_sync()``.
         """
@@ -109,9 +109,9 @@ class OverlapHandle:
             self._engine.paused = before
 
     def remove(self) -> None:
-        """End the overlap: the model averages as its hook says, and the ordinary loop steps.
+        """End the overlap: the hook still averages, and the ordinary loop steps.
 
-        DDP cannot take back a communication hook. :func:`overlap_optimizer` may be called again. Calling
+        DDP cannot remove a communication hook. :func:`overlap_optimizer` may be called again. Calling
         this twice is harmless.
 
         Raises:
@@ -166,8 +166,9 @@ def overlap_optimizer(
 ) -> OverlapHandle:
     """Step an optimizer inside ``backward()``, each bucket when it is averaged, bitwise as an ordinary loop.
 
-    The loop may stay as it is. Its ``optimizer.step()`` does not step and takes a fraction of a millisecond;
-    it may go, but it raises errors with their type and notices gradients that were changed in vain.
+    The loop may stay as it is. Its ``optimizer.step()`` then does not step and takes a fraction of a
+    millisecond. It may be removed, but it raises errors with their type and notices gradients that were
+    changed too late.
 
     What fails inside ``backward()`` is raised there as ``RuntimeError`` with the text, and by
     ``optimizer.step()`` and ``handle.wait()`` with its type and a report of what was stepped:
@@ -179,49 +180,48 @@ def overlap_optimizer(
         ddp: A model whose communication hook is not set, on every rank. Also a module that was given to
             ``torch.distributed._composable.replicate()``.
         optimizer: The user's own, or several, over parameters of ``ddp``. Of the wrappers of Accelerate and
-            Lightning the optimizer inside is taken. It stays in charge: schedulers,
-            parameter groups, ``state_dict`` and ``load_state_dict`` work as always. Any optimizer that
-            steps per parameter, foreach and fused included; it is tried out with small values, and watched
-            in real steps. ``AFTER_REDUCE`` takes those that couple parameters too.
+            Lightning the optimizer inside is taken. It stays in use: schedulers, parameter groups,
+            ``state_dict`` and ``load_state_dict`` work as always. Any optimizer that steps per parameter,
+            foreach and fused included; it is tried with small values first, and checked in real steps.
+            ``AFTER_REDUCE`` also takes optimizers that couple parameters.
         comm_hook: What averages the gradients, as ``register_comm_hook`` takes it. The value of its
-            future is used, be it the bucket's own buffer or a new tensor. ``None``: the average that DDP
-            computes itself, to the bit (with one exception: see the documentation's corner cases).
+            future is used, whether it is the bucket's own buffer or a new tensor. ``None``: the average that
+            DDP computes itself, to the bit (with one exception: see the documentation's corner cases).
         comm_state: The first argument of ``comm_hook``.
         mode: ``BUCKET`` steps each bucket's parameters at once, ``AFTER_REDUCE`` all of them after the last.
         clip: A :class:`ClipPolicy`. :class:`GlobalNorm` needs ``AFTER_REDUCE``.
         scaler: A ``GradScaler``; needs ``AFTER_REDUCE``. The loop scales the loss and calls
             ``scaler.update()``; ``unscale_`` and ``step`` of the scaler are called here.
-        unused: What becomes of a parameter that no rank has used (``find_unused_parameters``,
+        unused: What happens to a parameter that no rank has used (``find_unused_parameters``,
             ``static_graph``): ``"skip"`` leaves it alone, as the ordinary loop does. ``"step"`` steps it
             with a zero gradient, so that momentum and weight decay move it, and saves a small
             all-reduce per bucket.
         check: Raise :class:`WeightReuseError` if a checkpointed block reads a parameter after its step.
-            For finding out; costs a little with every parameter.
-        release_gradients: Take a bucket's gradients away as soon as it is stepped, and give its memory back
-            until the next pass needs it. In ``BUCKET`` mode only, and if the optimizers have all of the
-            model's trained parameters. After ``backward()`` every ``.grad`` is ``None``, as after
-            ``zero_grad()``. Where memory is not given back page by page (accelerators, and CPUs elsewhere
-            than on Linux), ``gradient_as_bucket_view``, ``find_unused_parameters`` and ``static_graph`` must
-            be off.
+            For debugging; costs a little for every parameter.
+        release_gradients: Free a bucket's gradients as soon as it is stepped, until the next pass needs the
+            memory. In ``BUCKET`` mode only, and if the optimizers have all of the model's trained parameters.
+            After ``backward()`` every ``.grad`` is ``None``, as after ``zero_grad()``. Where memory cannot be
+            freed page by page (on accelerators, and on CPUs without Linux), ``gradient_as_bucket_view``,
+            ``find_unused_parameters`` and ``static_graph`` must be off.
 
     Returns:
-        A handle. It need not be kept.
+        A handle, which need not be kept.
 
     Raises:
-        ConfigError: The options, the model or the loop ask for what would step wrongly, or this is inside of
+        ConfigError: The options, the model or the loop would lead to wrong steps, or this is called inside
             ``backward()``.
-        UnsupportedOptimizerError: It needs a closure, couples parameters, or is sharded over ranks. What only
-            real steps show, ``backward()`` and ``optimizer.step()`` raise.
+        UnsupportedOptimizerError: It needs a closure, couples parameters, or is sharded over ranks.
+            ``backward()`` and ``optimizer.step()`` raise it for what only real steps show.
         UnsupportedGradientError: It cannot step sparse gradients, and the model has some.
-        TypeError, ValueError: An argument is of another kind. All of these before any communication;
-            ``backward()`` and ``optimizer.step()`` raise a ConfigError for what comes up later.
+        TypeError, ValueError: An argument is of another type. All errors are raised before any communication;
+            ``backward()`` and ``optimizer.step()`` raise a ConfigError for what is found later.
 
     Cost:
-        One thread, and one process group of its own, made by the first backward pass. No memory beside the
-        optimizer's own; a few MiB and a fraction of a second for the trial. One all-reduce of a single value
-        per step; with unused parameters possible, one of a value per parameter for every bucket. With
+        One thread and one private process group, made by the first backward pass. No memory besides the
+        optimizer's own; the trial takes a few MiB and a fraction of a second. One all-reduce of a single
+        value per step; with unused parameters possible, one of a value per parameter for every bucket. With
         ``release_gradients`` there are gradients of four buckets at a time instead of all, from the second
-        pass on; ``backward()`` waits when it would be further ahead, and new memory is taken in every pass.
+        pass on; ``backward()`` waits when it is further ahead, and new memory is taken in every pass.
 
     Example:
         >>> optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""What a trial before training cannot have seen, looked for in every step of a part of the parameters."""
+"""Checks of every partial step for what the trial before training cannot have seen."""
 
 from __future__ import annotations
 

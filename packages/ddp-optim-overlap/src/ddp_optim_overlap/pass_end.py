@@ -40,17 +40,17 @@ class PassEnd:
         self._meeting: torch.futures.Future[None] | None = None
 
     def forget_worker(self) -> None:
-        """From now on let no ranks meet."""
+        """Make no ranks meet from now on."""
         self._worker = None
 
     def follow_last_bucket(
         self, current: BackwardPass, device: torch.device, then: Callable[[BackwardPass], None]
     ) -> None:
-        """Do what comes behind the last bucket; what has to wait for DDP, when ``backward()`` ends.
+        """Do what comes after the last bucket; what has to wait for DDP, when ``backward()`` ends.
 
         Args:
             current: The backward pass.
-            device: Of its gradients.
+            device: The device of its gradients.
             then: Called with the pass if it steps, when it has ended well.
         """
         if current.steps:
@@ -79,7 +79,7 @@ class PassEnd:
         self, current: BackwardPass, device: torch.device, then: Callable[[BackwardPass], None]
     ) -> None:
         current.end()
-        if current.cancelled:  # torch does not tell the end of a nested pass from the end of all
+        if current.canceled:  # torch does not tell the end of a nested pass from the end of all
             raise self._keep(
                 StepError(
                     "step() or wait() was called while backward() ran, whose rest is not stepped",

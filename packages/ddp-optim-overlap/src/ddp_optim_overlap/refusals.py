@@ -1,4 +1,4 @@
-"""What :func:`overlap_optimizer` refuses before it does anything."""
+"""Checks of :func:`overlap_optimizer` before it changes anything."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def require_ddp_options(ddp: DistributedDataParallel) -> None:
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         raise ConfigError(
             "DDP(skip_all_reduce_unused_params=True) hands over no bucket of which all parameters are "
-            "unused: nobody could tell when a pass begins and ends"
+            "unused: it would be unknown when a pass begins and ends"
         )
     if ddp.static_graph:
         require_one_first_bucket(ddp)
@@ -140,8 +140,8 @@ def require_own_parameters(
                 if parameter.requires_grad and parameter not in averaged:
                     raise ConfigError(
                         f"parameter {place} of group {number} of {type(optimizer).__name__}, of shape "
-                        f"{tuple(parameter.shape)}, is none that this DDP model averages: it would never be "
-                        "stepped. Give it an optimizer of its own, which the loop steps"
+                        f"{tuple(parameter.shape)}, is not one that this DDP model averages: it would never "
+                        "be stepped. Give it an optimizer of its own, which the loop steps"
                     )
 
 

@@ -1,4 +1,4 @@
-"""The gradients of one backward pass that go as soon as their bucket is stepped."""
+"""The gradients of one backward pass that are freed as soon as their bucket is stepped."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ReleasedPass:
 
         Args:
             done: Ends when the bucket that was just handed over is stepped, or has failed.
-            device: Of the bucket.
+            device: The device of the bucket.
         """
         places = self._places
         if done.done():  # on an accelerator a callback would take a stream

@@ -1,4 +1,4 @@
-"""What stands in place of an optimizer's own ``step`` while it is overlapped."""
+"""What replaces an optimizer's own ``step`` while it is overlapped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ReplacedStep", "has_pre_hooks"]
 
 
 class ReplacedStep:
-    """In place of an optimizer's ``step``, as schedulers do it: asks first whether anything is to be done.
+    """Instead of an optimizer's ``step``, as schedulers do it: asks first whether anything is to be done.
 
     A closure is run before it asks, once, since its backward pass may step. Keeps neither the engine nor its
     thread alive with an optimizer whose model is gone.

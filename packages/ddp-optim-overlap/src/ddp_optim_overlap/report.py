@@ -1,4 +1,4 @@
-"""What one overlapped step did."""
+"""The report of one overlapped step."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class StepReport:
     """What one backward pass has stepped.
 
     Attributes:
-        number: Which pass: 1 for the first that stepped, or was to step.
+        number: The number of the pass, 1 for the first that stepped or was meant to step.
         buckets: How many gradient buckets were handed over.
-        stepped: The indices of those whose parameters were stepped, in order.
-        partial: The indices of those whose step began and failed: any of their parameters may have been
+        stepped: The indices of the buckets whose parameters were stepped, in order.
+        partial: The indices of the buckets whose step began and failed; any of their parameters may have been
             stepped. In ``AFTER_REDUCE`` mode all, if an optimizer's step had begun.
-        optimizers: In ``AFTER_REDUCE`` mode, if the step of one of several optimizers failed: the places of
+        optimizers: In ``AFTER_REDUCE`` mode, if the step of one of several optimizers failed, the indices of
             those that had stepped before.
         seconds: The time that the steps took, on this rank's host.
-        seconds_hidden: The part of it, at least, that was over when a later average was still awaited. Zero
+        seconds_hidden: The part of it, at least, that ended while a later average was still awaited. Zero
             on an accelerator, where the host does not know.
         norm: The norm of the averaged gradients before clipping, if the clip policy computes it.
     """
@@ -42,7 +42,7 @@ class StepReport:
         return self.seconds_hidden / self.seconds if self.seconds else None
 
     def as_dict(self) -> dict[str, int | float]:
-        """Return attributes and properties by name, as plain numbers: the lengths of lists of places.
+        """Return attributes and properties by name, as plain numbers; of lists of indices their lengths.
 
         Those that are ``None`` are left out. Waits for an accelerator if there is a norm.
         """

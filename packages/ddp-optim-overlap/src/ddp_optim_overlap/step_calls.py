@@ -1,4 +1,4 @@
-"""What the loop's ``optimizer.step()`` means while backward passes step."""
+"""What the loop's ``optimizer.step()`` does while backward passes step."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StepCalls:
         self._left_out = False
         """Whether it has ever not done so."""
         self._closure_of: Engine | None = None
-        """Whose last pass has done the step whose closure runs: another pass would step twice."""
+        """The engine whose last pass has done the step whose closure runs: another pass would step twice."""
         self._loss_unused: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def attach(self, engine: Engine) -> None:

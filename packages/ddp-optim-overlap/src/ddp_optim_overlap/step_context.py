@@ -17,7 +17,7 @@ def step_context(device: torch.device, name: str) -> Iterator[None]:
     """Be where a loop calls ``step()``: not under autocast, for one, though ``backward()`` may be.
 
     Args:
-        device: Of the parameters.
+        device: The device of the parameters.
         name: What a profiler calls the step.
     """
     with torch.no_grad(), _no_autocast(device), profiler_range(name):

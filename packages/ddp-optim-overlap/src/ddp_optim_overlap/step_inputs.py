@@ -1,4 +1,4 @@
-"""What a step has read that somebody has changed since."""
+"""Inputs of a step that were changed after it had read them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dist_utils.torch_compat import gradient_marks, tensor_version, tensor_versi
 __all__ = ["Options", "StepInputs", "options_of"]
 
 Options = list[dict[str, Any]]
-"""Of every group, what ``==`` may compare."""
+"""The options of every group that ``==`` can compare."""
 
 
 class StepInputs:
@@ -28,12 +28,12 @@ class StepInputs:
 
     Args:
         optimizer: It has just been stepped.
-        options: Those that the step has read.
+        options: The options that the step has read.
         state: The one that the step has read.
 
     Attributes:
-        parameters: Of all its groups, in order.
-        marks: Those of their gradients.
+        parameters: The parameters of all its groups, in order.
+        marks: The marks of their gradients.
         on_device: The sample of what lies on accelerators, whose memory :meth:`changed` does not read.
     """
 
@@ -59,8 +59,9 @@ class StepInputs:
 
         Args:
             optimizer: The same.
-            contents: Of the gradients: one that was written, and has the same bits, is not changed.
-                ``None`` if any write is a change, as it was meant for what the step has written over.
+            contents: The contents of the gradients: one that was written, and has the same bits, is not
+                changed. ``None`` if any write is a change, as it was meant for what the step has written
+                over.
         """
         if optimizer.state is not self._state:
             return "the optimizer's state was loaded"

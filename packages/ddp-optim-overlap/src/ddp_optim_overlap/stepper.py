@@ -1,4 +1,4 @@
-"""What an engine steps with: optimizers under an overlap, or those that step inside of ``backward()``."""
+"""The optimizers that an engine steps: those of an overlap, or one per parameter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Stepper:
     begun = 1
 
     def terms(self) -> dict[str, object]:
-        """Return what must be alike on all ranks."""
+        """Return what must be identical on all ranks."""
         return {}
 
     def begin(self, engine: Engine) -> None:

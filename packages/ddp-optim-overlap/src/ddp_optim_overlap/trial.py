@@ -137,8 +137,8 @@ class Run:
 
     Attributes:
         optimizer: The copy.
-        values: Of the parameters.
-        attributes: Of the parameters: some optimizers keep state there.
+        values: The values of the parameters.
+        attributes: The attributes of the parameters: some optimizers keep state there.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a trial has found out about an optimizer, for as long as that holds."""
+"""Cached results of a trial, for as long as they hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of buckets that are stepped together: written back as they arrive, stepped when all have."""
+"""Steps of all buckets together: gradients are written back as they arrive, and stepped after the last."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class WholeStep:
 
         Args:
             current: The backward pass.
-            index: Of the bucket.
+            index: The index of the bucket.
             gradients: The bucket.
             reduced: What the communication hook has returned.
             used: Whether all of its parameters got a gradient on this rank.

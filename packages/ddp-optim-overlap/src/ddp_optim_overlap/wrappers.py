@@ -1,4 +1,4 @@
-"""What is inside of the objects that frameworks put around models and optimizers."""
+"""The models and optimizers inside the wrappers of frameworks."""
 
 from __future__ import annotations
 

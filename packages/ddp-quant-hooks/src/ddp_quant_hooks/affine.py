@@ -28,7 +28,7 @@ class AffineLayout:
     Args:
         values: How many there are.
         channel: Values per channel; the last may be shorter.
-        dtype: Of the parameters, and of what is computed: fp32, or fp64 for fp64 values.
+        dtype: The dtype of the parameters, and of what is computed: fp32, or fp64 for fp64 values.
 
     Raises:
         TypeError: An argument is of another type.

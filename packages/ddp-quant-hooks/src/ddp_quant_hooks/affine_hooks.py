@@ -30,23 +30,24 @@ def quantization_pertensor_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in 8 bits, with one scale and zero point for each rank's whole bucket.
 
-    As accurate as the bucket's largest gradient lets it be: see :func:`quantization_perchannel_hook`,
+    Its error grows with the largest gradient of the bucket. See :func:`quantization_perchannel_hook`,
     and :func:`quantized_allreduce_hook`, which sends less.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         bucket: From DDP. A sparse one is averaged without compression.
 
     Returns:
-        A future of ``bucket.buffer()``: the mean of what all ranks' values became, computed in fp32 (fp64
-        for an fp64 bucket), bitwise equal on all ranks. If a value is NaN or infinite on any rank, the
-        whole bucket is NaN. At world size 1 and for an empty bucket it is complete, and nothing is sent.
+        A future of ``bucket.buffer()``, which holds the mean of all ranks' quantized values, computed in fp32
+        (fp64 for an fp64 bucket), bitwise identical on all ranks. If a value is NaN or infinite on any rank,
+        the whole bucket is NaN. At world size 1 and for an empty bucket it is complete, and nothing is sent.
 
     Raises:
-        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` no group; under
-            ``torch.compile`` with DDP's python reducer, which hands over no buckets.
-        ValueError: This rank is not in the group.
-        All of them before any communication. A failing peer raises ``RuntimeError`` in ``backward()``.
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group, or
+            the model is compiled with DDP's Python reducer, which hands over no buckets. Before any
+            communication.
+        ValueError: This rank is not in the group; before any communication.
+        RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
         One all-gather; for GPU tensors in a Gloo group the caller waits for it. Every rank sends its
@@ -54,9 +55,10 @@ def quantization_pertensor_hook(
         quarter of it at two ranks, half at four, and more than it from eight ranks on. W + 1 bytes a value
         of memory; Gloo takes about as much again.
 
-    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks.\
-quantization_pertensor_hook``: equal to its results up to fp32 rounding, except where it loses gradients
-    below 1e-5 or overflows. Its result is always fp32.
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks.quantization_pertensor_hook``. The
+        results are equal up to fp32 rounding, except where PyTorch's hook loses gradients below 1e-5 or
+        overflows; and they keep the bucket's dtype, where PyTorch's are always fp32.
 
     Example:
         >>> ddp.register_comm_hook(None, quantization_pertensor_hook)  # doctest: +SKIP
@@ -71,23 +73,30 @@ def quantization_perchannel_hook(
     """Average a bucket in 8 bits, with a scale and a zero point for every ``bucket_size`` values.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         bucket: From DDP. A sparse one is averaged without compression.
         bucket_size: Values per channel. (DDP calls a hook with two arguments: give a plain function of
             your own that passes a third.)
 
     Returns:
-        As :func:`quantization_pertensor_hook`; a NaN or an infinity makes its channel NaN.
+        A future of ``bucket.buffer()``, which holds the mean of all ranks' quantized values, bitwise
+        identical on all ranks. A NaN or an infinity on any rank makes its channel NaN.
 
     Raises:
-        ValueError: ``bucket_size`` is less than 1. Otherwise as :func:`quantization_pertensor_hook`.
+        TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group, or
+            the model is compiled with DDP's Python reducer, which hands over no buckets. Before any
+            communication.
+        ValueError: ``bucket_size`` is less than 1, or this rank is not in the group; before any
+            communication.
+        RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
         One all-gather of (W - 1) (1 + 8 / ``bucket_size``) bytes a value: more than a ring all-reduce in
         fp32 from eight ranks on.
 
-    Counterpart of ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks.\
-quantization_perchannel_hook``, without its extra channel of padding.
+    Source:
+        ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks.quantization_perchannel_hook``,
+        without its extra channel of padding.
 
     Example:
         >>> ddp.register_comm_hook(None, quantization_perchannel_hook)  # doctest: +SKIP
@@ -101,7 +110,7 @@ def _average(
     name: str, process_group: GroupLike, bucket: GradBucket, channel: int | None
 ) -> torch.futures.Future[torch.Tensor]:
     if is_pair(bucket):
-        raise TypeError(f"{name} averages buckets, and DDP's python reducer under torch.compile has none")
+        raise TypeError(f"{name} averages buckets, and DDP's Python reducer under torch.compile has none")
     group = resolve_group(process_group)
     with profiler_range(f"{name}:bucket_{bucket.index()}"):
         buffer = bucket.buffer()

@@ -1,4 +1,4 @@
-"""What the ranks compare before they average something new."""
+"""The comparison of the ranks' options and buckets before they average something new."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Agreement:
     Does not know the state, which could not become garbage at once.
 
     Args:
-        name: Of the state's class.
+        name: The name of the state's class.
 
     Attributes:
         first: What is averaged when the state's worker makes its private group, for that one's terms.
@@ -30,10 +30,10 @@ class Agreement:
         self.first = ""
 
     def on_bucket(self, worker: OrderedWorker, bucket: Bucket) -> None:
-        """Compare, before a bucket that is new, what must be alike on all ranks.
+        """Compare, before a bucket that is new, what must be identical on all ranks.
 
         Args:
-            worker: Of the state.
+            worker: The worker of the state.
             bucket: The bucket.
 
         Raises:
@@ -53,10 +53,10 @@ class Agreement:
         """As :meth:`on_bucket`, before a call on plain tensors.
 
         Args:
-            worker: Of the state.
+            worker: The worker of the state.
             call: The name of the function.
-            terms: What must be alike, by name.
-            tensors: Of the call.
+            terms: What must be identical on all ranks, by name.
+            tensors: The tensors of the call.
         """
         what = [(tensor.numel(), tensor.dtype, tensor.device.type) for tensor in tensors]
         told = f"{what[0][0]} values of {what[0][1]}" + (f" and {len(what) - 1} more" if what[1:] else "")

@@ -48,16 +48,15 @@ class AutoCheckpoints(BoundModel):
     def state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
         """Return the choice and the residuals of this rank that go with it, for :meth:`load_state_dict`.
 
-        Every rank has its own: save one file for each. During a trial, the first one or a later one, there is
-        nothing to save but that. Of candidates of other projects only the name is saved: what their states
-        keep is theirs to save.
+        Every rank has its own: save one file for each. During a trial only the fact that there is one is
+        saved. Of candidates from other projects only the name is saved; save what their states keep yourself.
 
         Args:
             model: Whose gradients were averaged, as ``DistributedDataParallel`` module or without its
                 wrapper; ``None`` after :meth:`bind`.
 
         Returns:
-            Tensors on the CPU, numbers and strings in dicts, lists and tuples: ``torch.load`` reads them
+            Tensors on the CPU, numbers and strings in dicts, lists and tuples, which ``torch.load`` reads
             with ``weights_only=True``.
 
         Raises:
@@ -81,7 +80,7 @@ class AutoCheckpoints(BoundModel):
         }
 
     def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
-        """Take over the choice that another run, or this one, has saved. On every rank.
+        """Load the choice that another run, or this one, has saved. On every rank.
 
         Training goes on with the bits of the run that was saved, if what was chosen is of this project. For
         that the first pass after it (the first two if the second comes in the same buckets) is averaged in
@@ -95,7 +94,7 @@ class AutoCheckpoints(BoundModel):
             model: As for :meth:`state_dict`.
 
         Raises:
-            TypeError: ``state`` is no dict.
+            TypeError: ``state`` is not a dict.
             ValueError: It is of another rank, number of ranks or list of candidates, or does not fit the
                 model; nothing is changed.
             RuntimeError: Inside ``backward()``.
@@ -125,7 +124,7 @@ class AutoCheckpoints(BoundModel):
             residuals = dict_of(state["states"], dict, "states")
             chosen = choice.assignment.names
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no choice that state_dict() returned: {error!r}") from error
+            raise ValueError(f"this is not a choice that state_dict() returned: {error!r}") from error
         states = {name: self.candidates[name].state for name in chosen & self.candidates.keys()}
         own = {name for name, inner in states.items() if isinstance(inner, ResidualCheckpoints)}
         if chosen != states.keys() or own != residuals.keys():

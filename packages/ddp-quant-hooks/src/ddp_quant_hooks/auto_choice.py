@@ -1,4 +1,4 @@
-"""What the ranks' times say: pure functions of numbers that are the same on all ranks."""
+"""Conclusions from the ranks' times: pure functions of numbers that are identical on all ranks."""
 
 from __future__ import annotations
 
@@ -76,14 +76,15 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the ranks have agreed on.
+    """The choice that the ranks have agreed on.
 
     Attributes:
         candidate: The candidate for buckets of any size that is not in ``by_size``.
         by_size: The names of candidates by bytes of a bucket; empty if one averages all.
-        seconds: Of a whole step, by what was tried; ``"by size"`` is one candidate for each size.
+        seconds: Seconds of a whole step for each candidate that was tried; ``"by size"`` is one candidate for
+            each size.
         errors: The largest relative error that was measured of each candidate.
-        why: All of that, as the log has it.
+        why: The text that was logged about the choice.
     """
 
     candidate: str
@@ -190,7 +191,7 @@ def clearly_slower(contenders: Sequence[Assignment], rounds: Sequence[Round]) ->
 
 
 def another_round_tells(contenders: Sequence[Assignment], rounds: Sequence[Round]) -> bool:
-    """Tell whether some contender may well be faster than the choice by what matters."""
+    """Return whether some contender may well be faster than the choice by what matters."""
     typical = typical_steps(contenders, rounds)
     if not typical:
         return False
@@ -212,7 +213,7 @@ def best_by_size(
     """Return for each size the candidate whose exchange is shortest; ``None`` if that is always the same.
 
     Args:
-        names: Of candidates, the most exact one first.
+        names: The names of candidates, the most exact one first.
         services: Seconds, by candidate and bytes of a bucket.
     """
     chosen: dict[int, str] = {}

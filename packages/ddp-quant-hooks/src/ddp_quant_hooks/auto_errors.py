@@ -30,7 +30,7 @@ class ErrorSample:
 
         Args:
             worker: For the all-reduce.
-            buffer: Of the bucket.
+            buffer: The buffer of the bucket.
             average: Averages it, in place or not.
 
         Returns:

@@ -13,22 +13,21 @@ __all__ = ["auto_hook"]
 
 @buckets_only
 def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket with the candidate that was chosen, or whose turn it is.
+    """Average a bucket with the candidate that was chosen or, during the trial, whose turn it is.
 
     Args:
-        state: Candidates and choice; its own for each model.
-        bucket: From DDP, of what dtype and layout the candidates take.
+        state: Candidates and choice; one state for each model.
+        bucket: From DDP, of a dtype and layout that the candidates take.
 
     Returns:
         The candidate's future, or one with its value. At world size 1 it is complete.
 
     Raises:
-        TypeError: ``state`` is no :class:`AutoState`, or the bucket not of a floating-point dtype; under
-            ``torch.compile`` with DDP's python reducer, which hands over no buckets.
+        TypeError: ``state`` is not an :class:`AutoState`, the bucket is not of a floating-point dtype, or the
+            model is compiled with DDP's Python reducer, which hands over no buckets.
         CandidateError: A candidate raises, during the trial.
         ValueError: This rank is not in the group, or a candidate averages over other ranks.
-        A failing peer raises ``RuntimeError`` in ``backward()``, as do ranks that have other candidates or
-        options.
+        RuntimeError: A peer failed, or ranks have other candidates or options; raised by ``backward()``.
 
     Example:
         >>> ddp.register_comm_hook(AutoState(), auto_hook)  # doctest: +SKIP
@@ -37,7 +36,7 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
         raise TypeError(f"auto_hook needs an AutoState as its state, got {type(state).__name__}")
     if is_pair(bucket):
         raise TypeError(
-            "auto_hook averages buckets, and DDP's python reducer has none: set "
+            "auto_hook averages buckets, and DDP's Python reducer has none: set "
             "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
         )
     state.bucket_came()

@@ -1,4 +1,4 @@
-"""What a user gives a state that chooses: checked, and told to the other ranks."""
+"""Options of a state that chooses: checked, and compared with those of other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """In the ``repr`` of an object of somebody's class, other ones on other ranks."""
 
 _DEFAULT_COUNT = 4
-"""Of candidates, if none are given."""
+"""The number of candidates, if none are given."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def checked_candidates(candidates: object) -> dict[str, Candidate]:
     """Return what a user has given as candidates.
 
     Raises:
-        TypeError: It is no mapping of names to pairs of a state and a hook.
+        TypeError: It is not a mapping of names to pairs of a state and a hook.
         ValueError: It is empty.
     """
     if not isinstance(candidates, Mapping):

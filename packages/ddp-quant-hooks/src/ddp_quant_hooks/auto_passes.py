@@ -1,4 +1,4 @@
-"""The backward passes of a state that chooses: which candidate has which, during a trial and behind it."""
+"""The backward passes of a state that chooses: which candidate averages which, in a trial and after it."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ class AutoPasses:
     Args:
         candidates: By name.
         ranks: All of them.
-        options: Of the state.
+        options: The options of the state.
 
     Attributes:
         choice: The latest one.
         assignment: Which candidate averages what now.
-        since_choice: How many passes there were behind the one of the choice.
-        began: Whether there was a pass, behind what was loaded last.
+        since_choice: How many passes there were after the one of the choice.
+        began: Whether there was a pass, after what was loaded last.
     """
 
     def __init__(self, candidates: Mapping[str, Candidate], ranks: AutoRanks, options: AutoOptions) -> None:
@@ -136,7 +136,7 @@ class AutoPasses:
         self._resumption = Resumption(parameters) if layout else None  # type: ignore[arg-type] # they live
 
     def start_over(self) -> None:
-        """Forget an error, and a trial that was not over: it begins anew."""
+        """Forget an error, and a trial that was not over: it starts over."""
         self._failure, self._running = None, None
         if self.trying:
             # An error may have come when ranks were at different turns.

@@ -1,4 +1,4 @@
-"""What a trial asks of all ranks together."""
+"""What the ranks exchange during a trial."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class AutoRanks:
     """The ranks that choose together. Does not know the state, which could not become garbage at once.
 
     Args:
-        group: As in :func:`dist_utils.resolve_group`; looked up when used.
-        name: Of the state's class.
+        group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up when used.
+        name: The name of the state's class.
     """
 
     def __init__(self, group: GroupLike, name: str) -> None:
@@ -54,7 +54,7 @@ class AutoRanks:
     def agree(
         self, terms: Callable[[], Mapping[str, object]], try_anew: Callable[[], None] | None = None
     ) -> None:
-        """Compare, once, what must be alike.
+        """Compare, once, what must be identical on all ranks.
 
         Args:
             terms: Returns that, by name.
@@ -110,7 +110,7 @@ class AutoRanks:
             self._worker = None
 
     def close(self) -> None:
-        """As :meth:`rest`; and what must be alike is compared again."""
+        """As :meth:`rest`; and what must be identical on all ranks is compared again."""
         self.rest()
         self._agreed_in = None
 
@@ -120,7 +120,7 @@ class Largest:
 
     Args:
         worker: For the exchange.
-        values: Of this rank; as many on all ranks.
+        values: The values of this rank; as many on all ranks.
     """
 
     def __init__(self, worker: OrderedWorker, values: Sequence[float]) -> None:

@@ -33,24 +33,24 @@ _MAX_ERROR = 0.03
 class AutoState(AutoCheckpoints):
     """Chooses between communication hooks by trying them in the first steps of training. One for each model.
 
-    Candidates have turns of a few backward passes each. What counts is how long whole steps take with each,
-    from the first bucket of a pass to that of the next one, by the slowest rank's times: an exchange that is
-    short by itself may take from the computation what it saves on the wire. How long the exchanges of single
-    buckets take makes one more contender where sizes differ in what is best for them: a candidate for each
-    size. All ranks choose the same, in the same step. A candidate behind another one in the order, of fewer
-    bytes, must be faster than that by more than the noise.
+    Candidates take turns of a few backward passes each. What counts is how long whole steps take with each,
+    from the first bucket of a pass to that of the next, on the slowest rank: a short exchange may slow the
+    computation by more than it saves on the wire. Where the best candidate depends on the size of the bucket,
+    the combination of the best for each size takes part too. All ranks choose the same, in the same step. A
+    candidate that sends fewer bytes than an earlier one must be faster than that by more than the noise.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD, looked up when used.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up
+            when used.
         candidates: Pairs of a state and a hook by name, as ``register_comm_hook`` takes them, the most exact
             one first; each state for this alone. ``None``: fp32, bf16, 8 and 4 bits of this project.
         max_error: Candidates whose averages have a larger relative error, in the L2 norm, are not chosen.
             Measured on buckets of the trial, with one exact all-reduce for each sample. ``None``: not
             measured, any may be chosen. The default, 0.03, admits 8 bits, which show 0.007 for Gaussian
-            gradients and 0.018 for heavy tails, and leaves out 4 bits, which show 0.09: who accepts those
-            gives more.
-        look_again_every: Try again after so many backward passes with a choice, for a network that changes.
-            0: never.
+            gradients and 0.018 for heavy tails, and excludes 4 bits, which show 0.09; set a larger number to
+            accept those.
+        look_again_every: Repeat the trial after this many backward passes with a choice, for a network that
+            changes. 0: never.
         most_passes: How many backward passes the trial may take.
 
     Raises:
@@ -60,16 +60,16 @@ class AutoState(AutoCheckpoints):
 
     All ranks must have the same candidates and options: they are compared before the first bucket.
 
-    At a change of candidates, and when one is chosen, the residuals of those concerned are dropped: what
-    quantization has lost in one pass is lost then. The first rank logs the choice at ``INFO``.
+    At a change of candidates, and when one is chosen, the residuals of those concerned are dropped: so the
+    quantization error of one pass is not fed back. The first rank logs the choice at ``INFO``.
 
     Without a process group of more than one rank there is nothing to choose, and nothing is done.
 
     Cost:
         In the trial some steps with each candidate, one exact all-reduce of a bucket for each turn, and
-        one of some numbers for each round of turns. After it, nothing beside the chosen hooks but a
-        count of passes, some 30 microseconds of Python for each bucket; the other states are closed, or wait
-        without residuals for the next trial.
+        one of some numbers for each round of turns. After it, only the chosen hooks and a count of passes,
+        some 30 microseconds of Python for each bucket; the other states are closed, or wait without residuals
+        for the next trial.
 
     Example:
         >>> ddp.register_comm_hook(AutoState(), auto_hook)  # doctest: +SKIP
@@ -107,7 +107,7 @@ class AutoState(AutoCheckpoints):
 
     @property
     def choice(self) -> Choice | None:
-        """What was chosen and why; ``None`` before. During a later trial it is still the former one."""
+        """What was chosen and why; ``None`` before. During a later trial it is still the earlier one."""
         return None if self._passes is None else self._passes.choice
 
     @property
@@ -152,7 +152,7 @@ class AutoState(AutoCheckpoints):
         return self.passes.begin_bucket(bucket)
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:
-        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's candidates for ever.
+        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's candidates forever.
 
         Raises:
             RuntimeError: It is, and there is something to choose.
@@ -165,7 +165,7 @@ class AutoState(AutoCheckpoints):
             )
 
     def discard_step(self) -> None:
-        """Say that the gradients of the last ``backward()`` will not be stepped with.
+        """Say that no optimizer step will use the gradients of the last ``backward()``.
 
         See :meth:`QuantizedAllreduceState.discard_step`.
         """
@@ -175,8 +175,8 @@ class AutoState(AutoCheckpoints):
     def close(self) -> None:
         """End the threads and private groups of this state and its candidates; a later bucket makes new ones.
 
-        After an error in communication this is how every rank makes a fresh start. A trial that was not over
-        begins anew; a choice stays.
+        After an error in communication this is how every rank makes a fresh start. An unfinished trial starts
+        over; a choice stays.
         """
         if self._passes is not None:
             close_states(list(self.candidates.values()))

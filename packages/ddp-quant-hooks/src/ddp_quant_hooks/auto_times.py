@@ -91,7 +91,7 @@ class PassTimes:
         Args:
             size: Bytes of the bucket.
             handed_over: When the hook was called.
-            device: Of the bucket.
+            device: The device of the bucket.
             averaged: From the hook.
         """
         place = len(self._exchanges)
@@ -99,7 +99,7 @@ class PassTimes:
         exchanges = self._exchanges
 
         def note(done: torch.futures.Future[Any]) -> Any:
-            exchanges[place] = _Exchange(size, handed_over, Mark(device))  # on a stream behind the exchange
+            exchanges[place] = _Exchange(size, handed_over, Mark(device))  # on a stream after the exchange
             return done.value()
 
         return averaged.then(note)

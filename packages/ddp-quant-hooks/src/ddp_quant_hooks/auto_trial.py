@@ -27,7 +27,7 @@ from ddp_quant_hooks.auto_times import PassTimes
 __all__ = ["PASSES_BEFORE_CHOICE", "Ranks", "Trial", "TrialPass", "least_passes"]
 
 _WARM_UP = 3
-"""Passes before the first turn: DDP rebuilds its buckets behind the first one (the second, with a static
+"""Passes before the first turn: DDP rebuilds its buckets after the first one (the second, with a static
 graph)."""
 
 _TIMED = 3
@@ -35,7 +35,7 @@ _TIMED = 3
 sampled."""
 
 _BETWEEN = 2
-"""Passes behind a round: one until an accelerator is past the last timed one, one to compare times."""
+"""Passes after a round: one until an accelerator is past the last timed one, one to compare times."""
 
 _ROUNDS = 4
 """In which every contender has a turn, the first one first in one round and last in the next. More where they
@@ -64,7 +64,7 @@ class Largest(Protocol):
 
 
 class Ranks(Protocol):
-    """What a trial asks of all ranks together."""
+    """What the ranks exchange during a trial."""
 
     def agreed_sizes(self, sizes: Sequence[int]) -> Sequence[int]:
         """Return the bytes of the buckets of a pass, in their order, if all have the same."""
@@ -80,8 +80,8 @@ class TrialPass:
         assignment: Which candidate averages what.
         timed: Whether its times count.
         sampled: The place of the bucket whose error is measured, if one is.
-        times: Of the pass.
-        error: Of the sampled bucket.
+        times: The times of the pass.
+        error: The error of the sampled bucket.
     """
 
     def __init__(self, assignment: Assignment, *, timed: bool = False, sampled: int | None = None) -> None:
@@ -96,7 +96,7 @@ class Trial:
     """Tries candidates in turns.
 
     Args:
-        names: Of the candidates, the most exact one first.
+        names: The names of the candidates, the most exact one first.
         meanwhile: What averages before the first turn.
         max_error: Candidates of a larger error are left out; ``None``: errors are not measured.
         most_passes: After how many there must be a choice.
@@ -124,7 +124,7 @@ class Trial:
         self._left_out: dict[str, str] = {}
 
     def run(self) -> Generator[TrialPass, Sequence[int], Choice]:
-        """Yield each pass as it begins, and return the choice when the first one begins behind the trial.
+        """Yield each pass as it begins, and return the choice when the first one begins after the trial.
 
         It is sent the bytes of the buckets of the last pass.
         """

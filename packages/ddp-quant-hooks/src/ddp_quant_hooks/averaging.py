@@ -1,4 +1,4 @@
-"""Average one bucket in few bits, as it was decided. A job for the state's worker."""
+"""Average one bucket in few bits, as planned: a job for the state's worker."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def average(
     """Average a bucket in place; every rank ends with the same bits.
 
     Args:
-        group: Whose ranks average.
+        group: The process group whose ranks average.
         decision: On the bucket.
         route: The way of its values.
         failed: Told whether a value of the mean is not finite, as flags; ``None`` if nobody asks.

@@ -1,4 +1,4 @@
-"""The model whose gradients a state averages: named once, or in every call."""
+"""The model whose gradients a state averages: bound once, or given in every call."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class BoundModel:
         """The group that averages."""
 
     def bind(self, ddp: DistributedDataParallel) -> Self:
-        """Tell this state its model, once, so that nothing else has to name it.
+        """Bind this state to its model, so that no other call needs the model.
 
         A state without a process group takes the model's. The model is not kept alive.
 
@@ -53,7 +53,7 @@ class BoundModel:
             The state itself.
 
         Raises:
-            TypeError: ``ddp`` is no ``DistributedDataParallel`` module.
+            TypeError: ``ddp`` is not a ``DistributedDataParallel`` module.
             ValueError: It averages over other ranks than this state.
 
         Example:

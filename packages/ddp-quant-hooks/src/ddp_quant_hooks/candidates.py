@@ -31,7 +31,8 @@ def default_candidates(
     """Return the hooks that are worth trying, by name, from the most exact to the fewest bytes.
 
     Args:
-        process_group: Of the model, as in :func:`dist_utils.resolve_group`; ``None`` is looked up when used.
+        process_group: The process group of the model, as in :func:`dist_utils.resolve_group`; ``None`` is
+            looked up when used.
         mesh: Nodes first, ranks in a node second: then also 8 and 4 bits between nodes only.
 
     Raises:

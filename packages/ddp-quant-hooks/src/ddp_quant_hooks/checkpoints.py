@@ -28,7 +28,7 @@ class ResidualCheckpoints(BoundModel):
     feedback: Feedback
     stand_ins: StandIns
     places: list[str] | None = None
-    """Of which shards the residuals are, if a model under ``fully_shard`` has used the state."""
+    """The shards that the residuals belong to, if a model under ``fully_shard`` has used the state."""
 
     @abstractmethod
     def close(self) -> None:
@@ -47,12 +47,12 @@ class ResidualCheckpoints(BoundModel):
         """Return when all jobs so far have run, whatever came out."""
 
     def discard_step(self) -> None:
-        """Say that the gradients of the last ``backward()`` will not be stepped with.
+        """Say that no optimizer step will use the gradients of the last ``backward()``.
 
-        The residuals are again what they were before it. Call it, on every rank, where the loop skips
+        The residuals become what they were before that pass. Call this, on every rank, where the loop skips
         ``optimizer.step()``, or where something raises between ``backward()`` and it. A step with a value
-        that is not finite, which ``GradScaler`` skips, and a ``backward()`` that raises need no word. Of
-        several passes whose gradients were added up without ``no_sync()``, only the last is taken back.
+        that is not finite, which ``GradScaler`` skips, and a ``backward()`` that raises, need no call. Of
+        several passes whose gradients were added up without ``no_sync()``, only the last is undone.
 
         Raises:
             RuntimeError: Inside ``backward()``.
@@ -63,8 +63,8 @@ class ResidualCheckpoints(BoundModel):
     def state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
         """Return this rank's residuals and what they depend on, for :meth:`load_state_dict`.
 
-        Every rank has its own: save one file for each, or see :meth:`gather_state_dict`. They are those
-        that the last ``backward()`` left that ended well; also after one that raised.
+        Every rank has its own: save one file for each, or see :meth:`gather_state_dict`. They are those that
+        the last successful ``backward()`` left.
 
         Args:
             model: Whose gradients were averaged, as ``DistributedDataParallel`` module or without its
@@ -72,7 +72,7 @@ class ResidualCheckpoints(BoundModel):
                 for those of plain tensors, which are saved by their keys.
 
         Returns:
-            Tensors on the CPU, numbers and strings in dicts, lists and tuples: ``torch.load`` reads them
+            Tensors on the CPU, numbers and strings in dicts, lists and tuples, which ``torch.load`` reads
             with ``weights_only=True``.
 
         Raises:
@@ -90,15 +90,15 @@ class ResidualCheckpoints(BoundModel):
         return {**self._identity(), **written, "keys": keys, "places": self.places}
 
     def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
-        """Take over the residuals that another run, or this one, has saved. On every rank.
+        """Load the residuals that another run, or this one, has saved. On every rank.
 
-        Training goes on with the bits of the run that was saved. For that the first pass after it (the first
-        two if the second comes in the same buckets) is averaged in the buckets that the saved run had, one
-        after another when all have come: a new ``DistributedDataParallel`` begins with others. A run must
-        have had those buckets, which come in its second step (in its third with a static graph), before it
-        is saved. If the buckets differ later, too, because of another ``bucket_cap_mb``, a rank's own
-        residuals follow the parameters; those of shards are dropped with a line in the log. Residuals in
-        fp32, which releases up to 0.6 have saved, are rounded to bf16.
+        Training continues bitwise as in the run that was saved. For that, the first pass after loading (the
+        first two if the second has the same buckets) is averaged in the buckets of the saved run, one after
+        another when all gradients are there, because a new ``DistributedDataParallel`` begins with other
+        buckets. A run must have had those buckets, which come in its second step (in its third with a static
+        graph), before it is saved. If the buckets differ later, too, because of another ``bucket_cap_mb``, a
+        rank's own residuals follow the parameters; those of shards are dropped with a line in the log.
+        Residuals in fp32, which releases up to 0.6 have saved, are rounded to bf16.
 
         Ends the private group, as :meth:`close` does.
 
@@ -107,7 +107,7 @@ class ResidualCheckpoints(BoundModel):
             model: As for :meth:`state_dict`.
 
         Raises:
-            TypeError: ``state`` is no dict.
+            TypeError: ``state`` is not a dict.
             ValueError: They are of another rank, number of ranks or option, of a parameter that ``model``
                 does not have, or of another length than here; nothing is changed.
             RuntimeError: Inside ``backward()`` or :meth:`step`.
@@ -195,7 +195,7 @@ class ResidualCheckpoints(BoundModel):
         """Return what :meth:`load_state_dict` would take over. Raises what that raises; changes nothing."""
         self._refuse_inside_backward("load_state_dict()")
         if self.feedback.step_is_open:
-            raise RuntimeError("load_state_dict() inside of step(): call it between two steps")
+            raise RuntimeError("load_state_dict() inside step(): call it between two steps")
         saved_residuals.require_equal(state, self._identity())
         places = saved_residuals.places_of(state)
         if None not in (self.places, places) and places != self.places:
@@ -226,7 +226,7 @@ class ResidualCheckpoints(BoundModel):
         self.close()  # the ranks compare what they have loaded when they make the next private group
 
     def _agreement_terms(self) -> dict[str, str]:
-        """Return what of the residuals must be alike on all ranks, for when a private group is made."""
+        """Return what of the residuals must be identical on all ranks, for when a private group is made."""
         loaded = self.feedback.loaded
         if loaded is None:
             return {"loaded residuals": "none"}
@@ -253,7 +253,7 @@ def _parts(gathered: object, world_size: int) -> list[Any]:
     ranks = gathered.get("ranks")
     if not alike(gathered.get("version"), saved_residuals.VERSION) or not isinstance(ranks, list):
         raise ValueError(
-            f"these are no gathered residuals of version {saved_residuals.VERSION} of the format, but of "
+            f"these are not gathered residuals of version {saved_residuals.VERSION} of the format, but of "
             f"{gathered.get('version')!r:.200}"
         )
     if len(ranks) != world_size or not alike(gathered.get("world_size"), world_size):

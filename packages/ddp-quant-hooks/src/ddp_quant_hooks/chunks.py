@@ -1,4 +1,4 @@
-"""Cut a bucket into the chunks that are on the wire one behind another, and each chunk into shards."""
+"""Cut a bucket into the chunks that are on the wire one after another, and each chunk into shards."""
 
 from __future__ import annotations
 

@@ -22,11 +22,11 @@ __all__ = ["Decision", "Decisions"]
 
 @dataclass(frozen=True)
 class Decision:
-    """How one bucket is averaged, alike on every rank.
+    """How one bucket is averaged, the same way on every rank.
 
     Attributes:
         quantized: In few bits; otherwise without compression, and the rest is of no meaning.
-        values: Of the bucket; ``None`` of a sparse one.
+        values: The values of the bucket; ``None`` of a sparse one.
         label: See :meth:`ddp_quant_hooks.routes.Route.average`.
         exact: Parts of the bucket to average without compression.
         kept: Its residuals.
@@ -45,8 +45,8 @@ class Decisions:
     """Decides, bucket by bucket.
 
     Args:
-        options: Of the state.
-        route: Of its values.
+        options: The options of the state.
+        route: The route of its values.
         residuals: What its buckets have lost.
     """
 
@@ -58,7 +58,7 @@ class Decisions:
         """Decide on a bucket that is not empty.
 
         Args:
-            group: Whose ranks average.
+            group: The process group whose ranks average.
             running: The backward pass that the bucket belongs to.
             bucket: The bucket.
         """

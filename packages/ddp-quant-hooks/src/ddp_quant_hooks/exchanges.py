@@ -35,21 +35,21 @@ __all__ = [
 Exchange = Iterator[None]
 
 _LAG = 1
-"""Chunks that are started between two turns of one."""
+"""How many chunks are started between two turns of a chunk."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How values travel, and where what is lost on the way is kept.
+    """How values are sent, and where their rounding errors are kept.
 
     Attributes:
-        links: To the ranks that average: in a row, and, if they do so in levels, between rows.
-        scatter: Of the messages to a shard's owner (and of all messages between two ranks).
-        gather: Of the messages from a shard's owner.
-        own: What this rank's own values lose.
-        shard: What the means of this rank's shards lose, of each level in turn.
-        failed: Called with one flag for each chunk, whether a value of its mean is not finite; ``None``
-            if nobody asks.
+        links: The connections to the ranks that average: in this rank's row and, in levels, between rows.
+        scatter: The format of messages to a shard's owner (and of all messages between two ranks).
+        gather: The format of messages from a shard's owner.
+        own: Rounding errors of this rank's own values.
+        shard: Rounding errors of the means of this rank's shards, of each level in turn.
+        failed: Called for each chunk with a flag, whether a value of its mean is not finite; ``None`` if that
+            is not needed.
     """
 
     links: Sequence[Link]
@@ -61,12 +61,12 @@ class Wire:
 
     @property
     def link(self) -> Link:
-        """To the ranks of the first level, which are all of them if there is one."""
+        """The connection to the ranks of the first level; to all ranks if there is one level."""
         return self.links[0]
 
     @property
     def bytes_sent(self) -> int:
-        """What was sent so far."""
+        """The bytes that were sent so far."""
         return sum(link.bytes_sent for link in self.links)
 
 
@@ -75,13 +75,13 @@ def take_turns(
 ) -> None:
     """Run exchanges as in a pipeline: each is resumed :data:`_LAG` starts after its last turn.
 
-    The next one is started before older ones are resumed, so that the wire has something to do while they
-    compute. All ranks do the same in the same order.
+    The next one is started before older ones are resumed, so that the network is busy while they compute. All
+    ranks do the same in the same order.
 
     Args:
         exchanges: Start an exchange with the scratch that it is given.
-        scratches: Those that nobody uses; grows to as many as are needed at a time.
-        device: Of the scratches.
+        scratches: Unused ones; grows to as many as are needed at a time.
+        device: The device of the scratches.
     """
     waiting = iter(exchanges)
     running: deque[tuple[Exchange, Scratch, int]] = deque()
@@ -106,16 +106,16 @@ def average_quantized(
 ) -> Exchange:
     """Average a flat chunk in place.
 
-    Between two ranks everybody gets everybody's values (one shot): as many bytes as by way of an owner,
-    and rounded once. Among more each rank averages one shard and all get all averages (two shots):
-    2 (W - 1) / W of the chunk. In levels it is as many bytes in fewer messages, and what a row has averaged
-    is rounded once more on its way to the other rows.
+    Two ranks send each other all values (one shot): as many bytes as through an owner, and rounded once.
+    Among more ranks each one averages one shard, and all get all averages (two shots): 2 (W - 1) / W of the
+    chunk. Levels send as many bytes in fewer messages, and round the averages of a row once more on the way
+    to the other rows.
 
     Args:
         scratch: Room for messages.
         values: The chunk.
-        wire: How it travels.
-        index: Of the chunk, the same on every rank.
+        wire: The format in which it is sent.
+        index: The index of the chunk, identical on all ranks.
         own_start: Where the chunk's residual starts.
         shard_start: Where the residual of this rank's shard of the chunk starts.
     """
@@ -159,17 +159,17 @@ def _messages_of_mean(
 ) -> Generator[None, None, tuple[list[torch.Tensor], list[int]]]:
     """Average over all ranks of ``links``; return a message of each shard's mean, and the shards' lengths.
 
-    A rank averages its shard in its row. If there are rows of rows, that mean travels as values of its own,
-    by the ``links`` behind the first; what comes of it are the bits that all ranks get, and are forwarded.
+    A rank averages its shard in its row. If there are rows of rows, that mean is sent as values of its own,
+    over the ``links`` after the first; the resulting bits, which all ranks get, are forwarded.
 
     Args:
-        values: Of this rank, or means of its row.
-        wire: How they travel.
+        values: Values of this rank, or means of its row.
+        wire: The format in which they are sent.
         links: To the rows that are not averaged yet.
         scratch: Room for messages.
-        tag: Of the first messages; the next one is of those that come back.
-        lost: What ``values`` have lost, and where in it that begins.
-        shard_start: Where that of their means begins.
+        tag: The tag of the first messages; the next number is the tag of the answers.
+        lost: The residual of ``values``, and where in it they begin.
+        shard_start: Where the residual of their means begins.
     """
     link, *between = links
     scatter, gather = wire.scatter, wire.gather
@@ -219,7 +219,7 @@ def average_inside(
 
     The sum is in fp32, or in the values' own dtype if that is wider. ``between`` is called with the scratch
     and ``values=`` the mean of this rank's shard. ``failed`` as in :class:`Wire`: a rank
-    sees only its own shard between nodes, but all must decide alike whether a step is finite.
+    sees only its own shard between nodes, but all must decide the same whether a step is finite.
     """
     spans = shards(Span(0, values.numel()), link.size, block_size)
     parts = [values[span.start : span.stop] for span in spans]

@@ -73,7 +73,7 @@ class Feedback:
             RuntimeError: Another one is open.
         """
         if self.step_is_open:
-            raise RuntimeError("step() inside of step(): end the first one before")
+            raise RuntimeError("step() inside step(): end the first one first")
         step = TensorStep(explicit=True)
         if self.residuals.wanted:
             self._refuse_other_kind(TensorStep)
@@ -140,7 +140,7 @@ class Feedback:
         return lambda residual: residual.next if id(residual) in turned else residual.last
 
     def forget(self) -> None:
-        """Begin anew as if nothing had been lost so far. All jobs must have run."""
+        """Start over as if nothing had been lost so far. All jobs must have run."""
         self.residuals.load([], [])
         self.loaded, self._pass, self._resumption = None, None, None
 

@@ -34,7 +34,7 @@ class Handle:
     """What :func:`quantize_all_reduce` or :func:`quantize_reduce_scatter` has done to a model.
 
     Attributes:
-        keys: Of the model's FSDP modules, in the model's order: residuals are kept under these names.
+        keys: Names of the model's FSDP modules, in the model's order, under which residuals are kept.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Handle:
         self._undo: list[Callable[[], None]] = []
 
     def remove(self) -> None:
-        """Let FSDP do again what it did before. Residuals stay in the state. Twice is as once.
+        """Restore what FSDP did before. Residuals stay in the state. A second call does nothing.
 
-        Sums that wait for a later micro-batch are forgotten.
+        Sums that wait for a later micro-batch are dropped.
         """
         for undo in self._undo:
             undo()
@@ -94,21 +94,21 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     dimensions: the mean over all ranks.
 
     Every module that ``fully_shard`` was applied to sends its gradients as soon as they are reduced inside
-    the node. On CPU they travel while backward goes on, and are waited for when it ends; no hook should look
-    at gradients before. A module waits for its own at once if they are no views of what was reduced: they
-    are added to earlier ones, have another dtype than the reduction, are offloaded, or a post-accumulate
-    hook takes them. On GPUs the stream of FSDP's all-reduce waits, and with NCCL the host does not.
+    the node. On CPUs they are sent while backward goes on, and waited for when it ends; no hook should read
+    gradients before. A module waits for its own at once if they are not views of what was reduced: they are
+    added to earlier ones, have another dtype than the reduction, are offloaded, or a post-accumulate hook
+    takes them. On GPUs the stream of FSDP's all-reduce waits, and with NCCL the host does not.
 
     One ``backward()`` is one step, with error feedback: not inside of ``state.step()``. Of several
     micro-batches none is averaged during ``set_requires_gradient_sync(False)`` or
     ``set_requires_all_reduce(False)``, and the last one averages their sum. With the latter, what was reduced
     waits beside the gradients, which stay as they are; if a pass fails, or FSDP's ``reset_iter_state()`` is
-    called, it is forgotten, and the step begins again.
+    called, it is dropped, and the step starts over.
 
     Args:
         model: An FSDP module, or a module with such inside: when ``fully_shard`` has been applied to all
-            of them. Neither on a mesh for HSDP nor from ``replicate()``. Parameters outside of them are
-            averaged by nobody, as in FSDP; a warning names them.
+            of them. Neither on a mesh for HSDP nor from ``replicate()``. Parameters outside of them are not
+            averaged, as in FSDP; a warning names them.
         state: Its process group joins the ranks with the same shards on all nodes. One for each model.
 
     Returns:
@@ -175,7 +175,7 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
     """
     name = "quantize_reduce_scatter"
     if isinstance(state, HierarchicalAllreduceState):
-        raise TypeError(f"{name} knows no hierarchy: give a QuantizedAllreduceState")
+        raise TypeError(f"{name} supports no hierarchical state: give a QuantizedAllreduceState")
     modules = agreed_modules(
         name, model, state, "set_custom_reduce_scatter", refuse_for_reduce_scatter, in_use=_in_use
     )
@@ -190,7 +190,7 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
 
 
 def _in_use(state: QuantizedAllreduceState) -> bool:
-    """Tell whether a model uses the state. FSDP's modules refer to each other: a deleted one may linger."""
+    """Return whether a model uses the state. FSDP's modules refer to each other: a deleted one may linger."""
     handle = _handles.get(state)
     if handle is not None and handle() is not None:
         gc.collect()

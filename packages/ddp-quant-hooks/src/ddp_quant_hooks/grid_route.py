@@ -1,4 +1,4 @@
-"""The way of values through a grid of nodes: in full precision inside a node, in few bits between nodes."""
+"""Exchanges in a grid of nodes: in full precision inside a node, in few bits between nodes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GridRoute(Route):
     """Every rank sends to those of its node, and its shard to those with its place on other nodes.
 
     Args:
-        options: Of the state.
+        options: The options of the state.
         inside: The ranks of this rank's node, in the group of all.
         across: The ranks with its place on the nodes, likewise.
         transport: As for :class:`Route`.
@@ -139,8 +139,8 @@ class GridRoute(Route):
             )
             if not (same_node and same_place):
                 raise ValueError(
-                    f"the groups are no grid: rank {rank} of the process group has intra_group {inside} and "
-                    f"inter_group {across}, which its peers see differently"
+                    f"the groups are not a grid: rank {rank} of the process group has intra_group {inside} "
+                    f"and inter_group {across}, which its peers see differently"
                 )
 
 

@@ -30,10 +30,10 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
         inter_group: The ranks that have this rank's place on the other nodes.
         mesh: Instead of both: a two-dimensional ``DeviceMesh``, nodes first, as for hybrid sharding.
         **options: As :class:`QuantizedAllreduceState`. Statistics count what is sent inside nodes, too.
-            ``levels`` are of nodes: their sizes multiply to the number of nodes.
+            ``levels`` are of nodes: the product of their sizes is the number of nodes.
 
     Raises:
-        TypeError, ValueError: As :class:`QuantizedAllreduceState`; or the groups are no grid of
+        TypeError, ValueError: As :class:`QuantizedAllreduceState`; or the groups are not a grid of
             ``process_group``. What only all ranks together can see raises in the first ``backward()``.
 
     Does not pickle: its groups belong to this job.
@@ -97,6 +97,6 @@ def _check_grid(everyone: list[int], inside: list[int], across: list[int]) -> No
     if shared != {dist.get_rank()} or len(inside) * len(across) != len(everyone):
         raise ValueError(
             f"intra_group {inside} and inter_group {across} do not make a grid of the {len(everyone)} ranks "
-            f"of process_group: they must share rank {dist.get_rank()} alone, and their sizes must "
-            "multiply to all"
+            f"of process_group: they must share only rank {dist.get_rank()}, and the product "
+            "of their sizes must be the number of ranks"
         )

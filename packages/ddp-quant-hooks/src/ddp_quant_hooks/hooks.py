@@ -26,27 +26,26 @@ def quantized_allreduce_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket with 8 or 4 bits a value on the wire.
 
-    Values are cut into blocks. A block travels as small integers and one fp32 scale, its largest
-    magnitude. The mean is computed in fp32; with three ranks and more by one rank for each shard, which
-    sends it on quantized again. Chunks of the bucket follow each other on the wire while others are
-    computed.
+    Values are cut into blocks. A block is sent as small integers and one fp32 scale, its largest magnitude.
+    The mean is computed in fp32. With three or more ranks, one rank computes the mean of each shard and sends
+    it, quantized again, to the others. Some chunks of the bucket are sent while others are computed.
 
     Args:
-        state: Options, residuals and statistics; its own for each model.
+        state: Options, residuals and statistics; one state for each model.
         bucket: From DDP. fp32, bf16, fp16 and complex64 are quantized; sparse, fp64 and complex128
             buckets, and those below ``state.min_bytes``, are averaged without compression.
 
     Returns:
-        A future of ``bucket.buffer()`` holding the mean, in its dtype, bitwise equal on all ranks. A block
-        with a NaN or an infinity on any rank is NaN. At world size 1 and for an empty bucket it is
+        A future of ``bucket.buffer()`` holding the mean, in its dtype, bitwise identical on all ranks. A
+        block with a NaN or an infinity on any rank is NaN. At world size 1 and for an empty bucket it is
         complete, and nothing is sent.
 
     Raises:
-        TypeError: ``state`` is no state, or the bucket not of a floating-point dtype; under
-            ``torch.compile`` with DDP's python reducer, which hands over no buckets.
-        ValueError: This rank is not in the group.
-        All of them before any communication. A failing peer raises ``RuntimeError`` in ``backward()``; one
-        that fails after it has sent all that this step needs of it, in the next.
+        TypeError: ``state`` is not a state, the bucket is not of a floating-point dtype, or the model is
+            compiled with DDP's Python reducer, which hands over no buckets. Before any communication.
+        ValueError: This rank is not in the group; before any communication.
+        RuntimeError: A peer failed; raised by ``backward()``, or by the next one if the peer had already sent
+            all that this step needed from it.
 
     Cost:
         With a block of 128 and 8 bits, 1.03 bytes a value sent per rank at two ranks and 2.06 (W - 1) / W
@@ -64,7 +63,7 @@ def quantized_allreduce_hook(
         )
     if is_pair(bucket):
         raise TypeError(
-            "quantized_allreduce_hook averages buckets, and DDP's python reducer has none: set "
+            "quantized_allreduce_hook averages buckets, and DDP's Python reducer has none: set "
             "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
         )
     state.bucket_came()

@@ -1,4 +1,4 @@
-"""Which ranks are on one host, as far as the launcher has told this process."""
+"""Which ranks are on one host, as far as the launcher's environment variables say."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def ranks_per_host(ranks: int) -> int:
     Nothing is communicated: the ranks compare it with their options.
 
     Args:
-        ranks: Of the group. Only of all ranks of the job anything is known.
+        ranks: The ranks of the group. Only of all ranks of the job anything is known.
     """
     try:
         world_size, rank, local_size, local_rank, hosts, host = (int(os.environ[name]) for name in _TOLD)

@@ -17,7 +17,7 @@ class Transport:
     """Carries messages by the process group; simulations record them in a subclass instead."""
 
     def on_host(self, group: dist.ProcessGroup, device: torch.device) -> bool:
-        """Tell whether the host itself sends tensors of ``device``."""
+        """Return whether the host itself sends tensors of ``device``."""
         return runs_on_host(group, device)
 
     def start(
@@ -46,7 +46,7 @@ class Link:
     Attributes:
         size: How many ranks take part.
         index: This rank's place among them.
-        bytes_sent: What was sent so far.
+        bytes_sent: The bytes that were sent so far.
     """
 
     def __init__(

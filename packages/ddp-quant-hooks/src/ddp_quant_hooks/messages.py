@@ -1,4 +1,4 @@
-"""The old path of ``ddp_quant_hooks.kernels.Layout``; goes in 1.0."""
+"""The old path of ``ddp_quant_hooks.kernels.Layout``, deprecated until 1.0."""
 
 import warnings
 

@@ -39,12 +39,12 @@ class Options:
 
     @property
     def scatter_layout(self) -> Layout:
-        """How values travel."""
+        """The format in which values are sent."""
         return Layout("int8" if self.bits == 8 else "int4", self.block_size, self.rotate)
 
     @property
     def gather_layout(self) -> Layout:
-        """How averages travel."""
+        """The format in which averages are sent."""
         # 16-bit floats are relative to each value: a block's largest costs the others nothing.
         return Layout(self.gather, self.block_size, self.rotate and can_rotate(self.gather, self.block_size))
 
@@ -65,7 +65,7 @@ def checked(
 
     Raises:
         TypeError: An option is of another type.
-        ValueError: An option has no such choice.
+        ValueError: An option has an unknown value.
     """
     bits = _whole("bits", bits)
     if bits not in {8, 4}:

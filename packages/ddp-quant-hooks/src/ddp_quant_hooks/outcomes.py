@@ -1,4 +1,4 @@
-"""What became of a backward pass's exchanges, as far as it decides whether a step may follow."""
+"""The outcome of a backward pass's exchanges, which decides whether a step may follow."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class BackwardPass:
 
     Attributes:
         kept: The residuals of its buckets.
-        outcome: Of its exchanges.
+        outcome: The outcome of its exchanges.
         held: Where its buckets wait, if it is averaged in other buckets than its own.
         discarded: The user has said that its gradients will not be stepped with.
         at_end: What to do when it has ended well and DDP has written the gradients.
@@ -68,7 +68,7 @@ class BackwardPass:
         self.outcome = Outcome()
 
     def includes(self, task: int, index: int) -> bool:
-        """Tell whether a bucket that comes now, inside autograd's ``task``, belongs to this pass.
+        """Return whether a bucket that comes now, inside autograd's ``task``, belongs to this pass.
 
         An index alone does not tell: buckets that no rank uses are left out
         (``skip_all_reduce_unused_params``), and in the first pass of a static graph all have index 0.

@@ -1,4 +1,4 @@
-"""Whether data from a file is what it should be: types first, since comparing anything may raise anything."""
+"""Checks of data from a file: types first, because comparing unknown objects may raise any error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def alike(one: object, other: object) -> bool:
-    """Tell whether two plain values are equal and of the same types, whatever one of them really is."""
+    """Return whether two plain values are equal and of the same types, whatever one of them really is."""
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):

@@ -1,6 +1,6 @@
 """How the ranks that average share the work: in which levels, and how much of a bucket at a time.
 
-Only numbers that all ranks know decide, so that all decide alike; nothing here communicates.
+Only numbers that all ranks know decide, so that all decide the same; nothing here communicates.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddp_quant_hooks.chunks import Span, shards
 __all__ = ["Levels", "chunk_values", "looks_at_hosts", "plan_levels"]
 
 _CHUNK_ELEMENTS = 5 << 18
-"""About so many values are on the wire at a time, one such chunk behind another: four in a 25 MiB
+"""About so many values are on the wire at a time, one such chunk after another: four in a 25 MiB
 bucket, between two of half the length. Shorter ones cost more messages (four loopback ranks took 20 % longer
 with half as many values), longer ones more memory and more time in which the wire idles (4 % on 1 Gbit/s with
 twice as many)."""
@@ -60,7 +60,7 @@ class Levels:
     places in their rows of the levels before, and so own the same shard.
 
     Attributes:
-        sizes: How many ranks a row of each level has. They multiply to all ranks.
+        sizes: How many ranks a row of each level has. Their product is the number of ranks.
     """
 
     sizes: tuple[int, ...]
@@ -96,7 +96,7 @@ def chunk_values(levels: Levels, *, on_streams: bool, others: int = 0) -> int:
     """Return about how many values are averaged at a time.
 
     Args:
-        levels: Of the ranks.
+        levels: The levels of the ranks.
         on_streams: The host only enqueues.
         others: To how many more a rank sends its values.
     """
@@ -107,7 +107,7 @@ def chunk_values(levels: Levels, *, on_streams: bool, others: int = 0) -> int:
 
 
 def looks_at_hosts(ranks: int) -> bool:
-    """Tell whether the levels of so many ranks depend on which of them are on one host."""
+    """Return whether the levels of so many ranks depend on which of them are on one host."""
     return ranks > _DIRECT
 
 
@@ -117,7 +117,7 @@ def plan_levels(ranks: int, values: int, ranks_per_host: int = 1) -> Levels:
 
     Args:
         ranks: How many average.
-        values: Of the bucket.
+        values: The values of the bucket.
         ranks_per_host: So many consecutive ones are on one host, if that is known: the first levels stay
             inside of hosts then.
 

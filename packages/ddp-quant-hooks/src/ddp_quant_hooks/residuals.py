@@ -1,4 +1,4 @@
-"""Residuals: what quantization lost of gradients, and whose gradients they were."""
+"""Residuals: the rounding errors of gradients, and the parameters that they belong to."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class BucketResiduals:
     Attributes:
         own: What this rank's own gradients lose.
         shard: What the means of this rank's shards lose.
-        position: Of the bucket among the model's.
+        position: The position of the bucket among the model's.
     """
 
     own: Residual = field(default_factory=Residual)
@@ -141,7 +141,7 @@ class Residuals:
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._count = 0
         self.buckets: dict[BucketKey, BucketResiduals] = {}
-        """Those in which parameters came last."""
+        """The buckets in which parameters came last."""
         self.own_of: dict[int, OwnPart] = {}
         """By the number of the parameter."""
         self._bucket_of: dict[int, BucketKey] = {}
@@ -186,8 +186,8 @@ class Residuals:
         """Return what is kept for a bucket, zeros if it is new.
 
         Args:
-            parameters: Of the bucket, in its order.
-            position: Of the bucket.
+            parameters: The parameters of the bucket, in its order.
+            position: The position of the bucket.
             own: Number of values that this rank sends as its own.
             shard: Number of values of this rank's shards; ``None`` if it has none to send on.
             device: Where to.

@@ -31,20 +31,20 @@ class Bucket(Protocol):
         """Return its place among the buckets."""
 
     def buffer(self) -> torch.Tensor:
-        """Return the gradients, one behind another."""
+        """Return the gradients, one after another."""
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters."""
 
     def is_last(self) -> bool:
-        """Tell whether no bucket follows in this pass."""
+        """Return whether no bucket follows in this pass."""
 
 
 Average = Callable[[Bucket], torch.futures.Future[torch.Tensor]]
 
 
 class Resumption:
-    """Decides, alike on all ranks, which passes are averaged in saved buckets.
+    """Decides, in the same way on all ranks, which passes are averaged in saved buckets.
 
     Args:
         layout: The parameters of each bucket of the saved run, in order.
@@ -201,7 +201,7 @@ class _SavedBucket:
         return False
 
     def is_uniform(self) -> bool:
-        """Tell whether the gradients may lie in one tensor."""
+        """Return whether the gradients may lie in one tensor."""
         return len({(gradient.dtype, gradient.device) for gradient in self._elsewhere}) == 1
 
     def gather(self) -> None:

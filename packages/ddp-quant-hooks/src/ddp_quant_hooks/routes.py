@@ -1,4 +1,4 @@
-"""How the values of a bucket get from rank to rank and back: in chunks, one behind another on the wire."""
+"""How the values of a bucket get from rank to rank and back: in chunks, one after another on the wire."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Route:
     """Every rank of a group sends to every other one; in a large group by levels.
 
     Args:
-        options: Of the state.
+        options: The options of the state.
         transport: Carries the messages; ``None``: the process group.
     """
 
@@ -50,7 +50,7 @@ class Route:
         """Average ``values`` in place, the same bits on all ranks, and return how many bytes were sent.
 
         Args:
-            group: Whose ranks average.
+            group: The process group whose ranks average.
             values: All of a bucket.
             kept: What the bucket has lost before, and where to keep what it loses now.
             failed: As in :class:`~ddp_quant_hooks.exchanges.Wire`.
@@ -75,8 +75,8 @@ class Route:
         """Average every rank's shard on that rank, and return how many bytes were sent.
 
         Args:
-            group: Whose ranks average.
-            shards_of_all: This rank's values for all shards, flat, one shard of equal length behind another.
+            group: The process group whose ranks average.
+            shards_of_all: This rank's values for all shards, flat, one shard of equal length after another.
             mean: Where the mean of this rank's shard goes; flat.
             own: What this rank's values have lost before, and where to keep what they lose now.
             failed: As for :meth:`average`.
@@ -106,9 +106,9 @@ class Route:
         """Give every rank the values of all ranks, and return how many bytes were sent.
 
         Args:
-            group: Whose ranks gather.
+            group: The process group whose ranks gather.
             mine: This rank's values, flat.
-            values_of_all: Where all go, flat, one rank's behind another's; the same bits on all ranks.
+            values_of_all: Where all go, flat, one rank's after another's; the same bits on all ranks.
             label: As for :meth:`average`.
         """
         link = Link(group, range(group.size()), label=label, transport=self._transport)
@@ -178,7 +178,9 @@ class Route:
 
     def _require_product(self, count: int, of_what: str) -> None:
         if self._chosen is not None and self._chosen.ranks != count:
-            raise ValueError(f"levels {self._chosen.sizes} do not multiply to the {count} {of_what}")
+            raise ValueError(
+                f"the product of levels {self._chosen.sizes} is not {count}, the number of {of_what}"
+            )
 
     def _take_turns(self, exchanges: Iterator[Callable[[Scratch], Exchange]], device: torch.device) -> None:
         take_turns(exchanges, self._scratches.setdefault(device, []), device)

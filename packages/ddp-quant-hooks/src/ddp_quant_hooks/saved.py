@@ -1,4 +1,4 @@
-"""What is in a file of residuals: written, and checked before anything of it is used."""
+"""The contents of a file of residuals: written, and checked before any of it is used."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["VERSION", "Lengths", "SavedResiduals", "keys_of", "places_of", "read", "require_equal", "write"]
 
 VERSION = 2
-"""Of the format. Version 1 knew residuals by buckets only. The tensors of version 2 are of any floating-point
-type: bf16 now, fp32 up to release 0.6."""
+"""Version of the format. Version 1 named residuals by buckets only. The tensors of version 2 are of any
+floating-point type: bf16 now, fp32 up to release 0.6."""
 
 _IN_OLDER_FILES = {"levels": None}
 """What files stand for that were saved before there was such an option."""
@@ -65,7 +65,7 @@ def write(
 
     Args:
         feedback: What is kept, and which of it counts. All jobs must have run.
-        names: Of parameters, by number.
+        names: The names of parameters, by number.
         lengths: See :data:`Lengths`.
         name_of: Names a parameter that the model does not have.
 
@@ -136,7 +136,7 @@ def keys_of(saved: Mapping[str, Any]) -> dict[str, int] | None:
     if not isinstance(keys, dict) or not all(
         isinstance(key, str) and is_integer(count) and count >= 0 for key, count in keys.items()
     ):
-        raise ValueError(f"these are no residuals that state_dict() returned: their keys are {keys!r:.200}")
+        raise ValueError(f"these are not residuals that state_dict() returned: their keys are {keys!r:.200}")
     return keys
 
 
@@ -150,7 +150,7 @@ def places_of(saved: Mapping[str, Any]) -> list[str] | None:
     try:
         return None if places is None else list_of(places, str, "places")
     except TypeError as error:
-        raise ValueError(f"these are no residuals that state_dict() returned: {error!r}") from error
+        raise ValueError(f"these are not residuals that state_dict() returned: {error!r}") from error
 
 
 def read(
@@ -177,7 +177,7 @@ def read(
             for name, stride in dict_of(saved.get("strides", {}), tuple, "strides").items()
         }
     except (KeyError, TypeError) as error:
-        raise ValueError(f"these are no residuals that state_dict() returned: {error!r}") from error
+        raise ValueError(f"these are not residuals that state_dict() returned: {error!r}") from error
     read_own = []
     for name, lost in own.items():
         parameter = _parameter(name, lost.numel() if isinstance(lost, torch.Tensor) else -1, names)
@@ -219,7 +219,7 @@ def _parameter(name: str, length: int, names: Mapping[str, torch.Tensor]) -> tor
 def _tensor(name: str, lost: object) -> torch.Tensor:
     if not isinstance(lost, torch.Tensor) or not lost.is_floating_point():
         kind = lost.dtype if isinstance(lost, torch.Tensor) else type(lost).__name__
-        raise ValueError(f"the residual {name!r} is no tensor of floating-point numbers, but {kind}")
+        raise ValueError(f"the residual {name!r} is not a tensor of floating-point numbers, but {kind}")
     if lost.layout is not torch.strided or lost.is_meta or lost.dim() != 1:
         raise ValueError(
             f"the residual {name!r} must be flat and hold its values, got shape {tuple(lost.shape)}, "
@@ -254,7 +254,7 @@ def _reordered(
 
 
 def _without_gaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether elements of a shape lie one behind another in memory, in some order of dimensions."""
+    """Return whether elements of a shape lie one after another in memory, in some order of dimensions."""
     if len(shape) != len(strides):
         return False
     expected = 1

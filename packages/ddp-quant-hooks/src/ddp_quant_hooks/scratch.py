@@ -1,4 +1,4 @@
-"""Memory that is used again for every bucket: fresh memory would be paged in anew, slower than the wire."""
+"""Memory that is used again for every bucket: fresh memory would be paged in again, slower than the wire."""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ from dist_utils.process_groups import all_gather_plain, collective_device, group
 __all__ = ["gather", "scatter", "written"]
 
 _TAG = 1 << 20
-"""Of all messages here: they travel in the user's own group, whose messages hardly have it."""
+"""The tag of all messages here, which are sent in the user's own group, where hardly any message has it."""
 
 _MOST_BYTES = 1 << 40
-"""Of one rank's residuals. A length beyond it, or below one, is no length."""
+"""The most bytes of one rank's residuals. A length beyond it, or below one, is invalid."""
 
 
 def gather(group: dist.ProcessGroup, own: dict[str, Any], dst: int) -> list[Any] | None:
@@ -53,7 +53,7 @@ def written(parts: Sequence[Any], group: dist.ProcessGroup) -> list[torch.Tensor
     try:
         return [_written(part, group) for part in parts]
     except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-        raise ValueError(f"these are no residuals that state_dict() returned: {error!r:.200}") from error
+        raise ValueError(f"these are not residuals that state_dict() returned: {error!r:.200}") from error
 
 
 def scatter(group: dist.ProcessGroup, data: Sequence[torch.Tensor], src: int) -> Any:
@@ -105,4 +105,4 @@ def _read(room: torch.Tensor, rank: int) -> Any:
             io.BytesIO(ctypes.string_at(on_host.data_ptr(), on_host.numel())), weights_only=True
         )
     except Exception as error:  # of made-up bytes it raises nearly anything, struct.error too
-        raise ValueError(f"rank {rank} sent what are no saved residuals: {error!r:.200}") from error
+        raise ValueError(f"rank {rank} sent data that are not saved residuals: {error!r:.200}") from error

@@ -34,8 +34,8 @@ def reduce_scatter_chunk(
         parts: What this rank has for each rank's shard.
         own_starts: Where the residual of each of them starts.
         mean: Where the mean of this rank's shard goes.
-        wire: How values travel.
-        index: Of the chunk, the same on every rank.
+        wire: The format in which values are sent.
+        index: The index of the chunk, identical on all ranks.
     """
     link, layout, length = wire.link, wire.scatter, mean.numel()
     outgoing = [scratch.take(layout.message_bytes(length)) for _ in parts]
@@ -61,15 +61,15 @@ def gather_chunk(
     link: Link,
     index: int,
 ) -> Exchange:
-    """Give every rank the values of all, all of them as they travelled, this rank's own too.
+    """Give every rank the values of all, all of them as they were sent, this rank's own too.
 
     Args:
         scratch: Room for messages.
         mine: This rank's values.
         parts: Where those of each rank go.
-        layout: How they travel.
+        layout: The format in which they are sent.
         link: To the ranks.
-        index: Of the chunk, the same on every rank.
+        index: The index of the chunk, identical on all ranks.
     """
     messages = [scratch.take(layout.message_bytes(mine.numel())) for _ in parts]
     own = messages[link.index]

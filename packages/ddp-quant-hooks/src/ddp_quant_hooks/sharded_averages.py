@@ -60,7 +60,7 @@ class _Hook:
     """The all-reduce hook of one module.
 
     Args:
-        averages: Of the model.
+        averages: The averages of the model.
         key: The module's.
         module: The module.
     """

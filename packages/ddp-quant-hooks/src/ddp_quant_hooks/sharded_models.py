@@ -29,7 +29,7 @@ def agreed_modules(
     """Return the model's FSDP modules by key, if nothing speaks against it on any rank.
 
     Args:
-        name: Of the function, for messages.
+        name: The name of the function, for messages.
         model: The user's.
         state: The user's.
         method: What FSDP must have.
@@ -81,7 +81,7 @@ def _checked_modules(
     if state.feedback.of_buckets:
         raise ValueError("the state has residuals of a DistributedDataParallel model: make one for each")
     if state.feedback.step_is_open:
-        raise ValueError("inside of step(): under FSDP a backward() is a step")
+        raise ValueError("inside step(): under FSDP a backward() is a step")
     if state.exact_1d:
         raise ValueError(
             "exact_1d does not work: FSDP hands over all parameters of a module as one flat tensor"
@@ -112,7 +112,7 @@ def refuse_for_all_reduce(module: ShardedModule, ranks: list[int]) -> None:
         raise ValueError(
             f"module {key_of(module)!r} averages between nodes by itself, as on a two-dimensional mesh for "
             "HSDP or by replicate(), and calls hooks too late: call fully_shard(module, mesh=mesh['shard']) "
-            "with one dimension, the ranks of a node (in place of replicate(): a mesh of one rank), and give "
+            "with one dimension, the ranks of a node (instead of replicate(): a mesh of one rank), and give "
             "the state the other: the ranks with the same shard on all nodes"
         )
     if module.all_reduce_hook is not None:

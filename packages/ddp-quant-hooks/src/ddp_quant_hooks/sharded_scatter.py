@@ -17,7 +17,7 @@ __all__ = ["is_quantized", "reduce_scatter_class"]
 
 
 def is_quantized(reduce_scatter: object) -> bool:
-    """Tell whether a reduce-scatter is one of these."""
+    """Return whether a reduce-scatter is one of these."""
     return bool(getattr(reduce_scatter, "quantized", False))
 
 

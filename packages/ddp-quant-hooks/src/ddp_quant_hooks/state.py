@@ -1,4 +1,4 @@
-"""What a user gives the hook: options, and all that is kept between steps."""
+"""The state that a user gives the hook: options, and all that is kept between steps."""
 
 from __future__ import annotations
 
@@ -32,50 +32,52 @@ class QuantizedAllreduceState(ResidualCheckpoints):
     """Options of :func:`quantized_allreduce_hook`, and what it keeps between steps. One for each model.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`; ``None`` is WORLD, looked up when used.
-        bits: Of a value on the wire: 8, or 4.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up
+            when used.
+        bits: Bits of a value on the wire, 8 or 4.
         block_size: Values that share a scale: a multiple of 32 up to 4096. ``None``: 128 for 8 bits, 32
             for 4.
-        gather: How averages travel back from the rank that made them, with three ranks or more: ``"int8"``,
-            ``"int4"`` (with ``bits=4``), ``"bf16"`` or ``"fp16"`` (both relative to the block's scale, so
-            nothing overflows). ``None``: in ``bits`` bits. 16 bits spare the second rounding for half as
-            many bytes again.
+        gather: The format in which averages are sent back from the rank that computed them, with three or
+            more ranks: ``"int8"``, ``"int4"`` (with ``bits=4``), ``"bf16"`` or ``"fp16"`` (both relative to
+            the block's scale, so nothing overflows). ``None``: in ``bits`` bits. 16 bits avoid the second
+            rounding and send half as many bytes more.
         rotate: Spread the values of blocks with a few large ones over the block before they are quantized,
             so that the error does not depend on the largest (half of it on heavy tails). Values that are
             zero on all ranks stay zero. Needs a ``block_size`` that is a power of two; ``None``: if it is.
         error_feedback: ``"none"``; ``"shard"``: add what the averages of a rank's shard lost to the next
-            step's, 4 / W bytes of memory a value (with levels of a, b, ... ranks 4 / a + 4 / (a b) + ...), no
-            effect between two ranks, who make no shards;
-            ``"both"``: also what a rank's own gradients lost, 4 bytes a value. ``None``: ``"none"`` for 8
-            bits, ``"both"`` for 4. It takes the bias out of many steps and makes each one noisier, which
-            AdamW's second moment remembers: with such an optimizer ``"none"`` is the better choice.
+            step's, 4 / W bytes of memory a value (with levels of a, b, ... ranks 4 / a + 4 / (a b) + ...),
+            without effect between two ranks, which make no shards; ``"both"``: also what a rank's own
+            gradients lost, 4 bytes a value. ``None``: ``"none"`` for 8 bits, ``"both"`` for 4. It removes the
+            bias over many steps and makes each step noisier, which AdamW's second moment accumulates. With
+            such an optimizer ``"none"`` is the better choice.
         min_bytes: Smaller buckets are averaged without compression, by
             :func:`ddp_compress_hooks.allreduce_hook`. ``None``: 128 KiB for each rank, 1 MiB at most: on
-            loopback fewer bytes do not make up for what the messages cost. On a link of 1 Gbit/s 65536 pays.
+            loopback the bytes that are saved do not make up for the cost of the messages. On a link of 1
+            Gbit/s 65536 pays off.
         exact_1d: Average parameters of one dimension or none (biases, norms) without compression, in a
             small all-reduce of their own. Off by default: in the models that were measured their
             errors are no larger than those of other parameters, and losses the same. It is for models in
             which they are much smaller than their neighbors in the bucket.
-        sample_every: Measure the error of every so many-th quantized bucket: one exact all-reduce and a
+        sample_every: Measure the error of every n-th quantized bucket, with one exact all-reduce and a
             copy of the bucket in fp32. 0: never.
-        levels: In how many levels many ranks average, as numbers of ranks that multiply to all: with
-            ``(8, 16)`` 128 ranks average in rows of 8 consecutive ones, and the 16 rows what they have
-            averaged. A rank sends 2 (7 + 15) messages for each chunk instead of 2 x 127, and as many bytes;
+        levels: The sizes of the levels in which many ranks average; their product is the number of ranks.
+            With ``(8, 16)``, 128 ranks average in rows of 8 consecutive ranks, then the 16 rows average their
+            results. A rank sends 2 (7 + 15) messages for each chunk instead of 2 x 127, and as many bytes;
             the mean of a row is rounded once more, by half a step at most. ``None``: every rank sends to
             every other one up to 16, by levels beyond where that takes less time by the measured cost of
-            messages; rows are inside of hosts where ``torchrun`` tells how many ranks each has. ``(W,)``:
-            no levels.
+            messages; rows are inside of hosts where ``torchrun`` tells how many ranks each has. ``(W,)``: no
+            levels.
 
     Raises:
-        TypeError: ``process_group`` is no group, or an option is of another type.
-        ValueError: This rank is not a member of the group, or an option has no such choice. Levels that do
-            not multiply to the number of ranks raise before the first bucket, but for a single rank, which
-            averages nothing.
+        TypeError: ``process_group`` is not a group, or an option is of another type.
+        ValueError: This rank is not a member of the group, or an option has an unknown value. Levels whose
+            product is not the number of ranks raise it before the first bucket, except on a single rank,
+            which averages nothing.
 
     All ranks must have the same options: they are compared before the first bucket.
 
-    Pickles with its options only, and warns if that loses something. Use :meth:`state_dict` for the
-    residuals.
+    A pickled state has only its options, and a warning tells if that loses something. Use :meth:`state_dict`
+    for the residuals.
 
     Example:
         >>> state = QuantizedAllreduceState(error_feedback="shard")  # doctest: +SKIP
@@ -129,12 +131,12 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
     @property
     def scatter(self) -> Layout:
-        """How values travel."""
+        """The format in which values are sent."""
         return self.route.scatter
 
     @property
     def gather(self) -> Layout:
-        """How averages travel."""
+        """The format in which averages are sent."""
         return self.route.gather
 
     @property
@@ -154,7 +156,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
     @property
     def sample_every(self) -> int:
-        """Of how many quantized buckets one's error is measured; 0: of none."""
+        """The error of one in this many quantized buckets is measured; 0: of none."""
         return self.options.sample_every
 
     @property
@@ -172,17 +174,17 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
     @property
     def statistics(self) -> Statistics:
-        """What was done in the backward passes that are over."""
+        """What was done in the backward passes that have ended."""
         return self.counter.read()
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Make one step of all collectives on plain tensors that are called inside, in a ``with`` statement.
+        """Make all collectives on plain tensors that are called in a ``with`` block one step.
 
-        With error feedback what a step has lost is added to the next one's values of the same keys. That
-        happens if a step counts: the block ends without an error, every call succeeds with finite
-        values, and nobody calls :meth:`discard_step` before the next step begins. Otherwise residuals are
-        what they were before it.
+        With error feedback, what a step has lost is added to the values of the same keys in the next step. A
+        step counts if the block ends without an error, every call succeeds with finite values, and
+        :meth:`discard_step` is not called before the next step begins. Otherwise residuals are what they were
+        before the step.
 
         A call outside of any such block is a step of its own; or, inside ``backward()``, all calls of that
         pass are one.
@@ -205,7 +207,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         step.close(ended_well=True)
 
     def agree(self, bucket: Bucket) -> None:
-        """Compare with the other ranks, before a bucket that is new, what must be alike on all of them.
+        """Compare with the other ranks, before a bucket that is new, what must be identical on all of them.
 
         Raises:
             AgreementError: Something is not, or a rank does not come; :meth:`close` makes a fresh start.
@@ -217,8 +219,8 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
         Args:
             call: The name of the function.
-            terms: What must be alike, by name.
-            tensors: Of the call.
+            terms: What must be identical on all ranks, by name.
+            tensors: The tensors of the call.
         """
         self._agreement.on_call(self.worker, call, terms, tensors)
 
@@ -269,7 +271,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         }
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:
-        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's decisions for ever.
+        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's decisions forever.
 
         Raises:
             RuntimeError: It is, and there is something to decide.

@@ -12,9 +12,9 @@ __all__ = ["Counter", "Statistics", "ring_bytes"]
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a state has done so far, on this rank. ``later - earlier``: what it has done in between.
+    """What a state has done so far, on this rank. The difference of two is what it has done in between.
 
-    A bucket is here what travels together: a bucket of ``DistributedDataParallel``; of a call on plain
+    A bucket is here what is sent together: a bucket of ``DistributedDataParallel``; of a call on plain
     tensors those of one dtype and device; with FSDP2 the gradients of one module.
 
     Attributes:
@@ -24,8 +24,8 @@ class Statistics:
             buckets do not count: what their collective sends is not known here.)
         bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent;
             half of that, a reduce-scatter or an all-gather, where shards were reduced or gathered.
-        relative_error: Of the last bucket that was sampled (``sample_every``), in the L2 norm;
-            ``None`` if none was.
+        relative_error: The relative error of the last bucket that was sampled (``sample_every``), in the L2
+            norm; ``None`` if none was.
 
     Example:
         >>> before = state.statistics  # doctest: +SKIP
@@ -42,12 +42,12 @@ class Statistics:
 
     @property
     def bytes_saved(self) -> int:
-        """How many bytes less than an all-reduce were sent."""
+        """How many fewer bytes were sent than an all-reduce would have sent."""
         return self.bytes_of_allreduce - self.bytes_sent
 
     @property
     def bytes_ratio(self) -> float | None:
-        """What was sent, of what an all-reduce would have sent; ``None`` if that is nothing."""
+        """What was sent, as a share of what an all-reduce would have sent; ``None`` if that is nothing."""
         return self.bytes_sent / self.bytes_of_allreduce if self.bytes_of_allreduce else None
 
     def as_dict(self) -> dict[str, int | float]:
@@ -88,8 +88,8 @@ class Counter:
         """Count one bucket.
 
         Args:
-            nbytes: Of the bucket.
-            world_size: Of the group that averaged it.
+            nbytes: The size in bytes of the bucket.
+            world_size: The world size of the group that averaged it.
             bytes_sent: What was sent.
             quantized: Whether it was sent in few bits.
             error: Its relative error, where that was measured.

@@ -1,4 +1,4 @@
-"""Plain tensors seen as a bucket: what is kept of them is found again by the key of a call."""
+"""Plain tensors treated as a bucket, whose residuals are found again by the key of a call."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class TensorBucket:
 
     Args:
         tensors: Contiguous.
-        stand_ins: In place of parameters: what residuals belong to.
-        number: Of the bucket in its step.
+        stand_ins: Instead of parameters: what residuals belong to.
+        number: The number of the bucket in its step.
         label: The same on all ranks, and another one for every key.
 
     Attributes:

@@ -35,7 +35,7 @@ class TensorStep(BackwardPass):
             self._ended_well[_OUTSIDE] = False
 
     def takes(self, task: int) -> bool:
-        """Tell whether a call that comes now, inside autograd's ``task``, belongs to it."""
+        """Return whether a call that comes now, inside autograd's ``task``, belongs to it."""
         if self.open or task == _OUTSIDE or self.outside_of_backward:
             return self.open
         if task in self._ended_well or task < max(self._ended_well):

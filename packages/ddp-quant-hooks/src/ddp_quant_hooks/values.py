@@ -1,4 +1,4 @@
-"""The numbers that are averaged together: of a bucket, or of several tensors behind one another."""
+"""The numbers that are averaged together: of a bucket, or of several tensors one after another."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Values:
         tensors: Contiguous; complex ones count as twice as many real numbers.
 
     Attributes:
-        dtype: Of the numbers.
-        device: Of the numbers.
+        dtype: The dtype of the numbers.
+        device: The device of the numbers.
         count: How many there are.
     """
 

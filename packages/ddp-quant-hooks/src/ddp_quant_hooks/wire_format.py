@@ -1,4 +1,4 @@
-"""What travels: numbers of a few bits in blocks, and one scale per block, in one message."""
+"""The message format: numbers of a few bits in blocks, and one scale per block, in one message."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 __all__ = ["SCALE_BYTES", "WIRE_VERSION", "Format", "Layout", "can_rotate", "is_integer"]
 
 WIRE_VERSION = 2
-"""Of what travels, and of how values are chunked and sharded: ranks with other versions cannot average."""
+"""Version of the message format and of how values are chunked and sharded, equal on all ranks."""
 
 Format: TypeAlias = Literal["int8", "int4", "bf16", "fp16"]
 """What a value becomes, relative to the largest magnitude of its block: an integer from -127 to 127 or
@@ -23,12 +23,12 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 4096
 
 
 def is_integer(number: object) -> bool:
-    """Tell whether ``number`` is an int, also one that ``torch.compile`` keeps open; ``True`` is none."""
+    """Return whether ``number`` is an int, also one that ``torch.compile`` keeps open; ``True`` is none."""
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
 def can_rotate(format: str, block_size: int) -> bool:  # noqa: A002 - the layout's name for it
-    """Tell whether blocks of this format and size can be rotated."""
+    """Return whether blocks of this format and size can be rotated."""
     return format in {"int8", "int4"} and block_size > 0 and block_size & (block_size - 1) == 0
 
 
@@ -37,14 +37,14 @@ class Layout:
     """How the values of a message lie: ``[payload][one fp32 scale per block]``, without header.
 
     Args:
-        format: Of the payload's numbers.
+        format: The format of the payload's numbers.
         block_size: Values per block: a multiple of 32 up to 4096. The last block is filled with zeros.
         rotate: Whether blocks with a few large values are rotated first (:mod:`ddp_quant_hooks.kernels`):
             of integers, in blocks of a power of two.
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: It has no such choice.
+        ValueError: A value is unknown.
     """
 
     format: Format
@@ -96,7 +96,7 @@ class Layout:
         Args:
             messages: All but the last that is not empty are of whole blocks.
             lengths: How many values each has.
-            joined: Where to; as long as the message of all.
+            joined: The output, as long as the message of all.
         """
         cuts = [self.payload_bytes(length) for length in lengths]
         payload = sum(cuts)

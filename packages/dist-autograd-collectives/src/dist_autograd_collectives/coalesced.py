@@ -43,15 +43,17 @@ def all_reduce_coalesced(
 
     Args:
         tensors: Of one dtype on one device; same shapes in the same order on all ranks.
-        op: As in :func:`all_reduce`.
-        group: As in :func:`all_reduce`.
-        grad: As in :func:`all_reduce`.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        op: A ``ReduceOp`` or its name, as in ``"max"``.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
+            computes the same loss and that is counted once.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Raises:
-        TypeError: As :func:`all_reduce`.
-        ValueError: There are no tensors, or they have several dtypes or devices; and as :func:`all_reduce`.
+        TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
+        ValueError: There are no tensors, or they have several dtypes or devices; or this rank is not in the
+            group.
 
     Cost:
         One :func:`all_reduce` of all bytes, and a copy of them.
@@ -90,14 +92,16 @@ def all_gather_cat_coalesced(
     Args:
         tensors: Of one dtype on one device; same shapes in the same order on all ranks.
         dim: Where they are joined.
-        group: As in :func:`all_reduce`.
-        grad: As in :func:`all_reduce`.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
+            computes the same loss and that is counted once.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Raises:
         IndexError: A tensor has no such dimension.
-        ValueError: There are no tensors, or they have several dtypes or devices; and as :func:`all_reduce`.
+        ValueError: There are no tensors, or they have several dtypes or devices; or this rank is not in the
+            group.
 
     Cost:
         One all-gather of all bytes, and two copies of them.
@@ -141,18 +145,18 @@ def reduce_scatter_dim_coalesced(
 
     Args:
         tensors: Of one dtype on one device; same shapes in the same order on all ranks.
-        op: As in :func:`all_reduce`.
+        op: A ``ReduceOp`` or its name, as in ``"max"``.
         dim: Along which they are cut, into W equal parts.
-        group: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Raises:
         IndexError: A tensor has no such dimension.
-        TypeError: As :func:`all_reduce`.
+        TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
         ValueError: There are no tensors, they have several dtypes or devices, or a length cannot be
-            divided by W; and as :func:`all_reduce`.
+            divided by W; or this rank is not in the group.
 
     Cost:
         One reduce-scatter of all bytes, and a copy of them.

@@ -24,7 +24,7 @@ def connect(loss: torch.Tensor, *outputs: torch.Tensor | Sequence[torch.Tensor])
         outputs: Of collectives, floating-point or complex: tensors, or tuples or lists of them.
 
     Raises:
-        TypeError: Something is no tensor.
+        TypeError: Something is not a tensor.
 
     Source:
         ``JoinDummies`` of mpi4torch.

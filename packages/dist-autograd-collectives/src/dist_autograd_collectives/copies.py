@@ -45,11 +45,12 @@ def broadcast(
     Args:
         tensor: At the source what is sent; elsewhere something of its shape and dtype.
         src: The source's rank in WORLD.
-        group: As in :func:`all_reduce`.
-        group_src: The source's rank in the group, in place of ``src``.
-        grad: As in :func:`all_reduce`.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        group_src: The source's rank in the group, instead of ``src``.
+        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
+            computes the same loss and that is counted once.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Raises:
         ValueError: This rank or the source is not in the group, not exactly one of ``src`` and
@@ -86,10 +87,11 @@ def all_gather(
 
     Args:
         tensor: Same shape and dtype on all ranks.
-        group: As in :func:`all_reduce`.
-        grad: As in :func:`all_reduce`.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
+            computes the same loss and that is counted once.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Cost:
         W - 1 times the tensor's bytes forward and backward; with ``"replicated"`` nothing backward.
@@ -120,16 +122,17 @@ def all_gather_base(
     Args:
         output_tensor: W times the elements of the input; filled.
         input_tensor: Same shape and dtype on all ranks.
-        group: As in :func:`all_reduce`.
-        grad: As in :func:`all_reduce`.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
+            computes the same loss and that is counted once.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output_tensor``.
 
     Raises:
-        ValueError: The output does not have W times as many elements; and as :func:`all_reduce`.
+        ValueError: The output does not have W times as many elements; or this rank is not in the group.
 
     Source:
         ``torch.distributed.nn.functional._all_gather_base``, which has no backward on Gloo.
@@ -170,14 +173,15 @@ def gather(
     Args:
         tensor: Same shape and dtype on all ranks.
         dst: The destination's rank in WORLD; 0 if neither is given.
-        group: As in :func:`all_reduce`.
-        group_dst: The destination's rank in the group, in place of ``dst``.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        group_dst: The destination's rank in the group, instead of ``dst``.
         grad: Both conventions agree here.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Raises:
-        ValueError: As :func:`broadcast`.
+        ValueError: This rank or the other one is not in the group, both ways to name that rank are used, or
+            ``grad`` is unknown. Before communication.
 
     Source:
         ``torch.distributed.nn.functional.gather``.
@@ -210,14 +214,14 @@ def scatter(
     Args:
         tensors: At the source W tensors of one shape and dtype. Elsewhere such a list too, or ``None``.
         src: The source's rank in WORLD; 0 if neither is given.
-        group: As in :func:`all_reduce`.
-        group_src: The source's rank in the group, in place of ``src``.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        group_src: The source's rank in the group, instead of ``src``.
         like: Something of the shape and dtype that each rank gets. If it is given it must be on all
             ranks; otherwise the source sends a description first (``torch.compile`` cannot trace that: there
             every rank needs a list or ``like``).
         grad: Both conventions agree here.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Raises:
         ValueError: The list has not W entries of one shape and dtype, or is missing at the source; and as

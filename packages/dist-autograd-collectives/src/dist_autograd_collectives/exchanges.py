@@ -40,21 +40,21 @@ def all_to_all(
 ) -> Step[tuple[torch.Tensor, ...]]:
     """Send the ``r``-th tensor of the list to rank ``r``; the shapes may all differ.
 
-    Gradient: the cotangents travel back the same way.
+    Gradient: the cotangents are sent back the same way.
 
     Args:
         output_tensor_list: W tensors of the shapes that the ranks send to this one; filled.
         input_tensor_list: W tensors.
-        group: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Returns:
         New tensors that autograd sees, with the contents of ``output_tensor_list``.
 
     Raises:
-        ValueError: A list has not W entries of one dtype; and as :func:`all_reduce`.
+        ValueError: A list has not W entries of one dtype; or this rank is not in the group.
 
     Source:
         ``torch.distributed.nn.functional.all_to_all``.
@@ -108,24 +108,24 @@ def all_to_all_single(
 ) -> Step[torch.Tensor]:
     """Split a tensor along dimension 0 and send the ``r``-th part to rank ``r``.
 
-    Gradient: the cotangents travel back the same way.
+    Gradient: the cotangents are sent back the same way.
 
     Args:
         output: Where the received parts go, one after the other; filled.
         input: What is split.
         output_split_sizes: Lengths of the received parts; ``None``, on all ranks, for equal ones.
         input_split_sizes: Lengths of the sent parts; likewise.
-        group: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output``.
 
     Raises:
-        ValueError: The split sizes are not W numbers that add up to dimension 0; and as
-            :func:`all_reduce`.
+        ValueError: The split sizes are not W numbers that add up to dimension 0; or this rank is not in
+            the group.
 
     Source:
         ``torch.distributed.nn.functional.all_to_all_single``.
@@ -164,24 +164,24 @@ def permute(
 ) -> Step[torch.Tensor]:
     """Send this rank's tensor to another rank and receive another's.
 
-    Gradient: the cotangents travel back. The source of a pair gets its destination's; a rank that sends
+    Gradient: the cotangents are sent back. The source of a pair gets its destination's; a rank that sends
     nothing gets zeros.
 
     Args:
         tensor: Same shape and dtype on all ranks.
         perm: Pairs of a source and a destination, ranks in the group, the same pairs on all ranks. No rank is
             a source twice, nor a destination twice; it may be neither.
-        group: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Returns:
         What this rank's source sent; zeros if it has none.
 
     Raises:
-        ValueError: A rank is not in the group, or is a source or a destination twice; and as
-            :func:`all_reduce`.
+        ValueError: A rank is not in the group, or is a source or a destination twice; or this rank is not in
+            the group.
 
     Cost:
         One message to one rank, forward and backward.

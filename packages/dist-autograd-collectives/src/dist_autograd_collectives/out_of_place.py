@@ -60,18 +60,19 @@ def all_gather_cat(
         dim: Where they are joined.
         sizes: Lengths of all ranks' tensors along ``dim``: ``None`` if they are equal, a list of W numbers if
             they are known, ``"auto"`` to ask the other ranks.
-        group: As in :func:`all_reduce`.
-        grad: As in :func:`all_reduce`.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
+            computes the same loss and that is counted once.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Returns:
         A tensor whose length along ``dim`` is the sum of all ranks'.
 
     Raises:
         IndexError: There is no such dimension.
-        ValueError: ``sizes`` are not W numbers, or not this rank's length at its place; and as
-            :func:`all_reduce`.
+        ValueError: ``sizes`` are not W numbers, or not this rank's length at its place; or this rank is not
+            in the group.
 
     Cost:
         W - 1 times the bytes of the longest tensor, forward and backward; with ``"replicated"`` nothing
@@ -123,17 +124,18 @@ def all_gather_stack(
     Args:
         tensor: Same shape and dtype on all ranks; may have no dimension.
         dim: Of the result: the new one, of length W.
-        group: As in :func:`all_reduce`.
-        grad: As in :func:`all_reduce`.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
+            computes the same loss and that is counted once.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Raises:
         IndexError: The result has no such dimension.
-        ValueError: As :func:`all_reduce`.
+        ValueError: This rank is not in the group, or ``grad`` is unknown. Before communication.
 
     Cost:
-        As :func:`all_gather`.
+        W - 1 times the tensor's bytes forward and backward; with ``"replicated"`` nothing backward.
 
     Source:
         ``torch.stack`` of ``torch.distributed.nn.functional.all_gather``, with one copy less.
@@ -166,22 +168,22 @@ def reduce_scatter_dim(
 
     Args:
         tensor: Same shape and dtype on all ranks.
-        op: As in :func:`all_reduce`.
+        op: A ``ReduceOp`` or its name, as in ``"max"``.
         dim: Along which it is cut.
         sizes: Lengths of the W parts, the same on all ranks; ``None`` for equal ones.
-        group: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Returns:
-        This rank's part: the length along ``dim`` is ``sizes[rank]``.
+        This rank's part, whose length along ``dim`` is ``sizes[rank]``.
 
     Raises:
         IndexError: There is no such dimension.
-        TypeError: As :func:`all_reduce`.
-        ValueError: ``sizes`` do not add up to the length, or it cannot be divided by W; and as
-            :func:`all_reduce`.
+        TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
+        ValueError: ``sizes`` do not add up to the length, or it cannot be divided by W; or this rank is not
+            in the group.
 
     Cost:
         W - 1 times the bytes of the longest part, forward and backward.
@@ -219,7 +221,7 @@ def all_to_all_dim(
 ) -> Step[torch.Tensor]:
     """Split a tensor along one dimension, send the ``r``-th part to rank ``r``, and join what arrives.
 
-    Gradient: the cotangents travel back the same way.
+    Gradient: the cotangents are sent back the same way.
 
     Args:
         tensor: Same dtype on all ranks.
@@ -229,16 +231,16 @@ def all_to_all_dim(
         input_sizes: Lengths of the sent parts along ``split_dim``; ``None`` for equal ones.
         output_sizes: Lengths of the received parts along ``cat_dim``: ``None`` if they are as long as the
             part that this rank keeps, W numbers, or ``"auto"`` to ask.
-        group: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Raises:
         IndexError: There is no such dimension.
         ValueError: ``input_sizes`` do not add up to the length, or it cannot be divided by W;
-            ``output_sizes`` are not W lengths, or not what this rank keeps at its place; and as
-            :func:`all_reduce`.
+            ``output_sizes`` are not W lengths, or not what this rank keeps at its place; or this rank is not
+            in the group.
 
     Cost:
         The bytes of the parts for others, forward and backward. ``"auto"`` adds an exchange of one number,

@@ -38,7 +38,7 @@ class Reduction(NamedTuple):
         """Return what a user means.
 
         Raises:
-            TypeError: ``op`` is no reduce operation, or does not work on the tensor's dtype.
+            TypeError: ``op`` is not a reduce operation, or does not work on the tensor's dtype.
         """
         given: Any = op  # whatever it claims to be
         factor = None

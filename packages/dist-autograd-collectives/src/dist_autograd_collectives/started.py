@@ -131,7 +131,7 @@ def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle
 
     Example:
         >>> handle = start(all_gather, keys)  # doctest: +SKIP
-        >>> queries = project(x)  # while the keys travel # doctest: +SKIP
+        >>> queries = project(x)  # while the keys are sent # doctest: +SKIP
         >>> keys = handle.wait()  # doctest: +SKIP
     """
     plan: Any = getattr(function, "plan", None)

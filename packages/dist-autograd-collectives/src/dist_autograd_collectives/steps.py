@@ -65,7 +65,7 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
 
 
 def _backward_needs_others(step: Step[Any]) -> bool:
-    """Tell whether the gradient of a local step is a collective; otherwise a rank may take the step alone."""
+    """Return whether the gradient of a local step is a collective; if not, a rank may take the step alone."""
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in step.tensors)
     return differentiable and needs_others(step.call.transposed())
 

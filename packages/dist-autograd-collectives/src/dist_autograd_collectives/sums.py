@@ -40,10 +40,15 @@ def all_reduce(
 ) -> Step[torch.Tensor]:
     """Reduce a tensor over all ranks; every rank gets the result, as a new tensor.
 
-    Gradient of rank r, where g_s is rank s's cotangent, G = sum over s of g_s, and W the world size:
-    SUM: G. AVG: G / W. PREMUL_SUM with rank r's factor k: k G. MAX, MIN: G where x_r is the extremum, shared
-    equally among the ranks that tie (or that hold a NaN), else 0. PRODUCT: G times the product of the other
-    ranks' values, exact with zeros. With ``grad="replicated"`` G is g_r.
+    Gradient of rank r, where g_s is rank s's cotangent, G the sum of all g_s (g_r with
+    ``grad="replicated"``), and W the world size:
+
+    - SUM: G.
+    - AVG: G / W.
+    - PREMUL_SUM with rank r's factor k: k G.
+    - MAX, MIN: G where x_r is the extremum, shared equally among the ranks that tie or that hold a NaN; else
+      0.
+    - PRODUCT: G times the product of the other ranks' values, exact with zeros.
 
     Args:
         tensor: Any dtype the operation knows. Same shape and dtype on all ranks; any strides.
@@ -101,18 +106,19 @@ def reduce(
     constants.
 
     Args:
-        tensor: As in :func:`all_reduce`.
+        tensor: Any dtype the operation knows. Same shape and dtype on all ranks; any strides.
         dst: The destination's rank in WORLD.
-        op: As in :func:`all_reduce`.
-        group: As in :func:`all_reduce`.
-        group_dst: The destination's rank in the group, in place of ``dst``.
+        op: A ``ReduceOp`` or its name, as in ``"max"``.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        group_dst: The destination's rank in the group, instead of ``dst``.
         grad: Both conventions agree here: only one rank has the result.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Raises:
-        TypeError: As :func:`all_reduce`.
-        ValueError: As :func:`broadcast`.
+        TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
+        ValueError: This rank or the other one is not in the group, both ways to name that rank are used, or
+            ``grad`` is unknown. Before communication.
 
     Cost:
         About the tensor's bytes twice forward, once backward.
@@ -162,18 +168,18 @@ def reduce_scatter(
     Args:
         output: Of the shape of each entry; filled.
         input_list: W tensors of one shape and dtype.
-        op: As in :func:`all_reduce`.
-        group: As in :func:`all_reduce`.
+        op: A ``ReduceOp`` or its name, as in ``"max"``.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here: the results differ between ranks.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output``.
 
     Raises:
-        TypeError: As :func:`all_reduce`.
-        ValueError: The list has not W entries of the output's shape; and as :func:`all_reduce`.
+        TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
+        ValueError: The list has not W entries of the output's shape; or this rank is not in the group.
 
     Source:
         ``torch.distributed.nn.functional.reduce_scatter``, whose gradient ignores ``op``.
@@ -199,19 +205,19 @@ def copy_to_group(
 ) -> Step[torch.Tensor]:
     """Return a copy, whose gradient is summed over the ranks.
 
-    For a value that all ranks have alike, where each rank goes on with its own part of a computation: the
+    For a value that is identical on all ranks, with which each rank computes its own part: the
     entry of a tensor-parallel layer. Its exit is ``all_reduce(..., grad="replicated")``.
 
     Gradient: sum over s of g_s, on every rank.
 
     Args:
         tensor: The same on all ranks.
-        group: As in :func:`all_reduce`.
-        anchor: As in :func:`all_reduce`.
-        check: As in :func:`all_reduce`.
+        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        anchor: Take part in backward even if no tensor needs a gradient on this rank.
+        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
 
     Raises:
-        ValueError: As :func:`all_reduce`.
+        ValueError: This rank is not in the group, or ``grad`` is unknown. Before communication.
 
     Cost:
         Nothing forward; backward an all-reduce.

@@ -1,4 +1,4 @@
-"""Older names of what ``dist_utils.process_groups`` has; they go in 1.0.
+"""Older names of what ``dist_utils.process_groups`` has, deprecated until 1.0.
 
 Without a warning: only dist-autograd-collectives 0.1 imports them, whose users can change nothing about it.
 """

@@ -1,4 +1,4 @@
-"""The old path of ``dist_utils.comm_hooks.require_same_bucket``; goes in 1.0."""
+"""The old path of ``dist_utils.comm_hooks.require_same_bucket``, deprecated until 1.0."""
 
 import warnings
 

@@ -1,7 +1,7 @@
-"""The mean of finite numbers is finite: what to do where rounding alone would leave a dtype's range.
+"""Keep the mean of finite numbers finite where rounding alone would exceed a dtype's range.
 
-W ranks average by adding up W shares, each a value divided by W. Shares and sums are rounded, and at the end
-of the range that may be one step too far: three times 65504 / 3 in fp16 is 3 * 21840 = 65520, an infinity.
+W ranks average by adding up W shares, each a value divided by W. Shares and sums are rounded, which at the
+end of the range may go one step too far: three times 65504 / 3 in fp16 is 3 * 21840 = 65520, an infinity.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def round_sum(total: torch.Tensor, world_size: int, out: torch.Tensor) -> None:
     Args:
         total: Sums of ``world_size`` shares that were rounded to ``out.dtype``; of a wider dtype.
         world_size: Number of shares.
-        out: Where to; as long as ``total``.
+        out: The output, as long as ``total``.
 
     Cost:
         A copy; on CPU one reading of ``total`` more, elsewhere a few elementwise kernels.
@@ -112,7 +112,7 @@ def round_mean(mean: torch.Tensor, out: torch.Tensor) -> None:
 
     Args:
         mean: Of a floating-point dtype; if complex, of one whose range ``out.dtype`` has.
-        out: Where to; as long as ``mean``.
+        out: The output, as long as ``mean``.
 
     Cost:
         A copy. Where ``mean.dtype`` has the wider range: on CPU one reading of ``mean`` more, elsewhere a
@@ -141,7 +141,7 @@ def _range_fits(dtype: torch.dtype, wider: torch.dtype) -> bool:
 
 
 def _known_within(values: torch.Tensor, limit: float) -> bool:
-    """Tell whether all magnitudes are at most ``limit``, where that is seen without waiting for a device."""
+    """Return whether all magnitudes are at most ``limit``, if that needs no waiting for a device."""
     if values.device.type != "cpu" or values.numel() == 0:
         return values.numel() == 0
     if values.dtype in (torch.float32, torch.float64) and values.dim() == 1:
@@ -160,7 +160,7 @@ def _held(values: torch.Tensor, limit: float, up_to: float) -> torch.Tensor:
 
 
 def _divides(number: int, dtype: torch.dtype) -> bool:
-    """Tell whether the largest number has exact shares. A GPU may round them: it multiplies by 1 / number."""
+    """Return whether shares of the largest number are exact. A GPU may round them: it multiplies by 1 / W."""
     return (2 / torch.finfo(dtype).eps - 1) % number == 0
 
 

@@ -1,4 +1,4 @@
-"""The old path of ``dist_utils.process_groups.Arrival`` and ``start_messages``; goes in 1.0."""
+"""The old path of ``dist_utils.process_groups.Arrival`` and ``start_messages``, deprecated until 1.0."""
 
 import warnings
 

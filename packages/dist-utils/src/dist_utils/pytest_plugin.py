@@ -65,7 +65,7 @@ class Launch:
 
     @property
     def device_type(self) -> str:
-        """Where tensors for this backend live: ``"cpu"`` or ``"cuda"``."""
+        """The kind of device that this backend sends from, ``"cpu"`` or ``"cuda"``."""
         return "cuda" if self.backend == "nccl" else "cpu"
 
     def __call__(self, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:

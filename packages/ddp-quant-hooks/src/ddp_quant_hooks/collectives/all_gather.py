@@ -45,27 +45,35 @@ def all_gather_into_tensor(
 ) -> Future | None:
     """Gather every rank's tensor on all ranks, in the state's format for averages (``gather``).
 
-    The second half of :func:`all_reduce`. Every rank gets every tensor as it travelled, its own too, so that
-    all have the same bits. No error feedback: nothing is kept of what is lost.
+    The second half of :func:`all_reduce`. Every rank, also the one that sends it, gets each tensor as it was
+    sent, so that all have identical bits. There is no error feedback.
 
     Args:
-        output_tensor: Where all tensors go, one behind another: contiguous, ``W * input_tensor.numel()``
+        output_tensor: Where all tensors go, one after another: contiguous, ``W * input_tensor.numel()``
             elements, of its dtype.
         input_tensor: This rank's values; contiguous.
-        group: As for :func:`reduce_scatter_tensor`.
-        async_op: As for :func:`all_reduce`. The future's value is ``output_tensor``.
+        group: A state, with its group and options; not a hierarchical one. ``None`` stands for WORLD and 8
+            bits.
+        async_op: Return a future of ``output_tensor`` at once.
 
     Returns:
-        As :func:`all_reduce`.
+        ``None``, or with ``async_op`` a future of ``output_tensor``, not to be touched before it is complete.
+        Identical bits on all ranks. A block with a NaN or an infinity is NaN.
 
     Raises:
-        TypeError, ValueError, AgreementError, RuntimeError: As :func:`reduce_scatter_tensor`.
+        TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
+        ValueError: The tensors do not fit each other, share memory or are part of a graph, or this rank is
+            not in the group. Like ``TypeError`` before any communication.
+        AgreementError: The ranks call with other tensors or options; with ``async_op`` the future raises it.
+        RuntimeError: A peer failed, and the state must be closed on every rank; or the call comes in a
+            callback of another one's future.
 
     Cost:
         W - 1 bytes a value of ``input_tensor`` with 8 bits, and 3 % for scales. An output below
         ``min_bytes``, or of fp64, is gathered without compression.
 
-    Counterpart of ``torch.distributed.all_gather_into_tensor``.
+    Source:
+        ``torch.distributed.all_gather_into_tensor``.
 
     Example:
         >>> all_gather_into_tensor(everyone, mine, state)  # doctest: +SKIP

@@ -27,7 +27,7 @@ at a place that may differ between ranks."""
 
 
 class DefaultState(QuantizedAllreduceState):
-    """Of calls that name no state: WORLD, 8 bits, no error feedback.
+    """The state of calls that give none: WORLD, 8 bits, no error feedback.
 
     Nobody can close it after an error. So it closes itself when a call has raised one here, which is the same
     call on every rank; a future's error may become known to the ranks at different calls.
@@ -81,7 +81,7 @@ def begin(
     """Return the step that a call belongs to.
 
     Raises:
-        TypeError: ``key`` is no string.
+        TypeError: ``key`` is not a string.
         ValueError: There is none and it is needed, it was used in this step, or for another length.
         RuntimeError: The call is captured in a CUDA graph, and has something to decide.
     """

@@ -26,7 +26,7 @@ __all__ = ["reduce_scatter_tensor"]
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
-    op: Any = ...,
+    op: Any = dist.ReduceOp.SUM,
     group: QuantizedAllreduceState | None = ...,
     async_op: Literal[False] = ...,
     *,
@@ -38,7 +38,7 @@ def reduce_scatter_tensor(
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,
-    op: Any = ...,
+    op: Any = dist.ReduceOp.SUM,
     group: QuantizedAllreduceState | None = ...,
     *,
     async_op: Literal[True],
@@ -58,30 +58,40 @@ def reduce_scatter_tensor(
 ) -> Future | None:
     """Sum or average a tensor over all ranks, and leave each rank its shard, with few bits on the wire.
 
-    The first half of :func:`all_reduce`; values are rounded once. With error feedback (``"both"``) what this
-    rank's own values lose is added to its next call with the same key.
+    The first half of :func:`all_reduce`; values are rounded once. With error feedback (``"both"``) the
+    rounding error of this rank's own values is added to its next call with the same key.
 
     Args:
         output: Where this rank's shard goes: contiguous, ``input.numel() / W`` elements, of its dtype.
-        input: The shards of all ranks, one behind another; contiguous. It stays as it is.
-        op: As for :func:`all_reduce`.
-        group: As for :func:`all_reduce`, but no hierarchical state.
-        async_op: As for :func:`all_reduce`. The future's value is ``output``.
-        key: As for :func:`all_reduce`.
+        input: The shards of all ranks, one after another; contiguous. It stays as it is.
+        op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. A sum is the mean times the number of ranks.
+        group: A state, with its group and options; not a hierarchical one. ``None`` stands for WORLD and 8
+            bits.
+        async_op: Return a future of ``output`` at once.
+        key: Names these values, with error feedback.
 
     Returns:
-        As :func:`all_reduce`.
+        ``None``, or with ``async_op`` a future of ``output``, not to be touched before it is complete. A
+        block with a NaN or an infinity on any rank is NaN.
 
     Raises:
-        TypeError, ValueError, AgreementError, RuntimeError: As :func:`all_reduce`; or the tensors do not
-            fit each other.
+        TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
+        ValueError: The tensors do not fit each other, share memory or are part of a graph; the operation is
+            another one; with error feedback there is no key, or it was used before in this step, or for
+            values of another length; or this rank is not in the group. Like ``TypeError`` before any
+            communication.
+        AgreementError: The ranks call with other tensors, keys or options; with ``async_op`` the future
+            raises it.
+        RuntimeError: A peer failed, and the state must be closed on every rank; or the call comes in a
+            callback of another one's future.
 
     Cost:
         (W - 1) / W bytes a value of ``input`` with 8 bits, and 3 % for scales. With error feedback one small
         all-reduce more: whether all shards are finite. ``input`` below ``min_bytes``,
         or of fp64, is reduced without compression.
 
-    Counterpart of ``torch.distributed.reduce_scatter_tensor``.
+    Source:
+        ``torch.distributed.reduce_scatter_tensor``.
 
     Example:
         >>> reduce_scatter_tensor(shard, gradients, dist.ReduceOp.AVG, state)  # doctest: +SKIP
@@ -160,7 +170,7 @@ def _plain_reduce_scatter(
 
 
 def _on_any_rank(group: dist.ProcessGroup, flags: list[torch.Tensor]) -> torch.Tensor:
-    """Return whether any rank's shard is not finite: all ranks must decide alike whether a step counts."""
+    """Return whether any rank's shard is not finite: all ranks must decide the same whether a step counts."""
     flag = torch.stack(flags).any().to(torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return flag.bool()

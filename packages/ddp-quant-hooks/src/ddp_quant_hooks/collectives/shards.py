@@ -18,7 +18,7 @@ def flat_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAll
     """As :func:`~ddp_quant_hooks.collectives.calls.checked_state`; a hierarchy is a ``TypeError``, too."""
     state = checked_state(name, group)
     if isinstance(state, HierarchicalAllreduceState):
-        raise TypeError(f"{name} knows no hierarchy: give a QuantizedAllreduceState")
+        raise TypeError(f"{name} supports no hierarchical state: give a QuantizedAllreduceState")
     return state
 
 
@@ -32,8 +32,8 @@ def checked_shards(
     """Return both tensors of a call without their graph, if they fit each other and can be written in place.
 
     Args:
-        name: Of the call.
-        world_size: Of its group.
+        name: The name of the call.
+        world_size: The world size of its group.
         shard: The name of an argument, and what was given: one rank's shard.
         whole: The same for what has the shards of all ranks.
 
@@ -60,7 +60,7 @@ def checked_shards(
 
 
 def is_quantized(state: QuantizedAllreduceState, whole: torch.Tensor) -> bool:
-    """Tell whether the shards of ``whole`` travel in few bits."""
+    """Return whether the shards of ``whole`` are sent in few bits."""
     return flat_real(whole).dtype in VALUE_DTYPES and whole.nbytes >= state.min_bytes
 
 

@@ -24,7 +24,7 @@ __all__ = ["all_reduce"]
 @overload
 def all_reduce(
     tensor: Tensors,
-    op: Any = ...,
+    op: Any = dist.ReduceOp.SUM,
     group: QuantizedAllreduceState | None = ...,
     async_op: Literal[False] = ...,
     *,
@@ -35,7 +35,7 @@ def all_reduce(
 @overload
 def all_reduce(
     tensor: Tensors,
-    op: Any = ...,
+    op: Any = dist.ReduceOp.SUM,
     group: QuantizedAllreduceState | None = ...,
     *,
     async_op: Literal[True],
@@ -54,40 +54,43 @@ def all_reduce(
 ) -> Future | None:
     """Sum or average tensors over all ranks, in place, with 8 or 4 bits a value on the wire.
 
-    A sequence of tensors travels as if they were one, cut into chunks; no chunk but those on the wire is
-    copied. What :func:`quantized_allreduce_hook` does with a bucket is done with the tensors of each dtype:
-    those of fp64, and those of fewer than ``min_bytes`` in all, are reduced without compression.
+    A sequence of tensors is sent as if they were one, cut into chunks; only chunks on the wire are copied.
+    What :func:`quantized_allreduce_hook` does with a bucket is done with the tensors of each dtype: those of
+    fp64, and those of fewer than ``min_bytes`` in all, are reduced without compression.
 
-    With error feedback each call needs a ``key``, the same in every step, by which it finds what was lost
-    before. See :meth:`QuantizedAllreduceState.step` for what a step is.
+    With error feedback each call needs a ``key``, the same in every step, by which it finds the residuals of
+    the step before. See :meth:`QuantizedAllreduceState.step` for what a step is.
 
     Args:
         tensor: A tensor, or a sequence of tensors: fp32, bf16, fp16, complex64 (quantized), fp64,
             complex128; dense.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. A sum is the mean times the number of ranks, and
             overflows where that does.
-        group: A state: its group and its options. ``None``: WORLD, 8 bits. Keep one state for many calls.
-        async_op: Return a future at once. Calls are worked on in their order, beside the caller.
-        key: Whose values these are: with error feedback.
+        group: A state, with its group and options. ``None`` stands for WORLD and 8 bits. Keep one state for
+            many calls.
+        async_op: Return a future at once. Calls run in their order, on another thread.
+        key: Names these values, with error feedback.
 
     Returns:
         ``None``, or with ``async_op`` a future of ``tensor``, not to be touched before it is complete.
-        The same bits on all ranks. A block with a NaN or an infinity on any rank is NaN.
+        Identical bits on all ranks. A block with a NaN or an infinity on any rank is NaN.
 
     Raises:
         TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
-        ValueError: Another operation; tensors that share memory, or are part of a graph; no key although
-            there is error feedback, one that was used in this step, or one of values of another length; this
-            rank is not in the group. All of them before any communication.
-        AgreementError: The ranks call with other tensors, keys or options; from the future with ``async_op``.
+        ValueError: The operation is another one; tensors share memory or are part of a graph; with error
+            feedback there is no key, or it was used before in this step, or for values of another length; or
+            this rank is not in the group. Like ``TypeError`` before any communication.
+        AgreementError: The ranks call with other tensors, keys or options; with ``async_op`` the future
+            raises it.
         RuntimeError: A peer failed; the state must be closed then, on every rank. (Without a state, calls
             fail until one without ``async_op`` has raised it; the next one makes a fresh start.) Or the call
             comes in a callback of another one's future.
 
     Cost:
-        As :func:`quantized_allreduce_hook`. Tensors that are not contiguous are copied.
+        The same as :func:`quantized_allreduce_hook`. Tensors that are not contiguous are copied.
 
-    Counterpart of ``torch.distributed.all_reduce``.
+    Source:
+        ``torch.distributed.all_reduce``.
 
     Example:
         >>> state = QuantizedAllreduceState()  # doctest: +SKIP

@@ -40,7 +40,7 @@ COMPARED = (
     "device",
     "timeout",
 )
-"""Options that all ranks must have alike."""
+"""Options that must be identical on all ranks."""
 _LONGEST = 1e7
 """Seconds: some months."""
 

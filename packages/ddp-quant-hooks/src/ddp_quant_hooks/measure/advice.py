@@ -22,12 +22,12 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True)
 class Advice:
-    """What to take.
+    """The hook to use.
 
     Attributes:
-        hook: Its name.
+        hook: The name of the hook.
         situation: ``"slow network"``, ``"fast network"`` or ``"busy processor"``.
-        reasons: Sentences, each with the numbers it stands on.
+        reasons: Sentences, each with the numbers that it is based on.
     """
 
     hook: str
@@ -54,9 +54,9 @@ def advise(
     hook is taken, or would be for its exchanges alone, and fast if not.
 
     Args:
-        links: As measured.
-        hooks: As measured, from the most exact on; the first is what the others are compared with.
-        estimate: Of a model's steps, to decide by them.
+        links: The measured links.
+        hooks: The measured hooks, from the most exact on; the first is what the others are compared with.
+        estimate: The estimate of a model's steps, to decide by them.
         cores_per_rank: How many cores a rank has for itself, if less than one.
 
     Raises:
@@ -139,7 +139,7 @@ def _about_buckets(hooks: Sequence[HookTimes], taken: str, plain: str, size: int
     for common in sorted(_common_sizes(hooks) - {size}):
         ours, theirs = by_name[taken].at(common), by_name[plain].at(common)
         if ours is not None and theirs is not None and ours.seconds > (1 - WORTH_IT) * theirs.seconds:
-            times = f"{milliseconds(ours.seconds)} ms in place of {milliseconds(theirs.seconds)} ms"
+            times = f"{milliseconds(ours.seconds)} ms instead of {milliseconds(theirs.seconds)} ms"
             without.append(f"{mebibytes(common)} ({times})")
     if taken == plain or not without:
         return []

@@ -16,8 +16,8 @@ def largest_of_ranks(group: dist.ProcessGroup, values: Sequence[float]) -> list[
     """Return, for each value, the largest that any rank has: of times, the slowest rank's.
 
     Args:
-        group: Whose ranks come, all with as many values.
-        values: Of this rank.
+        group: The process group whose ranks come, all with as many values.
+        values: The values of this rank.
 
     Cost:
         One small all-reduce.

@@ -17,11 +17,11 @@ _MOST_RANKS = 10**9
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes, alike, with a link each.
+    """Identical nodes with one link each.
 
     Attributes:
         world: Number of ranks.
-        gbit: Of each node's link to the others, in Gbit/s, in each direction.
+        gbit: Rate of each node's link to the others, in Gbit/s, in each direction.
         ranks_per_node: Number of ranks in a node.
     """
 
@@ -138,7 +138,7 @@ def traffic(
             ``"direct"``: each sends to each other, in a large group by levels, of which the first stay inside
             nodes where that is possible; all ranks of a node share its link. ``"grid"``: fp32 inside nodes;
             between them each rank sends of its share alone.
-        size: Of the bucket, in bytes; fp32.
+        size: The size of the bucket, in bytes; fp32.
         ratio: Bytes on the wire for a byte of the bucket; of a grid, between nodes.
         cluster: The cluster.
         on_streams: The host only enqueues, as with an accelerator's own backend.
@@ -186,7 +186,7 @@ class HookCost:
     and what the processor takes + ``rest`` for each byte of the bucket.
 
     Attributes:
-        pattern: How averages travel.
+        pattern: The format in which averages are sent.
         ratio: Bytes on the wire for a byte of the bucket; of a grid, between nodes.
         fixed: Seconds, whatever the size.
         work: Seconds of the processor for a byte of the bucket, beside what sending takes.

@@ -58,7 +58,7 @@ def uses_gpus(claims: Sequence[Claim], wanted: str) -> bool:
     """Return whether the ranks' buckets are on GPUs.
 
     Args:
-        claims: Of all ranks.
+        claims: The claims of all ranks.
         wanted: ``"cuda"`` or ``"auto"``.
 
     Raises:

@@ -18,10 +18,10 @@ _MOST_PARAMETERS = 10**12
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a model.
+    """What an estimate needs to know about a model.
 
     Attributes:
-        parameters: Their number, at most 1e12; gradients are fp32.
+        parameters: The number of parameters, at most 1e12; gradients are fp32.
         step_seconds: Of a training step without communication, as under ``no_sync()``, while all ranks
             compute.
     """
@@ -57,11 +57,11 @@ def estimate_steps(hooks: Sequence[HookTimes], model: Model, copy_per_byte: floa
     """Return what a step of a model would take with each hook.
 
     Buckets are those that DDP makes: 1 MiB, then 25 MiB each. They become ready in the course of backward,
-    which is taken as two thirds of the step, and travel one after another. What they cost is interpolated
-    between the measured sizes; beside computation, and after it.
+    which is taken as two thirds of the step, and are sent one after another. Their cost is interpolated
+    between the measured sizes, beside computation and after it.
 
     Args:
-        hooks: As measured. Those without any measured size are left out.
+        hooks: The measured hooks. Those without any measured size are left out.
         model: The model.
         copy_per_byte: Seconds for copying a byte of a gradient.
     """

@@ -38,9 +38,9 @@ class Place:
     """Where a process stands among all.
 
     Attributes:
-        rank: Of the process.
+        rank: The rank of the process.
         world_size: Number of processes.
-        address: Of rank 0's host.
+        address: The address of rank 0's host.
         port: On which rank 0 listens.
         node: A name that the ranks of a node share, and no others.
     """
@@ -64,9 +64,9 @@ def find_place(
 
     Args:
         environ: The environment.
-        rank: Of this process.
+        rank: The rank of this process.
         world_size: Number of processes.
-        address: Of rank 0's host.
+        address: The address of rank 0's host.
         port: On which rank 0 listens.
 
     Raises:
@@ -102,7 +102,7 @@ def join(place: Place, *, nccl: bool, timeout: timedelta) -> None:
     """Make the default process group, of all ranks.
 
     Args:
-        place: Of this process.
+        place: The place of this process.
         nccl: Whether GPUs talk through NCCL; the hosts always do through Gloo.
         timeout: For the others to come, and for each collective.
 
@@ -122,7 +122,7 @@ def join(place: Place, *, nccl: bool, timeout: timedelta) -> None:
 
 @contextlib.contextmanager
 def _ending_without_answer(place: Place, seconds: float) -> Iterator[None]:
-    """End the process if this takes too long: torch waits for ever for who listens and is no store."""
+    """End the process if this takes too long: torch waits forever for a listener that is not a store."""
 
     def end() -> None:
         sys.stderr.write(f"rank {place.rank}: {place.address}:{place.port} answers, but is not rank 0\n")

@@ -58,12 +58,12 @@ def measure_links(
     """Measure the links inside nodes and between them, whichever there are.
 
     Args:
-        group: Whose ranks come.
+        group: The process group whose ranks come.
         nodes: Ranks in ``group`` of each node.
-        device: Of the messages.
+        device: The device of the messages.
 
     Returns:
-        One or two links, alike on every rank.
+        One or two links, identical on all ranks.
 
     Cost:
         Collective; one to three seconds for each kind, more where 64 KiB take longer than that.

@@ -34,7 +34,7 @@ def grid_of(nodes: Sequence[Sequence[int]], device_type: str) -> Iterator[Device
 
     Args:
         nodes: Ranks of each node, all of them together.
-        device_type: Of the mesh.
+        device_type: The device type of the mesh.
 
     Cost:
         Collective: makes process groups.

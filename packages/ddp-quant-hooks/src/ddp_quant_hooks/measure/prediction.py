@@ -16,11 +16,11 @@ __all__ = ["Cluster", "Prediction", "fit", "predict"]
 
 @dataclass(frozen=True)
 class Prediction:
-    """What hooks would cost on another cluster. Nothing of it was measured.
+    """What hooks would cost on another cluster. None of it was measured.
 
     Attributes:
         cluster: The other cluster.
-        assumptions: What the numbers stand on, in sentences.
+        assumptions: What the numbers are based on, in sentences.
         predicted_seconds: By the hook's name, then by the size of the bucket in bytes.
         predicted_steps: Whole steps by the hook's name, if there is a model.
     """
@@ -42,12 +42,12 @@ def predict(
     """Return what hooks would cost on another cluster.
 
     Args:
-        links: As measured.
-        hooks: As measured.
+        links: The measured links.
+        hooks: The measured hooks.
         nodes: The ranks of each node, where that was.
         cluster: The other cluster. Where it has nodes of several ranks, hierarchical hooks are predicted too,
             from the work of the others of as many bits.
-        model: Also predict its steps.
+        model: A model whose steps to predict, too.
         copy_per_byte: Seconds for copying a byte of a gradient.
     """
     alike = len({len(members) for members in nodes}) == 1
@@ -102,7 +102,7 @@ def fit(hook: HookTimes, here: Cluster, machine: Machine) -> HookCost:
     Args:
         hook: As measured, with one size at least; none that averages inside nodes first.
         here: Where that was.
-        machine: As measured.
+        machine: The measured machine.
     """
     smallest, largest = hook.exchanges[0], hook.exchanges[-1]
     ratio = largest.bytes_sent / traffic(hook.pattern, largest.size, 1.0, here).sent

@@ -40,8 +40,8 @@ class Report:
     Attributes:
         world_size: Number of ranks.
         nodes: The ranks of each node.
-        backend: Of the group, as ``torch.distributed`` names it.
-        device: Of the buckets: ``"cpu"`` or ``"cuda"``.
+        backend: The backend of the group, as ``torch.distributed`` names it.
+        device: The device of the buckets: ``"cpu"`` or ``"cuda"``.
         threads: With which rank 0 computes.
         cores: That rank 0 may use.
         kernels: What quantizes on rank 0.
@@ -50,7 +50,7 @@ class Report:
         hooks: From the most exact to the fewest bytes.
         copy_per_byte: Seconds for copying a byte of a gradient, as DDP does to buckets and back.
         advice: Which to take.
-        estimate: Of a model's steps, if a model was given.
+        estimate: The estimate of a model's steps, if a model was given.
         prediction: For another cluster, if one was given.
     """
 
@@ -108,9 +108,9 @@ def measure(
     """Measure the links between ranks and every hook on buckets of 1, 5 and 25 MiB.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`; of all ranks, who make buckets and groups
+        process_group: As in :func:`dist_utils.resolve_group`; of all ranks, which make buckets and groups
             together.
-        device: Of the buckets.
+        device: The device of the buckets.
         budget: Seconds for all of it; hooks get half of them at least. What does not fit is left out, on all
             ranks alike.
         node: A name that the ranks of this node share; ``None``: the host's name.
@@ -121,8 +121,8 @@ def measure(
 
     Raises:
         AgreementError: The ranks come with different arguments, or some do not come.
-        TypeError, ValueError: The group has one rank only, or not all; the budget is no number, not positive
-            and finite, or too short for the smallest bucket; there is no such device; and as
+        TypeError, ValueError: The group has one rank only, or not all; the budget is not a number, not
+            positive and finite, or too short for the smallest bucket; there is no such device; and as
             :func:`dist_utils.resolve_group`.
         RuntimeError: A rank fails on the way; on every rank.
 

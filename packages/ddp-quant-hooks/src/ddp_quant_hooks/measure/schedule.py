@@ -29,7 +29,7 @@ def run_trials(
 
     Args:
         trials: In the order of their sizes.
-        group: Whose ranks run them.
+        group: The process group whose ranks run them.
         budget: Seconds.
         guess: Seconds for a byte of a bucket, where there was no run yet.
         progress: Is told.
@@ -84,10 +84,10 @@ def repeats_within(costs: Mapping[int, float], wanted: Mapping[int, int], second
 
 
 class _Clock:
-    """What is left of a budget, alike on every rank.
+    """What is left of a budget, identical on all ranks.
 
     Args:
-        group: Whose slowest rank counts.
+        group: The process group whose slowest rank counts.
         budget: Seconds.
     """
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 __all__ = ["BACKWARD_SHARE", "BucketCost", "StepTimes", "bucket_sizes", "play_step"]
 
 BACKWARD_SHARE = 2 / 3
-"""Of a step without communication: backward computes two products where forward computes one."""
+"""Share of a step without communication: backward computes two products where forward computes one."""
 _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 """DDP's own defaults, in bytes."""
 
@@ -35,10 +35,10 @@ class StepTimes:
     """A whole step, in seconds.
 
     Attributes:
-        seconds: From its begin to its end.
-        exposed: What of that is communication after backward.
+        seconds: From its beginning to its end.
+        exposed: The part of it that is communication after backward.
         contention: By how much communication slows backward.
-        copying: Gradients into buckets, and averages back.
+        copying: Time to copy gradients into buckets, and averages back.
     """
 
     seconds: float
@@ -61,7 +61,7 @@ def bucket_sizes(parameters: int) -> list[int]:
 
 
 def play_step(compute: float, buckets: Sequence[BucketCost], copy_per_byte: float = 0.0) -> StepTimes:
-    """Return what a step takes whose buckets travel while backward computes.
+    """Return what a step takes whose buckets are sent while backward computes.
 
     A bucket is ready when as large a share of backward is done as it and those before it are of the model.
 
@@ -75,11 +75,11 @@ def play_step(compute: float, buckets: Sequence[BucketCost], copy_per_byte: floa
     copying = total * copy_per_byte
     backward = compute * BACKWARD_SHARE + copying
     now = done = 0.0  # since backward began, and how much of it is done
-    ends = backward  # when backward ends, if nothing more travels
+    ends = backward  # when backward ends, if nothing more is sent
     for bucket in buckets:
         so_far += bucket.size
         ready = backward * so_far / total
-        if done < ready:  # nothing travels meanwhile
+        if done < ready:  # nothing is sent meanwhile
             now, done = now + ready - done, ready
         overlapped = 0.0
         if (left := backward - done) > 0 and bucket.beside > 0:

@@ -22,7 +22,7 @@ from ddp_quant_hooks.state import QuantizedAllreduceState
 __all__ = ["DIRECT", "GRID", "RING", "Beside", "Exchange", "HookTimes", "measure_hooks"]
 
 RING, DIRECT, GRID = "ring", "direct", "grid"
-"""How averages travel: around a ring, from each rank to each other, or first inside nodes."""
+"""How averages are sent: around a ring, from each rank to each other, or first inside nodes."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Exchange:
     """An average of one bucket; medians of the slowest rank.
 
     Attributes:
-        size: Of the bucket, in bytes.
+        size: The size of the bucket, in bytes.
         seconds: Until the average is there, when nothing else is computed.
         quartiles: The lower and upper quartile of ``seconds``.
         cpu_seconds: Processor time of a rank; 0 with an accelerator, for which the processor only waits.
         repeats: How often it was measured.
         bytes_sent: Payload that a rank sends.
-        relative_error: Of the first average of normal values, in the L2 norm.
+        relative_error: The relative error of the first average of normal values, in the L2 norm.
         beside: The same beside computation; ``None`` where the budget did not allow it.
     """
 
@@ -97,10 +97,10 @@ def measure_hooks(
     """Measure every hook on buckets of every size, alone and beside computation; and copying.
 
     Args:
-        group: Whose ranks average.
+        group: The process group whose ranks average.
         candidates: The hooks by name.
         sizes: Of buckets, in bytes.
-        device: Of the buckets.
+        device: The device of the buckets.
         budget: Seconds for all of it.
         guess: Seconds for a byte of a bucket, to leave out what does not fit.
         progress: Is told what comes.
@@ -139,7 +139,7 @@ class _Times(NamedTuple):
     """What was measured of a trial."""
 
     seconds: list[float]
-    """Of every run, by the slowest rank."""
+    """The time of every run, on the slowest rank."""
     cpu: float
     lost: float
 
@@ -150,8 +150,8 @@ def _of_slowest(
     """Return the times of the slowest rank, and the largest of the ranks' medians of the rest.
 
     Args:
-        group: Of the ranks.
-        samples: Of this rank, by place.
+        group: The group of the ranks.
+        samples: The samples of this rank, by place.
         unit: Seconds of a unit of computation beside nothing, on this rank.
     """
     own: list[float] = []

@@ -36,16 +36,16 @@ class Sample(NamedTuple):
     cpu: float
     """Processor time of this process, in seconds."""
     units: int
-    """That were computed meanwhile."""
+    """How many were computed meanwhile."""
 
 
 class Gradients:
     """Normal values, other ones on every rank, in one buffer for buckets of all sizes.
 
     Args:
-        group: Whose ranks average.
+        group: The process group whose ranks average.
         largest: Bytes of the largest bucket.
-        device: Of the buffer.
+        device: The device of the buffer.
     """
 
     def __init__(self, group: dist.ProcessGroup, largest: int, device: torch.device) -> None:
@@ -98,9 +98,9 @@ class Trial:
     """One hook on buckets of one size; collective.
 
     Attributes:
-        name: Of the hook.
+        name: The name of the hook.
         candidate: The hook, with its state.
-        size: Of the bucket, in bytes.
+        size: The size of the bucket, in bytes.
         beside: Whether this rank computes meanwhile.
     """
 

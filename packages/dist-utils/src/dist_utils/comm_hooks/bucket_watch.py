@@ -17,12 +17,12 @@ _PASSES = 2
 
 
 class BucketWatch:
-    """Warn once if two backward passes of a model are over and no bucket of it has come.
+    """Warn once if two backward passes of a model have ended and the hook has got no bucket.
 
-    A hook that was never registered with the module that trains is silent: its model is averaged in full
+    A hook that is not registered with the module that trains goes unnoticed: the model is averaged in full
     precision. This happens where a framework takes a hook and ignores it, or wraps the model once more.
 
-    Passes without communication (``no_sync()``) do not count, nor do those of DDP's python reducer, which has
+    Passes without communication (``no_sync()``) do not count, nor do those of DDP's Python reducer, which has
     no buckets.
 
     Args:
@@ -51,7 +51,7 @@ class BucketWatch:
             ]
 
     def end(self) -> None:
-        """Watch no more: a bucket has come, or none is expected any longer."""
+        """Stop watching: a bucket has come, or none is expected."""
         while self._hooks:
             self._hooks.pop().remove()
 

@@ -36,13 +36,13 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def buckets_only(hook: _Hook) -> _Hook:
-    """Let a communication hook say what to use where ``FullyShardedDataParallel`` (FSDP1) calls it.
+    """Let a communication hook raise a helpful error when ``FullyShardedDataParallel`` (FSDP1) calls it.
 
     That gives its hooks a tensor where ``DistributedDataParallel`` gives a bucket, and mostly one more, for
     the result. A decorator; what it returns has the hook's name and signature.
 
     Raises:
-        TypeError: From the hook that is returned, called so.
+        TypeError: The returned hook raises it when FSDP1 calls it.
     """
 
     @functools.wraps(hook)
@@ -59,9 +59,9 @@ def buckets_only(hook: _Hook) -> _Hook:
 
 
 def is_pair(bucket: object) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:
-    """Tell whether a hook's ``bucket`` is really a pair of gradient and parameter.
+    """Return whether a hook's ``bucket`` is really a pair of gradient and parameter.
 
-    That is what a hook gets under ``torch.compile`` with DDP's python reducer; it has to change the gradient
+    That is what a hook gets under ``torch.compile`` with DDP's Python reducer; it has to change the gradient
     in place then, and return it.
     """
     return isinstance(bucket, tuple)
@@ -89,11 +89,11 @@ def completed_future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]
 def failed_future(error: Exception, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """Return a future that raises ``error`` when it is waited for, which is what a hook should do.
 
-    An error that is raised in the hook itself leaves DDP in the middle of a pass.
+    An error that is raised in the hook itself would leave DDP in the middle of a pass.
 
     Args:
         error: What ``backward()`` raises.
-        buffer: The bucket's.
+        buffer: The bucket's buffer.
     """
 
     def fail(_: torch.futures.Future[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Whether all ranks hand the same bucket to the same hook, found out before anything of it is sent."""
+"""Whether all ranks give the same bucket to the same hook, checked before any of it is sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["require_same_bucket", "require_same_call"]
 
 
 _MOST_CALLS = 1 << 16
-"""Of a group are remembered, by digests of their terms: 22 MB at most, if no two are the same."""
+"""How many calls of a group are remembered, by digests of their terms: 22 MB at most, if all differ."""
 
 
 class _Bucket(Protocol):
@@ -40,7 +40,7 @@ class _Failure(NamedTuple):
     place: int
 
     def concerns(self, index: int) -> bool:
-        """Tell whether the bucket of this index that comes now belongs to the same pass."""
+        """Return whether the bucket of this index that comes now belongs to the same pass."""
         task = torch_compat.graph_task_id()
         if task == self.task and task != -1:
             return True
@@ -62,7 +62,7 @@ class _Agreed:
         self._place = 0
 
     def includes(self, key: str, passes: _Passes) -> bool:
-        """Tell whether ``key`` need not be asked now."""
+        """Return whether ``key`` need not be asked now."""
         repeated = self._place == len(self._keys) and key in self._keys[-1:]
         number = passes.number(self, begins=self._place == len(self._keys) and key in self._keys[:1])
         if number != self._pass:
@@ -112,17 +112,17 @@ _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, _Failure] = weakref.Weak
 def require_same_bucket(
     process_group: GroupLike, title: str, options: Mapping[str, object], bucket: _Bucket
 ) -> None:
-    """Return if all ranks hand the same bucket to the same hook with the same options, or raise on all.
+    """Return if all ranks give the same bucket to the same hook with the same options, or raise on all ranks.
 
-    They are asked (see :func:`dist_utils.require_same_terms`) for every bucket that comes for the first time:
+    The ranks are compared (see :func:`dist_utils.require_same_terms`) for every bucket that is new:
     in a model's first backward pass, and after ``DistributedDataParallel`` has rebuilt its buckets; and for
     one that comes again, as with a new model around the same net, when it was another bucket, hook or option
-    in between. (Models that share layers and step in turns are asked every time.) When they do not agree
-    the rest of the pass is refused without asking: a rank that comes late would be taken for one that is
-    further on.
+    in between. (Models that share layers and step in turns are compared every time.) When the ranks do not
+    agree, the rest of the pass is refused without another comparison, in which a late rank would be taken for
+    one that is further on.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         title: The name of the hook.
         options: What must be equal, by name.
         bucket: From ``DistributedDataParallel``.
@@ -132,7 +132,7 @@ def require_same_bucket(
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
     Cost:
-        One look into a table for a bucket that is known; else some requests to the store.
+        A table look-up for a known bucket; otherwise some requests to the store.
     """
     buffer = bucket.buffer()
     terms = {
@@ -152,10 +152,10 @@ def require_same_bucket(
 def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, object]) -> None:
     """Return if all ranks make the same call on plain tensors, or raise on all.
 
-    As :func:`require_same_bucket`, for tensors that are no bucket.
+    As :func:`require_same_bucket`, for tensors outside of buckets.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         title: The name of the function.
         terms: What must be equal, by name.
 
@@ -164,8 +164,7 @@ def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, 
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
     Cost:
-        One look into a table for a call that is known, one of the latest 65536; else some requests to the
-        store.
+        A table look-up for a known call, one of the latest 65536; otherwise some requests to the store.
     """
     group = resolve_group(process_group)
     # The terms of a call on many tensors are long.

@@ -1,4 +1,4 @@
-"""What is asked of plain tensors, which are no buckets, before they are summed or averaged."""
+"""Checks of plain tensors, which are not buckets, before they are summed or averaged."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def checked_tensors(call: str, tensor: torch.Tensor | Sequence[torch.Tensor]) ->
 
 
 def checked_operation(call: str, op: Any) -> bool:
-    """Return whether ``op`` is the mean, and not the sum.
+    """Return whether ``op`` is the mean (``True``) or the sum (``False``).
 
     Raises:
-        TypeError: ``op`` is no reduce operation.
-        ValueError: It is another one.
+        TypeError: ``op`` is not a reduce operation.
+        ValueError: It is another operation.
     """
     if not isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
         raise TypeError(f"{call}: op must be ReduceOp.SUM or ReduceOp.AVG, got {op!r}")
@@ -57,7 +57,7 @@ def checked_operation(call: str, op: Any) -> bool:
 
 
 def same_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the places of tensors of one dtype and device, of those that have elements.
+    """Group the indices of tensors that have elements by dtype and device.
 
     The kinds come in the order in which they first appear.
     """

@@ -1,4 +1,4 @@
-"""Containers of tensors: what is inside of them is changed, moved or found, and their kinds stay."""
+"""Containers of tensors: their contents are changed, moved or found, and their types are kept."""
 
 from dist_utils.containers.apply import apply_to_tensors
 from dist_utils.containers.call_arguments import cast_forward_inputs, pack_kwargs, unpack_kwargs

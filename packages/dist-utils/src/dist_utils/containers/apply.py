@@ -52,7 +52,7 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
     - Where nothing changed the same object comes back, and what was shared stays shared: ``fn`` is called
       once for a tensor that occurs several times.
     - What a ``cached_property`` has computed is an attribute as any other: ``fn`` is called with its tensors,
-      and it is not computed anew.
+      and it is not computed again.
     - Dictionary keys are left alone, and so is any other object: modules, generators, your own classes.
       With ``strict`` it is an error if a key or such an object holds a tensor.
     - While ``torch.compile`` traces, lists, tuples, dictionaries, named tuples and dataclasses that hold what

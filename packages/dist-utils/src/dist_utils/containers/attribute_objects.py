@@ -1,4 +1,4 @@
-"""Objects seen as their instance attributes: read, copied and written past any code of their classes."""
+"""Objects treated as their attributes: read, copied and written without running their classes' code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["blank", "holds_attributes", "maker_of", "named_attributes", "set_attributes", "slot_places"]
 
 _ATTRS_HASH = "_attrs_cached_hash"
-"""Where the attrs package keeps a hash of the contents; ``None`` has it computed anew."""
+"""Where the attrs package keeps a hash of the contents; ``None`` has it computed again."""
 
 _PYDANTIC_MODELS = {("pydantic.main", "BaseModel"), ("pydantic.v1.main", "BaseModel")}
 

@@ -28,7 +28,7 @@ def cast_forward_inputs(
         have the dtype, are the same objects.
 
     Raises:
-        TypeError: ``dtype`` is no dtype.
+        TypeError: ``dtype`` is not a dtype.
         ValueError: A container contains itself.
 
     Source:
@@ -53,8 +53,8 @@ def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], tuple[str, 
     """Put the arguments of a call into one flat tuple, for functions that take positional arguments only.
 
     Returns:
-        ``(flat_args, kwarg_keys)``: the positional arguments followed by the keyword arguments' values,
-        and the names of those, in the same order. :func:`unpack_kwargs` is the inverse.
+        ``(flat_args, kwarg_keys)``, which are the positional arguments followed by the keyword arguments'
+        values, and the names of the latter, in the same order. :func:`unpack_kwargs` is the inverse.
 
     Source:
         ``torch.distributed.utils._pack_kwargs``.

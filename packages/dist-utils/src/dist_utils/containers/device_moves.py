@@ -36,15 +36,15 @@ def recursive_to(
 
     Args:
         inputs: A tensor or containers, as in :func:`apply_to_tensors`.
-        target_device: Where to.
+        target_device: The device to move to.
         use_side_stream_for_tensor_copies: Copy from the CPU to an accelerator on a stream of its own, so
             that the copies run beside what the accelerator computes already. The current stream waits for
             them. Tensors in pinned memory are copied without blocking the CPU: do not overwrite them
             before the copy is done.
 
     Returns:
-        One entry, for PyTorch's callers expect one per device: ``(moved,)`` for a tensor or
-        ``PackedSequence``, else ``[moved]``. Whatever is on the device already is the same object.
+        ``(moved,)`` for a tensor or ``PackedSequence``, else ``[moved]``. Always one entry, because PyTorch's
+        callers expect one per device. Whatever is on the device already is the same object.
 
     Raises:
         ValueError: A container contains itself.
@@ -90,7 +90,7 @@ def to_kwargs(
         use_side_stream_for_tensor_copies: As in :func:`recursive_to`.
 
     Returns:
-        ``((args,), (kwargs,))``: always exactly one call, also without any argument.
+        ``((args,), (kwargs,))``, always exactly one call, also without any argument.
 
     Source:
         ``torch.distributed.utils._to_kwargs``, which returns two empty tuples for a call without arguments.

@@ -1,4 +1,4 @@
-"""What the walker knows of each class of container, and what users tell it of theirs."""
+"""How each class of container is walked, the classes of users included."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def register_container(
             only if one of them is another object than before.
 
     Raises:
-        TypeError: ``cls`` is no class, or only one of the two functions is given.
+        TypeError: ``cls`` is not a class, or only one of the two functions is given.
 
     Example:
         >>> class Lazy:

@@ -1,4 +1,4 @@
-"""What modules hold: parameters and buffers alike on all ranks, state dicts, the memory of tensors."""
+"""What modules hold: parameters and buffers identical on all ranks, state dicts, the memory of tensors."""
 
 from dist_utils.module_state.state_dicts import replace_by_prefix
 from dist_utils.module_state.storage import alloc_storage, data_ptr_allocated, free_storage

@@ -16,7 +16,7 @@ def named_with_overlaps(names: Sequence[str], tensors: Sequence[torch.Tensor]) -
     memory, as columns do, count as overlapping.
 
     Args:
-        names: Of the tensors.
+        names: The names of the tensors.
         tensors: Of any kind; only dense ones are looked at.
     """
     told = list(names)
@@ -35,7 +35,7 @@ def named_with_overlaps(names: Sequence[str], tensors: Sequence[torch.Tensor]) -
 
 
 def share_elements(tensors: Sequence[torch.Tensor]) -> bool:
-    """Tell whether a place in memory belongs to two elements, of two tensors or of one.
+    """Return whether a place in memory belongs to two elements, of two tensors or of one.
 
     Exactly: columns of one matrix share nothing, although they lie between each other.
 
@@ -80,7 +80,7 @@ def _written_twice(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _strides_keep_apart(tensor: torch.Tensor) -> bool:
-    """Tell whether every stride is larger than all that smaller ones reach over."""
+    """Return whether every stride is larger than all that smaller ones reach over."""
     reach = 0
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride <= reach:

@@ -16,14 +16,14 @@ def replace_by_prefix(
 ) -> None:
     """Replace a prefix of the keys of a state dict, in place and without a change of their order.
 
-    All keys are renamed at once, so a new key may be the old key of another entry. Keys that are no
-    strings stay. The state dict gets a new ``_metadata`` (the versions of its modules) with names renamed
-    alike; there, a module takes the place of its former wrapper.
+    All keys are renamed at once, so a new key may be the old key of another entry. Keys that are not strings
+    stay. The state dict gets a new ``_metadata`` (the versions of its modules) with names renamed in the same
+    way; there, a module replaces its former wrapper.
 
     Args:
         state_dict: What ``module.state_dict()`` returned, or any dictionary.
         old_prefix: With its dot, as in ``"module."``. ``""`` puts ``new_prefix`` before every key.
-        new_prefix: With its dot; ``""`` to take ``old_prefix`` away.
+        new_prefix: With its dot; ``""`` to remove ``old_prefix``.
         on_collision: If a new key is the key of an entry that is not renamed, or a module gets the name
             of one with another version: ``"raise"``, ``"overwrite"`` what is there, or ``"keep"`` it and
             drop what is renamed.

@@ -1,4 +1,4 @@
-"""The memory behind a tensor: given back and taken again while the tensor object lives on."""
+"""The memory behind a tensor, freed and allocated again while the tensor object lives on."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def data_ptr_allocated(tensor: torch.Tensor) -> bool:
         tensor: A strided tensor of any device.
 
     Raises:
-        TypeError: It is no tensor, or has no storage (a sparse one).
+        TypeError: It is not a tensor, or has no storage (a sparse one).
 
     Source:
         ``torch.distributed.utils._data_ptr_allocated``.

@@ -26,32 +26,32 @@ def sync_module_states(
     *,
     verify: bool = True,
 ) -> None:
-    """Give every rank the parameters and buffers that rank ``src`` has.
+    """Copy the parameters and buffers of rank ``src`` to every rank.
 
     Args:
         module: The same architecture on every rank.
         process_group: The ranks that take part: ``None`` for all, a process group or a 1-D DeviceMesh.
         broadcast_bucket_size: Bytes up to which small tensors are put together into one message.
-        src: Whose values all get: the rank in the group, not in WORLD, as in PyTorch's function.
+        src: The rank whose values all get, in the group and not in WORLD, as in PyTorch's function.
         params_and_buffers_to_ignore: Names as in ``named_parameters`` and ``named_buffers``. A tied
             parameter has several; one of them is enough.
-        broadcast_buffers: Send buffers, also non-persistent ones, too.
+        broadcast_buffers: Also send buffers, non-persistent ones included.
         verify: First make sure that all ranks can take part, call with equal arguments and have tensors of
-            the same names and kinds, which lie over each other in memory alike. Without it ranks that
-            differ get garbage, hang or crash.
+            the same names and kinds, which share memory in the same way. Without it ranks that differ get
+            garbage, hang or crash.
 
     Raises:
         TensorMismatchError: On every rank; nothing has been changed.
-        TypeError, ValueError: An argument or a tensor is unusable here: ``src`` is no rank of the group,
-            the bucket size is no positive number, a tensor is not initialized, on the meta device,
-            freed, expanded, of a layout, dtype or class (``DTensor``) that cannot be sent, or where the
-            group's backends do not send from. With ``verify`` the other ranks get a ``TensorMismatchError``
-            that tells of it.
+        TypeError, ValueError: An argument or a tensor is unusable here: ``src`` is not a rank of the group,
+            the bucket size is not a positive number, a tensor is not initialized, on the meta device,
+            freed, expanded, of a layout, dtype or class (``DTensor``) that cannot be sent, or on a device
+            that the group's backends do not send from. With ``verify`` the other ranks get a
+            ``TensorMismatchError`` that says so.
         RuntimeError: A rank died or did not take part; contents are undefined then.
 
     Cost:
         The module's bytes, once, from ``src``; up to four buffers of ``broadcast_bucket_size``. Contiguous
-        tensors of that size, or of 256 KiB and more, travel by themselves and are not copied.
+        tensors of that size, or of 256 KiB and more, are sent by themselves and are not copied.
 
     Source:
         ``torch.distributed.utils._sync_module_states``, which does not compare, and fails on sparse and
@@ -108,17 +108,17 @@ def sync_params_and_buffers(
     *,
     verify: bool = True,
 ) -> None:
-    """Give every rank the values that rank ``src`` has in a list of tensors.
+    """Copy the values of rank ``src`` in a list of tensors to every rank.
 
     Args:
-        process_group: As in :func:`sync_module_states`.
+        process_group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         module_states: The tensors, in the same order on every rank. Written in place, outside of autograd.
-        broadcast_bucket_size: As in :func:`sync_module_states`.
+        broadcast_bucket_size: Bytes up to which small tensors are put together into one message.
         src: The rank in the group.
-        verify: As in :func:`sync_module_states`.
+        verify: First make sure that all ranks have tensors of the same kinds; see :func:`sync_module_states`.
 
     Raises:
-        TensorMismatchError, TypeError, ValueError, RuntimeError: As :func:`sync_module_states`.
+        TensorMismatchError, TypeError, ValueError, RuntimeError: In the cases of :func:`sync_module_states`.
 
     Cost:
         As :func:`sync_module_states`.

@@ -1,4 +1,4 @@
-"""Process groups: who is in one, whether its ranks agree, messages between two of them, work in order."""
+"""Process groups: their ranks, agreement between ranks, messages between two of them, work in order."""
 
 from dist_utils.process_groups.groups import (
     GroupLike,

@@ -80,7 +80,7 @@ def group_rank(group: GroupLike, global_rank: int) -> int:
     """Return the rank inside ``group`` of the process whose rank in WORLD is ``global_rank``.
 
     Args:
-        group: As in :func:`resolve_group`.
+        group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         global_rank: A rank in WORLD, the kind that ``src=`` and ``dst=`` take.
 
     Raises:
@@ -96,7 +96,7 @@ def global_rank(group: GroupLike, group_rank: int) -> int:
     """Return the rank in WORLD of the process whose rank inside ``group`` is ``group_rank``.
 
     Args:
-        group: As in :func:`resolve_group`.
+        group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         group_rank: A rank inside the group, ``0 <= group_rank < group.size()``.
 
     Raises:
@@ -111,7 +111,7 @@ def global_rank(group: GroupLike, group_rank: int) -> int:
 def group_of_model(ddp: DistributedDataParallel, group: dist.ProcessGroup | None = None) -> dist.ProcessGroup:
     """Return the group of a model, or ``group`` if that has the same ranks.
 
-    A communication hook does not learn the group of its model: one that averages over other ranks is
+    DDP does not tell a communication hook the group of its model. A hook that averages over other ranks is
     silently wrong, or hangs.
 
     Args:
@@ -119,7 +119,7 @@ def group_of_model(ddp: DistributedDataParallel, group: dist.ProcessGroup | None
         group: What a hook is about to use; ``None`` for the model's.
 
     Raises:
-        TypeError: ``ddp`` is no ``DistributedDataParallel`` module.
+        TypeError: ``ddp`` is not a ``DistributedDataParallel`` module.
         ValueError: ``group`` has other ranks than the model's, or one of the two was destroyed.
     """
     if not isinstance(ddp, DistributedDataParallel):
@@ -143,7 +143,7 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
 
 
 def runs_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Tell whether the host itself sends tensors of ``device``: always for the CPU, and Gloo for others too.
+    """Return whether the host itself sends tensors of ``device``: of the CPU always, with Gloo of any.
 
     Waiting for such a collective blocks the caller, on an accelerator as well.
     """
@@ -153,7 +153,7 @@ def runs_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
 def future_of_work(
     work: dist.Work, group: dist.ProcessGroup, device: torch.device
 ) -> torch.futures.Future[Any]:
-    """Return the future of a collective on tensors of ``device``, for whoever reads them on any stream.
+    """Return the future of a collective on tensors of ``device``, for readers on any stream.
 
     Gloo's own futures know nothing of an accelerator's streams: there this waits until the collective is
     done, and makes a future that does.
@@ -168,7 +168,7 @@ def future_of_work(
 
 
 def collective_device(group: dist.ProcessGroup) -> torch.device:
-    """Return a device for small tensors of one's own: the CPU if ``group`` serves it."""
+    """Return a device for small tensors that the caller makes: the CPU if ``group`` serves it."""
     types = device_types(group)
     if "cpu" in types:
         return torch.device("cpu")

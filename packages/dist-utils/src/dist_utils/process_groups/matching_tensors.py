@@ -1,4 +1,4 @@
-"""Whether all ranks hold tensors of the same kind, answered alike on every rank."""
+"""Whether all ranks hold tensors of the same kind, with the same answer on every rank."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class TensorMismatchError(RuntimeError):
 
 
 class TensorClaim(NamedTuple):
-    """What a rank says of itself.
+    """What a rank says about its tensors.
 
     Attributes:
         tensors: Name and description of each tensor.
-        arguments: Of the call, where they must be equal.
-        problem: Why this rank cannot go on, if it cannot.
+        arguments: The arguments of the call, where they must be equal.
+        problem: Why this rank cannot go on, if so.
     """
 
     tensors: list[tuple[str, str]]
@@ -66,12 +66,12 @@ def verify_param_shape_across_processes(
         process_group: The ranks that compare: ``None`` for all, a process group or a 1-D DeviceMesh.
         tensors: This rank's, in the order that should match.
         logger: A ``torch.distributed.Logger`` that is told of a mismatch, as DDP's is.
-        names: Of the tensors. Without them the message has a position only.
+        names: The names of the tensors. Without them the message has a position only.
 
     Raises:
         TensorMismatchError: On every rank, with the same message: the first tensor that differs, and what
             two ranks have there; or what is wrong on another rank.
-        TypeError: Something in ``tensors`` is no tensor; the other ranks get a ``TensorMismatchError``.
+        TypeError: Something in ``tensors`` is not a tensor; the other ranks get a ``TensorMismatchError``.
         ValueError: There are not as many names as tensors, likewise; or this rank is not in the group.
 
     Cost:
@@ -142,7 +142,7 @@ def _claim_from(sent: Any) -> TensorClaim:
         named = [(str(name), str(description)) for name, description in tensors]
         return TensorClaim(named, str(arguments), str(problem))
     except (TypeError, ValueError):
-        return TensorClaim([], problem="it sent data that is no claim about tensors")
+        return TensorClaim([], problem="it sent data that does not describe tensors")
 
 
 def _first_difference(everyone: list[TensorClaim], ranks: list[int]) -> str:

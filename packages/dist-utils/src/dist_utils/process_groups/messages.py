@@ -14,7 +14,7 @@ __all__ = ["Arrival", "start_messages"]
 
 
 class Arrival(Protocol):
-    """What to wait for: a ``dist.Work``, or what brings tensors on from the host."""
+    """What to wait for: a ``dist.Work``, or the copy of received tensors from the host."""
 
     def wait(self) -> Any:
         """Return when the tensors may be used. Raises what the backend raises."""
@@ -29,26 +29,26 @@ def start_messages(
 ) -> Sequence[Arrival]:
     """Start receiving from and sending to several ranks of a group, as one batch.
 
-    The receives are posted first: on Gloo a message that comes before its receive waits for it, and a link
-    that could carry both directions at once carries one after the other (half the speed, measured on
-    1 Gbit/s). On two ranks and more such messages were faster there than ``all_to_all`` and ``all_gather``
+    The receives are posted first: on Gloo a message that arrives before its receive was posted waits for it,
+    and a link that could carry both directions at once carries one after the other (half the speed, measured
+    on 1 Gbit/s). On two ranks and more such messages were faster there than ``all_to_all`` and ``all_gather``
     (19 against 29 ms for both, with 12.5 MiB on four loopback ranks), and they may be of unequal length.
 
-    Gloo sends only CPU tensors between two ranks: those of an accelerator travel through pinned memory of
+    Gloo sends only CPU tensors between two ranks: those of an accelerator are sent through pinned memory of
     the host, which waits here until the current stream has computed them.
 
     Args:
-        group: Among whose ranks.
+        group: The process group of the ranks.
         receives: Pairs of a rank in the group and the contiguous tensor to fill.
         sends: Pairs of a rank in the group and the contiguous tensor to send, which must not change until
             the work is done. All tensors are on one device.
-        tag: Of all these messages. Messages of one tag and length between two ranks arrive in order.
+        tag: The tag of all these messages. Messages of one tag and length between two ranks arrive in order.
 
     Returns:
-        What to wait for. Empty tensors are no messages: both sides must agree on which are, and on how long
-        the others are. On Gloo a message does not meet a tensor of another length (but by chance, once in
-        2^30): both sides wait until the group's timeout. Both must use this function; ``dist.recv`` does not
-        get what it sends.
+        What to wait for. Empty tensors are not sent, so both sides must agree on which tensors are empty, and
+        on how long the others are. On Gloo a message is not received by a tensor of another length (except
+        by chance, once in 2^30), and both sides wait until the group's timeout. Both sides must use this
+        function; ``dist.recv`` does not receive what it sends.
 
     Raises:
         ValueError: A rank is out of range or this one itself, this one is not in the group, or the group was

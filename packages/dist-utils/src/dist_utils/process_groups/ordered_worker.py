@@ -30,7 +30,7 @@ class OrderedWorker:
 
     A communication hook may need more than one collective per bucket. Issuing the second one from the
     completion callback of the first hangs or aborts on Gloo, because callbacks of several buckets run
-    on two threads in any order. Here all collectives of a job run in one place, in one order:
+    on two threads in any order. Here all collectives of a job run on one thread or stream, in one order:
 
     * On CPU tensors: one thread and one private process group, made for the first job. The private
       group keeps the jobs' collectives apart from those that DDP issues meanwhile on its own group.
@@ -39,22 +39,23 @@ class OrderedWorker:
       synchronization.
     * On an accelerator with Gloo, whose collectives block: on the thread as on CPU, with a side stream.
 
-    Every rank of the group must submit the same jobs in the same order. The first error of a job is
-    kept and given to all later ones, which do not run. It also ends the private group, so that the
-    other ranks get an error soon rather than at their timeout.
+    Every rank of the group must submit the same jobs in the same order. The first error of a job is kept and
+    given to all later jobs, which do not run. It also ends the private group, so that the other ranks get an
+    error soon and not only at their timeout.
 
     Before the first job the ranks compare the workers' names and ``terms`` (see
     :func:`dist_utils.require_same_terms`). If they differ, or a rank does not come, that is the first
-    error, on every rank. A new worker, on every rank, is a fresh start after any error.
+    error, on every rank. After an error, make a new worker on every rank.
 
-    Several threads may submit; which job is first is then up to them, and must be alike on all ranks.
+    Several threads may submit; which job is first is then up to them, and must be identical on all ranks.
 
-    The thread ends on :meth:`close`, when the worker is garbage, at interpreter exit and on
+    The thread ends on :meth:`close`, when the worker is garbage collected, at interpreter exit and on
     ``destroy_process_group``.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
-        name: Of the thread, for stack dumps; in the messages about ``terms``; and of jobs without a name.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
+        name: The name of the thread in stack dumps, of the worker in messages about ``terms``, and of jobs
+            without a name.
         terms: Returns what must be equal on all ranks, by name. Called before the first job.
 
     Raises:
@@ -107,15 +108,15 @@ class OrderedWorker:
         device: torch.device | str = "cpu",
         name: str | None = None,
     ) -> torch.futures.Future[T]:
-        """Queue ``job`` behind all jobs submitted before and return a future of its result.
+        """Queue ``job`` after all jobs submitted before and return a future of its result.
 
         Args:
             job: Called with the process group it must use for every collective. On CPU, and with
-                Gloo, it runs on the worker's thread; otherwise here and now, and must not synchronize
-                with the host. On an accelerator the side stream is the current stream, which follows
-                what the caller's stream has to do until now. Tensors it uses must live until its
-                future is complete. Torch's operators use as many threads as on the caller's thread,
-                and take subnormal numbers as they do there.
+                Gloo, it runs on the worker's thread; otherwise in this call, and must not synchronize
+                with the host. On an accelerator the side stream is the current stream, which waits for the
+                work of the caller's stream so far. Tensors it uses must live until its future is complete.
+                Torch's operators use as many threads as on the caller's thread, and treat subnormal numbers
+                in the same way.
             device: Where the job's tensors live.
             name: What a profiler calls the job, on the thread where it runs; ``None``: as the worker. See
                 :func:`dist_utils.torch_compat.every_thread`.
@@ -130,7 +131,7 @@ class OrderedWorker:
 
         Cost:
             Before the first job, one exchange of ``terms`` through the store; the first CPU job makes a
-            process group, which is collective among the members. Both wait for the other ranks, here.
+            process group, which is collective among the members. Both wait for the other ranks in this call.
         """
         device, name = torch.device(device), name or self._name
         side = self._side_streams.behind_caller(device)
@@ -145,10 +146,10 @@ class OrderedWorker:
     def agree(self) -> str:
         """Compare names and ``terms`` with the other ranks, if that was not done yet.
 
-        For whoever wants to communicate beside the worker before the first job. Every rank must call it.
+        For callers that communicate beside the worker before the first job. Every rank must call it.
 
         Returns:
-            A name of this worker: the same on all ranks, and of no other worker.
+            A name that is identical on all ranks and that no other worker has.
 
         Raises:
             AgreementError: They differ, or a rank does not come. It is the worker's first error then.
@@ -200,7 +201,7 @@ class OrderedWorker:
             error.with_traceback(None)  # its frames would keep the caller's model alive
 
     def wait(self) -> None:
-        """Return when every job submitted so far has run, whatever came out of it.
+        """Return when every job submitted so far has run, with or without an error.
 
         On an accelerator whose backend enqueues its collectives there is nothing to wait for: the caller's
         stream is not made to wait either.
@@ -211,7 +212,7 @@ class OrderedWorker:
     def runs_this_thread(self) -> bool:
         """Return whether the caller is on the worker's thread: in a job, or in a callback of its future.
 
-        Whoever waits for another job there waits for ever.
+        Waiting for another job there never ends.
         """
         return self._thread is not None and self._thread.runs_this_thread()
 

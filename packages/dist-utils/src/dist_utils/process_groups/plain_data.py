@@ -18,16 +18,16 @@ from dist_utils.torch_compat import all_gather_single
 __all__ = ["all_gather_plain"]
 
 _MOST_BYTES = 1 << 30
-"""Of one rank's text. A length beyond it, or below zero, is no length."""
+"""The most bytes of one rank's text. A length beyond it, or below zero, is invalid."""
 
 
 def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
     """Return every rank's ``value``, in rank order.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
-        value: Of ``None``, booleans, numbers, strings, and lists, tuples and dicts with strings as keys of
-            such. Tuples arrive as lists.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
+        value: ``None``, booleans, numbers, strings, and lists, tuples and dicts (with string keys) of these.
+            Tuples arrive as lists.
 
     Returns:
         The values; this rank's own is what the others get, too. Whether they are of the expected kinds is
@@ -35,7 +35,7 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
 
     Raises:
         TypeError, ValueError: ``value`` cannot be written as JSON; on this rank, before any communication.
-        AgreementError: What a rank sent is no JSON; on every rank, which all get the same bytes.
+        AgreementError: What a rank sent is not JSON; on every rank, which all get the same bytes.
         RuntimeError: A peer is gone; and as :func:`dist_utils.resolve_group`.
 
     Cost:
@@ -54,7 +54,7 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
     ranks = dist.get_process_group_ranks(group)
     for rank, length in zip(ranks, lengths, strict=True):
         if not 0 < length <= _MOST_BYTES:
-            raise AgreementError(f"rank {rank} announced {length} bytes of data, which are none")
+            raise AgreementError(f"rank {rank} announced {length} bytes of data, an invalid length")
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")  # whatever the default is
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = _gathered(group, padded.to(device)).cpu()
@@ -74,4 +74,4 @@ def _read(rank: int, text: bytes) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise AgreementError(f"rank {rank} sent data that is no JSON: {error}") from error
+        raise AgreementError(f"rank {rank} sent data that is not JSON: {error}") from error

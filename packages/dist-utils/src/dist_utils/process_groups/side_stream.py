@@ -1,4 +1,4 @@
-"""Streams beside the caller's, on which jobs are enqueued, and the futures of what they give."""
+"""Streams beside the caller's, on which jobs are enqueued, and the futures of their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to a store that end at a deadline, whatever has become of its server."""
+"""Requests to a store that end at a deadline, even if its server is gone."""
 
 from __future__ import annotations
 

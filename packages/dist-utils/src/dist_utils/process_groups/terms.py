@@ -1,4 +1,4 @@
-"""Whether all ranks come with the same terms, found out through the store before anything else is sent."""
+"""Whether all ranks call with the same terms, checked through the store before anything else is sent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _one_lock_each = threading.Lock()
 
 
 class AgreementError(RuntimeError):
-    """Ranks that should communicate have different terms, or some of them did not come."""
+    """Ranks that should communicate have different terms, or some of them did not make the call."""
 
 
 def require_same_terms(
@@ -42,29 +42,29 @@ def require_same_terms(
     problem: Exception | None = None,
     timeout: timedelta | None = None,
 ) -> str:
-    """Return if every rank of a group comes with the same title and terms; otherwise raise on every rank.
+    """Return if every rank of a group calls with the same title and terms; otherwise raise on every rank.
 
     Collective, but it uses only the store that the ranks found each other with: it works where a collective
-    would hang or abort because the ranks are about to do different things. All ranks of a group must come
-    in the same order if they come several times, as to any collective. An attempt that failed is over for
-    all ranks at once, and the next call is a new one.
+    would hang or abort because the ranks are about to do different things. As with any collective, all ranks
+    of a group must make several calls in the same order. An attempt that fails ends on all ranks at once, and
+    the next call is a new attempt.
 
     Args:
-        process_group: As in :func:`dist_utils.resolve_group`.
-        title: What the terms are about, for messages, as in ``"fp16_compress_hook"``; compared too.
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
+        title: What the terms belong to, for messages, as in ``"fp16_compress_hook"``; compared too.
         terms: What must be equal, by name. Values are compared by their ``repr``, sets by those of their
             elements.
-        problem: Why this rank cannot go on. It is raised here, the other ranks get it as text.
+        problem: Why this rank cannot go on. It is raised on this rank; the other ranks get its text.
         timeout: How long to wait for the others; the group's own timeout if not given.
 
     Returns:
-        A string that is the same on all ranks and that no other call returns: a name for what they make
+        A string that is identical on all ranks and that no other call returns, to name what they make
         next.
 
     Raises:
         AgreementError: On every rank, with the same message: the terms that differ and which ranks have
-            which values; or, after the timeout, which ranks came and which did not. On a rank that the store
-            does not answer within the timeout: that.
+            which values; or, after the timeout, which ranks came and which did not. A rank that the store
+            does not answer within the timeout raises an error that says so.
         TypeError: An argument is of a wrong type, on this rank; the others get an ``AgreementError``.
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 

@@ -40,7 +40,7 @@ class WorkerThread:
 
     Args:
         group: What the jobs use; ended with the thread.
-        name: Of the thread.
+        name: The name of the thread.
 
     Attributes:
         error: The first error of a job. Once set, no later job runs.

@@ -1,4 +1,4 @@
-"""Run a function on several ranks, as real processes with a real process group, and see what they did.
+"""Run a function on several ranks, as real processes with a real process group, and get what they returned.
 
 Made for tests of code that communicates: the results of all ranks come back, an error comes back with
 its traceback, and a hang ends at a timeout with the place where each rank hung.

@@ -31,11 +31,11 @@ class _Gradients(torch.nn.Module):
 def grad_bucket(gradients: Sequence[torch.Tensor]) -> torch_compat.GradBucket:
     """Return a bucket as ``DistributedDataParallel`` hands it to a communication hook.
 
-    For tests and benchmarks of hooks; buckets cannot be made otherwise. ``set_buffer`` puts other values
+    For tests and benchmarks of hooks; there is no other way to make buckets. ``set_buffer`` puts other values
     into it.
 
     Args:
-        gradients: What is in the bucket: one parameter for each, in this order. Dense, of one dtype. (A
+        gradients: The gradients in the bucket, one for each parameter, in this order. Dense, of one dtype. (A
             bucket of complex ones is complex until torch 2.9, and later real and twice as long; Gloo takes
             none in torch 2.6.)
 

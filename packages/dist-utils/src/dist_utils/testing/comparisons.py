@@ -16,7 +16,7 @@ __all__ = ["same_bits", "same_on_all_ranks"]
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Tell whether two values are equal to the bit: tensors, or containers of them.
+    """Return whether two values are equal to the bit: tensors, or containers of them.
 
     Tensors must have one dtype, shape and layout, and the same bits, those of NaN and of negative zero
     included; their strides and devices may differ. Mappings must have their keys in one order.
@@ -46,11 +46,11 @@ def same_bits(left: Any, right: Any) -> bool:
 
 
 def same_on_all_ranks(values: Any, group: GroupLike = None) -> bool:
-    """Tell whether all ranks hold the same values, to the bit, as :func:`same_bits`; all get the same answer.
+    """Return whether all ranks hold bitwise identical values; all ranks get the same answer.
 
     Args:
         values: A tensor, or mappings, lists and tuples of tensors and of what has a ``repr``.
-        group: Whose ranks, as in :func:`dist_utils.resolve_group`.
+        group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
 
     Raises:
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.

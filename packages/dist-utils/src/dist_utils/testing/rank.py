@@ -1,4 +1,4 @@
-"""What runs in the process of one rank, and the files by which it tells its parent how that went."""
+"""What runs in the process of one rank, and the files by which it reports to its parent."""
 
 from __future__ import annotations
 
@@ -179,11 +179,11 @@ class Ranks:
         return torch.load(path, weights_only=False) if path.exists() else None
 
     def succeeded(self, rank: int) -> bool:
-        """Tell whether a rank has come to its end."""
+        """Return whether a rank has come to its end."""
         return self._path("result", rank).exists() and not self._path("failure", rank).exists()
 
     def stopped(self, rank: int) -> bool:
-        """Tell whether a rank has stopped itself, and will never end."""
+        """Return whether a rank has stopped itself, and will never end."""
         return self._path("stopped", rank).exists()
 
     def failure(self, rank: int) -> Failure | None:

@@ -19,13 +19,13 @@ def note_stop_in(path: Path) -> None:
 
 
 def stop_process() -> None:
-    """Stop this rank's process where it is, its connections open: for tests of a peer that hangs.
+    """Stop this rank's process where it is, with its connections open, for tests of a peer that hangs.
 
-    Its peers learn of it at their timeout only. :func:`run_ranks` ends it when all other ranks have ended; it
-    must be one of those that ``may_die``.
+    Its peers notice only at their timeout. :func:`run_ranks` ends it when all other ranks have ended; it must
+    be one of the ranks in ``may_die``.
 
     Raises:
-        RuntimeError: The process is no rank of :func:`run_ranks`: nobody would end it.
+        RuntimeError: The process is not a rank of :func:`run_ranks`: nothing would end it.
         NotImplementedError: The system cannot stop a process.
 
     Example:

@@ -21,10 +21,10 @@ _TCP_INFO_BYTES = _TCP_INFO_BYTES_SENT + 16
 def tcp_bytes_sent() -> int:
     """Return how many bytes of payload this process has sent on the TCP connections it has open now.
 
-    The difference of two calls is what was sent between them: what a hook really puts on the wire with
-    Gloo, whatever its formula says. A byte counts when the kernel has taken it, whether it has left or waits
-    for the receiver: what a collective sends is counted when that has returned. Retransmissions do not count.
-    Only on Linux, whose kernel counts; traffic over NVLink, shared memory or InfiniBand is not TCP.
+    The difference of two calls is what was sent between them: what a hook really sends with Gloo, whatever
+    its formula says. A byte counts when the kernel has taken it, whether it has left or waits for the
+    receiver: what a collective sends is counted when that has returned. Retransmissions do not count. Only on
+    Linux, whose kernel counts; traffic over NVLink, shared memory or InfiniBand is not TCP.
 
     Raises:
         NotImplementedError: This is not Linux.

@@ -1,4 +1,4 @@
-"""How long to wait for what takes a known time on an idle machine."""
+"""Timeouts for what takes a known time on an idle machine."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _SAMPLE_SECONDS = 0.05
 
 
 def patience(seconds: float) -> float:
-    """Return how long to wait now for what takes less than ``seconds`` on a machine without other work.
+    """Return a timeout, on a machine that may be busy, for what takes less than ``seconds`` on an idle one.
 
-    ``seconds``, times how many processes want each core: by the system's count of the last minute, or as the
-    caller sees it when it computes for a moment, whichever is more. For timeouts that a test waits out, which
-    should be short, and must not end a collective only because a rank had to wait for a core.
+    ``seconds``, times the number of processes that want each core: the system's average of the last minute,
+    or what a short computation of the caller shows, whichever is larger. For timeouts that a test waits out:
+    they should be short, but must not end a collective only because a rank had to wait for a core.
 
     Args:
         seconds: The time without other work.
 
     Returns:
-        ``seconds`` on an idle machine; at most 30 times as many. To half a second, upwards, which is the
-        same in milliseconds everywhere.
+        ``seconds`` on an idle machine; at most 30 times as much. Rounded up to half a second, so that it is
+        the same in milliseconds everywhere.
 
     Cost:
         A twentieth of a second.

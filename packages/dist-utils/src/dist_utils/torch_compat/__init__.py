@@ -1,4 +1,4 @@
-"""The one place that knows how torch versions differ, and the only one that uses private names of torch.
+"""The only place that knows how torch versions differ, and that uses private names of torch.
 
 Everything is chosen by feature (does the name exist?), never by comparing versions.
 """

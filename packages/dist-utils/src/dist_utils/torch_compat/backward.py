@@ -86,7 +86,7 @@ def after_surrounding_backward(callback: Callable[[], None]) -> bool:
     backward has begun the inner pass. No public name up to torch 2.15.
 
     Returns:
-        Whether there is such a pass: one in which a Python function's backward called ``backward()``.
+        Whether there is such a pass, one in which a Python function's backward called ``backward()``.
     """
     nodes = [node for node in _nodes_around(sys._getframe()) if node is not None]  # noqa: SLF001
     if not nodes:

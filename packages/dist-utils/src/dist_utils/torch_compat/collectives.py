@@ -1,4 +1,4 @@
-"""Collectives under the names that this torch has, and such that ``torch.compile`` can trace."""
+"""Collectives under the names that this torch has, and collectives that ``torch.compile`` can trace."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ __all__ = [
 
 
 traceable_collectives: Any = torch.ops._c10d_functional  # noqa: SLF001
-"""The collectives as operators that ``torch.compile`` sees: out of place, started at once, waited for by
-``wait_tensor``, groups by name. The public functions over them come with gradients of their own."""
+"""The collectives as operators that ``torch.compile`` sees. They work out of place and start at once, wait in
+``wait_tensor``, and take groups by name. The public functions over them have gradients of their own."""
 
 
 def all_gather_single(

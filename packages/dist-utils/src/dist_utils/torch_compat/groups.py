@@ -1,4 +1,4 @@
-"""What torch does not tell of its process groups, and groups under a chosen name."""
+"""What has no public name about process groups, and groups with a chosen name."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def default_store() -> Store:
 
 
 _connections: weakref.WeakKeyDictionary[Store, list[Store]] = weakref.WeakKeyDictionary()
-"""To the same server as a store, and not in use: a new one takes 0.2 s."""
+"""Unused connections to the same server as a store: a new one takes 0.2 s."""
 
 
 @contextlib.contextmanager
@@ -81,14 +81,14 @@ def new_named_group(
 
     ``new_group(use_local_synchronization=True)`` makes up the name from the number of groups that a rank
     has at the moment. Where that differs between ranks the new group hangs, and after a group was
-    destroyed its name, and with it the addresses left in the store, are used again. torch 2.15 has mended
-    the first of the two. The public replacement would be that call; no version takes a name yet.
+    destroyed its name, and with it the addresses left in the store, are used again. torch 2.15 has fixed the
+    first of the two. The public replacement would be that call; no version takes a name yet.
 
     Args:
         name: The same on all ``ranks``, and never used before in this job.
         ranks: Global ranks in group order, this one among them.
         backend: As for ``init_process_group``.
-        timeout: Of its collectives; ``None`` for torch's default.
+        timeout: The timeout of its collectives; ``None`` for torch's default.
 
     Cost:
         Collective among ``ranks``: returns when they are connected.

@@ -40,7 +40,7 @@ def parameter_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def register_comm_hook(
     ddp: DistributedDataParallel, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
 ) -> None:
-    """Register a communication hook, and leave nothing behind in a model that takes none any more.
+    """Register a communication hook, and change nothing in a model that takes no more hooks.
 
     As after ``_register_builtin_comm_hook``, which leaves no trace in Python: ``ddp.register_comm_hook``
     raises RuntimeError then, and keeps the hook in its list. No public name for that up to torch 2.15.
@@ -62,7 +62,7 @@ def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], o
 
 
 def hands_over_buckets(ddp: DistributedDataParallel) -> bool:
-    """Tell whether a model gives its hook buckets, which DDP's python reducer does not.
+    """Return whether a model gives its hook buckets, which DDP's Python reducer does not.
 
     No public name up to torch 2.15.
     """

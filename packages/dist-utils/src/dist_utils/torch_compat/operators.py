@@ -106,7 +106,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """As a context manager: calls a function with the name of every operator before this thread runs it.
 
     Args:
-        notice: Gets names such as ``"c10d::allreduce_"``; its errors come out where the operator is used.
+        notice: Gets names such as ``"c10d::allreduce_"``; its errors are raised where the operator is used.
     """
 
     def __init__(self, notice: Callable[[str], None]) -> None:
@@ -116,7 +116,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Be called by torch in place of the operator."""
+        """Be called by torch instead of the operator."""
         del types
         self._notice(func.name())
         return func(*args, **(kwargs or {}))

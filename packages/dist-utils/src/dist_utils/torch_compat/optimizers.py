@@ -61,8 +61,8 @@ def without_step_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def mark_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning-rate schedulers that the optimizer has stepped, though nobody called ``step()``.
+    """Tell learning-rate schedulers that the optimizer has stepped without a call of ``step()``.
 
-    They warn otherwise. The attribute that they ask has no public name up to torch 2.15.
+    They warn otherwise. The attribute that they read has no public name up to torch 2.15.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined] # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Models under ``fully_shard`` (FSDP2): what it keeps of a module, and where its reduced gradients go."""
+"""Models under ``fully_shard`` (FSDP2): what it keeps about a module, and where its reduced gradients go."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def reduce_scatter_base() -> Any:
 
 
 class ShardedModule:
-    """A module that ``fully_shard`` communicates for, with the parameters that are its own.
+    """A module that ``fully_shard`` was applied to, with its own parameters.
 
     Most of it has no public name up to torch 2.15.
 
     Args:
-        name: Of the module in the model.
+        name: The name of the module in the model.
         module: The module.
-        group: What FSDP keeps of it.
+        group: What FSDP keeps about it.
     """
 
     def __init__(self, name: str, module: Any, group: Any) -> None:
@@ -55,7 +55,7 @@ class ShardedModule:
 
     @property
     def replicated(self) -> bool:
-        """Whether FSDP averages over several shard groups itself: on a mesh for HSDP, or for replicas."""
+        """Whether FSDP averages over several shard groups itself, on a mesh for HSDP or for replicas."""
         return hasattr(self._group.mesh_info, "replicate_process_group")
 
     @property
@@ -72,7 +72,7 @@ class ShardedModule:
 
     @property
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Of its parameters, whole, with their names in the modules they are in."""
+        """The shapes of its unsharded parameters, by their names in their modules."""
         return [
             (kept._module_info.param_name, tuple(kept.sharded_param.shape))  # noqa: SLF001
             for kept in self._group.fsdp_params
@@ -87,7 +87,7 @@ class ShardedModule:
 
     @property
     def all_reduce_wanted(self) -> bool:
-        """What ``set_requires_all_reduce`` has said, which FSDP itself heeds on meshes for HSDP only."""
+        """What ``set_requires_all_reduce`` has set, which FSDP itself uses on meshes for HSDP only."""
         return bool(self._group.all_reduce_grads)
 
     @property
@@ -136,7 +136,7 @@ class ShardedModule:
         return hook
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
-        """Set or take away that hook."""
+        """Set or remove that hook."""
         self.module.set_all_reduce_hook(hook)
 
     @property
@@ -145,7 +145,7 @@ class ShardedModule:
         return self._group._reduce_scatter_comm  # noqa: SLF001
 
     def set_reduce_scatter(self, reduce_scatter: Any) -> None:
-        """Let something else do that."""
+        """Replace what reduces and scatters gradients."""
         self.module.set_custom_reduce_scatter(reduce_scatter)
 
     def gradients_will_be(self, reduced: torch.Tensor) -> bool:

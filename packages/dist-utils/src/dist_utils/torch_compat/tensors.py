@@ -1,4 +1,4 @@
-"""What tensors and transforms of them do not tell in public."""
+"""What has no public name about tensors and their transforms."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def saved_tensor_hooks() -> object:
 
 @contextlib.contextmanager
 def keep_versions(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Take nothing that happens to these tensors for a write: autograd finds them as it has left them.
+    """Hide writes to these tensors from autograd, which finds them as it has left them.
 
     For tensors that get their own memory back in the end. No public name up to torch 2.15.
     """
@@ -105,7 +105,7 @@ def copy_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
 
 
 def transformed_as(tensor: torch.Tensor) -> str:
-    """Say what transforms of ``torch.func`` and forward mode have made of a tensor: ``""`` if nothing.
+    """Describe what transforms of ``torch.func`` and forward mode have made of a tensor; ``""`` if nothing.
 
     No public names for it up to torch 2.15.
     """
