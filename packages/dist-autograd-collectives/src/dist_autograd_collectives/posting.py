@@ -1,0 +1,95 @@
+"""A thread that hands messages to Gloo in place of the caller's.
+
+Gloo's device thread, which serves the connections, does not wait for the lock of a connection that a message
+is being handed to: it spins, for a whole tick of the scheduler (4 ms) if whoever holds the lock is not
+running. Where there are more threads than cores that is common: what is sent wakes the other rank's device
+thread, on the sender's core and in its place. A thread that has just been woken is hardly ever displaced, one
+that has computed for a while often is. Calls of 1 KiB on two ranks that took more than 4 ms, on two cores
+beside other work: 31 to 54 of 100 when the caller handed the messages over, 9 to 24 when this thread did; of
+PyTorch's collectives, which run on such threads, 8 to 13. The median was 8.7, 2.1 and 1 times PyTorch's. On
+idle cores the thread costs nothing that can be measured: a message is faster handed over than computed on.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Posting"]
+
+
+class Posting:
+    """Messages that are being handed over."""
+
+    __slots__ = ("_done", "_error", "_post", "_works")
+
+    def __init__(self, post: Callable[[], list[dist.Work]]) -> None:
+        """Begin to hand messages over.
+
+        Args:
+            post: Does it. Runs on another thread, where gradients are not recorded.
+        """
+        self._post: Callable[[], list[dist.Work]] | None = post
+        self._works: list[dist.Work] = []
+        self._error: BaseException | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+        if sys.is_finalizing():  # other threads run no more
+            self.run()
+        else:
+            _own_helper().jobs.put(self)
+
+    def run(self) -> None:
+        """Hand them over."""
+        post, self._post = self._post, None  # nobody but the caller shall hold the tensors from here on
+        try:
+            if post is not None:
+                self._works = post()
+        except BaseException as error:  # noqa: BLE001 - raised where it belongs
+            self._error = error
+        del post
+        self._done.release()
+
+    def works(self) -> list[dist.Work]:
+        """Return what to wait for, when all messages are handed over; raises what that raised."""
+        self._done.acquire()
+        if self._error is not None:
+            raise self._error
+        works, self._works = self._works, []
+        return works
+
+
+class _Helper:
+    """A thread of one other thread's own: what that one does never waits for a third."""
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.jobs: queue.SimpleQueue[Posting | None] = queue.SimpleQueue()
+        threading.Thread(target=_serve, args=(self.jobs,), name="dac-messages", daemon=True).start()
+
+    def __del__(self) -> None:
+        self.jobs.put(None)
+
+
+def _serve(jobs: queue.SimpleQueue[Posting | None]) -> None:
+    # Messages are no part of a graph, and their tensors may be of inference mode.
+    with torch.inference_mode():
+        while (job := jobs.get()) is not None:
+            job.run()
+            del job  # its tensors, while this waits for the next
+
+
+_helpers = threading.local()
+
+
+def _own_helper() -> _Helper:
+    helper: _Helper | None = getattr(_helpers, "own", None)
+    if helper is None or helper.process != os.getpid():  # a forked process has no threads
+        helper = _helpers.own = _Helper()
+    return helper
