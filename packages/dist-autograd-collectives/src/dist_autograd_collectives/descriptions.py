@@ -24,15 +24,15 @@ _HEADER = 32
 def described(first: torch.Tensor | None, who: Members) -> torch.Tensor:
     """Return the description of one of the tensors, or room for one; raises if it cannot be described."""
     group = resolve_group(who.group)
-    header = [0] * _HEADER
+    header: list[int] = []
     if first is not None:
         types = device_types(group)
         if first.ndim > _HEADER - 3:
             raise ValueError(f"tensors of {first.ndim} dimensions need like= on every rank")
         if first.device.type not in types:
             raise ValueError(f"tensors on {first.device} cannot be sent: the group's backends serve {types}")
-        header[:3] = _PLACES[first.dtype], types.index(first.device.type), first.ndim
-        header[3 : 3 + first.ndim] = first.shape
+        header = [_PLACES[first.dtype], types.index(first.device.type), first.ndim, *first.shape]
+    header += [0] * (_HEADER - len(header))
     with outside_function_transforms():  # a fact about tensors, nothing to differentiate
         # On a device that every rank expects it on.
         return torch.tensor(header, dtype=torch.int64, device=collective_device(group))

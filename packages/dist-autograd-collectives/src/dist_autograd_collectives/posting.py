@@ -21,7 +21,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-__all__ = ["Posting"]
+__all__ = ["Posting", "hand_over"]
 
 
 class Posting:
@@ -43,7 +43,9 @@ class Posting:
         if sys.is_finalizing():  # other threads run no more
             self.run()
         else:
-            _own_helper().jobs.put(self)
+            helper = _own_helper()
+            helper.last = self
+            helper.jobs.put(self)
 
     def run(self) -> None:
         """Hand them over."""
@@ -56,13 +58,30 @@ class Posting:
         del post
         self._done.release()
 
+    def done(self) -> None:
+        """Return when all messages are handed over."""
+        with self._done:
+            pass
+
     def works(self) -> list[dist.Work]:
-        """Return what to wait for, when all messages are handed over; raises what that raised."""
-        self._done.acquire()
+        """Return, once, what to wait for, when all messages are handed over; raises what that raised."""
+        self.done()
         if self._error is not None:
             raise self._error
         works, self._works = self._works, []
         return works
+
+
+def hand_over() -> None:
+    """Return when all messages of this thread are handed over.
+
+    What is waited for soon needs it not, and then is handed over together with what follows: while this
+    thread computes, Python lets no other one run.
+    """
+    helper: _Helper | None = getattr(_helpers, "own", None)
+    if helper is not None and helper.last is not None:
+        helper.last.done()
+        helper.last = None
 
 
 class _Helper:
@@ -70,6 +89,7 @@ class _Helper:
 
     def __init__(self) -> None:
         self.process = os.getpid()
+        self.last: Posting | None = None
         self.jobs: queue.SimpleQueue[Posting | None] = queue.SimpleQueue()
         threading.Thread(target=_serve, args=(self.jobs,), name="dac-messages", daemon=True).start()
 
