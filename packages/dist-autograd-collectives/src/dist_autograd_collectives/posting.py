@@ -8,7 +8,8 @@ displaced less often than one that has computed for a while.
 
 Measured on two cores beside other work: of calls of 1 KiB on two ranks 31 to 54 of 100 took more than 4 ms
 where the caller handed over, 9 to 24 with this thread, 8 to 13 of PyTorch's, whose collectives run on such
-threads too. An exchange of 1 KiB with no Python around it took 88 us with this thread and 97 without.
+threads too. An exchange of 1 KiB with no Python around it took 88 us with this thread and 97 without;
+in a whole call the thread costs 0.05 to 0.1 ms where no tick would have been lost.
 """
 
 from __future__ import annotations
