@@ -86,6 +86,8 @@ def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
         raise ValueError(
             f"{label} is {buffer.dtype} on {buffer.device}, the result {like.dtype} on {like.device}"
         )
+    if buffer.is_contiguous():
+        return
     if any(stride == 0 and length > 1 for stride, length in zip(buffer.stride(), buffer.shape, strict=True)):
         raise ValueError(f"{label} is expanded: several of its elements are one place in memory")
 

@@ -49,13 +49,9 @@ class Members(NamedTuple):
 def members(group: GroupLike) -> Members:
     """Return who takes part; raises as :func:`dist_utils.resolve_group`."""
     resolved = resolve_group(group)
-    size, rank = dist.get_world_size(resolved), dist.get_rank(resolved)
-    return Members(
-        None if torch.compiler.is_compiling() else resolved,
-        resolved.group_name,
-        size,
-        rank,
-    )
+    if torch.compiler.is_compiling():
+        return Members(None, resolved.group_name, dist.get_world_size(resolved), dist.get_rank(resolved))
+    return Members(resolved, resolved.group_name, resolved.size(), resolved.rank())
 
 
 _TRANSPOSES = {
@@ -176,5 +172,5 @@ def parts_of(tensors: Tensors, call: Call) -> Tensors:
     if call.separate_input:
         return tensors
     if call.input_splits:
-        return torch.split(tensors[0], list(call.input_splits))
+        return tensors[0].split_with_sizes(call.input_splits)
     return tensors[0].tensor_split(call.who.size)

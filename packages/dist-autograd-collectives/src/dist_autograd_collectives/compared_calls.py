@@ -14,7 +14,7 @@ from dist_utils import GroupLike, TensorMismatchError, resolve_group
 from dist_utils.process_groups import TensorClaim, collective_device, require_same_tensors
 from dist_utils.torch_compat import all_gather_single, outside_function_transforms, transformed_as
 
-__all__ = ["agree", "agree_on_splits", "problems_told"]
+__all__ = ["agree", "agree_on_splits", "is_wanted", "problems_told"]
 
 _VARIABLE = "DIST_AUTOGRAD_CHECK"
 
@@ -47,7 +47,7 @@ def agree(
         uneven_dim: A dimension whose length may differ.
         shapes: Whether any length must agree.
     """
-    if not _wanted(check):
+    if not is_wanted(check):
         return
     _progress.compared = True
     described = [
@@ -59,11 +59,8 @@ def agree(
 
 
 @contextlib.contextmanager
-def problems_told(check: bool | None, group: GroupLike) -> Iterator[None]:
+def problems_told(group: GroupLike) -> Iterator[None]:
     """If something raises here before :func:`agree`: tell the ranks that would wait for this one there."""
-    if not _wanted(check):
-        yield
-        return
     _progress.compared = False
     try:
         yield
@@ -86,7 +83,7 @@ def agree_on_splits(
     check: bool | None, who: Members, outgoing: Sequence[int], incoming: Sequence[int]
 ) -> None:
     """Raise on every rank unless each rank expects as much from each as that one sends."""
-    if not _wanted(check) or who.size == 1:
+    if not is_wanted(check) or who.size == 1:
         return
     group = resolve_group(who.group)
     with outside_function_transforms():
@@ -102,8 +99,10 @@ def agree_on_splits(
             )
 
 
-def _wanted(check: bool | None) -> bool:
+def is_wanted(check: bool | None) -> bool:
     """Return whether ranks compare their calls: as a user says, or the environment."""
+    if check is False:
+        return False
     if torch.compiler.is_compiling():
         return False
     return os.environ.get(_VARIABLE, "") not in ("", "0") if check is None else check

@@ -18,7 +18,7 @@ from dist_autograd_collectives.arguments import (
 )
 from dist_autograd_collectives.calls import Call, Members, members, splits_to_root
 from dist_autograd_collectives.compared_calls import agree
-from dist_autograd_collectives.descriptions import describe, described
+from dist_autograd_collectives.descriptions import describe, described, stand_in
 from dist_autograd_collectives.steps import Step, collective
 from dist_autograd_collectives.tensor_arguments import check_tensor
 from dist_autograd_collectives.transport import all_of_them, itself, sent
@@ -245,7 +245,7 @@ def scatter(
     description = None
     if header is not None:
         description = describe(header, who, root)
-        like = given[0] if given else description()
+        like = given[0] if given else stand_in(description()[0], who)
     elif like is None:  # shapes that only another rank knows cannot be traced
         if not given:
             raise ValueError("under torch.compile every rank needs a list of tensors, or like=")
@@ -256,7 +256,7 @@ def scatter(
     if given:
 
         def after_description(part: torch.Tensor) -> torch.Tensor:
-            if description is not None:  # for ranks without a list
+            if description is not None:  # for ranks without a list; it arrives with what it describes
                 description()
             return part
 

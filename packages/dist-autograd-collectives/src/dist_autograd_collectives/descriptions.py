@@ -2,68 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from dist_autograd_collectives.calls import Call, Members
+from dist_autograd_collectives.calls import Call, Members, Tensors, Wait
 from dist_autograd_collectives.failures import CollectiveError
 from dist_autograd_collectives.linear import Flight
 from dist_utils import resolve_group
 from dist_utils.process_groups import collective_device, device_types
 from dist_utils.torch_compat import outside_function_transforms
 
-__all__ = ["describe", "described"]
+__all__ = ["describe", "described", "stand_in"]
 
 # In an order that all ranks agree on.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_PLACES = {dtype: place for place, dtype in enumerate(_DTYPES)}
 
 _HEADER = 32
 """Numbers of a description: dtype, device, how many dimensions, and up to 29 of them."""
 
 
-def described(first: torch.Tensor | None, who: Members) -> list[int]:
+def described(first: torch.Tensor | None, who: Members) -> torch.Tensor:
     """Return the description of one of the tensors, or room for one; raises if it cannot be described."""
-    types = device_types(resolve_group(who.group))
-    header = [0] * _HEADER
+    group = resolve_group(who.group)
+    header: list[int] = []
     if first is not None:
+        types = device_types(group)
         if first.ndim > _HEADER - 3:
             raise ValueError(f"tensors of {first.ndim} dimensions need like= on every rank")
         if first.device.type not in types:
             raise ValueError(f"tensors on {first.device} cannot be sent: the group's backends serve {types}")
-        header[:3] = _DTYPES.index(first.dtype), types.index(first.device.type), first.ndim
-        header[3 : 3 + first.ndim] = first.shape
-    return header
+        header = [_PLACES[first.dtype], types.index(first.device.type), first.ndim, *first.shape]
+    header += [0] * (_HEADER - len(header))
+    with outside_function_transforms():  # a fact about tensors, nothing to differentiate
+        # On a device that every rank expects it on.
+        return torch.tensor(header, dtype=torch.int64, device=collective_device(group))
 
 
-def describe(header: list[int], who: Members, root: int) -> Callable[[], torch.Tensor]:
-    """Start to send what each rank will get; return what waits for it and makes an empty stand-in.
+def describe(header: torch.Tensor, who: Members, root: int) -> Wait:
+    """Start to send what each rank will get; return what waits for it.
 
     Args:
         header: Of the root, from :func:`described`.
         who: The ranks.
         root: The source's rank in the group.
     """
-    group = resolve_group(who.group)
     flight = Flight(Call("scatter", who, "scatter (description)", root, separate_input=True))
-    with outside_function_transforms():  # a fact about tensors, nothing to differentiate
-        # To a device that every rank expects it on.
-        row = torch.tensor(header, dtype=torch.int64, device=collective_device(group))
-        flight.begin((row,) * who.size)
+    with outside_function_transforms():
+        flight.begin((header,) * who.size)
 
-    def stand_in() -> torch.Tensor:
+    def received() -> Tensors:
         with outside_function_transforms():
-            types = device_types(group)
-            dtype, place, ndim, *shape = flight.receive()[0].tolist()
-            known = 0 <= dtype < len(_DTYPES) and 0 <= place < len(types) and 0 <= ndim <= len(shape)
-            if not known or min(shape, default=0) < 0:
-                raise CollectiveError(
-                    f"scatter: the source describes what it sends as {[dtype, place, ndim, *shape[:4]]} ..., "
-                    "which is no description: does it have the same version of this package?"
-                )
-            there = torch.device(types[place])
-            if there.type != "cpu":
-                there = torch.device(there.type, torch.get_device_module(there).current_device())
-            return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=there)
+            return flight.receive()
 
-    return stand_in
+    return received
+
+
+def stand_in(description: torch.Tensor, who: Members) -> torch.Tensor:
+    """Return an empty tensor of the kind that the source has described."""
+    with outside_function_transforms():
+        types = device_types(resolve_group(who.group))
+        dtype, place, ndim, *shape = description.tolist()
+        known = 0 <= dtype < len(_DTYPES) and 0 <= place < len(types) and 0 <= ndim <= len(shape)
+        if not known or min(shape, default=0) < 0:
+            raise CollectiveError(
+                f"scatter: the source describes what it sends as {[dtype, place, ndim, *shape[:4]]} ..., "
+                "which is no description: does it have the same version of this package?"
+            )
+        there = torch.device(types[place])
+        if there.type != "cpu":
+            there = torch.device(there.type, torch.get_device_module(there).current_device())
+        return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=there)

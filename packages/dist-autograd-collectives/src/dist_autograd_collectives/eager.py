@@ -170,7 +170,7 @@ def _room(x: torch.Tensor, call: Call) -> tuple[Sequence[torch.Tensor], Tensors]
         return apart, apart
     lengths = call.output_splits or (x.shape[0] // call.who.size,) * call.who.size
     whole = x.new_empty(sum(lengths), *x.shape[1:])
-    return torch.split(whole, list(lengths)), (whole,)
+    return whole.split_with_sizes(lengths), (whole,)
 
 
 def _native(tensors: Tensors, call: Call) -> Wait:

@@ -132,11 +132,11 @@ def all_to_all_single(
     """
     is_replicated(grad)
     who = members(group)
+    check_tensor("input", input)
+    check_buffer("output", output, input)
     for label, buffer in (("input", input), ("output", output)):
-        check_tensor(label, buffer)
         if not buffer.ndim:
             raise ValueError(f"{label} has no dimension to split")
-    check_buffer("output", output, input)
     if output.shape[1:] != input.shape[1:]:
         raise ValueError(f"output of shape {tuple(output.shape)} does not take rows of {tuple(input.shape)}")
     outgoing = checked_sizes("input_split_sizes", input.shape[0], input_split_sizes, who)

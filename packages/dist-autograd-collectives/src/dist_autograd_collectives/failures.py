@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import torch.distributed as dist
 
 from dist_autograd_collectives.calls import Call
@@ -16,15 +13,23 @@ class CollectiveError(RuntimeError):
     """A collective failed: in backward most often because other ranks never came to it."""
 
 
-@contextlib.contextmanager
-def named(call: Call) -> Iterator[None]:
+class named:  # noqa: N801 - a context manager; one of contextlib takes longer than what it surrounds
     """Say in an error whose backward it is."""
-    try:
-        yield
-    except RuntimeError as error:
-        start = "the backward of "
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or not isinstance(error, RuntimeError):
+            return
+        start, call = "the backward of ", self._call
         if isinstance(error, CollectiveError) and str(error).startswith(start):  # of a backward within
-            raise
+            return
         raise CollectiveError(
             f"{start}{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - "
             "If other ranks did not come to it: does every rank use its result (see connect), and does every "

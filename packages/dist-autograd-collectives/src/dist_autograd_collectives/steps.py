@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 
 from dist_autograd_collectives.calls import Call, Tensors, numbered
-from dist_autograd_collectives.compared_calls import problems_told
+from dist_autograd_collectives.compared_calls import is_wanted, problems_told
 from dist_autograd_collectives.linear import linear
 from dist_autograd_collectives.local import needs_others
 
@@ -48,9 +48,14 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
     def planned(*args: P.args, **kwargs: P.kwargs) -> Step[T]:
         if torch.compiler.is_compiling():
             return plan(*args, **kwargs)
-        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}  # whatever they are
-        with problems_told(given.get("check"), given.get("group")):
-            first = plan(*args, **kwargs)
+        options: dict[str, Any] = {**kwargs}
+        options["check"] = is_wanted(options.get("check"))  # asked once
+        if options["check"]:
+            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}  # whatever they are
+            with problems_told(given.get("group")):
+                first = plan(*args, **options)
+        else:
+            first = plan(*args, **options)
         if needs_others(first.call) or _backward_needs_others(first):
             first.call = numbered(first.call)
         return first

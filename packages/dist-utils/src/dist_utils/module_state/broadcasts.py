@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from functools import cache
@@ -16,7 +17,7 @@ from dist_utils.process_groups.plain_data import all_gather_plain
 from dist_utils.process_groups.terms import AgreementError
 from dist_utils.torch_compat import copy_flat
 
-__all__ = ["broadcast_tensors", "why_not_sendable"]
+__all__ = ["are_ordinary", "broadcast_tensors", "why_not_sendable"]
 
 _ALONE_BYTES = 256 << 10
 """A tensor this large is broadcast by itself, from and into its own memory; copies into a common buffer
@@ -25,7 +26,10 @@ cost more than a message of its own from about here on (Gloo on loopback)."""
 _IN_FLIGHT = 4
 """Broadcasts under way at once: enough to keep the wire busy, and so many buffers at most."""
 
-_ORDINARY_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
+_ORDINARY_TYPES = frozenset((torch.nn.Parameter, torch.Tensor))
+_ORDINARY_DTYPES = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64))
+
+_DTYPE, _IS_NESTED, _LAYOUT = (operator.attrgetter(name) for name in ("dtype", "is_nested", "layout"))
 
 _SPARSE_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
@@ -33,10 +37,6 @@ _SPARSE_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 
 def why_not_sendable(tensor: torch.Tensor) -> str | None:
     """Return why :func:`broadcast_tensors` cannot send or receive a tensor, or ``None`` if it can."""
-    return None if _is_ordinary(tensor) else _problem_of(tensor)
-
-
-def _problem_of(tensor: torch.Tensor) -> str | None:
     if torch.nn.parameter.is_lazy(tensor):
         return "is not initialized yet: run a forward pass first"
     if tensor.is_nested or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -60,17 +60,19 @@ def _problem_of(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is of the kind that nearly all are, in a microsecond: then it can be sent."""
-    return bool(
-        type(tensor) in (torch.nn.Parameter, torch.Tensor)
-        and tensor.dtype in _ORDINARY_DTYPES
-        and not tensor.is_nested
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and tensor.storage_offset() == 0  # or a freed one's place is not 0
-        and not tensor.is_meta
-        and tensor.data_ptr()
+def are_ordinary(tensors: list[Any]) -> bool:
+    """Tell whether all are tensors of the kind that nearly all are, which can be sent.
+
+    One question to all after the other, half a microsecond for each tensor: a fifth of asking each all.
+    """
+    return (
+        _ORDINARY_TYPES.issuperset(map(type, tensors))
+        and _ORDINARY_DTYPES.issuperset(map(_DTYPE, tensors))
+        and not any(map(_IS_NESTED, tensors))
+        and set(map(_LAYOUT, tensors)) <= {torch.strided}
+        and all(map(torch.Tensor.is_contiguous, tensors))
+        and not any(map(torch.Tensor.storage_offset, tensors))  # or a freed one's place is not 0
+        and all(map(torch.Tensor.data_ptr, tensors))  # a meta tensor's is 0
     )
 
 
@@ -105,20 +107,28 @@ def broadcast_tensors(
 
 def _buckets(tensors: list[torch.Tensor], most_bytes: int) -> Iterator[list[torch.Tensor]]:
     """Group tensors of one dtype and device; by sizes alone, so alike on every rank."""
+    alone = min(_ALONE_BYTES, most_bytes)
+    small: list[torch.Tensor] = []
+    together = 0
+    for tensor in tensors:
+        if (size := tensor.nbytes) >= alone:
+            yield [tensor]
+        else:
+            small.append(tensor)
+            together += size
+    kinds = {tensor.dtype for tensor in small}, {tensor.device for tensor in small}
+    if together <= most_bytes and all(len(kind) == 1 for kind in kinds):  # as nearly always
+        yield small
+        return
     filling: defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
     room: defaultdict[tuple[torch.dtype, torch.device], int] = defaultdict(lambda: most_bytes)
-    alone = min(_ALONE_BYTES, most_bytes)
-    for tensor in tensors:
-        size = tensor.nbytes
-        if size >= alone:
-            yield [tensor]
-            continue
+    for tensor in small:
         kind = tensor.dtype, tensor.device
-        if size > room[kind]:
+        if tensor.nbytes > room[kind]:
             yield filling.pop(kind)
             del room[kind]
         filling[kind].append(tensor)
-        room[kind] -= size
+        room[kind] -= tensor.nbytes
     yield from filling.values()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_utils.module_state.broadcasts import broadcast_tensors, why_not_sendable
+from dist_utils.module_state.broadcasts import are_ordinary, broadcast_tensors, why_not_sendable
 from dist_utils.module_state.overlapping_memory import named_with_overlaps
 from dist_utils.process_groups.groups import GroupLike, device_types, resolve_group
 from dist_utils.process_groups.matching_tensors import TensorClaim, require_same_tensors
@@ -86,6 +86,8 @@ def _held(
     named: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
     if broadcast_buffers:
         named += module.named_buffers(remove_duplicate=False)
+    if len({id(tensor) for _, tensor in named}) == len(named):  # nothing is tied, as nearly always
+        return [(name, tensor) for name, tensor in named if name not in params_and_buffers_to_ignore]
     ignored = {id(tensor) for name, tensor in named if name in params_and_buffers_to_ignore}
     # By identity: a tied tensor once, under all its names.
     names: dict[int, list[str]] = {}
@@ -172,6 +174,8 @@ def _problem(
     if not 0 <= src < group.size():
         return ValueError(f"src {src} is out of range for a group of {group.size()} ranks")
     served = device_types(group)
+    if are_ordinary(tensors) and all(device.type in served for device in {one.device for one in tensors}):
+        return None
     for name, tensor in zip(names, tensors, strict=True):
         if not isinstance(tensor, torch.Tensor):
             return TypeError(f"{name} is a {type(tensor).__name__}, not a tensor")

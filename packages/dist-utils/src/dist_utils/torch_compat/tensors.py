@@ -97,7 +97,7 @@ def copy_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     One by one it takes three times as long. No public names for them up to torch 2.15.
     """
     parts: list[torch.Tensor] = list(torch._utils._unflatten_dense_tensors(flat, tensors))  # type: ignore[no-untyped-call,unused-ignore] # noqa: SLF001
-    if any(map(torch.is_neg, tensors)) or any(map(torch.is_conj, tensors)):  # which that does not know
+    if any(tensor.is_neg() or tensor.is_conj() for tensor in tensors):  # which that does not know
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part)
     else:
