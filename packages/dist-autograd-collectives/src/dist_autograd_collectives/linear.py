@@ -17,7 +17,6 @@ from dist_autograd_collectives import eager, traced
 from dist_autograd_collectives.calls import Call, Tensors, Wait
 from dist_autograd_collectives.failures import named
 from dist_autograd_collectives.local import alone, needs_others
-from dist_autograd_collectives.posting import hand_over
 from dist_utils.torch_compat import (
     function_transforms_active,
     graph_task_id,
@@ -158,7 +157,6 @@ class _Launch(torch.autograd.Function):
         ctx.flight = flight
         with profiler_range(flight.call.range_name(":start")):
             flight.begin(tensors)
-            hand_over()
         _save_something(ctx, tensors[0])
         return tensors[0].new_empty(0)
 

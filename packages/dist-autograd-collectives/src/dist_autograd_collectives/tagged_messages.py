@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from dist_autograd_collectives.calls import Call
 from dist_autograd_collectives.failures import CollectiveError
-from dist_autograd_collectives.posting import Posting
 
 __all__ = ["exchange"]
 
@@ -42,22 +41,18 @@ def exchange(
     who, group = call.who, call.who.group
     assert group is not None
 
-    def post() -> list[dist.Work]:
-        tags: dict[tuple[int, ...], int] = {}  # most messages of a call have one shape
-        works: list[dist.Work] = []
-        # Receives first: with sends first two hosts took turns on a duplex link, 1.9 in place of 1.05 s.
-        for parts, step, message in ((incoming, -1, group.recv), (outgoing, 1, group.send)):
-            for distance in range(1, who.size):  # not all to the same one at once
-                rank = (who.rank + step * distance) % who.size
-                part = parts[rank]
-                if part is not None and part.numel():
-                    tag = tags.get(part.shape)
-                    if tag is None:
-                        tag = tags[part.shape] = _tag(part, call)
-                    works.append(message([part], rank, tag))
-        return works
-
-    posting = Posting(post)
+    tags: dict[tuple[int, ...], int] = {}  # most messages of a call have one shape
+    works: list[dist.Work] = []
+    # Receives first: with sends first two hosts took turns on a duplex link, 1.9 instead of 1.05 s.
+    for parts, step, message in ((incoming, -1, group.recv), (outgoing, 1, group.send)):
+        for distance in range(1, who.size):  # not all to the same one at once
+            rank = (who.rank + step * distance) % who.size
+            part = parts[rank]
+            if part is not None and part.numel():
+                tag = tags.get(part.shape)
+                if tag is None:
+                    tag = tags[part.shape] = _tag(part, call)
+                works.append(message([part], rank, tag))
     mine, own = incoming[who.rank], outgoing[who.rank]
     if mine is not None and own is not None:
         mine.copy_(own)
@@ -65,7 +60,7 @@ def exchange(
 
     def wait() -> None:
         try:
-            for work in posting.works():
+            for work in works:
                 work.wait()
         except RuntimeError as error:
             raise CollectiveError(_explained(call, outgoing, incoming, error)) from error
