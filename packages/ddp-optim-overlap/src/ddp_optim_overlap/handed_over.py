@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.bucket_gradients import BucketGradients
+from ddp_optim_overlap.errors import OverlapError, text_of
 
 __all__ = ["HandedOver"]
 
@@ -48,12 +49,15 @@ class HandedOver:
         with self._ending:
             if not self._ended:
                 self._ended = True
-                kept = error if isinstance(error, Exception) else RuntimeError(repr(error))
-                trace = kept.__traceback__
-                self.done.set_exception(kept)  # type: ignore[arg-type] # torch's annotation
-                # The future holds the error. If the error's frames held the future, by this bucket or in its
-                # callbacks, it would be a cycle through C++: model and process group would never be garbage.
-                kept.__traceback__ = trace
+                # The future holds its error, and DDP the future. No frames that hold the model may be noted
+                # in it, as in the first error that is raised again: a cycle through C++ is never garbage.
+                held = (
+                    type(error).__new__(type(error), *error.args)
+                    if isinstance(error, OverlapError)
+                    else RuntimeError(text_of(error))
+                )
+                self.done.set_exception(held)  # type: ignore[arg-type] # torch's annotation
+                held.__traceback__ = None
                 self.done = torch.futures.Future()
 
     @property

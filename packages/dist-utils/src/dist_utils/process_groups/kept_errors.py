@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FunctionType, TracebackType
 from typing import Any
 
-__all__ = ["drop_frames"]
+__all__ = ["drop_frames", "same_error"]
 
 _GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
@@ -29,6 +29,20 @@ def drop_frames(error: BaseException) -> None:
             traceback.clear_frames(one.__traceback__)  # they may be part of cycles
             one.__traceback__ = _of_empty_frames(one.__traceback__)
             errors += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, _GROUPS) else ())]
+
+
+def same_error(error: BaseException) -> Exception:
+    """Return an error of the same type and text for a future, which is to be raised nowhere else.
+
+    A future holds its error in C++. Whoever raises that one object notes frames in it, and frames that lead
+    to the future would be a cycle through C++: never garbage, and with it a process group's connections.
+    """
+    try:
+        other = type(error).__new__(type(error), *error.args)
+        other.__dict__.update(error.__dict__)
+    except Exception:  # noqa: BLE001 - of a type that is made in a way of its own
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return other if isinstance(other, Exception) else RuntimeError(repr(error))
 
 
 def _of_empty_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from dist_utils.process_groups.kept_errors import same_error
+
 __all__ = ["SideStream", "SideStreams", "current", "fail", "new_future"]
 
 T = TypeVar("T")
@@ -57,15 +59,10 @@ def new_future(
 
 
 def fail(done: torch.futures.Future[Any], error: BaseException) -> None:
-    """Complete the first of a :func:`new_future` pair with an error.
-
-    The future holds the error. Frames that hold the future and are noted in the error would be a cycle
-    through C++, which is never garbage, and with it whatever they refer to: a process group, its threads and
-    connections. So what raising it in callbacks has noted is forgotten.
-    """
-    trace = error.__traceback__
-    done.set_exception(error)
-    error.__traceback__ = trace
+    """Complete the first of a :func:`new_future` pair with an error like this one."""
+    held = same_error(error)
+    done.set_exception(held)
+    held.__traceback__ = None  # the callbacks that have raised it hold the future
 
 
 def _value(done: torch.futures.Future[T]) -> T:
