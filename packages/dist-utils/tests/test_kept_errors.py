@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from dist_utils.process_groups.kept_errors import drop_frames
+from dist_utils.process_groups.kept_errors import drop_frames, same_error
 
 
 class _Held:
@@ -112,3 +112,33 @@ def test_it_can_be_raised_again():
     with pytest.raises(ValueError, match="_Held") as caught:
         raise error
     assert [frame.name for frame in caught.traceback][-2:] == ["inner", "_raise"]
+
+
+class _OddError(Exception):
+    """Cannot be made again from its arguments."""
+
+    def __init__(self, one, other):
+        super().__init__(f"{one} and {other}")
+
+
+def test_a_like_error_shares_no_frames_and_tells_the_same():
+    def fail():
+        held.append(None)
+        raise KeyError("missing")
+
+    held = []
+    try:
+        fail()
+    except KeyError as error:
+        original = error
+    original.note = "kept"
+    other = same_error(original)
+    assert other is not original
+    assert (type(other), str(other), other.note) == (KeyError, "'missing'", "kept")
+    lines = traceback.format_tb(original.__traceback__)
+    assert traceback.format_tb(other.__traceback__) == lines
+    with pytest.raises(KeyError):
+        raise other
+    assert traceback.format_tb(original.__traceback__) == lines
+    assert str(same_error(_OddError(1, 2))) == "_OddError('1 and 2')"
+    assert str(same_error(KeyboardInterrupt())) == "KeyboardInterrupt()"

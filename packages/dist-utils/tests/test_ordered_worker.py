@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 import traceback
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -216,6 +217,36 @@ def _fails_somewhere(rank):
 def test_wherever_a_job_fails_the_peers_hear_of_it():
     for seconds in run_ranks(_fails_somewhere, 2, group_timeout=40.0, timeout=120):
         assert max(seconds) < 20
+
+
+def _raised_again(rank):
+    """Raise what a job has raised, and what a job raises too, in frames that hold the worker."""
+    freed = []
+    for _ in range(2):
+        worker, own = OrderedWorker(), ValueError("no job today")
+
+        def fail(group, error=own):
+            raise error
+
+        def again(worker, error):
+            with pytest.raises(ValueError, match="no job today"):
+                raise worker.error
+            with pytest.raises(ValueError, match="no job today"):
+                raise error
+
+        with pytest.raises(RuntimeError, match="no job today"):
+            worker.submit(fail).wait()
+        assert worker.error is worker.error
+        again(worker, own)
+        alive = weakref.ref(worker)
+        del worker, own, fail
+        gc.collect()
+        freed.append(alive() is None)
+    return freed
+
+
+def test_errors_that_are_raised_again_keep_no_worker():
+    assert run_ranks(_raised_again, 2) == [[True, True]] * 2
 
 
 def _exits(rank):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import traceback
 from collections.abc import Iterator
 from types import FunctionType, TracebackType
@@ -32,17 +33,25 @@ def drop_frames(error: BaseException) -> None:
 
 
 def same_error(error: BaseException) -> Exception:
-    """Return an error of the same type and text for a future, which is to be raised nowhere else.
+    """Return an error of the same type and text, with the lines of the same traceback and causes.
 
-    A future holds its error in C++. Whoever raises that one object notes frames in it, and frames that lead
-    to the future would be a cycle through C++: never garbage, and with it a process group's connections.
+    For whoever raises what something long-lived holds, such as a future or a thread: each raise notes frames
+    in the error, and what they hold would live as long as that. An error that cannot be copied becomes a
+    ``RuntimeError`` that shows it.
     """
+    other = _copied(error) or RuntimeError(repr(error))
+    other.__cause__, other.__context__ = error.__cause__, error.__context__
+    other.__suppress_context__ = error.__suppress_context__
+    return other.with_traceback(error.__traceback__)
+
+
+def _copied(error: BaseException) -> Exception | None:
     try:
-        other = type(error).__new__(type(error), *error.args)
-        other.__dict__.update(error.__dict__)
+        other = copy.copy(error)
+        alike = (type(other), str(other)) == (type(error), str(error))
     except Exception:  # noqa: BLE001 - of a type that is made in a way of its own
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    return other if isinstance(other, Exception) else RuntimeError(repr(error))
+        return None
+    return other if alike and isinstance(other, Exception) else None
 
 
 def _of_empty_frames(trace: TracebackType | None) -> TracebackType | None:

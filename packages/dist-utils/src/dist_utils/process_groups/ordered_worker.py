@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
+from dist_utils.process_groups.kept_errors import same_error
 from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, fail, new_future
 from dist_utils.process_groups.terms import require_same_terms
 from dist_utils.process_groups.worker_thread import WorkerThread
@@ -85,6 +86,7 @@ class OrderedWorker:
         self._thread: WorkerThread | None = None
         self._side_streams = SideStreams()
         self._own_error: Exception | None = None  # of what does not run on the thread
+        self._thread_error: Exception | None = None  # like the thread's
         self._closed = False
 
     @property
@@ -99,7 +101,10 @@ class OrderedWorker:
         On the thread its traceback keeps the lines, but not the frames: they would keep the private group,
         whose end tells the peers.
         """
-        return self._own_error if self._thread is None else self._thread.error or self._own_error
+        if self._thread is not None and self._thread.error is not None and self._thread_error is None:
+            # Raised by a caller it gets frames that may hold this worker, and the thread would hold those.
+            self._thread_error = same_error(self._thread.error)
+        return self._thread_error or self._own_error
 
     def submit(
         self,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.kept_errors import drop_frames
+from dist_utils.process_groups.kept_errors import drop_frames, same_error
 from dist_utils.process_groups.side_stream import SideStream, current, fail, new_future
 
 __all__ = ["WorkerThread"]
@@ -122,10 +122,10 @@ class WorkerThread:
         try:
             result = self._run_in_group(job)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
-            self.error = error if isinstance(error, Exception) else RuntimeError(repr(error))
             # The peers wait in this job's collectives: closing our connections tells them. The frames of
             # the error would keep the group, and so the connections; and the future that holds the error.
             drop_frames(error)
+            self.error = same_error(error)  # of its own: this thread lives as long as its owner
             self._destroy_group()
             fail(job.done, self.error)
         else:
