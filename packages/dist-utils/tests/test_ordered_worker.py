@@ -238,6 +238,7 @@ def _raised_again(rank):
             worker.submit(fail).wait()
         assert worker.error is worker.error
         again(worker, own)
+        worker.wait()  # the thread lets go of the job a moment after its future has ended
         alive = weakref.ref(worker)
         del worker, own, fail
         gc.collect()

@@ -39,8 +39,15 @@ def same_error(error: BaseException) -> Exception:
     in the error, and what they hold would live as long as that. An error that cannot be copied becomes a
     ``RuntimeError`` that shows it.
     """
-    other = _copied(error) or RuntimeError(repr(error))
-    other.__cause__, other.__context__ = error.__cause__, error.__context__
+    return _same(error, {})
+
+
+def _same(error: BaseException, made: dict[int, Exception]) -> Exception:
+    if id(error) in made:  # in a chain that leads back
+        return made[id(error)]
+    made[id(error)] = other = _copied(error) or RuntimeError(repr(error))
+    other.__cause__ = error.__cause__ and _same(error.__cause__, made)
+    other.__context__ = error.__context__ and _same(error.__context__, made)
     other.__suppress_context__ = error.__suppress_context__
     return other.with_traceback(error.__traceback__)
 

@@ -62,7 +62,9 @@ def fail(done: torch.futures.Future[Any], error: BaseException) -> None:
     """Complete the first of a :func:`new_future` pair with an error like this one."""
     held = same_error(error)
     done.set_exception(held)
-    held.__traceback__ = error.__traceback__  # the callbacks that have raised it hold the future
+    held.__traceback__ = held.__context__ = (
+        None  # of the callbacks that have raised it, which hold the future
+    )
 
 
 def _value(done: torch.futures.Future[T]) -> T:

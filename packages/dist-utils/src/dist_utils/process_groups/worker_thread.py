@@ -127,9 +127,10 @@ class WorkerThread:
             drop_frames(error)
             self.error = same_error(error)  # of its own: this thread lives as long as its owner
             self._destroy_group()
-            fail(job.done, self.error)
         else:
             job.done.set_result(result)
+            return
+        fail(job.done, self.error)  # here: what is raised above would have the job's error as its context
 
     def _run_in_group(self, job: Job) -> Any:
         group = self._group()
