@@ -19,7 +19,7 @@ from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.wire_format import Layout
 
 stream = types.SimpleNamespace(cuda_stream=0x1234)
-torch.cuda.device = lambda device: contextlib.nullcontext()
+torch.cuda.current_device = lambda: 0
 torch.cuda.current_stream = lambda device: stream
 gpu = CudaKernels.__new__(CudaKernels)
 gpu._driver, gpu._device = driver, torch.device("cuda", 0)
