@@ -15,8 +15,10 @@ __all__ = [
     "check_flat",
     "check_messages",
     "check_residuals",
+    "present",
     "refuse_overlaps",
     "refuse_written_with_gradient",
+    "share_memory",
 ]
 
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
@@ -66,9 +68,11 @@ def check_messages(
     """Raise unless there are messages, each of as many values as ``values`` says."""
     if not messages:
         raise ValueError("there must be at least one message")
-    sizes = {count: layout.message_bytes(count) for count in set(values)}  # most are alike
+    before, size = -1, 0
     for index, (message, count) in enumerate(zip(messages, values, strict=True)):
-        check_flat(_place(name, index), message, _BYTES, sizes[count], device, SCALE_BYTES)
+        if count != before:  # most are alike
+            before, size = count, layout.message_bytes(count)
+        check_flat(_place(name, index), message, _BYTES, size, device, SCALE_BYTES)
 
 
 def check_affine_messages(
@@ -77,9 +81,10 @@ def check_affine_messages(
     """Raise unless there are messages of this layout."""
     if not messages:
         raise ValueError("there must be at least one message")
+    size, alignment = layout.message_bytes, layout.dtype.itemsize
     for index, message in enumerate(messages):
         name = "message" if len(messages) == 1 else _place("messages", index)
-        check_flat(name, message, _BYTES, layout.message_bytes, device, layout.dtype.itemsize)
+        check_flat(name, message, _BYTES, size, device, alignment)
 
 
 def check_residuals(
@@ -93,6 +98,24 @@ def check_residuals(
         raise TypeError(
             f"residual and new_residual must be of one dtype, got {residual.dtype} and {new_residual.dtype}"
         )
+
+
+def present(named: Named) -> list[torch.Tensor]:
+    """Return the tensors that are there."""
+    return [tensor for tensors in named.values() for tensor in tensors if tensor is not None]
+
+
+def share_memory(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether two contiguous tensors have a byte in common."""
+    spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    spans.sort()
+    last_end = 0
+    for start, size in spans:
+        if size:
+            if start < last_end:
+                return True
+            last_end = start + size
+    return False
 
 
 def refuse_overlaps(written: Named, read: Named) -> None:
@@ -110,9 +133,8 @@ def refuse_overlaps(written: Named, read: Named) -> None:
     for start, end, writes, name, index in spans:
         reach, other = (last_end, last) if writes else (written_end, last_written)
         if start < reach:
-            raise ValueError(
-                f"{_place(*other)} and {_place(name, index)} must not share memory: a kernel writes one of them"
-            )
+            both = f"{_place(*other)} and {_place(name, index)}"
+            raise ValueError(f"{both} must not share memory: a kernel writes one of them")
         if end > last_end:
             last_end, last = end, (name, index)
         if writes and end > written_end:

@@ -80,7 +80,9 @@ class CudaKernels:
     def encode(self, shards: Sequence[tuple[torch.Tensor, Outgoing]], layout: Layout) -> None:
         """Write the messages of shards of values; see :func:`ddp_quant_hooks.kernels.encode_shards`."""
         for some in _batches(shards):
-            work, pointers, most = [], [], 0
+            work: list[int] = []
+            pointers: list[int] = []
+            most = 0
             for values, out in some:
                 length, addresses = values.numel(), (values.data_ptr(), *out.addresses())
                 work += (length, *addresses)
@@ -124,7 +126,9 @@ class CudaKernels:
             torch_ops.decode(shards, layout)
             return
         for some in _batches(shards, ranks):
-            work, pointers, most = [], [], 0
+            work: list[int] = []
+            pointers: list[int] = []
+            most = 0
             for _, values in some:
                 length, address = values.numel(), values.data_ptr()
                 work += (length, address, 0, 0, 0)
@@ -179,18 +183,14 @@ class CudaKernels:
 
     def _start(self, program: GpuProgram, work: bytes, width: int, height: int) -> None:
         """Put a launch on torch's current stream."""
-        if torch.cuda.current_device() == self._device.index:  # as mostly: a context would take longer
-            self._start_here(program, work, width, height)
-        else:
-            with torch.cuda.device(self._device):
-                self._start_here(program, work, width, height)
-
-    def _start_here(self, program: GpuProgram, work: bytes, width: int, height: int) -> None:
-        """Put a launch on torch's current stream. The device must be current."""
+        index = self._device.index
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                self._start(program, work, width, height)
+            return
+        stream = torch.cuda.current_stream(index).cuda_stream
         _, function = self._kernel(program)
-        stream = torch.cuda.current_stream(self._device.index).cuda_stream
-        # cuda.core.launch takes no structures (NVIDIA/cuda-python#2343). The driver copies what the pointers
-        # point to before it returns.
+        # cuda.core.launch takes no structures (NVIDIA/cuda-python#2343). The driver keeps a copy of the work.
         parameters = _Parameters(work)
         (code,) = self._driver.cuLaunchKernel(
             function, width, height, 1, program.threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from ddp_quant_hooks import affine
 from ddp_quant_hooks.affine import AffineLayout
-from ddp_quant_hooks.chunks import Span, shards
+from ddp_quant_hooks.chunks import shard_lengths
 from ddp_quant_hooks.kernels.arguments import (
     Named,
     check_affine_messages,
     check_flat,
     check_messages,
     check_residuals,
+    present,
     refuse_overlaps,
     refuse_written_with_gradient,
+    share_memory,
 )
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.choice import backend_for, cuda_kernels_for
 from ddp_quant_hooks.wire_format import Format, Layout
 
 __all__ = ["VALUE_DTYPES", "operators"]
-
-_Tensor = TypeVar("_Tensor", torch.Tensor, None)
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be encoded and decoded."""
@@ -57,8 +57,8 @@ def _encode(
         {"messages": messages, "new_residual": [new_residual]}, {"values": [values], "residual": [residual]}
     )
     if length:
-        kept = [_cut(tensor, lengths) for tensor in (residual, new_residual)]
-        parts = zip(_cut(values, lengths), map(Outgoing, messages, *kept), lengths, strict=True)
+        before, after = _cut_if_there(residual, lengths), _cut_if_there(new_residual, lengths)
+        parts = zip(_cut(values, lengths), map(Outgoing, messages, before, after), lengths, strict=True)
         backend_for(device).encode([(part, out) for part, out, count in parts if count], layout)
 
 
@@ -148,16 +148,17 @@ def _affine_decode(messages: list[torch.Tensor], channel: int, values: torch.Ten
 
 def _claim(written: Named, read: Named) -> None:
     """Refuse what must not be written, and tell autograd of the rest: compiled kernels write unseen."""
-    refuse_overlaps(written, read)
-    tensors = [tensor for some in written.values() for tensor in some if tensor is not None]
+    tensors = present(written)
+    if share_memory(tensors + present(read)):  # which is right where it is only read
+        refuse_overlaps(written, read)
     refuse_written_with_gradient(tensors)
-    for tensor in tensors:
-        if not tensor.is_inference():  # such a tensor has no version
-            torch.autograd.graph.increment_version(tensor)
+    # A tensor of inference mode has no version.
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-# Checked once, not at every call.
+# Made and checked once, not at every call. Of blocks there are a few hundred, of channels more.
 _layout = functools.cache(Layout)
+_kept_affine_layout = functools.lru_cache(1024)(AffineLayout)
 
 
 def _lengths_of_shards(length: int, messages: Sequence[torch.Tensor], layout: Layout) -> list[int]:
@@ -165,19 +166,21 @@ def _lengths_of_shards(length: int, messages: Sequence[torch.Tensor], layout: La
         raise ValueError("there must be at least one message")
     if len(messages) == 1:
         return [length]
-    return [len(span) for span in shards(Span(0, length), len(messages), layout.block_size)]
+    return shard_lengths(length, len(messages), layout.block_size)
 
 
-def _cut(tensor: _Tensor, lengths: Sequence[int]) -> Sequence[_Tensor]:
-    """Return a part of each length, of nothing nothing."""
-    if tensor is None or len(lengths) == 1:
-        return [tensor] * len(lengths)
-    return tensor.split_with_sizes(lengths)
+def _cut(tensor: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Return a part of each length."""
+    return [tensor] if len(lengths) == 1 else tensor.split_with_sizes(lengths)
+
+
+def _cut_if_there(tensor: torch.Tensor | None, lengths: Sequence[int]) -> Sequence[torch.Tensor | None]:
+    return [None] * len(lengths) if tensor is None else _cut(tensor, lengths)
 
 
 def _affine_layout(values: torch.Tensor, channel: int) -> AffineLayout:
     check_flat("values", values, (*VALUE_DTYPES, torch.float64), values.numel(), values.device)
-    return AffineLayout(values.numel(), channel, torch.promote_types(values.dtype, torch.float32))
+    return _kept_affine_layout(values.numel(), channel, torch.promote_types(values.dtype, torch.float32))
 
 
 def _fake(written: tuple[int, ...]) -> Callable[..., None]:
