@@ -24,8 +24,6 @@ __all__ = [
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
 """What residuals may be kept in. fp16 has not the range: what small gradients lose would be zero."""
 
-_BYTES = (torch.uint8,)
-
 Named = Mapping[str, Sequence[torch.Tensor | None]]
 
 
@@ -72,7 +70,8 @@ def check_messages(
     for index, (message, count) in enumerate(zip(messages, values, strict=True)):
         if count != before:  # most are alike
             before, size = count, layout.message_bytes(count)
-        check_flat(_place(name, index), message, _BYTES, size, device, SCALE_BYTES)
+        if not _is_message(message, size, device, SCALE_BYTES):
+            check_flat(_place(name, index), message, (torch.uint8,), size, device, SCALE_BYTES)
 
 
 def check_affine_messages(
@@ -83,8 +82,22 @@ def check_affine_messages(
         raise ValueError("there must be at least one message")
     size, alignment = layout.message_bytes, layout.dtype.itemsize
     for index, message in enumerate(messages):
-        name = "message" if len(messages) == 1 else _place("messages", index)
-        check_flat(name, message, _BYTES, size, device, alignment)
+        if not _is_message(message, size, device, alignment):
+            name = "message" if len(messages) == 1 else _place("messages", index)
+            check_flat(name, message, (torch.uint8,), size, device, alignment)
+
+
+def _is_message(tensor: torch.Tensor, length: int, device: torch.device, alignment: int) -> bool:
+    """Tell fast whether nothing is wrong; :func:`check_flat` says what is."""
+    return (
+        tensor.dtype is torch.uint8
+        and tensor.dim() == 1
+        and tensor.numel() == length
+        and tensor.is_contiguous()
+        and tensor.device == device
+        and tensor.data_ptr() % alignment == 0
+        and tensor.storage_offset() % alignment == 0
+    )
 
 
 def check_residuals(

@@ -8,7 +8,8 @@ import operator
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -36,7 +37,8 @@ _ALIGNMENT = 16
 _MOST_WORDS = 4096 // 8
 """On every architecture."""
 _SHARD_WORDS = 5
-"""Of ``Shard`` in csrc/block_kernels.cu: values, tensor, message, residual, new_residual."""
+_Row: TypeAlias = tuple[int, int, int, int, int]
+"""``Shard`` in csrc/block_kernels.cu: values, tensor, message, residual, new_residual."""
 _AFFINE_WORDS = 5
 """Before the messages: values, channel, tensor, message, extremes."""
 _MOST_THREAD_BLOCKS = 2**31 - 1
@@ -79,26 +81,45 @@ class CudaKernels:
 
     def encode(self, shards: Sequence[tuple[torch.Tensor, Outgoing]], layout: Layout) -> None:
         """Write the messages of shards of values; see :func:`ddp_quant_hooks.kernels.encode_shards`."""
-        for some in _batches(shards):
-            work: list[int] = []
-            pointers: list[int] = []
-            most = 0
-            for values, out in some:
-                length, addresses = values.numel(), (values.data_ptr(), *out.addresses())
-                work += (length, *addresses)
-                pointers += addresses
-                most = max(most, length)
-            work.append(0)  # no messages are averaged
-            values, out = some[0]
+        values, out = shards[0]
+        rows = [(values.numel(), values.data_ptr(), *out.addresses()) for values, out in shards]
+        self._encode(rows, layout, values.dtype, out.residual_dtype)
+
+    def encode_parts(
+        self,
+        values: torch.Tensor,
+        lengths: Sequence[int],
+        messages: Sequence[torch.Tensor],
+        layout: Layout,
+        residual: torch.Tensor | None,
+        new_residual: torch.Tensor | None,
+    ) -> None:
+        """Write the message of each part of the values: tensors of the parts would take longer to make."""
+        out = Outgoing(messages[0], residual, new_residual)
+        size, kept_size = values.element_size(), out.residual_dtype.itemsize
+        tensor, (_, before, after) = values.data_ptr(), out.addresses()
+        rows = []
+        for length, message in zip(lengths, messages, strict=True):
+            if length:
+                rows.append((length, tensor, message.data_ptr(), before, after))
+            tensor += length * size
+            before += length * kept_size if before else 0
+            after += length * kept_size if after else 0
+        self._encode(rows, layout, values.dtype, out.residual_dtype)
+
+    def _encode(
+        self, rows: Sequence[_Row], layout: Layout, dtype: torch.dtype, residual_dtype: torch.dtype
+    ) -> None:
+        for some in _batches(rows):
             program = block_program(
                 "encode",
                 layout,
-                dtype=values.dtype,
-                residual_dtype=out.residual_dtype,
+                dtype=dtype,
+                residual_dtype=residual_dtype,
                 shards=len(some),
-                aligned=_are_aligned(pointers),
+                aligned=_rows_aligned(some),
             )
-            self._launch_blocks(program, work, layout.blocks(most), len(some))
+            self._launch_blocks(program, layout, some, [0])  # no messages are averaged
 
     def reduce(
         self, messages: Sequence[torch.Tensor], layout: Layout, values: int, out: Outgoing, new_layout: Layout
@@ -108,42 +129,54 @@ class CudaKernels:
         if _room_for_shards(ranks) == 0:  # some 500 ranks
             torch_ops.reduce(messages, layout, values, out, new_layout)
             return
-        pointers = [0, *out.addresses(), *(message.data_ptr() for message in messages)]
+        row, addresses = (values, 0, *out.addresses()), [message.data_ptr() for message in messages]
         program = block_program(
             "reduce",
             layout,
             new_layout=new_layout,
             residual_dtype=out.residual_dtype,
             ranks=ranks,
-            aligned=_are_aligned(pointers),
+            aligned=_rows_aligned([row]) and _are_aligned(addresses),
         )
-        self._launch_blocks(program, [values, *pointers], layout.blocks(values), 1)
+        self._launch_blocks(program, layout, [row], addresses)
 
     def decode(self, shards: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], layout: Layout) -> None:
         """Write the means of shards; see :func:`ddp_quant_hooks.kernels.decode_shards`."""
-        ranks = len(shards[0][0])
+        ranks, dtype = len(shards[0][0]), shards[0][1].dtype
         if _room_for_shards(ranks) == 0:
             torch_ops.decode(shards, layout)
             return
         for some in _batches(shards, ranks):
-            work: list[int] = []
-            pointers: list[int] = []
-            most = 0
-            for _, values in some:
-                length, address = values.numel(), values.data_ptr()
-                work += (length, address, 0, 0, 0)
-                pointers.append(address)
-                most = max(most, length)
+            rows = [(values.numel(), values.data_ptr(), 0, 0, 0) for _, values in some]
             addresses = [message.data_ptr() for messages, _ in some for message in messages]
-            work += addresses
-            pointers += addresses
-            dtype, count, aligned = some[0][1].dtype, len(some), _are_aligned(pointers)
-            program = block_program("decode", layout, dtype=dtype, shards=count, ranks=ranks, aligned=aligned)
-            self._launch_blocks(program, work, layout.blocks(most), count)
+            self._decode(rows, addresses, layout, dtype)
 
-    def _launch_blocks(self, program: GpuProgram, work: list[int], blocks: int, shards: int) -> None:
-        """Launch for shards of at most so many blocks."""
-        self._launch(program, work, -(-blocks // program.blocks_at_a_time), shards)
+    def decode_parts(
+        self, messages: Sequence[torch.Tensor], lengths: Sequence[int], layout: Layout, values: torch.Tensor
+    ) -> None:
+        """Write each part of the values from its message, without a tensor of each."""
+        tensor, size, shards = values.data_ptr(), values.element_size(), []
+        for length, message in zip(lengths, messages, strict=True):
+            if length:
+                shards.append(((length, tensor, 0, 0, 0), message.data_ptr()))
+            tensor += length * size
+        for some in _batches(shards, ranks=1):
+            rows, addresses = zip(*some, strict=True)
+            self._decode(rows, addresses, layout, values.dtype)
+
+    def _decode(
+        self, rows: Sequence[_Row], addresses: Sequence[int], layout: Layout, dtype: torch.dtype
+    ) -> None:
+        aligned, ranks = _rows_aligned(rows) and _are_aligned(addresses), len(addresses) // len(rows)
+        program = block_program("decode", layout, dtype=dtype, shards=len(rows), ranks=ranks, aligned=aligned)
+        self._launch_blocks(program, layout, rows, addresses)
+
+    def _launch_blocks(
+        self, program: GpuProgram, layout: Layout, rows: Sequence[_Row], addresses: Sequence[int]
+    ) -> None:
+        most, *_ = max(rows)
+        work = [*chain.from_iterable(rows), *addresses]
+        self._launch(program, work, -(-layout.blocks(most) // program.blocks_at_a_time), len(rows))
 
     # ---- PyTorch's 8-bit numbers ----
 
@@ -224,6 +257,8 @@ def _room_for_shards(ranks: int) -> int:
 def _batches(shards: Sequence[_T], ranks: int = 1) -> list[Sequence[_T]]:
     """Cut shards into groups for one launch each."""
     size = _room_for_shards(ranks)
+    if len(shards) <= size:
+        return [shards]
     return [shards[first : first + size] for first in range(0, len(shards), size)]
 
 
@@ -232,6 +267,13 @@ def _channels_aligned(channel: int, pointers: list[int]) -> bool:
     return channel % 4 == 0 and _are_aligned(pointers)
 
 
-def _are_aligned(pointers: list[int]) -> bool:
+def _rows_aligned(rows: Sequence[_Row]) -> bool:
+    lowest = 0
+    for _, tensor, message, residual, new_residual in rows:
+        lowest |= tensor | message | residual | new_residual
+    return lowest % _ALIGNMENT == 0
+
+
+def _are_aligned(pointers: Sequence[int]) -> bool:
     """Tell whether all start at multiples of 16 bytes: none has a lower bit."""
     return functools.reduce(operator.or_, pointers) % _ALIGNMENT == 0

@@ -28,6 +28,7 @@ from ddp_quant_hooks.kernels.arguments import (
 )
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.choice import backend_for, cuda_kernels_for
+from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.wire_format import Format, Layout
 
 __all__ = ["VALUE_DTYPES", "operators"]
@@ -56,10 +57,15 @@ def _encode(
     _claim(
         {"messages": messages, "new_residual": [new_residual]}, {"values": [values], "residual": [residual]}
     )
-    if length:
+    if not length:
+        return
+    backend = backend_for(device)
+    if isinstance(backend, CudaKernels):
+        backend.encode_parts(values, lengths, messages, layout, residual, new_residual)
+    else:
         before, after = _cut_if_there(residual, lengths), _cut_if_there(new_residual, lengths)
         parts = zip(_cut(values, lengths), map(Outgoing, messages, before, after), lengths, strict=True)
-        backend_for(device).encode([(part, out) for part, out, count in parts if count], layout)
+        backend.encode([(part, out) for part, out, count in parts if count], layout)
 
 
 def _reduce(
@@ -119,9 +125,14 @@ def _decode_shards(
     lengths = _lengths_of_shards(length, messages, layout)
     check_messages(messages, layout, lengths, device)
     _claim({"values": [values]}, {"messages": messages})
-    if length:
+    if not length:
+        return
+    backend = backend_for(device)
+    if isinstance(backend, CudaKernels):
+        backend.decode_parts(messages, lengths, layout, values)
+    else:
         parts = zip(messages, _cut(values, lengths), lengths, strict=True)
-        backend_for(device).decode([([message], part) for message, part, count in parts if count], layout)
+        backend.decode([([message], part) for message, part, count in parts if count], layout)
 
 
 def _affine_encode(values: torch.Tensor, message: torch.Tensor, channel: int) -> None:
