@@ -36,6 +36,8 @@ __all__ = ["VALUE_DTYPES", "operators"]
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be encoded and decoded."""
 
+_AFFINE_DTYPES = (*VALUE_DTYPES, torch.float64)
+
 operators: Any = torch.ops.ddp_quant_hooks
 
 
@@ -190,8 +192,9 @@ def _cut_if_there(tensor: torch.Tensor | None, lengths: Sequence[int]) -> Sequen
 
 
 def _affine_layout(values: torch.Tensor, channel: int) -> AffineLayout:
-    check_flat("values", values, (*VALUE_DTYPES, torch.float64), values.numel(), values.device)
-    return _kept_affine_layout(values.numel(), channel, torch.promote_types(values.dtype, torch.float32))
+    length, dtype = values.numel(), values.dtype
+    check_flat("values", values, _AFFINE_DTYPES, length, values.device)
+    return _kept_affine_layout(length, channel, torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def _fake(written: tuple[int, ...]) -> Callable[..., None]:
