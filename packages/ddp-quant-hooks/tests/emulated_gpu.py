@@ -69,4 +69,4 @@ class EmulatedGpu(CudaKernels):
             self._compile([program])
         self.launches.append((program, width, height))
         first = min(self.first_thread_block, width)
-        self._libraries[program](ctypes.byref(work), program.threads, first, width, height)
+        self._libraries[program](work, program.threads, first, width, height)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from ddp_quant_hooks.chunks import Span, cut, shards
+from ddp_quant_hooks.chunks import Span, cut, shard_lengths, shards
 from ddp_quant_hooks.wire_format import Layout
 
 
@@ -31,6 +31,7 @@ def test_shards_cover_the_chunk_and_differ_by_one_block_at_most(length, ranks):
     assert all(left.stop == right.start for left, right in pairwise(parts))
     blocks = [-(-len(part) // 32) for part in parts]
     assert max(blocks) - min(blocks) <= 1
+    assert shard_lengths(length, ranks, 32) == [len(part) for part in parts]
 
 
 def test_messages_are_a_quarter_of_fp32():

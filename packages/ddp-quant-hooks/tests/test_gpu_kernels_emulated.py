@@ -1,5 +1,7 @@
 """The CUDA backend's logic without a GPU: its launches and its kernels' text, on an emulated one."""
 
+import importlib
+
 import pytest
 import torch
 from emulated_gpu import EmulatedGpu, needs_compiler
@@ -7,7 +9,7 @@ from test_kernel_bits import everything, inputs, inputs_of
 
 from ddp_quant_hooks import affine, kernels
 from ddp_quant_hooks.affine import AffineLayout
-from ddp_quant_hooks.chunks import Span, shards
+from ddp_quant_hooks.chunks import Span, shard_lengths, shards
 from ddp_quant_hooks.kernels import torch_ops
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.wire_format import Layout
@@ -111,6 +113,25 @@ def test_shards_are_one_launch_each_hundred_or_so(gpu, count):
     not_empty = sum(len(span) > 0 for span in spans)
     assert sum(height for _, _, height in gpu.launches) == 2 * not_empty
     assert len(gpu.launches) == 2 * -(-not_empty // 85)  # 48 bytes a shard, 4096 for a launch
+
+
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 200])
+def test_shards_of_one_tensor_are_cut_by_their_addresses(gpu, count, kept, monkeypatch):
+    operators = importlib.import_module("ddp_quant_hooks.kernels.operators")
+    layout, values = Layout("int8", 128), torch.randn(128 * 150 - 5).bfloat16()
+    results = []
+    for backend in (gpu, torch_ops):
+        monkeypatch.setattr(operators, "backend_for", lambda _, backend=backend: backend)
+        lengths = shard_lengths(len(values), count, 128)
+        messages = [torch.zeros(layout.message_bytes(length), dtype=torch.uint8) for length in lengths]
+        residual = None if kept is None else values.to(kept) / 3
+        lost = None if kept is None else torch.zeros_like(residual)
+        restored = torch.zeros(len(values))
+        kernels.encode_shards(values, messages, layout, residual=residual, new_residual=lost)
+        kernels.decode_shards(messages, layout, restored)
+        results.append([*messages, restored] if lost is None else [*messages, restored, lost])
+    assert all(same_bits(ours, theirs) for ours, theirs in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("ranks", [9, pytest.param(100, marks=pytest.mark.exhaustive), 600])

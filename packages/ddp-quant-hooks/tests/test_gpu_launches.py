@@ -11,7 +11,7 @@ import pytest
 COMPILER = next(filter(shutil.which, ("cc", "gcc", "clang")), None)
 
 PROGRAM = """
-import contextlib, threading, types
+import types
 import torch
 from cuda.bindings import driver
 from ddp_quant_hooks.kernels.backends import Outgoing
@@ -19,7 +19,21 @@ from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.wire_format import Layout
 
 stream = types.SimpleNamespace(cuda_stream=0x1234)
-torch.cuda.device = lambda device: contextlib.nullcontext()
+current, switches = [0], []
+
+class Switch:
+    def __init__(self, index):
+        self.index = index
+
+    def __enter__(self):
+        self.before, current[0] = current[0], self.index
+        switches.append(self.index)
+
+    def __exit__(self, *error):
+        current[0] = self.before
+
+torch.cuda.current_device = lambda: current[0]
+torch.cuda.device = Switch
 torch.cuda.current_stream = lambda device: stream
 gpu = CudaKernels.__new__(CudaKernels)
 gpu._driver, gpu._device = driver, torch.device("cuda", 0)
@@ -33,7 +47,10 @@ print(f"{values.data_ptr():x}", flush=True)
 gpu.encode([(half, Outgoing(message(len(half)))) for half in halves], layout)
 gpu.decode([([message(100_000)] * 2, values)], layout)
 gpu.reduce([message(1000)] * 3, layout, 1000, Outgoing(message(1000)), layout)
+assert not switches
+current[0] = 1
 gpu.affine_encode(values, torch.zeros(110_000, dtype=torch.uint8), 512)
+assert switches == [0] and current == [1]
 stream.cuda_stream = 0xbad
 try:
     gpu.decode([([message(100_000)], values)], layout)

@@ -97,6 +97,15 @@ def test_memory_that_is_written_is_used_for_nothing_else(backend):
     assert len(names) == 18
 
 
+def test_an_error_names_the_places_that_share_memory(backend):
+    memory = _Memory()
+    mean, others = memory.message(0), [memory.message(start) for start in (0, 8192)]
+    with pytest.raises(ValueError, match=r"messages\[1\] and new_residual must not share memory"):
+        kernels.reduce(others, INT8, COUNT, mean, INT8, new_residual=memory.floats(8192 + 4))
+    with pytest.raises(ValueError, match=r"messages\[0\] and residual must not share memory"):
+        kernels.encode(memory.floats(0), memory.message(8192), INT8, residual=memory.floats(8192 + 4))
+
+
 def test_what_is_only_read_may_be_the_same(backend):
     values, messages = torch.randn(COUNT), [torch.zeros(BYTES, dtype=torch.uint8) for _ in range(2)]
     kernels.encode(values, messages[0], INT8, residual=values)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-__all__ = ["Span", "cut", "shards"]
+__all__ = ["Span", "cut", "shard_lengths", "shards"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,16 @@ def cut(length: int, most: int, block_size: int) -> list[Span]:
 
 def shards(chunk: Span, count: int, block_size: int) -> list[Span]:
     """Cut a chunk into one shard per rank, at block boundaries; some are empty if there are few blocks."""
-    blocks = -(-len(chunk) // block_size)
-    bounds = [chunk.start + blocks * index // count * block_size for index in range(count + 1)]
-    return [Span(min(low, chunk.stop), min(high, chunk.stop)) for low, high in pairwise(bounds)]
+    bounds = [chunk.start + bound for bound in _bounds(len(chunk), count, block_size)]
+    return [Span(low, high) for low, high in pairwise(bounds)]
+
+
+def shard_lengths(length: int, count: int, block_size: int) -> list[int]:
+    """Return how long the shards of a chunk of ``length`` elements are."""
+    return [high - low for low, high in pairwise(_bounds(length, count, block_size))]
+
+
+def _bounds(length: int, count: int, block_size: int) -> list[int]:
+    blocks = -(-length // block_size)
+    bounds = [blocks * index // count * block_size for index in range(count)]
+    return [*bounds, length]  # the last block may be shorter

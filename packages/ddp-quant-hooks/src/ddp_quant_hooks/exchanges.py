@@ -14,7 +14,7 @@ from itertools import count
 import torch
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.chunks import Span, shards
+from ddp_quant_hooks.chunks import Span, shard_lengths, shards
 from ddp_quant_hooks.link import Link
 from ddp_quant_hooks.residuals import Residual
 from ddp_quant_hooks.scratch import Scratch
@@ -173,7 +173,7 @@ def _messages_of_mean(
     """
     link, *between = links
     scatter, gather = wire.scatter, wire.gather
-    lengths = [len(span) for span in shards(Span(0, values.numel()), link.size, scatter.block_size)]
+    lengths = shard_lengths(values.numel(), link.size, scatter.block_size)
     outgoing = [scratch.take(scatter.message_bytes(length)) for length in lengths]
     own_length = lengths[link.index]
     incoming = [scratch.take(scatter.message_bytes(own_length)) for _ in range(link.size)]

@@ -89,7 +89,7 @@ def encode_shards(
         TypeError, ValueError, RuntimeError: As :func:`encode`; or no message.
     """
     shape = (layout.format, layout.block_size)
-    operators.encode(values, list(messages), *shape, residual, new_residual, rotate=layout.rotate)
+    operators.encode(values, list(messages), *shape, residual, new_residual, layout.rotate)
 
 
 def reduce(
@@ -126,8 +126,7 @@ def reduce(
     if not is_integer(values):
         raise TypeError(f"values must be an int, got {values!r}")
     shape = (layout.format, values, message, message_layout.format, layout.block_size)
-    rotations = {"rotate": layout.rotate, "message_rotate": message_layout.rotate}
-    operators.reduce(list(messages), *shape, residual, new_residual, **rotations)
+    operators.reduce(list(messages), *shape, residual, new_residual, layout.rotate, message_layout.rotate)
 
 
 def decode(messages: Sequence[torch.Tensor], layout: Layout, values: torch.Tensor) -> None:
@@ -141,7 +140,7 @@ def decode(messages: Sequence[torch.Tensor], layout: Layout, values: torch.Tenso
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`encode`; or no message.
     """
-    operators.decode(list(messages), layout.format, layout.block_size, values, rotate=layout.rotate)
+    operators.decode(list(messages), layout.format, layout.block_size, values, layout.rotate)
 
 
 def decode_shards(messages: Sequence[torch.Tensor], layout: Layout, values: torch.Tensor) -> None:
@@ -155,7 +154,7 @@ def decode_shards(messages: Sequence[torch.Tensor], layout: Layout, values: torc
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`decode`.
     """
-    operators.decode_shards(list(messages), layout.format, layout.block_size, values, rotate=layout.rotate)
+    operators.decode_shards(list(messages), layout.format, layout.block_size, values, layout.rotate)
 
 
 def affine_encode(values: torch.Tensor, message: torch.Tensor, layout: AffineLayout) -> None:

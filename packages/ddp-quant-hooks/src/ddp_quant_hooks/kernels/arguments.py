@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -15,14 +15,16 @@ __all__ = [
     "check_flat",
     "check_messages",
     "check_residuals",
+    "present",
     "refuse_overlaps",
     "refuse_written_with_gradient",
+    "share_memory",
 ]
 
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
 """What residuals may be kept in. fp16 has not the range: what small gradients lose would be zero."""
 
-Named = tuple[str, torch.Tensor | None]
+Named = Mapping[str, Sequence[torch.Tensor | None]]
 
 
 def check_flat(
@@ -43,13 +45,14 @@ def check_flat(
         )
     if tensor.device != device:
         raise ValueError(f"{name} must be on {device}, got {tensor.device}")
-    alignment = alignment or tensor.element_size()
+    size = tensor.element_size()
+    alignment = alignment or size
     # torch looks at the offset in the storage, other backends at the address.
-    offset = tensor.storage_offset() * tensor.element_size()
-    if tensor.data_ptr() % alignment or offset % alignment:
+    address, offset = tensor.data_ptr(), tensor.storage_offset() * size
+    if address % alignment or offset % alignment:
         raise ValueError(
             f"{name} must start at a multiple of {alignment} bytes in memory and in its storage, "
-            f"not {tensor.data_ptr() % alignment} and {offset % alignment} bytes behind one"
+            f"not {address % alignment} and {offset % alignment} bytes behind one"
         )
 
 
@@ -63,9 +66,12 @@ def check_messages(
     """Raise unless there are messages, each of as many values as ``values`` says."""
     if not messages:
         raise ValueError("there must be at least one message")
+    before, size = -1, 0
     for index, (message, count) in enumerate(zip(messages, values, strict=True)):
-        here = f"{name}[{index}]" if name == "messages" else name
-        check_flat(here, message, (torch.uint8,), layout.message_bytes(count), device, SCALE_BYTES)
+        if count != before:  # most are alike
+            before, size = count, layout.message_bytes(count)
+        if not _is_message(message, size, device, SCALE_BYTES):
+            check_flat(_place(name, index), message, (torch.uint8,), size, device, SCALE_BYTES)
 
 
 def check_affine_messages(
@@ -74,9 +80,24 @@ def check_affine_messages(
     """Raise unless there are messages of this layout."""
     if not messages:
         raise ValueError("there must be at least one message")
+    size, alignment = layout.message_bytes, layout.dtype.itemsize
     for index, message in enumerate(messages):
-        name = "message" if len(messages) == 1 else f"messages[{index}]"
-        check_flat(name, message, (torch.uint8,), layout.message_bytes, device, layout.dtype.itemsize)
+        if not _is_message(message, size, device, alignment):
+            name = "message" if len(messages) == 1 else _place("messages", index)
+            check_flat(name, message, (torch.uint8,), size, device, alignment)
+
+
+def _is_message(tensor: torch.Tensor, length: int, device: torch.device, alignment: int) -> bool:
+    """Tell fast whether nothing is wrong; :func:`check_flat` says what is."""
+    return (
+        tensor.dtype is torch.uint8
+        and tensor.dim() == 1
+        and tensor.numel() == length
+        and tensor.is_contiguous()
+        and tensor.device == device
+        and tensor.data_ptr() % alignment == 0
+        and tensor.storage_offset() % alignment == 0
+    )
 
 
 def check_residuals(
@@ -92,25 +113,50 @@ def check_residuals(
         )
 
 
-def refuse_overlaps(written: Iterable[Named], read: Iterable[Named]) -> None:
+def present(named: Named) -> list[torch.Tensor]:
+    """Return the tensors that are there."""
+    return [tensor for tensors in named.values() for tensor in tensors if tensor is not None]
+
+
+def share_memory(tensors: Iterable[torch.Tensor]) -> bool:
+    """Tell whether two contiguous tensors have a byte in common."""
+    spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+    spans.sort()
+    last_end = 0
+    for start, size in spans:
+        if size:
+            if start < last_end:
+                return True
+            last_end = start + size
+    return False
+
+
+def refuse_overlaps(written: Named, read: Named) -> None:
     """Raise if memory that is written is also read, or written twice. All tensors are contiguous."""
     spans = [
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, writes, name)
-        for tensors, writes in ((written, True), (read, False))
-        for name, tensor in tensors
-        if tensor is not None and tensor.numel()
+        (start := tensor.data_ptr(), start + size, writes, name, index)
+        for named, writes in ((written, True), (read, False))
+        for name, tensors in named.items()
+        for index, tensor in enumerate(tensors)
+        if tensor is not None and (size := tensor.nbytes)
     ]
-    spans.sort(key=lambda span: span[0])
-    last_end, last_name = 0, ""  # of all spans so far, the one that ends last
-    written_end, written_name = 0, ""  # of those that are written
-    for start, end, writes, name in spans:
-        other, reach = (last_name, last_end) if writes else (written_name, written_end)
+    spans.sort()
+    last_end, last = 0, ("", 0)  # of all spans so far, the one that ends last
+    written_end, last_written = 0, ("", 0)  # of those that are written
+    for start, end, writes, name, index in spans:
+        reach, other = (last_end, last) if writes else (written_end, last_written)
         if start < reach:
-            raise ValueError(f"{other} and {name} must not share memory: a kernel writes one of them")
+            both = f"{_place(*other)} and {_place(name, index)}"
+            raise ValueError(f"{both} must not share memory: a kernel writes one of them")
         if end > last_end:
-            last_end, last_name = end, name
+            last_end, last = end, (name, index)
         if writes and end > written_end:
-            written_end, written_name = end, name
+            written_end, last_written = end, (name, index)
+
+
+def _place(name: str, index: int) -> str:
+    """Return how an error calls one of the tensors of an argument."""
+    return f"{name}[{index}]" if name == "messages" else name
 
 
 def refuse_written_with_gradient(written: Iterable[torch.Tensor]) -> None:

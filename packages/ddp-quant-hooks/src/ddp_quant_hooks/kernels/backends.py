@@ -31,9 +31,14 @@ class Outgoing(NamedTuple):
         either = self.new_residual if self.residual is None else self.residual
         return torch.float32 if either is None else either.dtype
 
-    def addresses(self) -> tuple[int | None, ...]:
-        """Return where the three lie in memory, as compiled kernels take them."""
-        return tuple(None if tensor is None else tensor.data_ptr() for tensor in self)
+    def addresses(self) -> tuple[int, int, int]:
+        """Return where the three lie in memory, as compiled kernels take them; 0 for what is not there."""
+        message, residual, new_residual = self
+        return (
+            message.data_ptr(),
+            0 if residual is None else residual.data_ptr(),
+            0 if new_residual is None else new_residual.data_ptr(),
+        )
 
 
 class Backend(Protocol):

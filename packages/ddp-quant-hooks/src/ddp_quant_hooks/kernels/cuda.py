@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
+import struct
 import threading
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -30,42 +33,18 @@ _T = TypeVar("_T")
 
 _ALIGNMENT = 16
 
-_MOST_BYTES = 4096
-"""Of what one launch is given, on every architecture."""
+# What one launch is given: ``Work`` of csrc/block_kernels.cu or csrc/affine_kernels.cu, all words of 64 bits.
+_MOST_WORDS = 4096 // 8
+"""On every architecture."""
+_SHARD_WORDS = 5
+_Row: TypeAlias = tuple[int, int, int, int, int]
+"""``Shard`` in csrc/block_kernels.cu: values, tensor, message, residual, new_residual."""
+_AFFINE_WORDS = 5
+"""Before the messages: values, channel, tensor, message, extremes."""
 _MOST_THREAD_BLOCKS = 2**31 - 1
 
-
-class _Shard(ctypes.Structure):
-    """As ``Shard`` in csrc/block_kernels.cu."""
-
-    _fields_ = (
-        ("values", ctypes.c_int64),
-        ("tensor", ctypes.c_void_p),
-        ("message", ctypes.c_void_p),
-        ("residual", ctypes.c_void_p),
-        ("new_residual", ctypes.c_void_p),
-    )
-
-
-@functools.cache
-def _block_work(shards: int, messages: int) -> type[ctypes.Structure]:
-    """Return ``Work`` of csrc/block_kernels.cu."""
-    fields = (("shards", _Shard * shards), ("messages", ctypes.c_void_p * messages))
-    return type("Work", (ctypes.Structure,), {"_fields_": fields})
-
-
-@functools.cache
-def _affine_work(messages: int) -> type[ctypes.Structure]:
-    """Return ``Work`` of csrc/affine_kernels.cu."""
-    fields = (
-        ("values", ctypes.c_int64),
-        ("channel", ctypes.c_int64),
-        ("tensor", ctypes.c_void_p),
-        ("message", ctypes.c_void_p),
-        ("extremes", ctypes.c_void_p),
-        ("messages", ctypes.c_void_p * messages),
-    )
-    return type("Work", (ctypes.Structure,), {"_fields_": fields})
+_Parameters = ctypes.c_char_p * 1
+"""A pointer to each parameter of a kernel. They keep what they point to."""
 
 
 class CudaKernels:
@@ -102,112 +81,153 @@ class CudaKernels:
 
     def encode(self, shards: Sequence[tuple[torch.Tensor, Outgoing]], layout: Layout) -> None:
         """Write the messages of shards of values; see :func:`ddp_quant_hooks.kernels.encode_shards`."""
-        for some in _batches(shards):
-            work = _block_work(len(some), 1)()
-            for place, (values, out) in zip(work.shards, some, strict=True):
-                place.values, place.tensor = values.numel(), values.data_ptr()
-                place.message, place.residual, place.new_residual = out.addresses()
-            (values, out), aligned = some[0], _all_aligned(work)
+        values, out = shards[0]
+        rows = [(values.numel(), values.data_ptr(), *out.addresses()) for values, out in shards]
+        self._encode(rows, layout, values.dtype, out.residual_dtype)
+
+    def encode_parts(
+        self,
+        values: torch.Tensor,
+        lengths: Sequence[int],
+        messages: Sequence[torch.Tensor],
+        layout: Layout,
+        residual: torch.Tensor | None,
+        new_residual: torch.Tensor | None,
+    ) -> None:
+        """Write the message of each part of the values: tensors of the parts would take longer to make."""
+        out = Outgoing(messages[0], residual, new_residual)
+        size, kept_size = values.element_size(), out.residual_dtype.itemsize
+        tensor, (_, before, after) = values.data_ptr(), out.addresses()
+        rows = []
+        for length, message in zip(lengths, messages, strict=True):
+            if length:
+                rows.append((length, tensor, message.data_ptr(), before, after))
+            tensor += length * size
+            before += length * kept_size if before else 0
+            after += length * kept_size if after else 0
+        self._encode(rows, layout, values.dtype, out.residual_dtype)
+
+    def _encode(
+        self, rows: Sequence[_Row], layout: Layout, dtype: torch.dtype, residual_dtype: torch.dtype
+    ) -> None:
+        for some in _batches(rows):
             program = block_program(
                 "encode",
                 layout,
-                dtype=values.dtype,
-                residual_dtype=out.residual_dtype,
+                dtype=dtype,
+                residual_dtype=residual_dtype,
                 shards=len(some),
-                aligned=aligned,
+                aligned=_rows_aligned(some),
             )
-            self._launch_blocks(program, layout, work)
+            self._launch_blocks(program, layout, some, [0])  # no messages are averaged
 
     def reduce(
         self, messages: Sequence[torch.Tensor], layout: Layout, values: int, out: Outgoing, new_layout: Layout
     ) -> None:
         """Write the message of the mean; see :func:`ddp_quant_hooks.kernels.reduce`."""
-        if _room_for_shards(len(messages)) == 0:  # some 500 ranks
+        ranks = len(messages)
+        if _room_for_shards(ranks) == 0:  # some 500 ranks
             torch_ops.reduce(messages, layout, values, out, new_layout)
             return
-        work = _block_work(1, len(messages))()
-        (place,) = work.shards
-        place.values = values
-        place.message, place.residual, place.new_residual = out.addresses()
-        work.messages[:] = [message.data_ptr() for message in messages]
-        ranks, aligned = len(messages), _all_aligned(work)
+        row, addresses = (values, 0, *out.addresses()), [message.data_ptr() for message in messages]
         program = block_program(
             "reduce",
             layout,
             new_layout=new_layout,
             residual_dtype=out.residual_dtype,
             ranks=ranks,
-            aligned=aligned,
+            aligned=_rows_aligned([row]) and _are_aligned(addresses),
         )
-        self._launch_blocks(program, layout, work)
+        self._launch_blocks(program, layout, [row], addresses)
 
     def decode(self, shards: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], layout: Layout) -> None:
         """Write the means of shards; see :func:`ddp_quant_hooks.kernels.decode_shards`."""
-        ranks = len(shards[0][0])
+        ranks, dtype = len(shards[0][0]), shards[0][1].dtype
         if _room_for_shards(ranks) == 0:
             torch_ops.decode(shards, layout)
             return
         for some in _batches(shards, ranks):
-            work = _block_work(len(some), len(some) * ranks)()
-            for place, (_, values) in zip(work.shards, some, strict=True):
-                place.values, place.tensor = values.numel(), values.data_ptr()
-            work.messages[:] = [message.data_ptr() for messages, _ in some for message in messages]
-            dtype, count, aligned = some[0][1].dtype, len(some), _all_aligned(work)
-            program = block_program("decode", layout, dtype=dtype, shards=count, ranks=ranks, aligned=aligned)
-            self._launch_blocks(program, layout, work)
+            rows = [(values.numel(), values.data_ptr(), 0, 0, 0) for _, values in some]
+            addresses = [message.data_ptr() for messages, _ in some for message in messages]
+            self._decode(rows, addresses, layout, dtype)
 
-    def _launch_blocks(self, program: GpuProgram, layout: Layout, work: Any) -> None:
-        most = max(layout.blocks(shard.values) for shard in work.shards)
-        self._launch(program, work, -(-most // program.blocks_at_a_time), len(work.shards))
+    def decode_parts(
+        self, messages: Sequence[torch.Tensor], lengths: Sequence[int], layout: Layout, values: torch.Tensor
+    ) -> None:
+        """Write each part of the values from its message, without a tensor of each."""
+        tensor, size, shards = values.data_ptr(), values.element_size(), []
+        for length, message in zip(lengths, messages, strict=True):
+            if length:
+                shards.append(((length, tensor, 0, 0, 0), message.data_ptr()))
+            tensor += length * size
+        for some in _batches(shards, ranks=1):
+            rows, addresses = zip(*some, strict=True)
+            self._decode(rows, addresses, layout, values.dtype)
+
+    def _decode(
+        self, rows: Sequence[_Row], addresses: Sequence[int], layout: Layout, dtype: torch.dtype
+    ) -> None:
+        aligned, ranks = _rows_aligned(rows) and _are_aligned(addresses), len(addresses) // len(rows)
+        program = block_program("decode", layout, dtype=dtype, shards=len(rows), ranks=ranks, aligned=aligned)
+        self._launch_blocks(program, layout, rows, addresses)
+
+    def _launch_blocks(
+        self, program: GpuProgram, layout: Layout, rows: Sequence[_Row], addresses: Sequence[int]
+    ) -> None:
+        most, *_ = max(rows)
+        work = [*chain.from_iterable(rows), *addresses]
+        self._launch(program, work, -(-layout.blocks(most) // program.blocks_at_a_time), len(rows))
 
     # ---- PyTorch's 8-bit numbers ----
 
     def affine_encode(self, values: torch.Tensor, message: torch.Tensor, channel: int) -> None:
         """Write the message of ``values``; see :func:`ddp_quant_hooks.affine.encode`."""
-        work = _affine_work(1)(values=values.numel(), channel=channel)
-        work.tensor, work.message = values.data_ptr(), message.data_ptr()
-        pieces, aligned = affine_pieces(values.numel(), channel), _channels_aligned(work)
+        length, tensor, address = values.numel(), values.data_ptr(), message.data_ptr()
+        pieces, aligned = affine_pieces(length, channel), _channels_aligned(channel, [tensor, address])
         if channels_are_short(channel):
             program = affine_program("encode_short_channels", values.dtype, aligned=aligned)
-            self._launch(program, work, pieces)
+            self._launch(program, [length, channel, tensor, address, 0, 0], pieces)
             return
-        channels = -(-values.numel() // channel)
+        channels = -(-length // channel)
         extremes = torch.zeros(2 * channels, dtype=torch.int32, device=values.device)
-        work.extremes = extremes.data_ptr()
+        work = [length, channel, tensor, address, extremes.data_ptr(), 0]
         for name in ("find_extremes_of_long_channels", "encode_long_channels"):
             self._launch(affine_program(name, values.dtype, aligned=aligned), work, pieces)
 
     def affine_decode(self, messages: Sequence[torch.Tensor], channel: int, values: torch.Tensor) -> None:
         """Write the mean; see :func:`ddp_quant_hooks.affine.decode_mean`."""
-        kind = _affine_work(len(messages))
-        if ctypes.sizeof(kind) > _MOST_BYTES:
-            affine.decode_mean(messages, AffineLayout(values.numel(), channel, torch.float32), values)
+        length, ranks = values.numel(), len(messages)
+        if _AFFINE_WORDS + ranks > _MOST_WORDS:
+            affine.decode_mean(messages, AffineLayout(length, channel, torch.float32), values)
             return
-        work = kind(values=values.numel(), channel=channel)
-        work.tensor = values.data_ptr()
-        work.messages[:] = [message.data_ptr() for message in messages]
-        aligned = _channels_aligned(work)
-        program = affine_program("decode", values.dtype, aligned=aligned, ranks=len(messages))
-        self._launch(program, work, affine_pieces(values.numel(), channel))
+        tensor, addresses = values.data_ptr(), [message.data_ptr() for message in messages]
+        aligned = _channels_aligned(channel, [tensor, *addresses])
+        program = affine_program("decode", values.dtype, aligned=aligned, ranks=ranks)
+        work = [length, channel, tensor, 0, 0, *addresses]
+        self._launch(program, work, affine_pieces(length, channel))
 
     # ---- launching ----
 
-    def _launch(self, program: GpuProgram, work: ctypes.Structure, width: int, height: int = 1) -> None:
+    def _launch(self, program: GpuProgram, work: list[int], width: int, height: int = 1) -> None:
         """Launch ``width`` x ``height`` thread blocks."""
         if width > _MOST_THREAD_BLOCKS:
             raise ValueError(f"a GPU launches at most {_MOST_THREAD_BLOCKS} thread blocks, not {width}")
-        self._start(program, work, width, height)
+        self._start(program, struct.pack(f"{len(work)}Q", *work), width, height)
 
-    def _start(self, program: GpuProgram, work: ctypes.Structure, width: int, height: int) -> None:
+    def _start(self, program: GpuProgram, work: bytes, width: int, height: int) -> None:
         """Put a launch on torch's current stream."""
-        with torch.cuda.device(self._device):
-            _, function = self._kernel(program)
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            # cuda.core.launch takes no structures (NVIDIA/cuda-python#2343).
-            parameters = (ctypes.c_void_p * 1)(ctypes.addressof(work))
-            (code,) = self._driver.cuLaunchKernel(
-                function, width, height, 1, program.threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0
-            )
+        index = self._device.index
+        if torch.cuda.current_device() != index:
+            with torch.cuda.device(index):
+                self._start(program, work, width, height)
+            return
+        stream = torch.cuda.current_stream(index).cuda_stream
+        _, function = self._kernel(program)
+        # cuda.core.launch takes no structures (NVIDIA/cuda-python#2343). The driver keeps a copy of the work.
+        parameters = _Parameters(work)
+        (code,) = self._driver.cuLaunchKernel(
+            function, width, height, 1, program.threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0
+        )
         if code != self._driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{program.call} did not start on {self._device}: {code.name}")
 
@@ -231,25 +251,29 @@ class CudaKernels:
 
 def _room_for_shards(ranks: int) -> int:
     """Return how many shards fit into one launch, with as many messages each."""
-    return _MOST_BYTES // (ctypes.sizeof(_Shard) + ranks * ctypes.sizeof(ctypes.c_void_p))
+    return _MOST_WORDS // (_SHARD_WORDS + ranks)
 
 
 def _batches(shards: Sequence[_T], ranks: int = 1) -> list[Sequence[_T]]:
     """Cut shards into groups for one launch each."""
     size = _room_for_shards(ranks)
+    if len(shards) <= size:
+        return [shards]
     return [shards[first : first + size] for first in range(0, len(shards), size)]
 
 
-def _all_aligned(work: Any) -> bool:
-    """Tell whether everything that a launch works on starts at multiples of 16 bytes."""
-    pointers = [getattr(shard, name) for shard in work.shards for name, _ in _Shard._fields_[1:]]
-    return _are_aligned([*pointers, *work.messages])
-
-
-def _channels_aligned(work: Any) -> bool:
+def _channels_aligned(channel: int, pointers: list[int]) -> bool:
     """Tell whether threads may read and write four values at a time, wherever a channel starts."""
-    return work.channel % 4 == 0 and _are_aligned([work.tensor, work.message, *work.messages])
+    return channel % 4 == 0 and _are_aligned(pointers)
 
 
-def _are_aligned(pointers: list[int | None]) -> bool:
-    return all((pointer or 0) % _ALIGNMENT == 0 for pointer in pointers)
+def _rows_aligned(rows: Sequence[_Row]) -> bool:
+    lowest = 0
+    for _, tensor, message, residual, new_residual in rows:
+        lowest |= tensor | message | residual | new_residual
+    return lowest % _ALIGNMENT == 0
+
+
+def _are_aligned(pointers: Sequence[int]) -> bool:
+    """Tell whether all start at multiples of 16 bytes: none has a lower bit."""
+    return functools.reduce(operator.or_, pointers) % _ALIGNMENT == 0

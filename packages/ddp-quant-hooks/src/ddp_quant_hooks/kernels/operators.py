@@ -6,6 +6,7 @@ of every write: a tensor that requires grad is refused while gradients are recor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,23 +14,29 @@ import torch
 
 from ddp_quant_hooks import affine
 from ddp_quant_hooks.affine import AffineLayout
-from ddp_quant_hooks.chunks import Span, shards
+from ddp_quant_hooks.chunks import shard_lengths
 from ddp_quant_hooks.kernels.arguments import (
+    Named,
     check_affine_messages,
     check_flat,
     check_messages,
     check_residuals,
+    present,
     refuse_overlaps,
     refuse_written_with_gradient,
+    share_memory,
 )
 from ddp_quant_hooks.kernels.backends import Outgoing
 from ddp_quant_hooks.kernels.choice import backend_for, cuda_kernels_for
+from ddp_quant_hooks.kernels.cuda import CudaKernels
 from ddp_quant_hooks.wire_format import Format, Layout
 
 __all__ = ["VALUE_DTYPES", "operators"]
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What can be encoded and decoded."""
+
+_AFFINE_DTYPES = (*VALUE_DTYPES, torch.float64)
 
 operators: Any = torch.ops.ddp_quant_hooks
 
@@ -43,20 +50,24 @@ def _encode(
     new_residual: torch.Tensor | None = None,
     rotate: bool = False,
 ) -> None:
-    layout, device = Layout(format, block_size, rotate), values.device
-    check_flat("values", values, VALUE_DTYPES, values.numel(), device)
-    check_residuals(residual, new_residual, values.numel(), device)
-    outgoing = []
-    for index, (span, message) in enumerate(zip(_shards(values, messages, layout), messages, strict=True)):
-        name = "message" if len(messages) == 1 else f"messages[{index}]"
-        check_messages([message], layout, [len(span)], device, name)
-        part = slice(span.start, span.stop)
-        kept = [None if tensor is None else tensor[part] for tensor in (residual, new_residual)]
-        if len(span):
-            outgoing.append((values[part], Outgoing(message, *kept)))
-    _claim([*_named(messages), ("new_residual", new_residual)], [("values", values), ("residual", residual)])
-    if outgoing:
-        backend_for(device).encode(outgoing, layout)
+    layout, device, length = _layout(format, block_size, rotate), values.device, values.numel()
+    check_flat("values", values, VALUE_DTYPES, length, device)
+    check_residuals(residual, new_residual, length, device)
+    lengths = _lengths_of_shards(length, messages, layout)
+    name = "message" if len(messages) == 1 else "messages"
+    check_messages(messages, layout, lengths, device, name)
+    _claim(
+        {"messages": messages, "new_residual": [new_residual]}, {"values": [values], "residual": [residual]}
+    )
+    if not length:
+        return
+    backend = backend_for(device)
+    if isinstance(backend, CudaKernels):
+        backend.encode_parts(values, lengths, messages, layout, residual, new_residual)
+    else:
+        before, after = _cut_if_there(residual, lengths), _cut_if_there(new_residual, lengths)
+        parts = zip(_cut(values, lengths), map(Outgoing, messages, before, after), lengths, strict=True)
+        backend.encode([(part, out) for part, out, count in parts if count], layout)
 
 
 def _reduce(
@@ -71,21 +82,19 @@ def _reduce(
     rotate: bool = False,
     message_rotate: bool = False,
 ) -> None:
-    layout = Layout(format, block_size, rotate)
-    new_layout = Layout(message_format, block_size, message_rotate)
+    layout = _layout(format, block_size, rotate)
+    new_layout = _layout(message_format, block_size, message_rotate)
     device = message.device
     if values < 0:
         raise ValueError(f"values must be at least 0, got {values}")
     check_messages(messages, layout, [values] * len(messages), device)
     check_messages([message], new_layout, [values], device, "message")
     check_residuals(residual, new_residual, values, device)
-    read = [
-        (name, other)
-        for name, other in _named(messages)
-        if layout != new_layout
-        or other.data_ptr() != message.data_ptr()  # a block is read before it is written
-    ]
-    _claim([("message", message), ("new_residual", new_residual)], [*read, ("residual", residual)])
+    read: list[torch.Tensor | None] = [*messages]
+    if layout == new_layout:  # a block is read before it is written
+        start = message.data_ptr()
+        read = [None if other.data_ptr() == start else other for other in messages]
+    _claim({"message": [message], "new_residual": [new_residual]}, {"messages": read, "residual": [residual]})
     if values:
         out = Outgoing(message, residual, new_residual)
         backend_for(device).reduce(messages, layout, values, out, new_layout)
@@ -98,11 +107,11 @@ def _decode(
     values: torch.Tensor,
     rotate: bool = False,
 ) -> None:
-    layout, device = Layout(format, block_size, rotate), values.device
-    check_flat("values", values, VALUE_DTYPES, values.numel(), device)
-    check_messages(messages, layout, [values.numel()] * len(messages), device)
-    _claim([("values", values)], _named(messages))
-    if values.numel():
+    layout, device, length = _layout(format, block_size, rotate), values.device, values.numel()
+    check_flat("values", values, VALUE_DTYPES, length, device)
+    check_messages(messages, layout, [length] * len(messages), device)
+    _claim({"values": [values]}, {"messages": messages})
+    if length:
         backend_for(device).decode([(messages, values)], layout)
 
 
@@ -113,21 +122,25 @@ def _decode_shards(
     values: torch.Tensor,
     rotate: bool = False,
 ) -> None:
-    layout, device = Layout(format, block_size, rotate), values.device
-    check_flat("values", values, VALUE_DTYPES, values.numel(), device)
-    spans = _shards(values, messages, layout)
-    check_messages(messages, layout, [len(span) for span in spans], device)
-    _claim([("values", values)], _named(messages))
-    both = [(message, span) for message, span in zip(messages, spans, strict=True) if len(span)]
-    if both:
-        wanted = [([message], values[span.start : span.stop]) for message, span in both]
-        backend_for(device).decode(wanted, layout)
+    layout, device, length = _layout(format, block_size, rotate), values.device, values.numel()
+    check_flat("values", values, VALUE_DTYPES, length, device)
+    lengths = _lengths_of_shards(length, messages, layout)
+    check_messages(messages, layout, lengths, device)
+    _claim({"values": [values]}, {"messages": messages})
+    if not length:
+        return
+    backend = backend_for(device)
+    if isinstance(backend, CudaKernels):
+        backend.decode_parts(messages, lengths, layout, values)
+    else:
+        parts = zip(messages, _cut(values, lengths), lengths, strict=True)
+        backend.decode([([message], part) for message, part, count in parts if count], layout)
 
 
 def _affine_encode(values: torch.Tensor, message: torch.Tensor, channel: int) -> None:
     layout = _affine_layout(values, channel)
     check_affine_messages([message], layout, values.device)
-    _claim([("message", message)], [("values", values)])
+    _claim({"message": [message]}, {"values": [values]})
     kernels = cuda_kernels_for(values.device)
     if kernels is None or values.dtype not in VALUE_DTYPES:
         affine.encode(values, message, layout)
@@ -138,7 +151,7 @@ def _affine_encode(values: torch.Tensor, message: torch.Tensor, channel: int) ->
 def _affine_decode(messages: list[torch.Tensor], channel: int, values: torch.Tensor) -> None:
     layout = _affine_layout(values, channel)
     check_affine_messages(messages, layout, values.device)
-    _claim([("values", values)], _named(messages))
+    _claim({"values": [values]}, {"messages": messages})
     kernels = cuda_kernels_for(values.device)
     if kernels is None or values.dtype not in VALUE_DTYPES:
         affine.decode_mean(messages, layout, values)
@@ -146,31 +159,42 @@ def _affine_decode(messages: list[torch.Tensor], channel: int, values: torch.Ten
         kernels.affine_decode(messages, channel, values)
 
 
-def _named(messages: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-    return [(f"messages[{index}]", message) for index, message in enumerate(messages)]
-
-
-def _claim(
-    written: Sequence[tuple[str, torch.Tensor | None]], read: Sequence[tuple[str, torch.Tensor | None]]
-) -> None:
+def _claim(written: Named, read: Named) -> None:
     """Refuse what must not be written, and tell autograd of the rest: compiled kernels write unseen."""
-    refuse_overlaps(written, read)
-    tensors = [tensor for _, tensor in written if tensor is not None]
+    tensors = present(written)
+    if share_memory(tensors + present(read)):  # which is right where it is only read
+        refuse_overlaps(written, read)
     refuse_written_with_gradient(tensors)
-    for tensor in tensors:
-        if not tensor.is_inference():  # such a tensor has no version
-            torch.autograd.graph.increment_version(tensor)
+    # A tensor of inference mode has no version.
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-def _shards(values: torch.Tensor, messages: Sequence[torch.Tensor], layout: Layout) -> list[Span]:
+# Made and checked once, not at every call. Of blocks there are a few hundred, of channels more.
+_layout = functools.cache(Layout)
+_kept_affine_layout = functools.lru_cache(1024)(AffineLayout)
+
+
+def _lengths_of_shards(length: int, messages: Sequence[torch.Tensor], layout: Layout) -> list[int]:
     if not messages:
         raise ValueError("there must be at least one message")
-    return shards(Span(0, values.numel()), len(messages), layout.block_size)
+    if len(messages) == 1:
+        return [length]
+    return shard_lengths(length, len(messages), layout.block_size)
+
+
+def _cut(tensor: torch.Tensor, lengths: Sequence[int]) -> Sequence[torch.Tensor]:
+    """Return a part of each length."""
+    return [tensor] if len(lengths) == 1 else tensor.split_with_sizes(lengths)
+
+
+def _cut_if_there(tensor: torch.Tensor | None, lengths: Sequence[int]) -> Sequence[torch.Tensor | None]:
+    return [None] * len(lengths) if tensor is None else _cut(tensor, lengths)
 
 
 def _affine_layout(values: torch.Tensor, channel: int) -> AffineLayout:
-    check_flat("values", values, (*VALUE_DTYPES, torch.float64), values.numel(), values.device)
-    return AffineLayout(values.numel(), channel, torch.promote_types(values.dtype, torch.float32))
+    length, dtype = values.numel(), values.dtype
+    check_flat("values", values, _AFFINE_DTYPES, length, values.device)
+    return _kept_affine_layout(length, channel, torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 def _fake(written: tuple[int, ...]) -> Callable[..., None]:
