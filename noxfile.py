@@ -40,6 +40,9 @@ GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 # Files with many tests would come first, and those with a few long ones last, when workers have nothing else.
 SIDE_BY_SIDE = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
 
+TESTED_ON_HOST: list[str] = []
+"""Of the sessions of ``integration`` that ``--no-venv`` has run."""
+
 TRIED_TORCH = [SUPPORTED_TORCH[0], DEFAULT_TORCH, SUPPORTED_TORCH[-1]]
 
 # What is imported keeps its byte code: all of it at once, UV_COMPILE_BYTECODE, takes 40 s of processor time.
@@ -131,8 +134,9 @@ def integration(session: nox.Session, torch: str) -> None:
     """Training jobs through several packages, NCCL where there are GPUs enough, else Gloo; tests on GPUs."""
     env, how = environment(session), SIDE_BY_SIDE
     if isinstance(session.virtualenv, PassthroughEnv):  # --no-venv: the host's own torch, nothing to install
-        if torch != (CHOSEN_TORCH or SUPPORTED_TORCH)[0]:
-            session.skip("the host has one torch, which the first of these sessions tests")
+        if TESTED_ON_HOST:
+            session.skip("the host has one torch, which the first of these sessions has tested")
+        TESTED_ON_HOST.append(torch)
         env = {**env, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
         how = []  # its GPUs, too, are for one test at a time
     else:

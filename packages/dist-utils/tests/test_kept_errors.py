@@ -142,3 +142,23 @@ def test_a_like_error_shares_no_frames_and_tells_the_same():
     assert traceback.format_tb(original.__traceback__) == lines
     assert str(same_error(_OddError(1, 2))) == "_OddError('1 and 2')"
     assert str(same_error(KeyboardInterrupt())) == "KeyboardInterrupt()"
+
+
+class _SilentError(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+    __repr__ = __str__
+
+
+def test_like_errors_of_long_and_of_circular_chains():
+    assert str(same_error(_SilentError())) == "_SilentError"
+    first = last = ValueError(0)
+    for number in range(1, 5000):
+        last.__cause__ = ValueError(number)
+        last = last.__cause__
+    last.__context__ = first
+    other = same_error(first)
+    for _ in range(4999):
+        other = other.__cause__
+    assert (str(other), str(other.__context__)) == ("4999", "0")

@@ -8,11 +8,14 @@ read when the device has come to it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 __all__ = ["Comparison", "DeviceSample"]
 
+_READ_AT_ONCE = ("cpu", "meta")
+"""Devices whose tensors need none of this."""
 _VALUES = 128
 """Of each tensor: its first."""
 
@@ -27,24 +30,24 @@ class DeviceSample:
         empty: Whether that leaves none.
 
     Cost:
-        One kernel for each dtype and device, and three for each comparison.
+        One kernel for each dtype and device, and three for each comparison. No tensor is kept.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
-        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for tensor in tensors:
-            if tensor is not None and tensor.device.type not in ("cpu", "meta") and _is_dense(tensor):
-                by_kind.setdefault((tensor.device, tensor.dtype), []).append(_first_values(tensor))
-        self._views = list(by_kind.values())
-        self._before = [torch.cat(views) for views in self._views]
-        self.empty = not self._views
+        self._values = _first_values_of(tensors)
+        self.empty = not self._values
 
-    def compare(self) -> Comparison:
-        """Begin to compare the bits of these tensors with what they were."""
+    def compare(self, tensors: Iterable[torch.Tensor | None]) -> Comparison:
+        """Begin to compare the bits of tensors, the same ones or what is in their place, with what was."""
+        now = _first_values_of(tensors)
+        if {kind: len(values) for kind, values in now.items()} != {
+            kind: len(values) for kind, values in self._values.items()
+        }:
+            return Comparison([], changed=True)
         return Comparison(
             [
-                before.view(torch.uint8).ne(torch.cat(views).view(torch.uint8)).any()
-                for before, views in zip(self._before, self._views, strict=True)
+                before.view(torch.uint8).ne(now[kind].view(torch.uint8)).any()
+                for kind, before in self._values.items()
             ]
         )
 
@@ -54,25 +57,40 @@ class Comparison:
 
     Args:
         answers: It is yes if one of these is; of one value each, on accelerators.
+        changed: It is yes, whatever these are.
     """
 
-    def __init__(self, answers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, answers: Sequence[torch.Tensor], *, changed: bool = False) -> None:
+        self._changed = changed
         self._answers = [answer.to("cpu", non_blocking=True) for answer in answers]
-        devices = {answer.device for answer in answers}
-        self._events = [
-            torch.get_device_module(device).current_stream(device).record_event() for device in devices
-        ]
+        self._events = [_record_event(device) for device in {answer.device for answer in answers}]
 
     def found(self) -> bool:
         """Return the answer. Waits for the devices, until they have come to where the comparison began."""
         for event in self._events:
             event.synchronize()
-        return any(map(bool, self._answers))
+        return self._changed or any(map(bool, self._answers))
+
+
+def _first_values_of(
+    tensors: Iterable[torch.Tensor | None],
+) -> dict[tuple[torch.device, torch.dtype], torch.Tensor]:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor is not None and tensor.device.type not in _READ_AT_ONCE and _is_dense(tensor):
+            by_kind.setdefault((tensor.device, tensor.dtype), []).append(_first_values(tensor))
+    return {kind: torch.cat(views) for kind, views in by_kind.items()}
+
+
+def _record_event(device: torch.device) -> Any:
+    return torch.get_device_module(device).current_stream(device).record_event()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
     """Tell whether the first values in memory are the tensor's, as they are."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return False
+    if tensor.untyped_storage().nbytes() == 0:  # freed meanwhile, as by whoever offloads
         return False
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return tensor.is_contiguous() or (

@@ -51,11 +51,10 @@ class HandedOver:
                 self._ended = True
                 # The future holds its error, and DDP the future. No frames that hold the model may be noted
                 # in it, as in the first error that is raised again: a cycle through C++ is never garbage.
-                held = (
-                    type(error).__new__(type(error), *error.args)
-                    if isinstance(error, OverlapError)
-                    else RuntimeError(text_of(error))
-                )
+                held = RuntimeError(text_of(error))
+                if isinstance(error, OverlapError):
+                    held = type(error)(*error.args)
+                    held.report = error.report
                 self.done.set_exception(held)  # type: ignore[arg-type] # torch's annotation
                 held.__traceback__ = None
                 self.done = torch.futures.Future()

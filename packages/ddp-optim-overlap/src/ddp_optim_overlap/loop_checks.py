@@ -147,9 +147,9 @@ class UnreadComparisons:
         Raises:
             ConfigError: Something was.
         """
-        if inputs.on_device.empty:
+        comparison = inputs.compare_on_device()
+        if comparison is None:
             return
-        comparison = inputs.on_device.compare()
         if optimizer in self._asked:
             self._unread.append(comparison)
             return

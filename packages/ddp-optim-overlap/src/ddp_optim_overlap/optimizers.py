@@ -84,6 +84,10 @@ class OverlappedOptimizers(Stepper):
         """Leave ``optimizer.step()`` as it was; one that is done already stays done."""
         self._calls.remove()
 
+    def require_unchanged(self) -> None:
+        """As :meth:`StepCalls.require_unchanged`."""
+        self._calls.require_unchanged()
+
     @property
     def norm(self) -> torch.Tensor | None:  # type: ignore[override]
         """The norm of the last step's gradients, before clipping."""

@@ -92,7 +92,9 @@ class OverlapHandle:
             ConfigError: A backward pass runs, around this call or in another thread; it continues.
             TimeoutError: A peer has not finished.
         """
-        return self._engine.wait(timeout)
+        report = self._engine.wait(timeout)
+        self._calls.require_unchanged()
+        return report
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:

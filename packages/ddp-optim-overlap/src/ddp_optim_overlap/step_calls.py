@@ -120,6 +120,14 @@ class StepCalls:
         finally:
             self._inside_pass = False
 
+    def require_unchanged(self) -> None:
+        """Raise if an accelerator has found that what a step had read was changed after it.
+
+        Raises:
+            ConfigError: It was.
+        """
+        self._unread.require_none()
+
     def _leave(self) -> None:
         while self._replaced:
             self._replaced.pop().restore()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_optim_overlap.device_samples import DeviceSample
+from ddp_optim_overlap.device_samples import Comparison, DeviceSample
 from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.partial_steps import parameters_of
@@ -34,7 +34,6 @@ class StepInputs:
     Attributes:
         parameters: The parameters of all its groups, in order.
         marks: The marks of their gradients.
-        on_device: The sample of what lies on accelerators, whose memory :meth:`changed` does not read.
     """
 
     def __init__(
@@ -50,9 +49,14 @@ class StepInputs:
         self.marks = gradient_marks(parameters)
         every = max(1, len(parameters) // _SAMPLED)
         self._sample = [(one, _contents(one, optimizer)) for one in parameters[::every]]
-        self.on_device = DeviceSample(
-            tensor for parameter, _ in self._sample for tensor in (parameter, parameter.grad)
-        )
+        self._on_device = DeviceSample(self._sampled())
+
+    def compare_on_device(self) -> Comparison | None:
+        """Begin to look at what lies on accelerators, whose memory :meth:`changed` does not read."""
+        return None if self._on_device.empty else self._on_device.compare(self._sampled())
+
+    def _sampled(self) -> list[torch.Tensor | None]:
+        return [tensor for parameter, _ in self._sample for tensor in (parameter, parameter.grad)]
 
     def changed(self, optimizer: torch.optim.Optimizer, contents: GradientContents | None) -> str | None:
         """Name what somebody has changed since.

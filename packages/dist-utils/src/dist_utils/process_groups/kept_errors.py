@@ -39,17 +39,21 @@ def same_error(error: BaseException) -> Exception:
     in the error, and what they hold would live as long as that. An error that cannot be copied becomes a
     ``RuntimeError`` that shows it.
     """
-    return _same(error, {})
+    made: dict[int, Exception] = {}  # a chain may lead back
+    copied: list[tuple[BaseException, Exception]] = []
 
+    def same(one: BaseException) -> Exception:
+        if id(one) not in made:
+            made[id(one)] = _copied(one) or _shown(one)
+            copied.append((one, made[id(one)].with_traceback(one.__traceback__)))
+        return made[id(one)]
 
-def _same(error: BaseException, made: dict[int, Exception]) -> Exception:
-    if id(error) in made:  # in a chain that leads back
-        return made[id(error)]
-    made[id(error)] = other = _copied(error) or RuntimeError(repr(error))
-    other.__cause__ = error.__cause__ and _same(error.__cause__, made)
-    other.__context__ = error.__context__ and _same(error.__context__, made)
-    other.__suppress_context__ = error.__suppress_context__
-    return other.with_traceback(error.__traceback__)
+    first = same(error)
+    for one, other in copied:  # which grows meanwhile
+        other.__cause__ = None if one.__cause__ is None else same(one.__cause__)
+        other.__context__ = None if one.__context__ is None else same(one.__context__)
+        other.__suppress_context__ = one.__suppress_context__
+    return first
 
 
 def _copied(error: BaseException) -> Exception | None:
@@ -59,6 +63,13 @@ def _copied(error: BaseException) -> Exception | None:
     except Exception:  # noqa: BLE001 - of a type that is made in a way of its own
         return None
     return other if alike and isinstance(other, Exception) else None
+
+
+def _shown(error: BaseException) -> RuntimeError:
+    try:
+        return RuntimeError(repr(error))
+    except Exception:  # noqa: BLE001 - of a class whose text cannot be made
+        return RuntimeError(type(error).__name__)
 
 
 def _of_empty_frames(trace: TracebackType | None) -> TracebackType | None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
-from dist_utils.process_groups.kept_errors import same_error
+from dist_utils.process_groups.kept_errors import drop_frames, same_error
 from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, fail, new_future
 from dist_utils.process_groups.terms import require_same_terms
 from dist_utils.process_groups.worker_thread import WorkerThread
@@ -203,7 +203,7 @@ class OrderedWorker:
             if self._closed:
                 raise
             self._own_error = self._own_error or error
-            error.with_traceback(None)  # its frames would keep the caller's model alive
+            drop_frames(error)  # which would keep the caller's model alive
 
     def wait(self) -> None:
         """Return when every job submitted so far has run, with or without an error.
@@ -261,8 +261,8 @@ class OrderedWorker:
                         # The future records the side stream here; who waits for it makes its stream wait.
                         done.set_result(job(self._process_group))
                 except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
+                    drop_frames(error)  # this one holds the future, which will hold an error like it
                     self._own_error = error
             if self._own_error is not None:
                 fail(done, self._own_error)
-                self._own_error.__traceback__ = None  # as fail(): this frame holds the future
         return result

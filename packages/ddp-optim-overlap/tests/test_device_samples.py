@@ -1,0 +1,56 @@
+"""What is compared on a device, here on the CPU in its place; test_overlap_on_gpu.py has the rest."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ddp_optim_overlap import device_samples
+from ddp_optim_overlap.device_samples import DeviceSample
+
+
+@pytest.fixture(autouse=True)
+def cpu_as_device(monkeypatch):
+    monkeypatch.setattr(device_samples, "_READ_AT_ONCE", ("meta",))
+    monkeypatch.setattr(device_samples, "_record_event", lambda _: SimpleNamespace(synchronize=lambda: None))
+
+
+def _tensors():
+    generator = torch.Generator().manual_seed(0)
+    image = torch.randn(2, 3, 8, 8, generator=generator)
+    return [
+        torch.randn(1000, generator=generator),
+        torch.randn(3, generator=generator).bfloat16(),
+        image.to(memory_format=torch.channels_last),
+        torch.full((4,), torch.nan),
+        torch.zeros(()),
+        torch.zeros(0),
+        None,
+        torch.eye(3).to_sparse(),
+        torch.randn(4, 4, generator=generator).t(),
+    ]
+
+
+def test_what_nobody_has_written_is_unchanged():
+    tensors = _tensors()
+    sample = DeviceSample(tensors)
+    assert not sample.empty
+    assert not sample.compare(tensors).found()
+    assert not sample.compare([None if one is None else one.clone() for one in tensors]).found()
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 4])
+def test_what_somebody_has_written_is_found(place):
+    tensors = _tensors()
+    sample = DeviceSample(tensors)
+    torch._foreach_add_([tensors[place]], 1) if place != 3 else tensors[place].fill_(-torch.inf)
+    assert sample.compare(tensors).found()
+
+
+def test_what_is_gone_is_found_and_nothing_is_kept():
+    tensors = _tensors()
+    sample = DeviceSample(tensors)
+    assert sample.compare([None, *tensors[1:]]).found()
+    tensors[0].untyped_storage().resize_(0)
+    assert sample.compare(tensors).found()
+    assert DeviceSample([None, torch.eye(3).to_sparse()]).empty
