@@ -270,3 +270,21 @@ def test_started_collectives_can_be_transformed_and_compiled():
 def test_only_collectives_can_be_started():
     with pytest.raises(TypeError, match="start takes a collective of this package"):
         dac.start(torch.add, 1, 2)
+
+
+def _scatter_is_waited_for_again(rank):
+    """Without like= there is a description, which is read once."""
+    parts = [torch.full((3,), float(index), requires_grad=True) for index in range(2)]
+    handle = dac.start(dac.scatter, parts if rank == 0 else None, 0, anchor=True)
+    with torch.no_grad():
+        without = handle.wait()
+    for _ in range(2):
+        part = handle.wait()
+    (part * 2).sum().backward()
+    return without.tolist(), part.tolist(), parts[1].grad.tolist() if rank == 0 else None
+
+
+def test_a_scatter_can_be_waited_for_again():
+    first, last = run_ranks(_scatter_is_waited_for_again, 2, group_timeout=20)
+    assert first == ([0.0] * 3, [0.0] * 3, [2.0] * 3)
+    assert last == ([1.0] * 3, [1.0] * 3, None)

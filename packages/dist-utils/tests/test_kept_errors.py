@@ -140,7 +140,7 @@ def test_a_like_error_shares_no_frames_and_tells_the_same():
     with pytest.raises(KeyError):
         raise other
     assert traceback.format_tb(original.__traceback__) == lines
-    assert str(same_error(_OddError(1, 2))) == "_OddError('1 and 2')"
+    assert str(same_error(_OddError(1, 2))) == "1 and 2"
     assert str(same_error(KeyboardInterrupt())) == "KeyboardInterrupt()"
 
 
@@ -149,6 +149,25 @@ class _SilentError(Exception):
         raise ValueError("no text")
 
     __repr__ = __str__
+
+
+class _ExitsError(Exception):
+    def __reduce__(self):
+        raise SystemExit(3)
+
+
+class _KeptError(Exception):
+    """Made in a way of its own, and still to be had again."""
+
+    def __init__(self, *, code):
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+def test_no_method_of_an_error_gets_in_the_way():
+    assert str(same_error(_ExitsError("a text"))) == "a text"
+    again = same_error(_KeptError(code=7))
+    assert (type(again), str(again), again.code) == (_KeptError, "code 7", 7)
 
 
 def test_like_errors_of_long_and_of_circular_chains():

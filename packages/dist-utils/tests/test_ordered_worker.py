@@ -250,6 +250,36 @@ def test_errors_that_are_raised_again_keep_no_worker():
     assert run_ranks(_raised_again, 2) == [[True, True]] * 2
 
 
+class _StubbornError(Exception):
+    """No method of it works."""
+
+    def __reduce__(self):
+        raise SystemExit(3)
+
+    def __str__(self):
+        raise KeyboardInterrupt
+
+    __repr__ = __setattr__ = __bool__ = __str__
+
+
+def _stubborn(rank):
+    worker = OrderedWorker()
+
+    def fail(group):
+        if rank == 0:
+            raise _StubbornError
+        dist.all_reduce(torch.zeros(1), group=group)
+
+    with pytest.raises(RuntimeError) as caught:
+        worker.submit(fail).wait()
+    worker.wait()
+    return "_StubbornError" in str(caught.value), worker.error is not None
+
+
+def test_an_error_whose_methods_fail_is_an_error_of_every_rank():
+    assert run_ranks(_stubborn, 2, group_timeout=20) == [(True, True), (False, True)]
+
+
 def _exits(rank):
     worker = OrderedWorker()
     messages = []

@@ -67,4 +67,7 @@ def not_averaged(bucket: int, error: Exception, report: StepReport) -> Communica
 
 def text_of(error: BaseException) -> str:
     """Return an error's class and text."""
-    return f"{type(error).__name__}: {error}"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - of a class whose text cannot be made
+        return type(error).__name__

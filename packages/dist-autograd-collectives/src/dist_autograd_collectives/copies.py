@@ -254,10 +254,11 @@ def scatter(
     parts = parts or [anchored(like.new_empty(0, *like.shape), anchor)]
     agree(check, who, f"scatter from {root} of {like.dtype} {tuple(like.shape)}", parts[:1], shapes=False)
     if given:
+        unread = [] if description is None else [description]
 
         def after_description(part: torch.Tensor) -> torch.Tensor:
-            if description is not None:  # for ranks without a list; it arrives with what it describes
-                description()
+            while unread:  # for ranks without a list; it arrives with what it describes
+                unread.pop()()
             return part
 
         return sent(parts, Call("scatter", who, "scatter", root, separate_input=True), after_description)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType, TracebackType
 from typing import Any
 
@@ -28,7 +28,7 @@ def drop_frames(error: BaseException) -> None:
         if one is not None and id(one) not in seen:
             seen.add(id(one))
             traceback.clear_frames(one.__traceback__)  # they may be part of cycles
-            one.__traceback__ = _of_empty_frames(one.__traceback__)
+            BaseException.with_traceback(one, _of_empty_frames(one.__traceback__))
             errors += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, _GROUPS) else ())]
 
 
@@ -37,14 +37,22 @@ def same_error(error: BaseException) -> Exception:
 
     For whoever raises what something long-lived holds, such as a future or a thread: each raise notes frames
     in the error, and what they hold would live as long as that. An error that cannot be copied becomes a
-    ``RuntimeError`` that shows it.
+    ``RuntimeError`` that shows it. Raises nothing, whatever the error's own methods do.
     """
+    try:
+        return _copied_chain(error)
+    except BaseException:  # noqa: BLE001 - whoever waits for the error must get one
+        return _shown(error)
+
+
+def _copied_chain(error: BaseException) -> Exception:
     made: dict[int, Exception] = {}  # a chain may lead back
     copied: list[tuple[BaseException, Exception]] = []
 
     def same(one: BaseException) -> Exception:
         if id(one) not in made:
-            made[id(one)] = _copied(one) or _shown(one)
+            other = _copied(one)
+            made[id(one)] = _shown(one) if other is None else other
             copied.append((one, made[id(one)].with_traceback(one.__traceback__)))
         return made[id(one)]
 
@@ -57,18 +65,29 @@ def same_error(error: BaseException) -> Exception:
 
 
 def _copied(error: BaseException) -> Exception | None:
+    made = _made_by(copy.copy, error)
+    return _made_by(_without_init, error) if made is None else made
+
+
+def _made_by(copied: Callable[[BaseException], BaseException], error: BaseException) -> Exception | None:
     try:
-        other = copy.copy(error)
+        other = copied(error)
         alike = (type(other), str(other)) == (type(error), str(error))
-    except Exception:  # noqa: BLE001 - of a type that is made in a way of its own
+    except BaseException:  # noqa: BLE001 - of a type that is made in a way of its own
         return None
     return other if alike and isinstance(other, Exception) else None
+
+
+def _without_init(error: BaseException) -> BaseException:
+    other = type(error).__new__(type(error), *error.args)
+    other.__dict__.update(error.__dict__)
+    return other
 
 
 def _shown(error: BaseException) -> RuntimeError:
     try:
         return RuntimeError(repr(error))
-    except Exception:  # noqa: BLE001 - of a class whose text cannot be made
+    except BaseException:  # noqa: BLE001 - of a class whose text cannot be made
         return RuntimeError(type(error).__name__)
 
 

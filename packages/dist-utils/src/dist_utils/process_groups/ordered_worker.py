@@ -96,7 +96,7 @@ class OrderedWorker:
 
     @property
     def error(self) -> Exception | None:
-        """The first error of a job, or ``None``. Once set, no later job runs.
+        """The first error of a job, or one like it; or ``None``. Once set, no later job runs.
 
         On the thread its traceback keeps the lines, but not the frames: they would keep the private group,
         whose end tells the peers.
@@ -104,7 +104,7 @@ class OrderedWorker:
         if self._thread is not None and self._thread.error is not None and self._thread_error is None:
             # Raised by a caller it gets frames that may hold this worker, and the thread would hold those.
             self._thread_error = same_error(self._thread.error)
-        return self._thread_error or self._own_error
+        return self._own_error if self._thread_error is None else self._thread_error
 
     def submit(
         self,
@@ -128,8 +128,8 @@ class OrderedWorker:
 
         Returns:
             A future that a DDP communication hook may return as it is. Waiting for it raises
-            ``RuntimeError`` with the text of the job's error; :attr:`error` holds the error itself. What
-            fails before the first job, such as an agreement, fails the future too.
+            ``RuntimeError`` with the text of the job's error; :attr:`error` holds one like
+            the job's. What fails before the first job, such as an agreement, fails the future too.
 
         Raises:
             RuntimeError: The worker is closed.
@@ -202,7 +202,7 @@ class OrderedWorker:
         except Exception as error:
             if self._closed:
                 raise
-            self._own_error = self._own_error or error
+            self._own_error = error if self._own_error is None else self._own_error
             drop_frames(error)  # which would keep the caller's model alive
 
     def wait(self) -> None:

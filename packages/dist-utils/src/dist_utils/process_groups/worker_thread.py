@@ -124,9 +124,10 @@ class WorkerThread:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
             # The peers wait in this job's collectives: closing our connections tells them. The frames of
             # the error would keep the group, and so the connections; and the future that holds the error.
-            drop_frames(error)
-            self.error = same_error(error)  # of its own: this thread lives as long as its owner
+            with contextlib.suppress(BaseException):  # of an error with methods of its own
+                drop_frames(error)
             self._destroy_group()
+            self.error = same_error(error)  # of its own: this thread lives as long as its owner
         else:
             job.done.set_result(result)
             return
