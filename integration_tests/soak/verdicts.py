@@ -87,7 +87,7 @@ def judge(job: Job, ended: Ended, reference: Reference) -> dict[str, Any]:
         "raised": len(texts),
         "named": len(named),
         "told": len(others) if ends else 0,
-        "errors": sorted({text[:160] for text in texts}),
+        "errors": sorted({_without_lines(text)[:160] for text in texts}),
         "closing": max((_closing(events) for events in ended.records), default=0.0),
     }
     if ended.note:
@@ -203,3 +203,8 @@ def _closing(events: list[dict[str, Any]]) -> float:
 def _names(text: str, rank: int) -> bool:
     """Return whether an error names a rank."""
     return re.search(rf"ranks? \[?(\d+, )*{rank}\b", text) is not None
+
+
+def _without_lines(text: str) -> str:
+    """Return an error's text without the lines of code that torch adds, whose paths are this machine's."""
+    return text.partition(" At: ")[0].rstrip()

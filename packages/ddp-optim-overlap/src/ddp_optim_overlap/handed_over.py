@@ -51,7 +51,7 @@ class HandedOver:
                 self._ended = True
                 # The future holds its error, and DDP the future. No frames that hold the model may be noted
                 # in it, as in the first error that is raised again: a cycle through C++ is never garbage.
-                held = RuntimeError(text_of(error))
+                held = RuntimeError(str(error) if type(error) is RuntimeError else text_of(error))
                 if isinstance(error, OverlapError):
                     held = type(error)(*error.args)
                     held.report = error.report
