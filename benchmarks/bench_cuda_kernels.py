@@ -19,6 +19,8 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,22 +71,28 @@ def jobs(count: int) -> dict[str, Job]:
         lambda: kernels.encode(half, messages[0], LAYOUT),
         2.0 * count + size,
     )
+    turned = replace(LAYOUT, rotate=True)
+    found["ours: encode, rotation"] = (
+        lambda: kernels.encode(values, messages[0], turned),
+        4.0 * count + size,
+    )
     for ranks in (2, 8):
-        found[f"ours: reduce, W = {ranks}"] = _reduce(count, ranks)
+        found[f"ours: reduce, W = {ranks}"] = _reduce(count, ranks, LAYOUT)
+        found[f"ours: reduce, W = {ranks}, rotation"] = _reduce(count, ranks, turned)
     found.update(_affine(values, restored))
     found.update(_torchft(values))
     return found
 
 
-def _reduce(count: int, ranks: int) -> Job:
-    shard = count // ranks // LAYOUT.block_size * LAYOUT.block_size
-    size = LAYOUT.message_bytes(shard)
+def _reduce(count: int, ranks: int, layout: Layout) -> Job:
+    shard = count // ranks // layout.block_size * layout.block_size
+    size = layout.message_bytes(shard)
     values = torch.randn(shard, device="cuda")
     messages = [torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(ranks)]
     for message in messages:
-        kernels.encode(values, message, LAYOUT)
+        kernels.encode(values, message, layout)
     mean = torch.empty_like(messages[0])
-    return lambda: kernels.reduce(messages, LAYOUT, shard, mean, LAYOUT), (ranks + 1.0) * size
+    return lambda: kernels.reduce(messages, layout, shard, mean, layout), (ranks + 1.0) * size
 
 
 def _affine(values: torch.Tensor, restored: torch.Tensor) -> dict[str, Job]:
@@ -172,20 +180,24 @@ def host_microseconds(call: Callable[[], Any]) -> float:
 
 
 def measure(mib: int, milliseconds: float) -> dict[str, dict[str, Any]]:
-    """Return times, bandwidths and their share of the copy's."""
+    """Return times, bandwidths, and the time of a copy that moves as many bytes."""
     cache = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     results: dict[str, dict[str, Any]] = {}
-    for name, (call, moved) in jobs(mib * 2**20 // 4).items():
+    count = mib * 2**20 // 4
+    source, target = (torch.ones(2 * count, device="cuda") for _ in range(2))
+    for name, (call, moved) in jobs(count).items():
+        copied = round(moved / 8)
+        copy = time_calls(partial(target[:copied].copy_, source[:copied]), milliseconds, cache)
         low, median, high = statistics.quantiles(time_calls(call, milliseconds, cache), n=4)
         host = {} if median > 1e-3 else {"host_us": round(host_microseconds(call), 1)}
         results[name] = {
             "median_ms": round(1e3 * median, 4),
             "quartiles_ms": [round(1e3 * low, 4), round(1e3 * high, 4)],
             "gb_per_s": round(moved / median / 1e9, 1),
+            "copy_ms": round(1e3 * statistics.median(copy), 4),
+            "of_copy": round(statistics.median(copy) / median, 3),
             **host,
         }
-    for entry in results.values():
-        entry["of_copy"] = round(entry["gb_per_s"] / results[COPY]["gb_per_s"], 3)
     return results
 
 

@@ -3,6 +3,7 @@
 // Put before the text. Every thread of a thread block is a fibre that runs until it has to wait for others: at a
 // shuffle for its warp, at a barrier for its thread block.
 
+#include <cmath>
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
@@ -15,7 +16,7 @@
 #define __global__
 #define __device__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __grid_constant__
 #define __shared__ static  // one thread block runs at a time
 

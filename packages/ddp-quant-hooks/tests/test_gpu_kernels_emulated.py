@@ -164,7 +164,7 @@ def test_a_tensor_of_more_elements_than_32_bits_count(gpu):
     torch_ops.encode([(last, Outgoing(message_of_last))], layout)
     expected = torch.empty_like(last)
     torch_ops.decode([([message_of_last], expected)], layout)
-    blocks_per_launch = 256 // 8  # eight lanes have a block of 128 values of 16 bits
+    blocks_per_launch = 128 // 8  # eight lanes have a block of 128 values of 16 bits
     gpu.first_thread_block = 2**32 // 128 // blocks_per_launch
     try:
         gpu.encode([(values, Outgoing(message))], layout)

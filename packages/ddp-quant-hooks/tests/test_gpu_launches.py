@@ -80,9 +80,9 @@ def test_grids_streams_and_arguments_reach_the_driver(tmp_path):
     for row in rows:
         assert [row[0], row[3], row[5], row[6], row[7], row[8], row[9]] == [*always.values(), "1"]
     assert [[row[1], row[2], row[4], *row[10:]] for row in rows] == [
-        ["25", "2", "256", "50048", address],  # 391 blocks of 16 lanes each, and 391
-        ["49", "1", "256", "100000", address],
-        ["1", "1", "256", "1000", "(nil)"],  # reduce has no tensor
+        ["49", "2", "128", "50048", address],  # 391 blocks of 16 lanes each, and 391
+        ["98", "1", "128", "100000", address],
+        ["1", "1", "128", "1000", "(nil)"],  # reduce has no tensor
         ["196", "1", "128", "100000", "0x200"],  # a thread block for each channel of 512
     ]
     assert (

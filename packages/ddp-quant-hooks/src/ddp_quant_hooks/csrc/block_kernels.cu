@@ -4,9 +4,9 @@
 // (kernels/gpu_programs.py): all of them are constants here. A message lies as in cpu_kernels.cpp, and the arithmetic
 // is block_math.h's, so every backend gives the same bits.
 //
-// A team of lanes has a block in its registers: a part of a warp, or several warps if the block is long. A lane has units of it: kUnit values in a row of
-// the block's first half, and those at the same place of its second half, which int4 packs together. Kernels choose
-// kUnit so that a lane moves 16 bytes at a time on the side with more bytes.
+// A team of lanes has a block in its registers: a part of a warp, or several warps if the block is long. A lane has
+// units of it: kUnit values in a row of the block's first half, and those at the same place of its second half, which
+// int4 packs together. Encoding and decoding choose kUnit so that a lane moves 16 bytes of values at a time.
 
 #include "gpu_memory.h"
 #include "rotation.h"
@@ -15,7 +15,7 @@ namespace block_kernels {
 
 using namespace gpu_memory;
 
-constexpr int kThreads = 256;  // of a thread block
+constexpr int kThreads = 128;  // of a thread block
 constexpr int kMostValues = 32;  // of a lane
 
 struct Shard {  // consecutive values, and their message
@@ -145,6 +145,13 @@ struct Block {
 
 // ---- encoding ----
 
+struct NoResiduals {};  // instead of how they are stored: kernels without them keep fewer values in registers
+
+template <class Kept>
+constexpr bool kHasResiduals = true;
+template <>
+constexpr bool kHasResiduals<NoResiduals> = false;
+
 template <class Kept, class B>
 BLOCK_MATH void add_residual(B& block, const void* residual) {
     auto from = static_cast<const typename Kept::Stored*>(residual);
@@ -189,6 +196,20 @@ BLOCK_MATH int32_t largest_of_team(const B& block, const float (&values)[B::kUni
             #pragma unroll
             for (int i = 0; i < B::kUnit; ++i) largest = larger(largest, magnitude_bits(values[unit][half][i]));
     return of_team<B>(largest, larger);
+}
+
+// The same where either all values of the block are NaN or none: a maximum of floats takes one instruction a value,
+// and drops a NaN beside numbers.
+template <class B>
+BLOCK_MATH int32_t largest_of_mean(const B& block) {
+    float largest = fabsf(block.values[0][0][0]);
+    #pragma unroll
+    for (int unit = 0; unit < B::kUnits; ++unit)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half)
+            #pragma unroll
+            for (int i = 0; i < B::kUnit; ++i) largest = fmaxf(largest, fabsf(block.values[unit][half][i]));
+    return of_team<B>(magnitude_bits(largest), larger);
 }
 
 // ---- rotating ----
@@ -325,12 +346,27 @@ BLOCK_MATH void store_loss(const B& block, const Shard& shard, const float (&res
     write_unit<Kept, B::kUnit, B::kAligned>(static_cast<typename Kept::Stored*>(shard.new_residual) + start, lost, left);
 }
 
+// Writes a unit's numbers: of values times `by`, which are small enough where kShifted is false.
+template <bool kShifted, class B>
+BLOCK_MATH void write_numbers(uint8_t* bytes, const float (&values)[2][B::kUnit], Encoding by) {
+    #pragma unroll
+    for (int i = 0; i < B::kUnit; ++i) {
+        if constexpr (kShifted) {
+            B::Numbers::write(bytes, i, B::kUnit, scaled(values[0][i], by), scaled(values[1][i], by));
+        } else {
+            B::Numbers::write(bytes, i, B::kUnit, values[0][i] * by.inverse, values[1][i] * by.inverse);
+        }
+    }
+}
+
 // Writes the block's payload and scale, and what they lose. All lanes of a thread block must come here.
-// Kept: how residuals are stored.
-template <class Kept, bool kRotate, class B>
+// Kept: how residuals are stored. kMean: the values are a mean, and so all NaN or none.
+template <class Kept, bool kRotate, bool kMean, class B>
 BLOCK_MATH void encode_block(B& block, const Shard& shard) {
-    if (shard.residual) add_residual<Kept>(block, shard.residual);
-    int32_t largest = largest_of_team(block, block.values);
+    constexpr bool kLoses = kHasResiduals<Kept>;
+    if constexpr (kLoses)
+        if (shard.residual) add_residual<Kept>(block, shard.residual);
+    int32_t largest = kMean ? largest_of_mean(block) : largest_of_team(block, block.values);
     Encoding by = encoding_of(largest, B::Numbers::kLevels);
     bool has_numbers = largest != 0 && largest < kInfinityBits;
     float numbers[B::kUnits][2][B::kUnit];  // what is written, of the values or of the rotated ones
@@ -349,28 +385,32 @@ BLOCK_MATH void encode_block(B& block, const Shard& shard) {
     #pragma unroll
     for (int unit = 0; unit < B::kUnits; ++unit) {
         alignas(16) uint8_t bytes[B::kUnitBytes] = {};
-        if (has_numbers) {
-            #pragma unroll
-            for (int i = 0; i < B::kUnit; ++i)
-                B::Numbers::write(bytes, i, B::kUnit, scaled(numbers[unit][0][i], by), scaled(numbers[unit][1][i], by));
+        if (has_numbers && by.shift == 1.0f) {
+            write_numbers<false, B>(bytes, numbers[unit], by);
+        } else if (has_numbers) {
+            write_numbers<true, B>(bytes, numbers[unit], by);
         }
         if (block.stores(unit)) block.store_payload(shard.message, bytes, unit);
-        if (!shard.new_residual) continue;
-        float by_scale = kRotate ? restoring(scale, B::kBlock) : scale;
-        #pragma unroll
-        for (int i = 0; i < B::kUnit; ++i) {
-            numbers[unit][0][i] = decoded(B::number(bytes, 0, i), B::kStep, by_scale);
-            numbers[unit][1][i] = decoded(B::number(bytes, 1, i), B::kStep, by_scale);
+        if constexpr (kLoses) {
+            if (!shard.new_residual) continue;
+            float by_scale = kRotate ? restoring(scale, B::kBlock) : scale;
+            #pragma unroll
+            for (int i = 0; i < B::kUnit; ++i) {
+                numbers[unit][0][i] = decoded(B::number(bytes, 0, i), B::kStep, by_scale);
+                numbers[unit][1][i] = decoded(B::number(bytes, 1, i), B::kStep, by_scale);
+            }
         }
     }
     if (block.there && block.lane == 0) block.store_scale(shard.message, scale);
-    if (!shard.new_residual) return;
-    if constexpr (kRotate) restore_if(is_turned, block, numbers);
-    #pragma unroll
-    for (int unit = 0; unit < B::kUnits; ++unit)
+    if constexpr (kLoses) {
+        if (!shard.new_residual) return;
+        if constexpr (kRotate) restore_if(is_turned, block, numbers);
         #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            if (block.stores(unit)) store_loss<Kept>(block, shard, numbers[unit][half], unit, half, largest);
+        for (int unit = 0; unit < B::kUnits; ++unit)
+            #pragma unroll
+            for (int half = 0; half < 2; ++half)
+                if (block.stores(unit)) store_loss<Kept>(block, shard, numbers[unit][half], unit, half, largest);
+    }
 }
 
 // ---- the mean over the ranks ----
@@ -466,18 +506,18 @@ BLOCK_MATH void encode(const Work<kShards, 1>& work) {
     const Shard& shard = work.shards[blockIdx.y];
     Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored), kAligned> block(shard.values);
     block.template load_values<Value>(shard.tensor);
-    encode_block<Kept, kRotate>(block, shard);
+    encode_block<Kept, kRotate, false>(block, shard);
 }
 
 template <class Kept, class Numbers, class NewNumbers, int kBlock, bool kAligned, bool kRotated, bool kRotate, int kRanks>
 BLOCK_MATH void reduce(const Work<1, kRanks>& work) {
     const Shard& shard = work.shards[0];
-    constexpr int kUnit = Numbers::bytes(2) == 4 ? 8 : 16;  // values of 16 bytes of payload
+    constexpr int kUnit = 8;  // more values of a lane leave room for fewer threads, which wait for memory together
     Block<Numbers, kBlock, kUnit, kAligned> mean(shard.values);
     average<kRotated, kRanks>(mean, work.messages);
     Block<NewNumbers, kBlock, kUnit, kAligned> block(shard.values);
     memcpy(block.values, mean.values, sizeof block.values);
-    encode_block<Kept, kRotate>(block, shard);
+    encode_block<Kept, kRotate, true>(block, shard);
 }
 
 template <class Value, class Numbers, int kBlock, bool kAligned, bool kRotated, int kShards, int kRanks>

@@ -26,10 +26,10 @@ class Outgoing(NamedTuple):
     new_residual: torch.Tensor | None = None
 
     @property
-    def residual_dtype(self) -> torch.dtype:
-        """The dtype of both residuals; fp32 if there is none."""
+    def residual_dtype(self) -> torch.dtype | None:
+        """The dtype of both residuals; ``None`` if there is none."""
         either = self.new_residual if self.residual is None else self.residual
-        return torch.float32 if either is None else either.dtype
+        return None if either is None else either.dtype
 
     def addresses(self) -> tuple[int, int, int]:
         """Return where the three lie in memory, as compiled kernels take them; 0 for what is not there."""

@@ -136,4 +136,4 @@ def _read_from(work: _Work, messages: Sequence[torch.Tensor], layout: Layout) ->
 def _write_to(work: _Work, out: Outgoing, layout: Layout) -> None:
     work.message, work.residual, work.new_residual = out.addresses()
     work.message_format, work.message_rotate = _FORMATS[layout.format], layout.rotate
-    work.residual_dtype = _DTYPES[out.residual_dtype]
+    work.residual_dtype = _DTYPES[out.residual_dtype or torch.float32]

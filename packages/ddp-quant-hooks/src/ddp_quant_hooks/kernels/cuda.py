@@ -81,9 +81,9 @@ class CudaKernels:
 
     def encode(self, shards: Sequence[tuple[torch.Tensor, Outgoing]], layout: Layout) -> None:
         """Write the messages of shards of values; see :func:`ddp_quant_hooks.kernels.encode_shards`."""
-        values, out = shards[0]
         rows = [(values.numel(), values.data_ptr(), *out.addresses()) for values, out in shards]
-        self._encode(rows, layout, values.dtype, out.residual_dtype)
+        kept = next((dtype for _, out in shards if (dtype := out.residual_dtype) is not None), None)
+        self._encode(rows, layout, shards[0][0].dtype, kept)
 
     def encode_parts(
         self,
@@ -96,7 +96,8 @@ class CudaKernels:
     ) -> None:
         """Write the message of each part of the values: tensors of the parts would take longer to make."""
         out = Outgoing(messages[0], residual, new_residual)
-        size, kept_size = values.element_size(), out.residual_dtype.itemsize
+        dtype = out.residual_dtype
+        size, kept_size = values.element_size(), 0 if dtype is None else dtype.itemsize
         tensor, (_, before, after) = values.data_ptr(), out.addresses()
         rows = []
         for length, message in zip(lengths, messages, strict=True):
@@ -105,10 +106,10 @@ class CudaKernels:
             tensor += length * size
             before += length * kept_size if before else 0
             after += length * kept_size if after else 0
-        self._encode(rows, layout, values.dtype, out.residual_dtype)
+        self._encode(rows, layout, values.dtype, dtype)
 
     def _encode(
-        self, rows: Sequence[_Row], layout: Layout, dtype: torch.dtype, residual_dtype: torch.dtype
+        self, rows: Sequence[_Row], layout: Layout, dtype: torch.dtype, residual_dtype: torch.dtype | None
     ) -> None:
         for some in _batches(rows):
             program = block_program(

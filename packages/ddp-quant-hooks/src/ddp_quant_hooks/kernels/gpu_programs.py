@@ -39,11 +39,12 @@ _VALUES = {
     torch.bfloat16: "Stored16<BFloat16>",
     torch.float16: "Stored16<Float16>",
 }
+_RESIDUALS: dict[torch.dtype | None, str] = {**_VALUES, None: "NoResiduals"}
 
 _CPP = {True: "true", False: "false"}
 
 # As kThreads and kMostValues in csrc/block_kernels.cu; every program asserts that both agree.
-_BLOCK_THREADS = 256
+_BLOCK_THREADS = 128
 _WARP = 32
 _MOST_VALUES = 32
 _AFFINE_THREADS = 128
@@ -61,6 +62,7 @@ class GpuProgram:
         threads: Of a thread block.
         blocks_at_a_time: Blocks, or channels' pieces, that a thread block works on.
         checks: What must be true for the numbers here to be the kernel's, in C++.
+        at_least: Thread blocks that a multiprocessor must have room for; 0: the compiler decides.
     """
 
     file: str
@@ -69,14 +71,16 @@ class GpuProgram:
     threads: int
     blocks_at_a_time: int
     checks: str
+    at_least: int = 0
 
     def entry(self, name: str = "kernel") -> str:
         """Return the kernel's definition under a name, to put behind its file's text."""
         declaration = f"void {name}(const __grid_constant__ {self.work} work)"
+        bounds = f"kThreads, {self.at_least}" if self.at_least else "kThreads"
         return (
             f"namespace {Path(self.file).stem} {{\n"
             f"static_assert({self.checks});\n"
-            f'extern "C" __global__ __launch_bounds__(kThreads) {declaration} {{ {self.call}(work); }}\n'
+            f'extern "C" __global__ __launch_bounds__({bounds}) {declaration} {{ {self.call}(work); }}\n'
             "}\n"
         )
 
@@ -114,7 +118,7 @@ def block_program(
     aligned: bool = True,
     shards: int = 1,
     ranks: int = 1,
-    residual_dtype: torch.dtype = torch.float32,
+    residual_dtype: torch.dtype | None = None,
 ) -> GpuProgram:
     """Return a kernel of ``csrc/block_kernels.cu``.
 
@@ -126,27 +130,30 @@ def block_program(
         aligned: All tensors and messages start at multiples of 16 bytes.
         shards: How many there are.
         ranks: How many messages are averaged.
-        residual_dtype: Of the residuals of ``encode`` and ``reduce``.
+        residual_dtype: Of the residuals of ``encode`` and ``reduce``; ``None``: there are none.
     """
     numbers, block, whole = _NUMBERS[layout.format], layout.block_size, _CPP[aligned]
     if kernel == "reduce":
         assert new_layout is not None
-        unit = 8 if layout.format in {"bf16", "fp16"} else 16
-        kept, new_numbers = _VALUES[residual_dtype], _NUMBERS[new_layout.format]
+        unit = 8
+        kept, new_numbers = _RESIDUALS[residual_dtype], _NUMBERS[new_layout.format]
         rotations = f"{_CPP[layout.rotate]}, {_CPP[new_layout.rotate]}"
         arguments = f"{kept}, {numbers}, {new_numbers}, {block}, {whole}, {rotations}, {ranks}"
         work = f"Work<1, {ranks}>"
     else:
         assert dtype is not None
         unit = 16 // dtype.itemsize
-        kept = f"{_VALUES[residual_dtype]}, " if kernel == "encode" else ""
+        kept = f"{_RESIDUALS[residual_dtype]}, " if kernel == "encode" else ""
         averaged = f", {ranks}" if kernel == "decode" else ""
         rotate = _CPP[layout.rotate]
         arguments = f"{_VALUES[dtype]}, {kept}{numbers}, {block}, {whole}, {rotate}, {shards}{averaged}"
         work = f"Work<{shards}, {shards * ranks if kernel == 'decode' else 1}>"
     teams = _BLOCK_THREADS // lanes_of_team(block, unit)
     checks = f"kThreads == {_BLOCK_THREADS} && Block<{numbers}, {block}, {unit}, {whole}>::kTeams == {teams}"
-    return GpuProgram("block_kernels.cu", f"{kernel}<{arguments}>", work, _BLOCK_THREADS, teams, checks)
+    # The compiler would keep some kernels with residuals to so few registers that they do not suffice.
+    at_least = 4 if kernel == "encode" and residual_dtype is not None else 0
+    call = f"{kernel}<{arguments}>"
+    return GpuProgram("block_kernels.cu", call, work, _BLOCK_THREADS, teams, checks, at_least)
 
 
 def lanes_of_team(block: int, unit: int) -> int:
