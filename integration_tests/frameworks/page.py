@@ -1,10 +1,18 @@
 """The Python snippets of docs/frameworks.md, by section: what users copy is what is tested."""
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+
+ON_GPUS = {
+    'accelerator="cpu", devices=2': 'accelerator="gpu", devices=1, num_nodes=2',
+    "Accelerator(cpu=True, ": "Accelerator(",
+    "    use_cpu=True,\n": "",
+}
+"""What the snippets say for CPUs, and for two nodes with a GPU each."""
 
 _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
@@ -24,15 +32,18 @@ def sections() -> dict[str, list[str]]:
     return {title: common + snippets for title, snippets in found.items()}
 
 
-def run(title: str, *, definitions: bool = False) -> dict[str, Any]:
+def run(title: str, *, definitions: bool = False, on_gpus: bool = False) -> dict[str, Any]:
     """Run the snippets of a section, one after another, and return what they have defined.
 
     Args:
         title: Of the section.
         definitions: Without the last snippet, which trains.
+        on_gpus: With the changes of ``ON_GPUS``.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     snippets = sections()[title]
+    changes = ON_GPUS.items() if on_gpus else ()
     for snippet in snippets[:-1] if definitions else snippets:
-        exec(compile(snippet, str(PAGE), "exec"), namespace)
+        text = functools.reduce(lambda text, change: text.replace(*change), changes, snippet)
+        exec(compile(text, str(PAGE), "exec"), namespace)
     return namespace

@@ -4,13 +4,13 @@ import importlib.util
 import os
 
 import pytest
+import torch
 
 from dist_utils.testing import run_ranks
 
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    "CUDA_VISIBLE_DEVICES": "",
     "TORCHELASTIC_RUN_ID": "frameworks",
 }
 
@@ -23,10 +23,21 @@ def needs(package):
 
 def run_as_torchrun(fn, folder, *args):
     """Return what ``fn(*args)`` returns on each of two ranks, in ``folder``."""
-    return run_ranks(_started, 2, fn, str(folder), args, backend=None, timeout=240)
+    return run_ranks(
+        _started, 2, fn, str(folder), args, {"CUDA_VISIBLE_DEVICES": ""}, backend=None, timeout=240
+    )
 
 
-def _started(_, fn, folder, args):
-    os.environ.update(_OFFLINE)
+def run_on_gpus(fn, folder, *args):
+    """Return what ``fn(*args)`` returns on each of two nodes with a GPU, which may be the same one."""
+    environ = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    return run_ranks(_started, 2, fn, str(folder), args, environ, backend=None, timeout=240)
+
+
+def _started(rank, fn, folder, args, environ):
+    os.environ.update(_OFFLINE | environ)
+    if "LOCAL_RANK" in environ:
+        os.environ["GROUP_RANK"] = str(rank)
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(rank % torch.cuda.device_count())
     os.chdir(folder)
     return fn(*args)

@@ -1,7 +1,7 @@
 """Every snippet of docs/frameworks.md runs, section by section, on two ranks."""
 
 import pytest
-from page import run, sections
+from page import ON_GPUS, PAGE, run, sections
 from ranks import needs, run_as_torchrun
 
 from dist_utils.testing import same_on_all_ranks
@@ -24,3 +24,8 @@ def test_the_snippets_of_a_section_run(title, tmp_path):
     for sent in run_as_torchrun(_section, tmp_path, title):
         if title in _PACKAGES:
             assert 0 < 4 * sent.bytes_sent < 1.1 * sent.bytes_of_allreduce
+
+
+def test_what_differs_on_gpus_is_on_the_page():
+    text = PAGE.read_text()
+    assert [change for change in ON_GPUS if change not in text] == []

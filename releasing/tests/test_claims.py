@@ -69,8 +69,11 @@ GPU_ROWS = {
     "encode bf16 values": "ours: encode, bf16",
     "decode": "ours: decode",
     "mean of 2": "ours: mean of 2",
+    "encode, rotation": "ours: encode, rotation",
     "reduce a shard of 2": "ours: reduce, W = 2",
+    "reduce a shard of 2, rotation": "ours: reduce, W = 2, rotation",
     "reduce a shard of 8": "ours: reduce, W = 8",
+    "reduce a shard of 8, rotation": "ours: reduce, W = 8, rotation",
     "PyTorch's numbers per channel: encode": "ours: affine encode, per channel",
     "PyTorch's numbers per channel: decode": "ours: affine decode, per channel",
     "PyTorch's own functions: encode": "PyTorch: encode, per channel",
@@ -95,5 +98,7 @@ def test_the_table_of_gpu_kernels_is_that_of_the_results(row):
         if found is not None and size == "256 MiB":
             text += f", {found['gb_per_s'] / 1e3:.1f} TB/s"
         assert cells(page, row, head) == [text]
+    large = buckets["256 MiB"].get(GPU_ROWS[row])
+    assert cells(page, row, "of a copy") == ["" if large is None else f"{large['of_copy']:.2f}"]
     host = buckets["25 MiB"][GPU_ROWS[row]].get("host_us")
     assert cells(page, row, "of the host") == ["" if host is None else f"{host:.0f} us"]

@@ -39,9 +39,10 @@ class Net(torch.nn.Module):
 
 
 def nodes_and_shards(shards=2):
-    """Return a mesh of nodes that hold so many shards each."""
+    """Return a mesh of nodes that hold so many shards each, on the devices that the default group serves."""
+    device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
     return init_device_mesh(
-        "cpu", (dist.get_world_size() // shards, shards), mesh_dim_names=("node", "shard")
+        device, (dist.get_world_size() // shards, shards), mesh_dim_names=("node", "shard")
     )
 
 
@@ -82,9 +83,10 @@ def parameters(net):
 
 def backward(net, step, *, more=False):
     """Add the gradients of a batch; ``more``: through a second forward pass of the same batch."""
-    loss = net(batch(step)).square().mean()
+    device = next(net.parameters()).device
+    loss = net(batch(step).to(device)).square().mean()
     if more:
-        loss = loss + net(batch(step + 50)).square().mean()
+        loss = loss + net(batch(step + 50).to(device)).square().mean()
     loss.backward()
 
 

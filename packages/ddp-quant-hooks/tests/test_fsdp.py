@@ -223,7 +223,7 @@ def _replicas(_):
     """One rank in each node: what DistributedDataParallel does, through FSDP2."""
     mesh = nodes_and_shards(1)
     group = mesh["node"].get_group()
-    ddp = torch.nn.parallel.DistributedDataParallel(Net())
+    ddp = torch.nn.parallel.DistributedDataParallel(Net().to(mesh.device_type))
     exact = _hooked(mesh, state_between(mesh, min_bytes=EXACT))
     first, second = _hooked(mesh), _hooked(mesh, state_between(mesh, bits=4))
     for net in (ddp, exact):

@@ -134,7 +134,7 @@ def _even_single(x, group, ranks):
 
 def _last_stacked(x, count):
     """As many entries as asked for, along a new last dimension."""
-    return x.unsqueeze(-1) * torch.arange(1, count + 1).to(x.dtype)
+    return x.unsqueeze(-1) * torch.arange(1, count + 1).to(x)
 
 
 def _sizes(size):
@@ -352,10 +352,7 @@ def inputs(rank, shape, dtype, *, ties=True):
 def weights(rank, outputs):
     """Return one constant for each output, another on each rank."""
     random = torch.Generator().manual_seed(200 + rank)
-    return [
-        torch.randn(output.shape, generator=random, dtype=torch.float64).to(output.dtype)
-        for output in outputs
-    ]
+    return [torch.randn(output.shape, generator=random, dtype=torch.float64).to(output) for output in outputs]
 
 
 def loss(rank, outputs, strides="plain"):

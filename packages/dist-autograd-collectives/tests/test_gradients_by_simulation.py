@@ -33,8 +33,8 @@ def simulated(case, ranks, shape, dtype, strides):
     return outputs, first, second
 
 
-def measured(case, rank, group, ranks, shape, dtype, strides):
-    x = inputs(rank, shape, dtype)
+def measured(case, rank, group, ranks, shape, dtype, strides, device="cpu"):
+    x = inputs(rank, shape, dtype).to(device)
     if strides == "transposed" and rank % 2:
         x = x.movedim(0, -1).contiguous().movedim(-1, 0)
     x.requires_grad_()
@@ -61,7 +61,8 @@ def distance(ours, right):
     return difference.max().item() / scale / torch.finfo(ours.dtype).eps
 
 
-def _compare(rank, shape, dtype, names, strides):
+def compare(rank, shape, dtype, names, strides, device="cpu"):
+    """Return each case's errors on this rank, in every group that it is in."""
     members = {"world": list(range(dist.get_world_size())), **GROUPS}
     groups = {name: dist.new_group(ranks) for name, ranks in members.items()}
     found = {}
@@ -70,19 +71,19 @@ def _compare(rank, shape, dtype, names, strides):
             continue
         group = groups[group_name]
         if group_name == "0 and 2":
-            group = DeviceMesh.from_group(group, "cpu")
+            group = DeviceMesh.from_group(group, device)
         for name in names:
             case, mine = CASES[name], ranks.index(rank)
             try:
-                outputs, first, second = measured(case, rank, group, ranks, shape, dtype, strides)
+                outputs, first, second = measured(case, rank, group, ranks, shape, dtype, strides, device)
             except Exception as error:
                 raise RuntimeError(f"{name} in {group_name}") from error
             all_outputs, all_first, all_second = simulated(case, ranks, shape, dtype, strides)
-            errors = [distance(a, b) for a, b in zip(outputs, all_outputs[mine], strict=True)]
+            errors = [distance(a.cpu(), b) for a, b in zip(outputs, all_outputs[mine], strict=True)]
             found[group_name, name] = (
                 max(errors),
-                distance(first, all_first[mine]),
-                0.0 if second is None else distance(second, all_second[mine]),
+                distance(first.cpu(), all_first[mine]),
+                0.0 if second is None else distance(second.cpu(), all_second[mine]),
             )
     return found
 
@@ -118,7 +119,7 @@ HAS_A_LAST_DIM = [name for name in CASES if "single" not in name and "all_to_all
     ids=["float64", "transposed", "expanded", "0-dim", "empty", "complex128", "float32", "bfloat16"],
 )
 def test_values_and_gradients_of_both_orders(world_size, shape, dtype, names, strides):
-    ranks = run_ranks(_compare, world_size, shape, dtype, names, strides, timeout=50)
+    ranks = run_ranks(compare, world_size, shape, dtype, names, strides, timeout=50)
     assert not wrong_ones(ranks)
 
 
@@ -130,7 +131,7 @@ def _compare_native(rank, *arguments):
         return eager._in_place(tensors[0].clone(), call) if in_place else eager._native(tensors, call)
 
     eager._by_messages = native
-    return _compare(rank, *arguments)
+    return compare(rank, *arguments)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), ()], ids=["2-dim", "0-dim"])

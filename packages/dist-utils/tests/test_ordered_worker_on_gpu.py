@@ -18,19 +18,21 @@ def _start(rank, world_size, backend):
 def _sums(rank, world_size, backend):
     """Submit behind work that takes long; read what the job made right behind it."""
     _start(rank, world_size, backend)
-    warm = torch.ones(1, device="cuda")
-    dist.all_reduce(warm)
     worker, values = OrderedWorker(), torch.zeros(1 << 20, device="cuda")
-    worker.submit(lambda _: warm, device="cuda").wait()  # makes its group, which takes time
-    torch.cuda.synchronize()
-    torch.cuda._sleep(10**8)
-    values += rank + 1.0
 
     def sum_twice(group):
         dist.all_reduce(values, group=group)
         dist.all_reduce(values, group=group)
         return values
 
+    # The worker's group takes time, and a kernel that is loaded at its first launch may wait for the GPU.
+    torch.cuda._sleep(1)
+    values += 0.0
+    torch.cuda.current_stream().query()
+    worker.submit(sum_twice, device="cuda").wait()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(10**8)
+    values += rank + 1.0
     future = worker.submit(sum_twice, device="cuda")
     waiting = not torch.cuda.current_stream().query()
     result = future.wait() * 2  # on this stream, with no wait of the host's in between
