@@ -2,6 +2,8 @@
 
     python benchmarks/bench_many_ranks.py              # everything, half an hour; emulated hosts need root
     python benchmarks/bench_many_ranks.py curve        # with the model of results/many_ranks.json
+    python benchmarks/bench_many_ranks.py measure --loopback  # on a machine with a core for each of 16 ranks
+    python benchmarks/bench_many_ranks.py measure --output benchmarks/results/many_ranks_hosts.json
 
 "measure": one bucket of several sizes, fp32 around Gloo's ring and 8 bits, on loopback and on emulated hosts,
 and the kernels alone. Of each the least of the repeats counts, and of several runs of this part: other
@@ -20,7 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from many_ranks.plots import draw
 from many_ranks.predicting import predict_all
 
 FILE = Path(__file__).parent / "results" / "many_ranks.json"
+HOSTS = FILE.with_name("many_ranks_hosts.json")
+"""Of a machine that emulates hosts, if the other one does not: their wires are in the predictions."""
 MIB = 1 << 20
 SIZES = [1 << 16, MIB, 4 * MIB, 10 * MIB, 25 * MIB]
 PLACES: list[tuple[int, float | None]] = [
@@ -40,10 +44,12 @@ PLACES: list[tuple[int, float | None]] = [
 HELD_BACK_WORLDS, HELD_BACK_SIZE = (6, 12), 10 * MIB
 
 
-def measure(known: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Measure everything, and keep what was faster before."""
+def measure(known: dict[str, Any], repeats: int, *, loopback: bool = False) -> dict[str, Any]:
+    """Measure everything, or loopback alone, and keep what was faster before."""
     cases = known.get("cases", {})
     for world, gbit in PLACES:
+        if loopback and gbit is not None:
+            continue
         name = f"{world} ranks, loopback" if gbit is None else f"{world} hosts, {gbit:g} Gbit/s"
         place = cases.setdefault(name, {"world": world, "gbit": gbit, "times": {}})
         found = measure_case(world, gbit, SIZES, repeats, __file__)
@@ -79,7 +85,7 @@ def fit_all(results: Mapping[str, Any]) -> dict[str, Any]:
 
 def _cases(results: Mapping[str, Any]) -> list[Case]:
     return [
-        Case(hook, place["world"], place["gbit"], int(size), entry["fastest"])
+        Case(hook, place["world"], place["gbit"], int(size), entry["fastest"], results["machine"]["cores"])
         for place in results["cases"].values()
         for key, entry in place["times"].items()
         for hook, size in [key.rsplit(", ", 1)]
@@ -88,6 +94,18 @@ def _cases(results: Mapping[str, Any]) -> list[Case]:
 
 def _held_back(case: Case) -> bool:
     return case.world in HELD_BACK_WORLDS or case.size == HELD_BACK_SIZE
+
+
+def models_of(results: Mapping[str, Any], on_hosts: Mapping[str, Any]) -> dict[str, Model]:
+    """Return the model of each hook: fitted where ranks have cores, with the wires of emulated hosts."""
+    found = {}
+    for hook in HOOKS:
+        model = Model(**results["fit"][hook]["model"])
+        if "fit" in on_hosts:
+            wires = Model(**on_hosts["fit"][hook]["model"])
+            model = replace(model, latency_on_hosts=wires.latency_on_hosts, payload=wires.payload)
+        found[hook] = model
+    return found
 
 
 def report_fit(fitted: Mapping[str, Any]) -> None:
@@ -120,39 +138,43 @@ def main() -> None:
     parser.add_argument("part", nargs="?", choices=["all", *parts, "rank"], default="all")
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--loopback", action="store_true", help="measure without emulated hosts")
+    parser.add_argument("--output", type=Path, default=FILE, help="the results, also those of other parts")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help=argparse.SUPPRESS)
     parser.add_argument("--most-ranks", type=int, default=4096, help="of the simulated clusters")
     options = parser.parse_args()
     if options.part == "rank":
         be_a_rank(options.folder, options.sizes, options.repeats)
         return
+    file = options.output
     wants = parts if options.part == "all" else [options.part]
     if "measure" in wants:
-        write(measure({} if options.part == "all" else read(), options.repeats))
+        known = {} if options.part == "all" else read(file)
+        write(file, measure(known, options.repeats, loopback=options.loopback))
     if "fit" in wants:
-        fitted = fit_all(read())
+        fitted = fit_all(read(file))
         report_fit(fitted)
-        write({"fit": fitted})
+        write(file, {"fit": fitted})
     if playing := [part for part in wants if part in {"cases", "curve"}]:
-        results = read()
-        models = {hook: Model(**results["fit"][hook]["model"]) for hook in HOOKS}
+        results = read(file)
+        models = models_of(results, read(HOSTS))
         starting = results["starting"]["starting"]
         found = predict_all(models, fit_kernels(results["kernels"]), starting, options.most_ranks, playing)
-        write({"predictions": {**read().get("predictions", {}), **found}})
+        write(file, {"predictions": {**results.get("predictions", {}), **found}})
     if "plot" in wants:
-        draw(read()["predictions"], FILE.with_suffix(".png"))
-    print(f"written: {FILE}")
+        draw(read(file)["predictions"], file.with_suffix(".png"))
+    print(f"written: {file}")
 
 
-def read() -> dict[str, Any]:
+def read(file: Path) -> dict[str, Any]:
     """Return what was found so far."""
-    found: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     return found
 
 
-def write(found: Mapping[str, Any]) -> None:
+def write(file: Path, found: Mapping[str, Any]) -> None:
     """Replace what was found of these parts."""
-    FILE.write_text(json.dumps({**read(), **found}, indent=1) + "\n")
+    file.write_text(json.dumps({**read(file), **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

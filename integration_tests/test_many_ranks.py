@@ -151,7 +151,8 @@ def test_what_is_computed_meanwhile_costs_nothing():
     encode = recording.Compute("encode", 4, 3)  # 2 + 3 + 2 s
     program = program_of(2, programs.Start(0, batch(2, 10)), encode, recording.Wait(0), encode)
     assert play(program, worker=worker) == pytest.approx([1 + 10 + 7] * 2)
-    assert play(program, worker=worker, ranks=simulation.Ranks(cores=0.5)) == pytest.approx([2 + 14 + 14] * 2)
+    shared = simulation.Ranks(cores=0.5, busy=1.0)
+    assert play(program, worker=worker, ranks=shared) == pytest.approx([2 + 14 + 14] * 2)
 
 
 def test_a_late_rank_keeps_those_that_wait_for_it_and_no_link():

@@ -19,14 +19,11 @@ from ddp_quant_hooks.measure.cost_model import Cluster, KernelCost, Machine, Wor
 
 __all__ = ["Case", "Model", "compare", "fit", "fit_kernels"]
 
-CORES = 2
-"""Of the machine, which all ranks share."""
-
-
 _BOUNDS = {
     "payload": (0.85, 0.957),  # a frame of 1,514 bytes has 1,448 of payload
     "kernels": (0.8, 2.5),
-    "turns_on_hosts": (0.0, 1.0),
+    "busy": (1.0, 2.0),
+    "busy_on_hosts": (0.3, 2.0),
     "latency": (5e-6, 1e-3),
     "latency_on_hosts": (5e-6, 1e-3),
 }
@@ -43,6 +40,7 @@ class Case:
         gbit: Of the hosts' links; ``None`` on loopback.
         size: Of the bucket, in bytes.
         seconds: As measured.
+        cores: Of the machine, which all ranks share.
     """
 
     hook: str
@@ -50,6 +48,7 @@ class Case:
     gbit: float | None
     size: int
     seconds: float
+    cores: int = 2
 
 
 @dataclass(frozen=True)
@@ -61,10 +60,11 @@ class Model:
         cpu_per_message: Of the processor, sending and receiving.
         cpu_per_byte: Likewise, on loopback.
         cpu_per_byte_on_hosts: On the emulated hosts, whose every packet passes a bridge.
+        memory_per_byte: More for each other rank on the machine: they share its memory.
         latency: Of the wire, on loopback.
         latency_on_hosts: On the emulated hosts.
-        turns_on_hosts: How far ranks on hosts take turns on the shared cores, which on loopback they do (1):
-            while some wait for the wire, others have more of a core (down to 0).
+        busy: How many cores the two threads of a rank keep busy, on loopback.
+        busy_on_hosts: On the emulated hosts, where they also wait for the wire.
         kernels: How many times as long kernels take as alone, with caches and memory shared.
         payload: What share of a link's bits is payload.
     """
@@ -73,24 +73,28 @@ class Model:
     cpu_per_message: float = 1e-4
     cpu_per_byte: float = 1e-9
     cpu_per_byte_on_hosts: float = 2.5e-9
+    memory_per_byte: float = 2e-11
     latency: float = 2e-5
     latency_on_hosts: float = 3e-5
-    turns_on_hosts: float = 0.7
+    busy: float = 1.5
+    busy_on_hosts: float = 1.0
     kernels: float = 1.5
     payload: float = 0.95
 
     def seconds(self, case: Case, kernels: Mapping[str, KernelCost], starting: float) -> float:
-        """Return what the model says of a case: ranks that share :data:`CORES` cores."""
+        """Return what the model says of a case."""
         on_hosts = case.gbit is not None
         machine = Machine(
             latency=(self.latency_on_hosts if on_hosts else self.latency) + self.cpu_per_message,
             cpu_per_message=self.cpu_per_message,
-            cpu_per_byte=self.cpu_per_byte_on_hosts if on_hosts else self.cpu_per_byte,
+            cpu_per_byte=(self.cpu_per_byte_on_hosts if on_hosts else self.cpu_per_byte)
+            + (case.world - 1) * self.memory_per_byte,
             inside=0.0,
             between=0.0,
         )
         cluster = Cluster(case.world, (case.gbit or 1e6) * self.payload)
-        ranks = Ranks(cores=(CORES / case.world) ** (self.turns_on_hosts if on_hosts else 1.0))
+        busy = self.busy_on_hosts if on_hosts else self.busy
+        ranks = Ranks(cores=case.cores / case.world, busy=busy)
         return float(
             play(
                 program_of(case.hook, case.world, case.size),
@@ -117,7 +121,7 @@ def program_of(hook: str, world: int, size: int) -> Program:
     return ring(world, count) if hook == RING else all_ranks(direct, world, count)
 
 
-def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: float, rounds: int = 10) -> Model:
+def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: float, rounds: int = 40) -> Model:
     """Return the model with the least squares of relative errors, each number changed in turn.
 
     Args:

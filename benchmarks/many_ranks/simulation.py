@@ -32,14 +32,16 @@ class Ranks:
     """How ranks differ from each other, and what they share.
 
     Attributes:
-        cores: Of the processor, for each rank. From two on its threads run side by side; below, they take
-            turns, and below one, with those of other ranks.
+        cores: Of the processor, for each rank.
+        busy: How many cores a rank's two threads keep busy, between 1 and 2. With fewer, all work takes
+            longer.
         late: Seconds after the first by which each rank begins a bucket; ``None``: at once.
         slower: How many times as long each rank's work takes; ``None``: all alike.
         ready: When each bucket is handed over, in seconds.
     """
 
     cores: float = 2.0
+    busy: float = 2.0
     late: Floats | None = None
     slower: Floats | None = None
     ready: tuple[float, ...] = ()
@@ -59,10 +61,12 @@ def play(
     """
     ranks = ranks or Ranks()
     late = np.zeros(program.world) if ranks.late is None else ranks.late
-    pace = max(1.0, 1 / ranks.cores) * (np.ones(program.world) if ranks.slower is None else ranks.slower)
+    pace = max(1.0, ranks.busy / ranks.cores) * (
+        np.ones(program.world) if ranks.slower is None else ranks.slower
+    )
     network = _Network(cluster, machine, worker.starting, pace, alike=bool(np.ptp(late) + np.ptp(pace) == 0))
     now, taken_in = late.copy(), np.zeros(program.world)
-    arrivals: dict[int, _Arrivals] = {}
+    arrivals: dict[int, Floats] = {}
     ends: list[Floats] = []
     for step in program.steps:
         if isinstance(step, Begin):
@@ -75,12 +79,10 @@ def play(
             now += worker.kernels[step.kernel].seconds(step.values, step.messages) * pace
         elif isinstance(step, Start):
             now, arrived = network.send(step.messages, now)
-            arrivals[step.number] = arrived
-            if ranks.cores >= 2:  # taken in at once, beside whatever is computed
-                taken_in = arrivals[step.number].taken_in(taken_in)
-                arrivals[step.number] = _Arrivals(taken_in, np.zeros(program.world))
+            taken_in = arrived.taken_in(taken_in)  # at once, beside whatever is computed
+            arrivals[step.number] = taken_in
         elif isinstance(step, Wait):
-            now = arrivals.pop(step.number).taken_in(now)
+            now = np.maximum(now, arrivals.pop(step.number))
     return np.array([*ends, now])
 
 
