@@ -297,9 +297,9 @@ CLAIMS = (
         name="walk of a batch",
         sentence="PyTorch's walk of a dict of lists takes {value:.1f} times as long.",
         places=tuple(
-            Place(document, text, "dict of lists", column)
+            Place(document, text, library, "dict of lists")
             for document in UTILS
-            for text, column in (("{other:.2f}", "dist_utils"), ("{one:.2f}", "torch"))
+            for text, library in (("{other:.2f}", "dist_utils"), ("{one:.2f}", "torch"))
         ),
         results="containers.json",
         one=("us_per_tensor", "dict of lists", "keep", "torch"),

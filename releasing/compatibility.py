@@ -38,15 +38,14 @@ def runs(results: Sequence[Row]) -> str:
         return "No run was recorded."
     ordered = sorted(results, key=lambda row: (row["session"], Version(row["torch"]), Version(row["python"])))
     shown = table(
-        ["session", "torch", "Python", "outcome", "when, commit"],
+        ["session", "torch, Python", "outcome", "when, commit"],
         [
             [
                 row["session"],
-                row["torch"],
-                row["python"],
+                f"{row['torch']}, {row['python']}",
                 f"{'green' if row['exit_status'] == 0 else '**red**'}: "
                 + ", ".join(f"{row[key]} {key}" for key in COUNTED if key in row),
-                f"{row['date']}, {row['commit']}",
+                f"{row['date']}, {row['commit'][:7]}",
             ]
             for row in ordered
         ],

@@ -114,14 +114,14 @@ def _failures(cells: dict[str, Any]) -> Iterator[str]:
 
 
 def details(title: str, cell: dict[str, Any]) -> str:
-    """Return all figures of one cell: the times of steps, and what their communication is."""
+    """Return all figures of one cell: the times of steps, and what is sent in them."""
     sides = {
         name: cell["sides"][name]
         for name in [COMPUTE, *ALL]
         if name in cell["sides"] and "failed" not in cell["sides"][name]
     }
     steps = [[label(name), f"{side['median_ms']:.0f}", *_spread(side)] for name, side in sides.items()]
-    communication = [
+    sent = [
         [
             label(name),
             f"{side['exposed']['median_ms']:.0f} {_range(side['exposed']['quartiles_ms'])}",
@@ -132,11 +132,11 @@ def details(title: str, cell: dict[str, Any]) -> str:
         for name, side in sides.items()
         if name != COMPUTE
     ]
-    heads = [f"{title}, emulated: communication", "exposed, ms", "last bucket, ms", "MiB sent by a host"]
+    heads = [f"{title}, emulated: on the wire", "exposed, ms", "last bucket, ms", "MiB sent by a host"]
     return "\n\n".join(
         [
             table([f"{title}, emulated: a step", "ms", "quartiles", "faster"], steps),
-            table([*heads, "of the possible"], communication),
+            table([*heads, "of the possible"], sent),
         ]
     )
 

@@ -58,7 +58,7 @@ def test_a_broken_pair_and_a_failed_run_are_not_hidden(tmp_path):
     (tmp_path / "sibling-tests.json").write_text(json.dumps(tests))
     page = render(tmp_path)
     counts = "5 passed, 2 failed, 3 deselected"
-    assert f"| unit | 2.6.0 | 3.10.1 | **red**: {counts} | 2026-01-01, abc |" in page
+    assert f"| unit | 2.6.0, 3.10.1 | **red**: {counts} | 2026-01-01, abc |" in page
     assert "Only a part of unit, torch 2.6.0, Python 3.10.1: `packages/lower/tests/test_a.py`." in page
     assert "Recorded: 2026-01-02, commit def" in page
     assert "Only these files of them: test_a.py." in page
