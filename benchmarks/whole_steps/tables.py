@@ -37,14 +37,14 @@ def _model(cell: str) -> str:
 def heading(cells: dict[str, Any]) -> str:
     """Say where and when; sides of several trees or machines in one table are called that."""
     runs = [side["run"] for cell in cells.values() for side in cell["sides"].values() if "run" in side]
-    said = {
-        f"torch {run['versions']['torch']}, {run['machine']['cores']} cores ({run['machine']['cpu']}), "
-        f"tree {run['tree']}, {run['date']}"
+    where = {
+        f"torch {run['versions']['torch']}, {run['machine']['cores']} cores ({run['machine']['cpu']})"
         for run in runs
     }
-    several = "Several runs: " if len(said) > 1 else ""
+    when = {f"{run['tree']} ({run['date']})" for run in runs}
+    several = "several runs of commits" if len(when) > 1 else "commit"
     what = "ms for a training step; in brackets: how many times faster than plain DDP in the same turn. "
-    return what + several + "; ".join(sorted(said))
+    return f"{what}{'; '.join(sorted(where))}, {several} {', '.join(sorted(when))}."
 
 
 def overview(cells: dict[str, Any]) -> str:
@@ -74,8 +74,10 @@ def _time(side: dict[str, Any] | None) -> str:
 
 
 def remarks(cells: dict[str, Any]) -> str:
-    """Say where nothing is gained, what ``auto`` chose, and what failed."""
-    return "\n".join(f"- {line}" for line in [*_gains(cells), *_choices(cells), *_failures(cells)])
+    """Say where nothing is gained and what failed, and what ``auto`` chose."""
+    lines = "\n".join(f"- {line}" for line in [*_gains(cells), *_failures(cells)])
+    heads = ["what auto chose on emulated hosts and loopback", "hook", "after steps", "its time, of the best"]
+    return f"{lines}\n\n{table(heads, list(_choices(cells)))}"
 
 
 def _gains(cells: dict[str, Any]) -> Iterator[str]:
@@ -92,15 +94,13 @@ def _gains(cells: dict[str, Any]) -> Iterator[str]:
         yield f"Nothing is gained here: {'; '.join(none)}."
 
 
-def _choices(cells: dict[str, Any]) -> Iterator[str]:
+def _choices(cells: dict[str, Any]) -> Iterator[list[str]]:
     for name, cell in cells.items():
         side = cell["sides"].get("auto", {})
         if "chosen" in side:
             chosen = side["chosen"]
-            yield (
-                f"`auto` in {name}: {chosen['candidate']} after {chosen['steps']} steps, "
-                f"{side['of_best']['median']:.3f} of the time of {label(side['best_candidate'])}."
-            )
+            best = f"{side['of_best']['median']:.3f} ({label(side['best_candidate'])})"
+            yield [name, chosen["candidate"], str(chosen["steps"]), best]
 
 
 def _failures(cells: dict[str, Any]) -> Iterator[str]:

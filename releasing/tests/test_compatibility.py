@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from releasing import compatibility
+from releasing import compatibility, recorded
 from releasing.commands import run
 from releasing.compatibility import PAGE, render
 from releasing.workspace import ROOT
@@ -84,6 +84,7 @@ def test_the_command_compares_without_writing(monkeypatch, tmp_path):
 
 def test_a_recorded_run_says_what_was_left_out_with_workers_too(tmp_path):
     (tmp_path / "test_a.py").write_text("def test_left():\n    pass\n\n\ndef test_kept():\n    pass\n")
+    before = set(recorded.FOLDER.iterdir())
     program = (
         "import sys\nfrom pathlib import Path\nimport pytest\nfrom releasing import record_tests, recorded\n"
     )
@@ -99,3 +100,4 @@ def test_a_recorded_run_says_what_was_left_out_with_workers_too(tmp_path):
         result = json.loads(file.read_text())
         assert {key: result[key] for key in ("passed", "deselected")} == {"passed": 1, "deselected": 1}
         assert result["selected"] == ["-q -p releasing.record_tests -k kept test_a.py", "default"][number]
+    assert set(recorded.FOLDER.iterdir()) == before, "a worker has written what it knows"
