@@ -10,7 +10,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-PLACES = re.compile(r"(?<=[_/=(,])(?=\w)|(?<=[a-z)]\.)(?=[a-z_])|(?<=[a-z])(?=[A-Z])")
+PLACES = re.compile(r"(?<=[\w.\]][_/=(,])(?=\w)|(?<=[a-z)]\.)(?=[a-z_])|(?<=[a-z])(?=[A-Z])")
 
 
 def break_names(_app: Sphinx, _page: str, _template: str, context: dict[str, Any], _doctree: Any) -> None:
