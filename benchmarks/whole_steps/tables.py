@@ -76,7 +76,7 @@ def _time(side: dict[str, Any] | None) -> str:
 def remarks(cells: dict[str, Any]) -> str:
     """Say where nothing is gained and what failed, and what ``auto`` chose."""
     lines = "\n".join(f"- {line}" for line in [*_gains(cells), *_failures(cells)])
-    heads = ["what auto chose on emulated hosts and loopback", "hook", "after steps", "its time, of the best"]
+    heads = ["auto on emulated hosts and loopback", "chose", "after steps", "its time, of the best"]
     return f"{lines}\n\n{table(heads, list(_choices(cells)))}"
 
 
