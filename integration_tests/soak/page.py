@@ -55,13 +55,13 @@ def _faults(results: dict[str, Any]) -> str:
         told, named = (sum(outcome[key] for outcome in outcomes) for key in ("told", "named"))
         others = "".join(f", {verdicts[which]} {which}" for which in ("wrong", "hung") if verdicts[which])
         rows.append(
-            f"| {fault} | {verdicts['right']} of {len(outcomes)}{others} | {spread} | "
+            f"| {fault} | {verdicts['right']}/{len(outcomes)}{others} | {spread} | "
             f"{f'{named} of {told}' if told else '-'} |"
         )
     for fault, why in results.get("skipped", {}).items():
         rows.append(f"| {fault} | skipped: {why} | | |")
     title = (
-        "| fault injected | right | seconds to the error: median / longest | errors that name the rank |\n"
+        "| fault injected | right, of all | seconds to the error: median / longest | errors that name the rank |\n"
         "|---|---|---|---|"
     )
     return "\n".join([title, *rows]) if rows else ""
