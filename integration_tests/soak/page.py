@@ -61,8 +61,8 @@ def _faults(results: dict[str, Any]) -> str:
     for fault, why in results.get("skipped", {}).items():
         rows.append(f"| {fault} | skipped: {why} | | |")
     title = (
-        "| fault injected | right, of all | seconds to the error: median / longest | errors that name the rank |\n"
-        "|---|---|---|---|"
+        "| fault injected | right, of all | seconds to the error: median / longest | errors that name the "
+        "rank |\n|---|---|---|---|"
     )
     return "\n".join([title, *rows]) if rows else ""
 
