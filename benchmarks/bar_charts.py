@@ -24,38 +24,26 @@ def number(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 
-def draw_bars(
-    panels: Mapping[str, Mapping[str, Bar]], unit: str, path: Path, *, title: str, columns: int = 3
-) -> None:
-    """Draw one panel of horizontal bars for each title, with the quartiles, and write the picture.
+def draw_bars(panels: Mapping[str, Mapping[str, Bar]], unit: str, path: Path, *, title: str) -> None:
+    """Draw a panel of horizontal bars for each title, with the quartiles, and write the picture.
 
-    Each bar has its number. Panels have the same names from top to bottom, which stand once, on the left; a
-    panel that lacks one has no bar there.
+    Each bar has its number, so that there is no axis for it. The unit is a part of the picture's title.
     """
-    names = list(dict.fromkeys(name for bars in panels.values() for name in bars))
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    size = (2.4 + max(5, 3.2 * columns), 0.5 + rows * (0.8 + 0.27 * len(names)))
-    figure, axes = subplots(rows, columns, size, sharey=True)
-    for axis in axes.flat[len(panels) :]:
-        axis.remove()
-    for axis, (subject, bars) in zip(axes.flat, panels.items(), strict=False):
+    figure, axes = subplots([0.35 + 0.24 * len(bars) for bars in panels.values()], f"{title}, {unit}")
+    for axis, (subject, bars) in zip(axes, panels.items(), strict=True):
         longest = max(high for _, (_, high) in bars.values())
-        for name, (median, (low, high)) in bars.items():
+        for place, (name, (median, (low, high))) in enumerate(bars.items()):
             spread = [[max(0, median - low)], [max(0, high - median)]]
             color = BLUE if name.startswith(OURS) else GRAY
-            place = names.index(name)
             axis.barh(place, median, xerr=spread, color=color, ecolor="0.3")
             axis.text(
                 max(median, high) + 0.02 * longest, place, number(median), va="center", fontsize="small"
             )
         axis.set_xlim(0, 1.2 * longest)
-        axis.set_title(subject, fontsize="medium", loc="left")
-        axis.locator_params(axis="x", nbins=4)
+        axis.set_title(subject, fontsize="small", loc="left")
+        axis.set_xticks([])
+        axis.spines["bottom"].set_visible(False)
         axis.tick_params(axis="y", length=0)
-    for axis in axes[:, 0]:
-        axis.set_yticks(range(len(names)), names)
-    axes[0, 0].set_ylim(len(names) - 0.4, -0.6)
-    figure.suptitle(title)
-    figure.supxlabel(unit, fontsize="medium")
+        axis.set_yticks(range(len(bars)), bars)
+        axis.set_ylim(len(bars) - 0.4, -0.6)
     save(figure, path)

@@ -205,9 +205,9 @@ def print_table(title: str, table: dict[str, Any]) -> None:
 def draw(results: dict[str, Any]) -> None:
     """Draw what starting a collective early gains, if that was measured."""
     if "overlap_ms" in results:
-        panel = {"12 layers of 1536 x 1536": bars_of(results["overlap_ms"])}
-        title = "Two emulated hosts, 1 Gbit/s: weights gathered for each layer"
-        draw_bars(panel, "ms, forward and backward", RESULTS.with_suffix(".png"), title=title)
+        panel = {"12 layers of 1536 x 1536, 1 Gbit/s": bars_of(results["overlap_ms"])}
+        title = "Forward and backward with weights that are gathered from two emulated hosts"
+        draw_bars(panel, "ms", RESULTS.with_suffix(".png"), title=title)
 
 
 def main() -> None:

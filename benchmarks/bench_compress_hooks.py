@@ -143,7 +143,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         for world_size, times in results.get(kind, {}).items()
     }
     if panels:
-        draw_bars(panels, "ms", path, title="Averaging a bucket of 25 MiB", columns=2)
+        draw_bars(panels, "ms", path, title="Averaging a bucket of 25 MiB")
 
 
 def measure(wants: set[str], options: argparse.Namespace) -> dict[str, Any]:

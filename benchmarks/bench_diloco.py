@@ -37,7 +37,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_quant_convergence import Language, parameters_equal, verdict
-from drawing import BLUE, GRAY, VERMILION, name_ends, save, subplots
+from drawing import BLUE, save, subplots
 from machine import describe_machine
 from torch import nn
 
@@ -267,30 +267,19 @@ def _text(summary: dict[str, Any], form: str) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the curves of training, which lie on each other, and every seed's final loss beside fp32's."""
-    figure, ((curves, gaps),) = subplots(1, 2, (11, 3.6))
-    ends = range(EVERY, results["steps"] + 1, EVERY)
-    lines = {REFERENCE: GRAY, "int4, feedback": BLUE, "int8, streaming": VERMILION}
-    last = {}
-    for name, color in lines.items():
-        training = results["configurations"][name]["training"]
-        curves.plot(ends, training, color=color, linewidth=1.5)
-        last[name] = (results["steps"], training[-1], color)
+    """Draw every seed's final loss beside fp32's."""
     compared = [name for name in results["configurations"] if name != reference_of(name)]
+    figure, (axis,) = subplots([0.6 + 0.3 * len(compared)], "Final loss of each seed, minus that of fp32")
     for place, name in enumerate(compared):
         by_seed = results["configurations"][name]["difference_to_fp32"]["by_seed"]
-        gaps.plot(by_seed, [place] * results["seeds"], "o", color=BLUE)
+        axis.plot(by_seed, [place] * results["seeds"], "o", color=BLUE)
     if (deviation := results["fp32_standard_deviation_over_seeds"]) is not None:
-        gaps.axvspan(-deviation, deviation, color="0.9")
-    gaps.axvline(0, color="0.3", linewidth=1)
-    gaps.set_yticks(range(len(compared)), compared)
-    gaps.set_ylim(len(compared) - 0.5, -0.5)
-    gaps.locator_params(axis="x", nbins=6)
-    curves.set(xlabel="inner step")
-    curves.set_title("Training loss, mean of all seeds", loc="left", fontsize="medium")
-    gaps.set(xlabel="loss, minus that of fp32 with the same seed and schedule")
-    gaps.set_title("Final loss of each seed; gray: fp32's deviation", loc="left", fontsize="medium")
-    name_ends(curves, last)
+        axis.axvspan(-deviation, deviation, color="0.9")
+    axis.axvline(0, color="0.3", linewidth=1)
+    axis.set_yticks(range(len(compared)), compared)
+    axis.set_ylim(len(compared) - 0.5, -0.5)
+    axis.locator_params(axis="x", nbins=5)
+    axis.set(xlabel="gray: standard deviation of fp32 over seeds")
     save(figure, path)
 
 

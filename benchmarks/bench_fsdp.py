@@ -79,8 +79,8 @@ RATE_NAMES = {"1gbit": "1 Gbit/s", "200mbit": "0.2 Gbit/s"}
 def draw(result: dict[str, Any]) -> None:
     """Draw the times, a panel for each rate."""
     bars = {RATE_NAMES[rate]: bars_of(entries) for rate, entries in result["times"].items()}
-    title = "HSDP on two emulated hosts of two ranks"
-    draw_bars(bars, "ms for forward and backward", RESULTS / "fsdp.png", title=title)
+    title = "Forward and backward with HSDP, two emulated hosts of two ranks"
+    draw_bars(bars, "ms", RESULTS / "fsdp.png", title=title)
 
 
 def main() -> None:

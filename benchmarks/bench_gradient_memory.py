@@ -202,7 +202,7 @@ def draw(results: dict[str, Any]) -> None:
     }
     if panels:
         title, path = "Peak of memory above the model, second pass and later", RESULTS / "gradient_memory.png"
-        draw_bars(panels, "MiB", path, title=title, columns=2)
+        draw_bars(panels, "MiB", path, title=title)
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ import argparse
 import json
 import statistics
 import sysconfig
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -449,23 +450,23 @@ PANELS = ("Gaussian", "outliers", "language model")
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw errors of some schemes and kinds of gradients: a line from the fewest ranks to the most."""
     sizes = [str(ranks) for ranks in results["world_sizes"]]
-    figure, (axes,) = subplots(1, len(PANELS), (11, 4), sharey=True)
+    title = f"Relative error of the mean of {sizes[-1]} ranks; lines: from {sizes[0]} ranks on"
+    figure, axes = subplots([0.6 + 0.3 * len(SHOWN)] * len(PANELS), title)
     for axis, kind in zip(axes, PANELS, strict=True):
         for place, (name, color) in enumerate(SHOWN.items()):
             by_ranks = results["schemes"][name]["relative_error"][kind]
             errors = [by_ranks[ranks]["median"] for ranks in sizes]
             axis.plot(errors, [place] * len(errors), color=color, linewidth=1)
-            axis.plot(errors[-1], place, "o", color=color, markersize=6)
+            axis.plot(errors[-1], place, "o", color=color, markersize=5)
             text = f"{100 * errors[-1]:.2g} %"
-            axis.annotate(text, (errors[-1], place - 0.15), ha="center", va="bottom", fontsize="x-small")
+            axis.annotate(text, (errors[-1], place - 0.15), ha="center", va="bottom", fontsize="small")
         axis.set_xscale("log")
         axis.margins(x=0.2)
         axis.grid(axis="x", color="0.9")
-        axis.set_title(f"gradients: {kind}", loc="left", fontsize="medium")
+        axis.set_title(f"gradients: {kind}", loc="left", fontsize="small")
         axis.tick_params(axis="y", length=0)
-    axes[0].set_yticks(range(len(SHOWN)), SHOWN)
-    axes[0].set_ylim(len(SHOWN) - 0.5, -0.9)
-    figure.suptitle(f"Relative error of the mean of {sizes[-1]} ranks; lines: from {sizes[0]} ranks on")
+        axis.set_yticks(range(len(SHOWN)), [textwrap.fill(name, 26) for name in SHOWN])
+        axis.set_ylim(len(SHOWN) - 0.5, -0.9)
     save(figure, path)
 
 

@@ -451,25 +451,27 @@ def _text(summary: dict[str, Any], form: str) -> str:
 
 
 SHOWN = {"bf16": GRAY, "int8": BLUE, 'int4, feedback "both"': VERMILION}
+TITLES = {"language": "language model", "digits": "handwritten digits"}
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw how far some curves of the loss are from fp32's, and how far its own seeds are from each other."""
     tasks = results["tasks"]
-    figure, (axes,) = subplots(1, len(tasks), (6 * len(tasks), 3.6))
+    figure, axes = subplots([2.2] * len(tasks), "Distance of training losses from those of fp32")
     for axis, (name, task) in zip(axes, tasks.items(), strict=True):
         steps = task["curve_steps"]
-        axis.set(xlabel="step", yscale="log")
-        axis.set_title(f"{name}: distance of training losses from fp32's", loc="left", fontsize="medium")
+        axis.set(yscale="log")
+        axis.set_title(TITLES[name], loc="left", fontsize="small")
         ends = {}
         for configuration, color in SHOWN.items():
             distance = task["configurations"][configuration]["curve_distance_to_fp32"]
-            axis.plot(steps, distance, color=color, linewidth=1.2)
-            ends[configuration] = (steps[-1], distance[-1], color)
+            axis.plot(steps, distance, color=color, linewidth=1)
+            ends[configuration.replace(", ", ",\n")] = (steps[-1], distance[-1], color)
         if (deviation := task["fp32_curve_standard_deviation_over_seeds"]) is not None:
-            axis.plot(steps, deviation, color="black", linestyle="--", linewidth=1.2)
-            ends["fp32: deviation\nover seeds"] = (steps[-1], deviation[-1], "black")
-        name_ends(axis, ends, gap=0.09)
+            axis.plot(steps, deviation, color="black", linestyle="--", linewidth=1)
+            ends["deviation of\nfp32's seeds"] = (steps[-1], deviation[-1], "black")
+        name_ends(axis, ends, gap=0.15)
+    axes[-1].set(xlabel="step")
     save(figure, path)
 
 

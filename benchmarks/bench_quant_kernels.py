@@ -123,9 +123,9 @@ def draw(results: dict[str, Any]) -> None:
     bars = bars_of(results["kernels"])
     best = next(name for name in bars if name.startswith("ours")).rpartition(", ")[2]
     panel = {name: bar for name, bar in bars.items() if name == "tensor.copy_" or name.endswith(best)}
-    slow = " and ".join(f"{times[f'{what}, {TORCH_OPS}']:.0f} ms to {what}" for what in ("encode", "decode"))
+    slow = " and ".join(f"{times[f'{what}, {TORCH_OPS}']:.0f}" for what in ("encode", "decode"))
     title = f"8-bit kernels on {results['bucket_mib']} MiB of fp32, one thread"
-    draw_bars({f"{TORCH_OPS} take {slow}": panel}, "ms", RESULTS / "quant_kernels.png", title=title)
+    draw_bars({f"{TORCH_OPS}: {slow} ms": panel}, "ms", RESULTS / "quant_kernels.png", title=title)
 
 
 def main() -> None:

@@ -185,20 +185,17 @@ SHOWN = ("fp32, allreduce_hook", "16 bits, bf16_compress_hook", "ours: 8 bits", 
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the times of the hooks that are compared with each other, a row for each number of ranks."""
-    tables = {("ranks", "loopback"): results.get("loopback", {})}
+    """Draw the times of the hooks that are compared with each other, between two ranks."""
+    tables = {"ranks, loopback": results.get("loopback", {})}
     for rate, by_size in results.get("hosts", {}).items():
-        tables[("emulated hosts", rate.replace("gbit", " Gbit/s"))] = by_size
-    sizes = dict.fromkeys(size for table in tables.values() for size in table)
+        tables[f"emulated hosts, {rate.replace('gbit', ' Gbit/s')}"] = by_size
     panels = {
-        f"{size} {kind}, {where}": bars_of({name: table[size][name] for name in SHOWN if name in table[size]})
-        for size in sizes
-        for (kind, where), table in tables.items()
-        if size in table
+        f"2 {where}": bars_of({name: table["2"][name] for name in SHOWN if name in table["2"]})
+        for where, table in tables.items()
+        if "2" in table
     }
     if panels:
-        columns = len(panels) // len(sizes)
-        draw_bars(panels, "ms", path, title="Averaging a bucket of 25 MiB", columns=columns)
+        draw_bars(panels, "ms", path, title="Averaging a bucket of 25 MiB")
 
 
 def main() -> None:

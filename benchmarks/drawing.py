@@ -1,32 +1,52 @@
-"""What all pictures share: colors for the color-blind, a plain frame, names where lines end."""
+"""What all pictures share: a phone's width, colors for the color-blind, names where lines end."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 GRAY, BLUE, VERMILION, GREEN, PURPLE = "#767676", "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 """Of Okabe and Ito's palette. Ours is blue, what it is compared with is gray."""
 
+WIDTH = 4.4
+"""Inches, of every picture: on a phone that shows it 350 pixels wide, "small" letters have 9 pixels."""
 
-def subplots(rows: int, columns: int, size: tuple[float, float], **options: Any) -> tuple[Any, Any]:
-    """Return a figure and an array of its axes, without frames above and to the right."""
+
+def subplots(heights: Sequence[float], title: str) -> tuple[Any, list[Any]]:
+    """Return a figure with a title, and axes below each other, without frames above and to the right.
+
+    Args:
+        heights: Of each of the axes, in inches.
+        title: Of the figure. Long ones are broken.
+    """
     import matplotlib as mpl  # noqa: PLC0415 - ranks need no plots
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, **options)
+    mpl.rcParams |= {f"{what}.labelsize": "small" for what in ("axes", "xtick", "ytick")}
+    lines = textwrap.wrap(title, 46)
+    figure, axes = plt.subplots(
+        len(heights),
+        figsize=(WIDTH, sum(heights) + 0.25 + 0.2 * len(lines)),
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
+    )
+    figure.get_layout_engine().set(h_pad=0.07)
+    figure.suptitle("\n".join(lines), x=0.02, ha="left", fontsize="medium", fontweight="bold")
     for axis in axes.flat:
         axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    return figure, list(axes.flat)
 
 
 def save(figure: Any, path: Path) -> None:
     """Write a picture, and forget it."""
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=160)
     plt.close(figure)
 
 

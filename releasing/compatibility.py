@@ -20,6 +20,7 @@ from releasing.workspace import ROOT
 
 PAGE = ROOT / "docs" / "compatibility.md"
 COUNTED = ("passed", "failed", "error", "skipped", "xfailed", "xpassed", "deselected")
+DEFAULT = "default"
 FRAME = Path(__file__).with_name("compatibility.md.in")
 
 Row = Mapping[str, Any]
@@ -32,54 +33,61 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def runs(results: Sequence[Row]) -> str:
-    """Return the table of sessions that were run, one row for each torch and Python."""
+    """Return the table of sessions that were run, and a list of those of which only a part was run."""
     if not results:
         return "No run was recorded."
     ordered = sorted(results, key=lambda row: (row["session"], Version(row["torch"]), Version(row["python"])))
-    return table(
-        ["session", "torch", "Python", "outcome", "tests", "selected", "when", "commit"],
+    shown = table(
+        ["session", "torch, Python", "outcome", "when, commit"],
         [
             [
                 row["session"],
-                row["torch"],
-                row["python"],
-                "green" if row["exit_status"] == 0 else "**red**",
-                ", ".join(f"{row[key]} {key}" for key in COUNTED if key in row),
-                row.get("selected", "default"),
-                row["date"],
-                row["commit"],
+                f"{row['torch']}, {row['python']}",
+                f"{'green' if row['exit_status'] == 0 else '**red**'}: "
+                + ", ".join(f"{row[key]} {key}" for key in COUNTED if key in row),
+                f"{row['date']}, {row['commit'][:7]}",
             ]
             for row in ordered
         ],
     )
+    chosen = [
+        f"- Only a part of {row['session']}, torch {row['torch']}, Python {row['python']}: "
+        f"{_files(row['selected'])}."
+        for row in ordered
+        if row.get("selected", DEFAULT) != DEFAULT
+    ]
+    return "\n".join([shown, *(["", *chosen] if chosen else [])])
 
 
 def pairs(siblings: Row) -> str:
-    """Return the table of pairs that work or should have: a line for each version of a package."""
-    rows = []
-    for row in siblings["pairs"]:
-        if row["result"] != EXCLUDED:
-            outcome = row["result"] if row["result"] == OK else f"**{row['result']}**: {_cell(row['reason'])}"
-            rows.append(
-                [_named(row), f"{row['sibling']} {row['sibling_version']}", f"`{row['range']}`", outcome]
-            )
-    return table(["package", "with", "its range", "short program on two ranks"], rows)
-
-
-def excluded(siblings: Row) -> str:
-    """Return the table of what ranges exclude: a line for each version of a package and sibling."""
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for row in siblings["pairs"]:
-        if row["result"] == EXCLUDED:
-            key = (_named(row), row["sibling"], row["range"])
-            found.setdefault(key, []).append(row["sibling_version"])
-    return table(
-        ["package", "needs", "excludes"],
-        [
-            [name, f"{sibling}`{needed}`", ", ".join(versions)]
-            for (name, sibling, needed), versions in found.items()
-        ],
+    """Return a table for each package: a line for each of its versions and each sibling in a range of it."""
+    packages: dict[str, dict[tuple[str, str], dict[bool, list[str]]]] = {}
+    for row in _allowed(siblings):
+        lines = packages.setdefault(row["package"], {})
+        found = lines.setdefault((row["version"], f"{row['sibling']} `{row['range']}`"), {})
+        found.setdefault(row["result"] == OK, []).append(row["sibling_version"])
+    return "\n\n".join(
+        table(
+            [package, "needs", "works with", "fails with"],
+            [
+                [*line, *(", ".join(found.get(works, ["-"])) for works in (True, False))]
+                for line, found in lines.items()
+            ],
+        )
+        for package, lines in packages.items()
     )
+
+
+def failures(siblings: Row) -> str:
+    """Return a list of the pairs that should work and do not, with the reasons."""
+    lines = [
+        f"- {_named(row)} with {row['sibling']} {row['sibling_version']}: **{row['result']}**. "
+        # An installer goes on to derive that the two are incompatible, in more words.
+        f"{_cell(row['reason'].partition(', we can conclude')[0])}"
+        for row in _allowed(siblings)
+        if row["result"] != OK
+    ]
+    return "\n".join(lines) or "None fails."
 
 
 def missing(siblings: Row) -> str:
@@ -106,13 +114,17 @@ def tests(ran: Row) -> str:
 
 
 def side_by_side(siblings: Row) -> str:
-    """Return the table of minor series that can be installed together."""
-    rows = []
+    """Return a table for each two packages: which of their minor series can be installed together."""
+    packages: dict[tuple[str, str], dict[tuple[str, str], str]] = {}
     for row in siblings["side_by_side"]:
         (left, one), (right, other) = row["packages"].items()
-        installed = row["installs"]
-        rows.append([f"{left} {one}", f"{right} {other}", _versions(installed) if installed else "no"])
-    return table(["package", "beside", "an installer takes"], rows)
+        packages.setdefault((left, right), {})[one, other] = "yes" if row["installs"] else "no"
+    shown = []
+    for (left, right), found in packages.items():
+        ones, others = ({series[side]: None for series in found} for side in (0, 1))
+        rows = [[one, *(found[one, other] for other in others)] for one in ones]
+        shown.append(table([f"{left} beside {right}", *others], rows))
+    return "\n\n".join(shown)
 
 
 def render(folder: Path = recorded.FOLDER, frame: Path = FRAME) -> str:
@@ -120,7 +132,7 @@ def render(folder: Path = recorded.FOLDER, frame: Path = FRAME) -> str:
     results = [json.loads(file.read_text()) for file in sorted(folder.glob("*-torch-*.json"))]
     page = frame.read_text().replace("{{runs}}", runs(results))
     parts: dict[str, dict[str, Callable[[Row], str]]] = {
-        "siblings": {"pairs": pairs, "excluded": excluded, "missing": missing, "side_by_side": side_by_side},
+        "siblings": {"pairs": pairs, "failures": failures, "missing": missing, "side_by_side": side_by_side},
         "sibling-tests": {"tests": tests},
     }
     for file, tables in parts.items():
@@ -136,6 +148,14 @@ def render(folder: Path = recorded.FOLDER, frame: Path = FRAME) -> str:
 
 def _named(row: Row) -> str:
     return f"{row['package']} {row['version']}"
+
+
+def _allowed(siblings: Row) -> list[Row]:
+    return [row for row in siblings["pairs"] if row["result"] != EXCLUDED]
+
+
+def _files(selected: str) -> str:
+    return ", ".join(f"`{word}`" for word in selected.split())
 
 
 def _versions(versions: Mapping[str, str]) -> str:

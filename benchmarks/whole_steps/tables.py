@@ -1,7 +1,8 @@
-"""The results as Markdown, for documents."""
+"""The results as Markdown, for documents. No table is wider than a phone: four columns of numbers at most."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator
 from typing import Any
@@ -36,18 +37,24 @@ def _model(cell: str) -> str:
 def heading(cells: dict[str, Any]) -> str:
     """Say where and when; sides of several trees or machines in one table are called that."""
     runs = [side["run"] for cell in cells.values() for side in cell["sides"].values() if "run" in side]
-    said = {
-        f"torch {run['versions']['torch']}, {run['machine']['cores']} cores ({run['machine']['cpu']}), "
-        f"tree {run['tree']}, {run['date']}"
+    where = {
+        f"torch {run['versions']['torch']}, {run['machine']['cores']} cores ({run['machine']['cpu']})"
         for run in runs
     }
-    several = "Several runs: " if len(said) > 1 else ""
+    when = {f"{run['tree']} ({run['date']})" for run in runs}
+    several = "several runs of commits" if len(when) > 1 else "commit"
     what = "ms for a training step; in brackets: how many times faster than plain DDP in the same turn. "
-    return what + several + "; ".join(sorted(said))
+    return f"{what}{'; '.join(sorted(where))}, {several} {', '.join(sorted(when))}."
 
 
 def overview(cells: dict[str, Any]) -> str:
-    """Return a model's table: sides down, cells across."""
+    """Return a model's tables, one for two ranks and one for more: sides down, cells across."""
+    more = sorted(name for name in cells if not re.search(", 2 (hosts|ranks),", name))
+    two = sorted(name for name in cells if name not in more)
+    return "\n\n".join(_overview({name: cells[name] for name in names}) for names in (two, more) if names)
+
+
+def _overview(cells: dict[str, Any]) -> str:
     shown = [name for name in [COMPUTE, *ALL] if any(name in cell["sides"] for cell in cells.values())]
     (model,) = set(map(_model, cells))
     heads = [name.split(", ", 1)[1] for name in cells]
@@ -67,8 +74,10 @@ def _time(side: dict[str, Any] | None) -> str:
 
 
 def remarks(cells: dict[str, Any]) -> str:
-    """Say where nothing is gained, what ``auto`` chose, and what failed."""
-    return "\n".join(f"- {line}" for line in [*_gains(cells), *_choices(cells), *_failures(cells)])
+    """Say where nothing is gained and what failed, and what ``auto`` chose."""
+    lines = "\n".join(f"- {line}" for line in [*_gains(cells), *_failures(cells)])
+    heads = ["auto on emulated hosts and loopback", "chose", "after steps", "its time, of the best"]
+    return f"{lines}\n\n{table(heads, list(_choices(cells)))}"
 
 
 def _gains(cells: dict[str, Any]) -> Iterator[str]:
@@ -85,15 +94,13 @@ def _gains(cells: dict[str, Any]) -> Iterator[str]:
         yield f"Nothing is gained here: {'; '.join(none)}."
 
 
-def _choices(cells: dict[str, Any]) -> Iterator[str]:
+def _choices(cells: dict[str, Any]) -> Iterator[list[str]]:
     for name, cell in cells.items():
         side = cell["sides"].get("auto", {})
         if "chosen" in side:
             chosen = side["chosen"]
-            yield (
-                f"`auto` in {name}: {chosen['candidate']} after {chosen['steps']} steps, "
-                f"{side['of_best']['median']:.3f} of the time of {label(side['best_candidate'])}."
-            )
+            best = f"{side['of_best']['median']:.3f} ({label(side['best_candidate'])})"
+            yield [name, chosen["candidate"], str(chosen["steps"]), best]
 
 
 def _failures(cells: dict[str, Any]) -> Iterator[str]:
@@ -107,38 +114,36 @@ def _failures(cells: dict[str, Any]) -> Iterator[str]:
 
 
 def details(title: str, cell: dict[str, Any]) -> str:
-    """Return all figures of one cell."""
-    rows = []
-    for name in [COMPUTE, *ALL]:
-        side = cell["sides"].get(name)
-        if side is None or "failed" in side:
-            continue
-        row = [label(name), f"{side['median_ms']:.0f}", _range(side["quartiles_ms"])]
-        if name == COMPUTE:
-            rows.append([*row, "", "", "", "", ""])
-            continue
-        exposed = side["exposed"]
-        rows.append(
-            [
-                *row,
-                f"{side['faster_than_plain']['median']:.2f}x",
-                f"{exposed['median_ms']:.0f} {_range(exposed['quartiles_ms'])}",
-                f"{side['last_bucket_ms']:.1f}",
-                f"{side.get('mib_on_wire', side['mib_sent']):.2f}",
-                f"{side['fraction_of_possible']:.2f}",
-            ]
-        )
-    heads = [
-        f"{title}, emulated",
-        "ms",
-        "quartiles",
-        "faster",
-        "exposed, ms",
-        "last bucket, ms",
-        "MiB sent by a host",
-        "of the possible",
+    """Return all figures of one cell: the times of steps, and what is sent in them."""
+    sides = {
+        name: cell["sides"][name]
+        for name in [COMPUTE, *ALL]
+        if name in cell["sides"] and "failed" not in cell["sides"][name]
+    }
+    steps = [[label(name), f"{side['median_ms']:.0f}", *_spread(side)] for name, side in sides.items()]
+    sent = [
+        [
+            label(name),
+            f"{side['exposed']['median_ms']:.0f} {_range(side['exposed']['quartiles_ms'])}",
+            f"{side['last_bucket_ms']:.1f}",
+            f"{side.get('mib_on_wire', side['mib_sent']):.2f}",
+            f"{side['fraction_of_possible']:.2f}",
+        ]
+        for name, side in sides.items()
+        if name != COMPUTE
     ]
-    return table(heads, rows)
+    heads = [f"{title}, emulated: on the wire", "exposed, ms", "last bucket, ms", "MiB sent by a host"]
+    return "\n\n".join(
+        [
+            table([f"{title}, emulated: a step", "ms", "quartiles", "faster"], steps),
+            table([*heads, "of the possible"], sent),
+        ]
+    )
+
+
+def _spread(side: dict[str, Any]) -> tuple[str, str]:
+    faster = side.get("faster_than_plain")
+    return _range(side["quartiles_ms"]), f"{faster['median']:.2f}x" if faster else ""
 
 
 def losses(model: str, entry: dict[str, Any], cells: dict[str, Any]) -> str:
@@ -149,24 +154,29 @@ def losses(model: str, entry: dict[str, Any], cells: dict[str, Any]) -> str:
         for name, cell in cells.items()
         if name in MAIN and _model(name) == model and PLAIN in cell["sides"]
     }
-    times = ", times on emulated hosts" if timed else ""
-    heads = [
-        f"{model}: training loss{times}",
-        f"after {entry['steps']} steps",
-        "minus plain DDP's [of each seed]",
-    ]
-    heads += [f"after {seconds:.0f} s, {name.split(', ', 1)[1]}" for name, (seconds, _) in timed.items()]
-    rows = []
-    for name in dict.fromkeys([*curves, *(name for _, found in timed.values() for name in found)]):
-        own = curves[name.removesuffix(OVERLAP)]
-        text = LABEL.get(name) or label(name)
-        row = (
-            [text, "the same bits", ""] if name.endswith(OVERLAP) else [text, *_final(own, curves.get(PLAIN))]
-        )
-        for _, found in timed.values():
-            row.append(f"{statistics.fmean(found[name]):.3f}" if name in found else "-")
-        rows.append(row)
-    return table(heads, rows)
+    overlapped = {name: None for _, found in timed.values() for name in found if name.endswith(OVERLAP)}
+    rows = [[_named(name), *_final(curve, curves.get(PLAIN))] for name, curve in curves.items()]
+    rows += [[_named(name), "the same bits", ""] for name in overlapped]
+    heads = [f"{model}: training loss", f"after {entry['steps']} steps", "minus plain DDP's [of each seed]"]
+    tables = [table(heads, rows)]
+    if timed:
+        heads = [f"{model}: training loss, times on emulated hosts"]
+        heads += [f"after {seconds:.0f} s, {name.split(', ', 1)[1]}" for name, (seconds, _) in timed.items()]
+        rows = [
+            [_named(name), *(_mean(found.get(name)) for _, found in timed.values())]
+            for name in [*curves, *overlapped]
+            if any(name in found for _, found in timed.values())
+        ]
+        tables.append(table(heads, rows))
+    return "\n\n".join(tables)
+
+
+def _named(name: str) -> str:
+    return LABEL.get(name) or label(name)
+
+
+def _mean(values: list[float] | None) -> str:
+    return "-" if values is None else f"{statistics.fmean(values):.3f}"
 
 
 def _final(own: list[list[float]], plain: list[list[float]] | None) -> tuple[str, str]:

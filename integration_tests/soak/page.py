@@ -53,15 +53,16 @@ def _faults(results: dict[str, Any]) -> str:
         spread = f"{_at(seconds, 0.5):.2f} / {_at(seconds, 1.0):.2f}" if seconds else "-"
         verdicts = Counter(outcome["verdict"] for outcome in outcomes)
         told, named = (sum(outcome[key] for outcome in outcomes) for key in ("told", "named"))
+        others = "".join(f", {verdicts[which]} {which}" for which in ("wrong", "hung") if verdicts[which])
         rows.append(
-            f"| {fault} | {len(outcomes)} | {verdicts['right']} | {verdicts['wrong']} | {verdicts['hung']} | "
-            f"{spread} | {f'{named} of {told}' if told else '-'} |"
+            f"| {fault} | {verdicts['right']}/{len(outcomes)}{others} | {spread} | "
+            f"{f'{named} of {told}' if told else '-'} |"
         )
     for fault, why in results.get("skipped", {}).items():
-        rows.append(f"| {fault} | skipped: {why} | | | | | |")
+        rows.append(f"| {fault} | skipped: {why} | | |")
     title = (
-        "| fault | injected | right | wrong | hung | seconds to the error: median / longest | errors that "
-        "name the rank |\n|---|---|---|---|---|---|---|"
+        "| fault injected | right, of all | seconds to the error: median / longest | errors that name the "
+        "rank |\n|---|---|---|---|"
     )
     return "\n".join([title, *rows]) if rows else ""
 
@@ -88,26 +89,31 @@ def _restarts(results: dict[str, Any]) -> str:
 
 
 def _long_runs(results: dict[str, Any]) -> str:
-    rows = [_growth(outcome["training"], outcome) for outcome in results.get("long_runs", [])]
-    if not rows:
+    runs = {outcome["training"]: outcome for outcome in results.get("long_runs", [])}
+    if not runs:
         return ""
-    steps = sorted({outcome["steps"] for outcome in results["long_runs"]})
+    steps = sorted({outcome["steps"] for outcome in runs.values()})
     title = (
         f"Growth over three quarters of {', '.join(map(str, steps))} steps on the rank where it is largest, "
-        "with the regression's standard error.\n\n"
-        "| training | KiB | descriptors | threads | ms a step | verdict |\n|---|---|---|---|---|---|"
+        "with the regression's standard error."
     )
-    return "\n".join([title, *rows])
+    return f"{title}\n\n{_growth(runs, 'ms a step')}"
 
 
 def _churn(results: dict[str, Any]) -> str:
-    rows = [_growth(f"{outcome['count']} {outcome['what']}", outcome) for outcome in results.get("churn", [])]
-    title = "| | KiB | descriptors | threads | ms each | verdict |\n|---|---|---|---|---|---|"
-    return "\n".join([title, *rows]) if rows else ""
+    found = {f"{outcome['count']} {outcome['what']}": outcome for outcome in results.get("churn", [])}
+    return _growth(found, "ms each") if found else ""
 
 
-def _growth(name: str, outcome: dict[str, Any]) -> str:
-    return f"| {name} | {' | '.join(_lines(outcome))} | {outcome['verdict']} |"
+def _growth(found: dict[str, dict[str, Any]], time: str) -> str:
+    """Return a table with a column for each of them: what grows is below each other, for narrow screens."""
+    rows = [
+        ["growth", *found],
+        ["---"] * (1 + len(found)),
+        *zip(("KiB", "descriptors", "threads", time), *map(_lines, found.values()), strict=True),
+        ["verdict", *(outcome["verdict"] for outcome in found.values())],
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _lines(outcome: dict[str, Any]) -> Iterator[str]:

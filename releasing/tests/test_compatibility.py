@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from releasing import compatibility
+from releasing import compatibility, recorded
 from releasing.commands import run
 from releasing.compatibility import PAGE, render
 from releasing.workspace import ROOT
@@ -58,14 +58,17 @@ def test_a_broken_pair_and_a_failed_run_are_not_hidden(tmp_path):
     (tmp_path / "sibling-tests.json").write_text(json.dumps(tests))
     page = render(tmp_path)
     counts = "5 passed, 2 failed, 3 deselected"
-    assert f"| unit | 2.6.0 | 3.10.1 | **red** | {counts} | packages/lower/tests/test_a.py |" in page
+    assert f"| unit | 2.6.0, 3.10.1 | **red**: {counts} | 2026-01-01, abc |" in page
+    assert "Only a part of unit, torch 2.6.0, Python 3.10.1: `packages/lower/tests/test_a.py`." in page
     assert "Recorded: 2026-01-02, commit def" in page
     assert "Only these files of them: test_a.py." in page
     assert "| upper 0.1.0 | lower 0.2.0 | broken: 1 failed, 2 passed |" in page
-    assert "| upper 0.1.0 | lower 0.1.0 | `<1` | ok |" in page
-    assert "| upper 0.1.0 | lower 0.2.0 | `<1` | **broken**: ImportError: a \\| b |" in page
-    assert "| upper 0.1.0 | lower`<1` | 1.0.0 |" in page
-    assert "| lower 1.0.* | upper 0.1.* | no |" in page
+    assert "| upper | needs | works with | fails with |" in page
+    assert "| 0.1.0 | lower `<1` | 0.1.0 | 0.2.0 |" in page
+    assert "- upper 0.1.0 with lower 0.2.0: **broken**. ImportError: a \\| b" in page
+    assert "| lower beside upper | 0.1.* |" in page
+    assert "| 0.1.* | yes |" in page
+    assert "| 1.0.* | no |" in page
     assert "| lower 0.0.1 | hatchling \\| is gone |" in page
 
 
@@ -81,6 +84,7 @@ def test_the_command_compares_without_writing(monkeypatch, tmp_path):
 
 def test_a_recorded_run_says_what_was_left_out_with_workers_too(tmp_path):
     (tmp_path / "test_a.py").write_text("def test_left():\n    pass\n\n\ndef test_kept():\n    pass\n")
+    before = set(recorded.FOLDER.iterdir())
     program = (
         "import sys\nfrom pathlib import Path\nimport pytest\nfrom releasing import record_tests, recorded\n"
     )
@@ -96,3 +100,4 @@ def test_a_recorded_run_says_what_was_left_out_with_workers_too(tmp_path):
         result = json.loads(file.read_text())
         assert {key: result[key] for key in ("passed", "deselected")} == {"passed": 1, "deselected": 1}
         assert result["selected"] == ["-q -p releasing.record_tests -k kept test_a.py", "default"][number]
+    assert set(recorded.FOLDER.iterdir()) == before, "a worker has written what it knows"

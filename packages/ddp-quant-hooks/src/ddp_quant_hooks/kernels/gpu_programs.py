@@ -39,7 +39,8 @@ _VALUES = {
     torch.bfloat16: "Stored16<BFloat16>",
     torch.float16: "Stored16<Float16>",
 }
-_RESIDUALS: dict[torch.dtype | None, str] = {**_VALUES, None: "NoResiduals"}
+_RESIDUALS: dict[torch.dtype | None, str] = {None: "NoResiduals"}
+_RESIDUALS.update(_VALUES)
 
 _CPP = {True: "true", False: "false"}
 
