@@ -1,4 +1,4 @@
-"""Ranks that never come: what the others are told, and what keeps it from happening."""
+"""Ranks that never reach a collective: the others' errors, and how to avoid them."""
 
 import functools
 from datetime import timedelta
@@ -11,7 +11,7 @@ import dist_autograd_collectives as dac
 from dist_utils import TensorMismatchError
 from dist_utils.testing import patience, run_ranks
 
-# Each so that rank 0 waits for rank 1 in backward.
+# In each, rank 0 waits for rank 1 in backward.
 CALLS = {
     "all_reduce(SUM)": dac.all_reduce,
     "all_reduce(MAX)": lambda x, **options: dac.all_reduce(x, "max", **options),
@@ -34,7 +34,7 @@ CALLS = {
 def _unused(rank, limit):
     """Rank 1 does not use its output: first with ``connect``, then without."""
     seen = {}
-    # One for each: a group that has failed is of no more use.
+    # One group per case: after a failure a group cannot be used again.
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=limit)) for _ in CALLS]
     for (title, call), group in zip(CALLS.items(), groups, strict=True):
         dist.barrier()
@@ -139,7 +139,7 @@ def _checked(rank):
             dac.all_reduce(same, "max" if rank else "min")
         except TensorMismatchError:
             seen["environment"] = True
-    # After all of it, the group is as good as new.
+    # The group still works afterwards.
     seen["after"] = dac.all_reduce(same, check=True).tolist()
     return seen
 
@@ -226,7 +226,7 @@ def test_nothing_is_compared_unless_asked_for():
 
 
 def _bad_alone(rank):
-    """One rank's own arguments are wrong, and the others would wait for it."""
+    """One rank's arguments are wrong, and the others would wait for it."""
     x = torch.ones(2 + rank)
     found = []
     for call in (
