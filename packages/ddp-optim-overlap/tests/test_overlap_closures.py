@@ -132,7 +132,7 @@ def _manual(seen):
         for x in batches(3):
             optimizer.zero_grad()
             backward(ddp, x)
-            given += [optimizer.step(lambda: None), optimizer.step(lambda: 2.0)]  # the second is an ordinary step
+            given += [optimizer.step(lambda: None), optimizer.step(lambda: 2.0)]  # the second one steps
         return snapshot(ddp), optimizer.state_dict(), given
 
     seen["manual"] = both(run)

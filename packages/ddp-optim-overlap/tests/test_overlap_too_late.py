@@ -133,7 +133,7 @@ def _another_first_one(seen):
 
 
 def _looks_by_autograd_grad(seen):
-    """``torch.autograd.grad`` adds nothing: a check of used gradients there says nothing about the next pass."""
+    """``torch.autograd.grad`` adds nothing: a check before it says nothing about the next backward pass."""
     ddp = make_ddp(find_unused_parameters=True)
     optimizer = adamw(ddp)
     overlap_optimizer(ddp, optimizer)
