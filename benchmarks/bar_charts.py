@@ -15,22 +15,22 @@ OURS = ("ours", "dist_utils", "8 bits, ours")
 
 
 def bars_of(table: Mapping[str, Mapping[str, Any]], unit: str = "ms") -> dict[str, Bar]:
-    """Return the bars of stored entries, which have a median and quartiles in ``unit``."""
+    """Return the bars of stored entries with a median and quartiles in ``unit``."""
     return {name: (entry[f"median_{unit}"], entry[f"quartiles_{unit}"]) for name, entry in table.items()}
 
 
 def number(value: float) -> str:
-    """Return three digits, or all before the point."""
+    """Return three significant digits, or all digits before the decimal point."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 
 def draw_bars(
     panels: Mapping[str, Mapping[str, Bar]], unit: str, path: Path, *, title: str, columns: int = 3
 ) -> None:
-    """Draw one panel of horizontal bars for each title, with the quartiles, and write the picture.
+    """Draw one panel of horizontal bars per title, with quartiles, and write the picture.
 
-    Each bar has its number. Panels have the same names from top to bottom, which stand once, on the left; a
-    panel that lacks one has no bar there.
+    Each bar shows its number. All panels have the same names from top to bottom, written once on the left; a
+    name that a panel lacks has no bar there.
     """
     names = list(dict.fromkeys(name for bars in panels.values() for name in bars))
     columns = min(columns, len(panels))

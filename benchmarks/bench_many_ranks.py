@@ -3,16 +3,16 @@
     python benchmarks/bench_many_ranks.py              # everything, half an hour; emulated hosts need root
     python benchmarks/bench_many_ranks.py curve        # with the model of results/many_ranks.json
 
-"measure": one bucket of several sizes, fp32 around Gloo's ring and 8 bits, on loopback and on emulated hosts,
-and the kernels alone. Of each the least of the repeats counts, and of several runs of this part: other
-programs on the machine only make it longer.
+"measure": one bucket of several sizes, fp32 around Gloo's ring and in 8 bits, on loopback and on emulated
+hosts, and the kernels alone. Each figure is the minimum over the repeats, and over several runs of this part,
+because other programs on the machine only add time.
 
-"fit": the cost model on some of these cases, compared with the others. "cases" and "curve": the schedules
-of all ranks, recorded from the project's own routes, played on clusters that nobody here has. "plot": the
-curves.
+"fit": fits the cost model to some of these cases, and compares it with the others. "cases" and "curve": play
+the schedules of all ranks, recorded from the project's own routes, on clusters that were not measured.
+"plot": draws the curves.
 
-Writes results/many_ranks.json and .png beside this file. All that "cases" and "curve" write is predicted, and
-named so.
+Writes results/many_ranks.json and .png beside this file. Everything from "cases" and "curve" is a prediction,
+and labeled so.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ HELD_BACK_WORLDS, HELD_BACK_SIZE = (6, 12), 10 * MIB
 
 
 def measure(known: dict[str, Any], repeats: int) -> dict[str, Any]:
-    """Measure everything, and keep what was faster before."""
+    """Measure everything, and keep earlier figures that were lower."""
     cases = known.get("cases", {})
     for world, gbit in PLACES:
         name = f"{world} ranks, loopback" if gbit is None else f"{world} hosts, {gbit:g} Gbit/s"
@@ -63,7 +63,7 @@ def measure(known: dict[str, Any], repeats: int) -> dict[str, Any]:
 
 
 def fit_all(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Fit both hooks, and compare with all cases."""
+    """Fit both hooks' models, and compare them with all cases."""
     kernels, starting = fit_kernels(results["kernels"]), results["starting"]["starting"]
     found: dict[str, Any] = {"kernels": {name: asdict(one) for name, one in kernels.items()}}
     for hook in HOOKS:
@@ -91,7 +91,7 @@ def _held_back(case: Case) -> bool:
 
 
 def report_fit(fitted: Mapping[str, Any]) -> None:
-    """Print what the model says of every case."""
+    """Print the model's figure for every case."""
     for hook in HOOKS:
         entry = fitted[hook]
         print(f"\n{hook}: {entry['model']}")
@@ -112,7 +112,7 @@ def report_fit(fitted: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the chosen parts, print and store what they give."""
+    """Run the chosen parts, and print and store their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help=argparse.SUPPRESS)
-    parser.add_argument("--most-ranks", type=int, default=4096, help="of the simulated clusters")
+    parser.add_argument("--most-ranks", type=int, default=4096, help="ranks of the largest simulated cluster")
     options = parser.parse_args()
     if options.part == "rank":
         be_a_rank(options.folder, options.sizes, options.repeats)
@@ -145,13 +145,13 @@ def main() -> None:
 
 
 def read() -> dict[str, Any]:
-    """Return what was found so far."""
+    """Return the stored results."""
     found: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
     return found
 
 
 def write(found: Mapping[str, Any]) -> None:
-    """Replace what was found of these parts."""
+    """Replace the stored results of these parts."""
     FILE.write_text(json.dumps({**read(), **found}, indent=1) + "\n")
 
 
