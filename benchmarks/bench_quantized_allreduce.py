@@ -75,12 +75,12 @@ def hooks() -> Hooks:
 
 
 def wire_limit_ms(world_size: int, rate: str) -> float:
-    """Return how long one byte for each value takes over the link: 2 (W - 1) / W of them per rank."""
+    """Return the ms for sending one byte per value over the link, 2 (W - 1) / W times per rank."""
     return 1e3 * 2 * (world_size - 1) / world_size * ELEMENTS / RATES[rate]
 
 
 def count_bytes(_: int) -> dict[str, int]:
-    """Return what every hook sends on this rank's connections."""
+    """Return the bytes that every hook sends on this rank's connections."""
     bucket, sent = real_bucket(), {}
     for name, hook in hooks().items():
         bucket.set_buffer(torch.ones(1000))
@@ -95,7 +95,7 @@ def count_bytes(_: int) -> dict[str, int]:
 
 
 def measure_small(rank: int, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of fp32 and of 8 bits for buckets of 4 KiB to 4 MiB: where does it pay?"""
+    """Return the seconds of fp32 and of 8 bits for buckets of 4 KiB to 4 MiB, to see where 8 bits pay off."""
     del rank
     bucket, state = real_bucket(), QuantizedAllreduceState(min_bytes=0)
     seconds: dict[str, list[float]] = {}
@@ -137,7 +137,7 @@ def report(results: dict[str, Any]) -> None:
 
 
 def report_times(title: str, times: dict[str, Any], limit: float | None) -> None:
-    """Print one set of times, and how they compare with fp32, 16 bits and the wire's limit."""
+    """Print one set of times, and their ratios to fp32, 16 bits and the wire's limit."""
     plain, half = times[PLAIN]["median_ms"], times[HALF]["median_ms"]
     print(f"\n{title}: ms, median [quartiles]; times faster than fp32, than 16 bits; of the wire's limit")
     for name, entry in times.items():
@@ -154,7 +154,7 @@ SHOWN = ("fp32, allreduce_hook", "16 bits, bf16_compress_hook", "ours: 8 bits", 
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the times of the hooks that are compared with each other, a row for each number of ranks."""
+    """Draw the times of the compared hooks, one row per number of ranks."""
     tables = {("ranks", "loopback"): results.get("loopback", {})}
     for rate, by_size in results.get("hosts", {}).items():
         tables[("emulated hosts", rate.replace("gbit", " Gbit/s"))] = by_size
@@ -171,7 +171,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Run the chosen parts, print and store what they give."""
+    """Run the chosen parts, and print and store their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

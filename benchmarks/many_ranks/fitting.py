@@ -1,4 +1,4 @@
-"""The cost model, fitted on what was measured here, and its errors on cases that the fit did not see."""
+"""The cost model, fitted to measurements, and its errors on cases that the fit did not use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddp_quant_hooks.measure.cost_model import Cluster, KernelCost, Machine, Wor
 __all__ = ["Case", "Model", "compare", "fit", "fit_kernels"]
 
 CORES = 2
-"""Of the machine, which all ranks share."""
+"""The machine's cores, which all ranks share."""
 
 
 _BOUNDS = {
@@ -30,19 +30,19 @@ _BOUNDS = {
     "latency": (5e-6, 1e-3),
     "latency_on_hosts": (5e-6, 1e-3),
 }
-"""What the fit may choose."""
+"""The ranges of the fitted parameters."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something that was measured.
+    """One measured case.
 
     Attributes:
-        hook: Its name.
+        hook: The hook's name.
         world: Number of ranks.
-        gbit: Of the hosts' links; ``None`` on loopback.
-        size: Of the bucket, in bytes.
-        seconds: As measured.
+        gbit: The rate of the hosts' links; ``None`` on loopback.
+        size: The bucket's size in bytes.
+        seconds: The measured time.
     """
 
     hook: str
@@ -54,19 +54,19 @@ class Case:
 
 @dataclass(frozen=True)
 class Model:
-    """What is fitted, for one hook. Seconds, but for shares.
+    """The fitted parameters for one hook, in seconds except for shares.
 
     Attributes:
-        bucket: From a bucket's handing over to its begin.
-        cpu_per_message: Of the processor, sending and receiving.
-        cpu_per_byte: Likewise, on loopback.
-        cpu_per_byte_on_hosts: On the emulated hosts, whose every packet passes a bridge.
-        latency: Of the wire, on loopback.
-        latency_on_hosts: On the emulated hosts.
-        turns_on_hosts: How far ranks on hosts take turns on the shared cores, which on loopback they do (1):
-            while some wait for the wire, others have more of a core (down to 0).
-        kernels: How many times as long kernels take as alone, with caches and memory shared.
-        payload: What share of a link's bits is payload.
+        bucket: From handing over a bucket to starting it.
+        cpu_per_message: Processor time for sending and receiving a message.
+        cpu_per_byte: Processor time per byte on loopback.
+        cpu_per_byte_on_hosts: Processor time per byte on emulated hosts, where every packet passes a bridge.
+        latency: Latency of the wire on loopback.
+        latency_on_hosts: Latency of the wire on emulated hosts.
+        turns_on_hosts: How far ranks on hosts take turns on the shared cores. On loopback they do fully (1);
+            while some wait for the wire, others get more of a core (down to 0).
+        kernels: How many times as long kernels take as alone, because caches and memory are shared.
+        payload: The share of a link's bits that is payload.
     """
 
     bucket: float = 4e-4
@@ -80,7 +80,7 @@ class Model:
     payload: float = 0.95
 
     def seconds(self, case: Case, kernels: Mapping[str, KernelCost], starting: float) -> float:
-        """Return what the model says of a case: ranks that share :data:`CORES` cores."""
+        """Return the model's seconds for a case, where the ranks share :data:`CORES` cores."""
         on_hosts = case.gbit is not None
         machine = Machine(
             latency=(self.latency_on_hosts if on_hosts else self.latency) + self.cpu_per_message,
@@ -118,20 +118,20 @@ def program_of(hook: str, world: int, size: int) -> Program:
 
 
 def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: float, rounds: int = 10) -> Model:
-    """Return the model with the least squares of relative errors, each number changed in turn.
+    """Return the model with the least squares of relative errors, by changing one parameter at a time.
 
     Args:
-        cases: Of one hook.
-        kernels: As measured alone.
-        starting: As in :class:`Worker`.
-        rounds: Of changes, each with steps half as long as the one before, if none helped.
+        cases: The cases of one hook.
+        kernels: The kernels' costs, measured alone.
+        starting: See :class:`Worker`.
+        rounds: Number of rounds; steps halve after a round without improvement.
     """
     model, step = Model(), 0.4
     names = list(asdict(model))
 
     def loss(tried: Model) -> float:
         found = [math.log(tried.seconds(case, kernels, starting) / case.seconds) for case in cases]
-        return sum(min(one * one, 0.25) for one in found)  # one disturbed time must not bend the rest
+        return sum(min(one * one, 0.25) for one in found)  # so that one disturbed time cannot distort the fit
 
     best = loss(model)
     for _ in range(rounds):
@@ -156,7 +156,7 @@ def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: floa
 def compare(
     model: Model, cases: Iterable[Case], kernels: Mapping[str, KernelCost], starting: float
 ) -> list[dict[str, Any]]:
-    """Return what was measured, what the model says, and the ratio, of each case."""
+    """Return the measured time, the model's, and the ratio, for each case."""
     rows = []
     for case in cases:
         found = model.seconds(case, kernels, starting)
@@ -165,7 +165,7 @@ def compare(
 
 
 def fit_kernels(points: Sequence[Mapping[str, Any]]) -> dict[str, KernelCost]:
-    """Return the planes through the kernels' points: seconds for a call, a message and a value."""
+    """Return the planes through the kernels' points: seconds per call, message and value."""
     found = {}
     for kernel in {point["kernel"]: None for point in points}:
         own = [point for point in points if point["kernel"] == kernel]

@@ -1,4 +1,4 @@
-"""The predicted curves: seconds over the number of ranks, a panel for some rates of the links."""
+"""The predicted curves: seconds over the number of ranks, one panel per rate of the links."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from many_ranks.predicting import wire_limit
 
 COLORS = (GRAY, VERMILION, BLUE)
 RATES = (1, 25, 400)
-"""Gbit/s. Curves of the others lie between these; they are in the result file."""
+"""The rates shown, in Gbit/s. The curves of the others lie between these; see the result file."""
 
 
 def draw(predictions: dict[str, Any], path: Path) -> None:
-    """Draw the curve of every side, with the wire's limit, and write the picture."""
+    """Draw the curve of every side and the wire's limit, and write the picture."""
     rows = predictions["curve"]
     sides = list(dict.fromkeys(row["side"] for row in rows))
     figure, (axes,) = subplots(1, len(RATES), (4.2 * len(RATES), 3.6))

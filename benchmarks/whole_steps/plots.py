@@ -1,4 +1,4 @@
-"""Two pictures in one: a step of the main cells in bars, and the loss of few sides over time."""
+"""Two pictures in one: step times of the main cells as bars, and the loss of a few sides over time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = {
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw what there is of the main cells, and write the picture."""
+    """Draw the measured main cells, and write the picture."""
     cells = {name: results["cells"][name] for name in MAIN if name in results.get("cells", {})}
     if not cells:
         return
@@ -68,7 +68,7 @@ def _curves(axis: Any, title: str, entry: dict[str, Any], sides: dict[str, Any])
     for name, color in SHOWN.items():
         curves = entry["curves"].get(name.removesuffix(OVERLAP))
         if name.endswith(OVERLAP) or not isinstance(curves, list) or "median_ms" not in sides.get(name, {}):
-            continue  # with the overlap: another line as good as on the same
+            continue  # the line would nearly coincide with the overlapped one
         seconds = [(index + 0.5) * THIN * sides[name]["median_ms"] / 1e3 for index in range(len(curves[0]))]
         means = [statistics.fmean(point) for point in zip(*curves, strict=True)]
         axis.plot(seconds, means, color=color, linewidth=1.2)
