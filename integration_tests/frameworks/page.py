@@ -1,4 +1,4 @@
-"""The Python snippets of docs/frameworks.md, by section: what users copy is what is tested."""
+"""The Python snippets of docs/frameworks.md, by section, so that tests run what users copy."""
 
 import re
 from pathlib import Path
@@ -10,9 +10,9 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def sections() -> dict[str, list[str]]:
-    """Return the snippets of every section that has some, by its title.
+    """Return the snippets of every section that has any, by title.
 
-    Those before the first section come first in each. All begin in the line that they have on the page.
+    Snippets before the first section are prepended to every section. Each keeps its line number on the page.
     """
     found: dict[str, list[str]] = {}
     text = PAGE.read_text()
@@ -25,11 +25,11 @@ def sections() -> dict[str, list[str]]:
 
 
 def run(title: str, *, definitions: bool = False) -> dict[str, Any]:
-    """Run the snippets of a section, one after another, and return what they have defined.
+    """Run the snippets of a section in order, and return the names that they define.
 
     Args:
-        title: Of the section.
-        definitions: Without the last snippet, which trains.
+        title: The section's title.
+        definitions: Leave out the last snippet, which trains.
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     snippets = sections()[title]
