@@ -1,6 +1,6 @@
 """Write docs/compatibility.md from the result files: ``python -m releasing.compatibility [--check]``.
 
-The tables of what was run come from benchmarks/results/compatibility/, the rest from compatibility.md.in.
+The tables come from benchmarks/results/compatibility/, the rest from compatibility.md.in.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def runs(results: Sequence[Row]) -> str:
-    """Return the table of sessions that were run, one row for each torch and Python."""
+    """Return the table of sessions that were run, one row per torch and Python."""
     if not results:
         return "No run was recorded."
     ordered = sorted(results, key=lambda row: (row["session"], Version(row["torch"]), Version(row["python"])))
@@ -55,7 +55,7 @@ def runs(results: Sequence[Row]) -> str:
 
 
 def pairs(siblings: Row) -> str:
-    """Return the table of pairs that work or should have: a line for each version of a package."""
+    """Return the table of pairs that work or should work, one row per version of a package."""
     rows = []
     for row in siblings["pairs"]:
         if row["result"] != EXCLUDED:
@@ -67,7 +67,7 @@ def pairs(siblings: Row) -> str:
 
 
 def excluded(siblings: Row) -> str:
-    """Return the table of what ranges exclude: a line for each version of a package and sibling."""
+    """Return the table of excluded pairs, one row per version of a package and sibling."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in siblings["pairs"]:
         if row["result"] == EXCLUDED:
@@ -83,7 +83,7 @@ def excluded(siblings: Row) -> str:
 
 
 def missing(siblings: Row) -> str:
-    """Return the table of released versions of which nothing here could be run."""
+    """Return the table of released versions that could not be built, so nothing of them was run."""
     if not siblings["missing"]:
         return "None: all could be built."
     return table(
@@ -93,7 +93,7 @@ def missing(siblings: Row) -> str:
 
 
 def tests(ran: Row) -> str:
-    """Return the table of tests that ran with other versions of siblings than those of their commit."""
+    """Return the table of tests that ran with different sibling versions than at their commit."""
     files = ran["test_files"]
     which = f"Only these files of them: {', '.join(files)}.\n\n" if files else ""
     return which + table(
@@ -116,7 +116,7 @@ def side_by_side(siblings: Row) -> str:
 
 
 def render(folder: Path = recorded.FOLDER, frame: Path = FRAME) -> str:
-    """Return the page that the result files in ``folder`` give."""
+    """Return the page for the result files in ``folder``."""
     results = [json.loads(file.read_text()) for file in sorted(folder.glob("*-torch-*.json"))]
     page = frame.read_text().replace("{{runs}}", runs(results))
     parts: dict[str, dict[str, Callable[[Row], str]]] = {
@@ -147,7 +147,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; with --check return 1 where page and results disagree."""
+    """Run the command; with --check, return 1 if page and results disagree."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, only compare")
     options = parser.parse_args(arguments)

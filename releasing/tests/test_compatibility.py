@@ -1,4 +1,4 @@
-"""The page of compatibility is what the result files say."""
+"""The compatibility page agrees with the result files."""
 
 import json
 import os
