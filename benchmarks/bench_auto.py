@@ -119,13 +119,13 @@ def measure(rank: int, model: str, repeats: int, *, change: bool = False) -> dic
     torch.set_num_threads(1)
     state = AutoState(max_error=MAX_ERROR, look_again_every=LOOK_AGAIN_EVERY if change else 0)
     auto = Side(model, state, auto_hook)
-    seen: dict[str, Any] = {"steps": until_chosen(auto, state), **_told(state)}
+    seen: dict[str, Any] = {"steps": until_chosen(auto, state), **_choice(state)}
     if change:
         dist.barrier()
         limit = ("rate", AFTER, "burst", "128kb", "latency", "50ms")
         subprocess.run(["tc", "qdisc", "change", "dev", "eth0", "root", "tbf", *limit], check=True)
         dist.barrier()
-        seen |= {"before": dict(seen), "steps": until_chosen(auto, state), **_told(state)}
+        seen |= {"before": dict(seen), "steps": until_chosen(auto, state), **_choice(state)}
     sides = {name: Side(model, *candidate) for name, candidate in AutoState().candidates.items()}
     # A state without another trial, because the choice itself is compared.
     chosen = AutoState(max_error=MAX_ERROR)
@@ -136,7 +136,7 @@ def measure(rank: int, model: str, repeats: int, *, change: bool = False) -> dic
     return seen
 
 
-def _told(state: AutoState) -> dict[str, Any]:
+def _choice(state: AutoState) -> dict[str, Any]:
     assert state.choice is not None
     by_size = {str(size): name for size, name in state.choice.by_size.items()}
     return {"choice": state.choice.candidate, "by_size": by_size, "why": state.choice.why}

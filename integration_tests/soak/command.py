@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             others = [old for old in found.get(part, []) if not _is_again(old, outcome)]
             found[part] = [*others, outcome]
             results.save(options.output, found)
-            print(_told(outcome), flush=True)
+            print(_line(outcome), flush=True)
 
         began = time.monotonic()
         if options.faults:
@@ -69,7 +69,7 @@ def _is_ours(outcome: dict[str, Any]) -> bool:
     return outcome.get("training") not in BASELINES
 
 
-def _told(outcome: dict[str, Any]) -> str:
+def _line(outcome: dict[str, Any]) -> str:
     shown = {name: value for name, value in outcome.items() if name not in {"stacks", "errors"}}
     return " ".join(f"{name}={value}" for name, value in shown.items())
 

@@ -142,18 +142,18 @@ class _Watch:
     def _trouble_link(self, stack: contextlib.ExitStack) -> None:
         assert isinstance(self._network, Network)
         network, victim = self._network, self._job.victim
-        stack.callback(network.mend, victim)
+        stack.callback(network.repair, victim)
         if self._job.fault == "link cut":
             network.cut(victim)
         elif self._job.fault == "packets lost":
             network.lose(victim)
             self._wait(lambda: None not in self._ended, self._job.length)
             self._note = f"{network.lost(victim)} packets lost"
-            network.mend(victim)
+            network.repair(victim)
         else:
             network.slow(victim)
             self._wait(lambda: None not in self._ended, self._job.length)
-            network.mend(victim)
+            network.repair(victim)
 
     def _begun(self) -> bool:
         """Return whether the victim has reached its place or its step."""

@@ -50,7 +50,7 @@ class Network:
         words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         return int(words[words.index("(dropped") + 1].rstrip(","))
 
-    def mend(self, index: int) -> None:
+    def repair(self, index: int) -> None:
         """Repair a link."""
         self._run(index, "ip link set eth0 up")
         self._run(index, f"tc qdisc replace dev eth0 root tbf rate {RATE} burst 128kb latency 50ms")
@@ -60,7 +60,7 @@ class Network:
         random = "netem loss 2%"
         with contextlib.suppress(subprocess.CalledProcessError):
             self._run(0, f"tc qdisc replace dev eth0 root {random}")
-            self.mend(0)
+            self.repair(0)
             return random
         # A packet of Gloo has up to 64 KiB before it is cut; the last ones of several in a row find no room.
         return "tbf rate 100mbit burst 5kb limit 8kb"

@@ -12,7 +12,7 @@ from benchmarks.claims import CLAIMS, RESULTS, ROOT, Claim, Place, cells, stands
 def test_documents_and_results_agree(claim):
     missing = [(place, text) for place, text in claim.texts(claim.stored()) if not stands(place, text)]
     assert claim.places
-    assert not missing, "the result file has another number: measure again, or mend the document"
+    assert not missing, "the result file has another number: measure again, or fix the document"
 
 
 def test_every_claim_can_be_measured_again():

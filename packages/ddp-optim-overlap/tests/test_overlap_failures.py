@@ -38,7 +38,7 @@ def _bad_layer():
 
 
 class CallingNet(Net):
-    """Calls something in backward, when later layers' buckets are on their way."""
+    """Calls something in backward, after later layers' buckets were started."""
 
     call = None
 

@@ -109,7 +109,7 @@ def test_connect_adds_nothing_from_what_it_connects():
     assert broken.grad.tolist() == [0, 0]
 
 
-def _told(fn, *args, **kwargs):
+def _error_of(fn, *args, **kwargs):
     try:
         fn(*args, check=True, **kwargs)
     except TensorMismatchError as error:
@@ -121,16 +121,16 @@ def _checked(rank):
     x = torch.ones(2 + rank)
     same = torch.ones(2)
     seen = {
-        "shape": _told(dac.all_reduce, x),
-        "dtype": _told(dac.all_gather, same.double() if rank else same),
-        "op": _told(dac.all_reduce, same, "max" if rank else "sum"),
-        "root": _told(dac.broadcast, same, rank),
-        "function": _told(dac.all_gather if rank else dac.all_reduce, same),
-        "gradient": _told(dac.broadcast, same.clone().requires_grad_(rank == 0), 0),
-        "splits": _told(dac.all_to_all_single, torch.empty(2), x, [1, 1], [1 + rank, 1]),
-        "dims": _told(dac.all_gather_cat, torch.ones(2, 2 + rank), 0, sizes="auto"),
-        "fits": _told(dac.all_gather_cat, x, sizes="auto"),
-        "anchored": _told(dac.broadcast, same.clone().requires_grad_(rank == 0), 0, anchor=True),
+        "shape": _error_of(dac.all_reduce, x),
+        "dtype": _error_of(dac.all_gather, same.double() if rank else same),
+        "op": _error_of(dac.all_reduce, same, "max" if rank else "sum"),
+        "root": _error_of(dac.broadcast, same, rank),
+        "function": _error_of(dac.all_gather if rank else dac.all_reduce, same),
+        "gradient": _error_of(dac.broadcast, same.clone().requires_grad_(rank == 0), 0),
+        "splits": _error_of(dac.all_to_all_single, torch.empty(2), x, [1, 1], [1 + rank, 1]),
+        "dims": _error_of(dac.all_gather_cat, torch.ones(2, 2 + rank), 0, sizes="auto"),
+        "fits": _error_of(dac.all_gather_cat, x, sizes="auto"),
+        "anchored": _error_of(dac.broadcast, same.clone().requires_grad_(rank == 0), 0, anchor=True),
         "no_grad": _without_grad(same.clone().requires_grad_(rank == 0)),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -193,7 +193,7 @@ def test_check_tells_which_transforms_do_not_fit():
 
 def _without_grad(x):
     with torch.no_grad():
-        return _told(dac.broadcast, x, 0)
+        return _error_of(dac.broadcast, x, 0)
 
 
 def test_check_tells_every_rank_what_does_not_fit():

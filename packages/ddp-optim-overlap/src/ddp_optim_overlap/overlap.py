@@ -149,7 +149,7 @@ class _HookSlot:
 def overlapped_step_hook(state: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket and step its parameters; :func:`overlap_optimizer` registers this hook."""
     if state.engine is None:
-        raise ConfigError("this is the hook of another model, of which only a copy is left")
+        raise ConfigError("a copied hook has no engine: call overlap_optimizer() for this model")
     return state.engine.take(bucket)
 
 
