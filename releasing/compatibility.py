@@ -32,7 +32,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def runs(results: Sequence[Row]) -> str:
-    """Return the table of sessions that were run, one row per torch and Python."""
+    """Return the table of sessions that were run, one row for each torch and Python."""
     if not results:
         return "No run was recorded."
     ordered = sorted(results, key=lambda row: (row["session"], Version(row["torch"]), Version(row["python"])))
@@ -55,7 +55,7 @@ def runs(results: Sequence[Row]) -> str:
 
 
 def pairs(siblings: Row) -> str:
-    """Return the table of pairs that work or should work, one row per version of a package."""
+    """Return the table of pairs that work or should have: a line for each version of a package."""
     rows = []
     for row in siblings["pairs"]:
         if row["result"] != EXCLUDED:
@@ -67,7 +67,7 @@ def pairs(siblings: Row) -> str:
 
 
 def excluded(siblings: Row) -> str:
-    """Return the table of excluded pairs, one row per version of a package and sibling."""
+    """Return the table of what ranges exclude: a line for each version of a package and sibling."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for row in siblings["pairs"]:
         if row["result"] == EXCLUDED:

@@ -40,7 +40,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    """Write the numbers of tests, and the requested selection."""
+    """Write the numbers of tests, and which were asked for."""
     torch, python = version("torch"), platform.python_version()
     session = os.environ.get("NOX_CURRENT_SESSION", "tests").split("(")[0]
     counts = {name: len(terminalreporter.stats.get(name, [])) for name in COUNTED}

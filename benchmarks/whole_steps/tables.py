@@ -47,7 +47,7 @@ def heading(cells: dict[str, Any]) -> str:
 
 
 def overview(cells: dict[str, Any]) -> str:
-    """Return a model's table, with sides as rows and cells as columns."""
+    """Return a model's table: sides down, cells across."""
     shown = [name for name in [COMPUTE, *ALL] if any(name in cell["sides"] for cell in cells.values())]
     (model,) = set(map(_model, cells))
     heads = [name.split(", ", 1)[1] for name in cells]
@@ -67,7 +67,7 @@ def _time(side: dict[str, Any] | None) -> str:
 
 
 def remarks(cells: dict[str, Any]) -> str:
-    """List where nothing is gained, what ``auto`` chose, and what failed."""
+    """Say where nothing is gained, what ``auto`` chose, and what failed."""
     return "\n".join(f"- {line}" for line in [*_gains(cells), *_choices(cells), *_failures(cells)])
 
 
