@@ -30,7 +30,7 @@ def draw_gains(results: dict[str, Any], path: Path) -> None:
         axis.barh(place, middle, color=BLUE, xerr=[[middle - low], [high - middle]], ecolor="0.5")
         axis.text(high + 0.05, place, f"{middle:.2f}x", va="center")
     axis.axvline(1, color="0.3", linestyle=":")
-    axis.set_yticks(range(len(names)), [_cell_name(name) for name in names])
+    axis.set_yticks(range(len(names)), [_told(name) for name in names])
     axis.invert_yaxis()
     axis.set_xlim(0, 1.12 * max(high for gain in gains.values() for high in gain["quartiles"]))
     axis.tick_params(axis="y", length=0)
@@ -38,6 +38,6 @@ def draw_gains(results: dict[str, Any], path: Path) -> None:
     save(figure, path)
 
 
-def _cell_name(cell: str) -> str:
+def _told(cell: str) -> str:
     model, where = cell.split(", ", maxsplit=1)
     return f"{MODELS[model]}; {where}"
