@@ -16,7 +16,7 @@ nox.needs_version = ">=2025.2.9"
 
 DEFAULT_TORCH = "2.13.0"
 SUPPORTED_TORCH = ["2.6.0", "2.9.1", DEFAULT_TORCH, "2.15.0"]
-# TORCH_VERSIONS="2.6.0 2.15.0" nox: those instead, wherever torch is a parameter.
+# TORCH_VERSIONS="2.6.0 2.15.0" nox: these versions instead, wherever torch is a parameter.
 CHOSEN_TORCH = os.environ.get("TORCH_VERSIONS", "").split()
 
 nox.options.default_venv_backend = "uv|virtualenv"
@@ -30,46 +30,46 @@ PACKAGES = {
     path.parent.name: nox.project.load_toml(path) for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
 }
 SOURCES = [f"packages/{package}/src" for package in PACKAGES]
-# The last files leave workers without work: those of the first package, which wait the least, come last.
+# At the end workers run out of work, so the files of the first package, which wait the least, come last.
 TESTS = [f"packages/{package}/tests" for package in reversed(PACKAGES)]
 
-# What sessions need besides the packages' own needs is there, where Dependabot sees it.
+# The sessions' own requirements, kept where Dependabot finds them.
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
 
-# Tests wait: for ranks that start, for peers, for timeouts. More of them than cores keep the cores busy.
-# Files with many tests would come first, and those with a few long ones last, when workers have nothing else.
+# Tests wait: for ranks to start, for peers, for timeouts. More tests than cores keep the cores busy.
+# xdist would start files with many tests first, and end with a few long tests while other workers are idle.
 SIDE_BY_SIDE = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 TESTED_ON_HOST: list[str] = []
-"""Of the sessions of ``integration`` that ``--no-venv`` has run."""
+"""The ``integration`` sessions that ran with ``--no-venv``."""
 
 TRIED_TORCH = [SUPPORTED_TORCH[0], DEFAULT_TORCH, SUPPORTED_TORCH[-1]]
 
-# What is imported keeps its byte code: all of it at once, UV_COMPILE_BYTECODE, takes 40 s of processor time.
+# Keep byte code of imported modules; compiling all with UV_COMPILE_BYTECODE takes 40 s of processor time.
 ENV: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None}
-if "PIP_FIND_LINKS" in os.environ:  # a local folder of wheels, which uv knows by another name
+if "PIP_FIND_LINKS" in os.environ:  # a local folder of wheels; uv uses another variable
     ENV["UV_FIND_LINKS"] = os.environ.get("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
-# RECORD=1 nox -s "unit(2.6.0)": its outcome is written down, for docs/compatibility.md.
+# RECORD=1 nox -s "unit(2.6.0)" records the outcome for docs/compatibility.md.
 RECORD = bool(os.environ.get("RECORD"))
 if RECORD:
     ENV |= {"PYTEST_ADDOPTS": "-p releasing.record_tests", "PYTHONPATH": str(ROOT)}
 
 
 def environment(session: nox.Session) -> dict[str, str | None]:
-    """Return the variables of a session with tests; a record of it says which were asked for."""
+    """Return the variables of a session with tests; a record names the requested ones."""
     return ENV | ({"RECORDED_SELECTION": shlex.join(session.posargs) or "default"} if RECORD else {})
 
 
 def install(
     session: nox.Session, *extra: str, torch: str = DEFAULT_TORCH, packages: list[str] | None = None
 ) -> None:
-    """Put one torch, the packages (all, editable) and ``extra`` into the venv, in one resolution."""
+    """Install one torch, all packages (editable) and ``extra`` into the venv, in one resolution."""
     editable = [arg for package in packages or PACKAGES for arg in ("-e", f"packages/{package}[test]")]
     session.install(f"torch=={torch}", *editable, *extra, env=ENV)
 
 
 def needed(package: str) -> list[str]:
-    """Return ``package`` and those of its siblings that it, or its tests, need."""
+    """Return ``package`` and the siblings that it or its tests need."""
     found = [package]
     project = PACKAGES[package]["project"]
     for text in project["dependencies"] + project["optional-dependencies"]["test"]:
@@ -79,7 +79,7 @@ def needed(package: str) -> list[str]:
 
 
 def third_party(package: str) -> list[str]:
-    """Return what ``package`` and its tests need, but torch and siblings."""
+    """Return the requirements of ``package`` and its tests, except torch and siblings."""
     project = PACKAGES[package]["project"]
     needs = [*project["dependencies"], *project["optional-dependencies"]["test"]]
     return [need for need in needs if Requirement(need).name not in {"torch", *PACKAGES}]
@@ -92,7 +92,7 @@ def torches(versions: list[str]) -> list[nox.param]:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff's rules and format."""
+    """Check ruff's rules and format."""
     session.install(*GROUPS["lint"], env=ENV)
     session.run("ruff", "check", *session.posargs)
     session.run("ruff", "format", "--check")
@@ -101,9 +101,9 @@ def lint(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("torch", torches([SUPPORTED_TORCH[0], DEFAULT_TORCH, SUPPORTED_TORCH[-1]]))
 def mypy(session: nox.Session, torch: str) -> None:
-    """Types of every package, strictly, with one torch."""
+    """Check the types of every package strictly, with one torch."""
     install(session, *GROUPS["types"], torch=torch)
-    # What torch annotates differs between versions: an "ignore" for one of them is unused with another.
+    # Torch's annotations differ between versions: an "ignore" for one version is unused with another.
     lenient = [] if torch == DEFAULT_TORCH else ["--allow-untyped-calls", "--no-warn-unused-ignores"]
     session.run("mypy", *lenient, *(session.posargs or SOURCES))
     if RECORD:
@@ -113,7 +113,7 @@ def mypy(session: nox.Session, torch: str) -> None:
 @nox.session
 @nox.parametrize("torch", torches(SUPPORTED_TORCH))
 def unit(session: nox.Session, torch: str) -> None:
-    """Unit tests of every package, with one torch; all but the exhaustive ones."""
+    """Run the unit tests of every package with one torch, except the exhaustive ones."""
     install(session, *GROUPS["side-by-side"], torch=torch)
     chosen = session.posargs or [*TESTS, *SIDE_BY_SIDE, "-m", "not exhaustive"]
     session.run("pytest", *chosen, env=environment(session))
@@ -122,7 +122,7 @@ def unit(session: nox.Session, torch: str) -> None:
 @nox.session(default=False)
 @nox.parametrize("torch", torches([DEFAULT_TORCH]))
 def exhaustive(session: nox.Session, torch: str) -> None:
-    """The tests that ``unit`` and ``integration`` leave out: the rest of large families, with one torch."""
+    """Run the tests that ``unit`` and ``integration`` leave out (large families), with one torch."""
     install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
     chosen = [*TESTS, "integration_tests", *SIDE_BY_SIDE, "-m", "exhaustive", *session.posargs]
     session.run("pytest", *chosen, env=environment(session))
@@ -131,24 +131,24 @@ def exhaustive(session: nox.Session, torch: str) -> None:
 @nox.session
 @nox.parametrize("torch", torches(SUPPORTED_TORCH))
 def integration(session: nox.Session, torch: str) -> None:
-    """Training jobs through several packages, NCCL where there are GPUs enough, else Gloo; tests on GPUs."""
+    """Run training jobs with several packages, on NCCL if there are enough GPUs, else Gloo; and GPU tests."""
     env, how = environment(session), SIDE_BY_SIDE
     if isinstance(session.virtualenv, PassthroughEnv):  # --no-venv: the host's own torch, nothing to install
         if TESTED_ON_HOST:
             session.skip("the host has one torch, which the first of these sessions has tested")
         TESTED_ON_HOST.append(torch)
         env = {**env, "PYTHONPATH": os.pathsep.join(str(ROOT / source) for source in SOURCES)}
-        how = []  # its GPUs, too, are for one test at a time
+        how = []  # its GPUs allow only one test at a time
     else:
         install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
     tests = ["integration_tests", *map(str, sorted(ROOT.glob("packages/*/tests/test_*_on_gpu.py")))]
-    chosen = ["-m", "not exhaustive", *session.posargs]  # of several -m the last one counts
+    chosen = ["-m", "not exhaustive", *session.posargs]  # the last -m counts
     session.run("python", "-m", "pytest", *tests, *how, *chosen, env=env, external=True)
 
 
 @nox.session(default=False)
 def frameworks(session: nox.Session) -> None:
-    """Lightning, Accelerate and Transformers with our packages; every snippet of docs/frameworks.md."""
+    """Test Lightning, Accelerate and Transformers, and every snippet of docs/frameworks.md."""
     install(session, *GROUPS["frameworks"], *GROUPS["side-by-side"])
     tests = session.posargs or ["integration_tests/frameworks", *SIDE_BY_SIDE]
     session.run("pytest", *tests, env=environment(session))
@@ -157,14 +157,14 @@ def frameworks(session: nox.Session) -> None:
 @nox.session(default=False)
 @nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
 def alone(session: nox.Session, package: str) -> None:
-    """Unit tests of one package, with only what it declares."""
+    """Run the unit tests of one package with only its declared requirements."""
     install(session, packages=needed(package))
     session.run("pytest", f"packages/{package}/tests", *session.posargs, env=ENV)
 
 
 @nox.session(default=False, venv_backend="uv")
 def lowest(session: nox.Session) -> None:
-    """Unit tests with the lowest version of everything that the packages declare."""
+    """Run the unit tests with the lowest declared version of every requirement."""
     editable = [arg for package in PACKAGES for arg in ("-e", f"packages/{package}[test]")]
     session.install("--resolution=lowest-direct", *editable, env=ENV)
     session.run("pytest", *(session.posargs or TESTS), env=ENV)
@@ -172,11 +172,11 @@ def lowest(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def fuzz(session: nox.Session) -> None:
-    """Every property test with new random examples: ``-- --minutes 60 --results FILE PYTEST-ARGUMENTS``."""
+    """Run property tests with new random examples: ``-- --minutes 60 --results FILE PYTEST-ARGUMENTS``."""
     install(session)
     parser = argparse.ArgumentParser(prog="nox -s fuzz --", allow_abbrev=False)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--results", type=Path, help="a JSON file of what was tried")
+    parser.add_argument("--results", type=Path, help="a JSON file for what was tried")
     options, others = parser.parse_known_args(session.posargs)
     env = {**ENV, "PYTHONPATH": str(ROOT), "FUZZ_MINUTES": str(options.minutes)}
     if options.results:
@@ -186,7 +186,7 @@ def fuzz(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def sanitize(session: nox.Session) -> None:
-    """The compiled kernels under sanitizers (address, undefined, thread) and valgrind; needs GCC."""
+    """Run the compiled kernels under sanitizers (address, undefined, thread) and valgrind; needs GCC."""
     install(session, packages=needed("ddp-quant-hooks"))
     folder = ROOT / "packages/ddp-quant-hooks"
     library = Path(session.create_tmp()) / "cpu_kernels.so"
@@ -199,15 +199,15 @@ def sanitize(session: nox.Session) -> None:
         **ENV,
         "DDP_QUANT_HOOKS_LIBRARY": str(library),
         "LD_PRELOAD": str(runtime).strip(),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own, at exit
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks at exit
     }
     tests = [str(path) for path in sorted(folder.glob("tests/test_kernel_*.py"))]
     session.run("python", "-m", "pytest", *tests, *session.posargs, env=env)
-    # Without Python, which has races and losses of its own.
+    # Without Python, which has races and leaks of its own.
     driver = str(Path(session.create_tmp()) / "kernel_driver")
     build = ["python", str(folder / "build_cpu_kernels.py"), driver, "--driver", "-g"]
     session.run(*build, "-fsanitize=thread")
-    session.run(driver, "1", "3", "1500000", external=True)  # so many values that there are four threads
+    session.run(driver, "1", "3", "1500000", external=True)  # enough values for four threads
     if shutil.which("valgrind"):
         session.run(*build)
         session.run("valgrind", "--quiet", "--error-exitcode=9", driver, "2", "20", "3000", external=True)
@@ -215,7 +215,7 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def repository(session: nox.Session) -> None:
-    """Tests of the tools in releasing/, of the workflows and of docs/compatibility.md; no torch."""
+    """Test the tools in releasing/, the workflows and docs/compatibility.md; no torch."""
     session.install(*GROUPS["releasing"], *GROUPS["repository"], *GROUPS["side-by-side"], env=ENV)
     session.run(
         "python", "-m", "pytest", "-o", "addopts=", *(session.posargs or ["releasing/tests", *SIDE_BY_SIDE])
@@ -231,7 +231,7 @@ def compatibility(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def siblings(session: nox.Session) -> None:
-    """Packages with older and newer siblings, from wheels; ``-- --full`` for tests and for the past."""
+    """Try packages with older and newer siblings, from wheels; ``-- --full`` for tests and for the past."""
     needs = {need for package in PACKAGES for need in third_party(package)}
     session.install(f"torch=={DEFAULT_TORCH}", *sorted(needs), *GROUPS["releasing"], env=ENV)
     wheels = Path(session.create_tmp()) / "wheels"
@@ -241,13 +241,13 @@ def siblings(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def release(session: nox.Session) -> None:
-    """Release a package, dry without --yes: ``-- NAME minor|patch [--yes]``."""
+    """Release a package, as a dry run without --yes: ``-- NAME minor|patch [--yes]``."""
     session.install(*GROUPS["releasing"], "nox[uv]", env=ENV)
     session.run("python", "-m", "releasing.release", *session.posargs, env=ENV)
 
 
 def distribute(session: nox.Session, package: str, *arguments: str) -> None:
-    """Build an sdist and a wheel of ``package`` in dist/ and try them as ``arguments`` say."""
+    """Build an sdist and a wheel of ``package`` in dist/, and try them as ``arguments`` say."""
     where = f"--scratch={session.create_tmp()}"
     session.run("python", "-m", "releasing.distributions", package, where, *arguments, env=ENV)
 
@@ -255,7 +255,7 @@ def distribute(session: nox.Session, package: str, *arguments: str) -> None:
 @nox.session(default=False)
 @nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
 def wheels(session: nox.Session, package: str) -> None:
-    """Sdist and wheel of one package in dist/, as uploaded: tried with three torches, the sdist tested."""
+    """Build sdist and wheel of one package in dist/, as uploaded; try three torches and the sdist's tests."""
     session.install(*GROUPS["releasing"], *GROUPS["wheels"], env=ENV)
     tries = [f"--torch={version}" for version in CHOSEN_TORCH or TRIED_TORCH]
     distribute(session, package, *tries, "--test-sdist", *session.posargs)
@@ -263,7 +263,7 @@ def wheels(session: nox.Session, package: str) -> None:
 
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """An sdist and a wheel of every package in dist/, checked, and each tried with one torch."""
+    """Build an sdist and a wheel of every package in dist/, check them, and try each with one torch."""
     session.install(*GROUPS["releasing"], *GROUPS["wheels"], env=ENV)
     for package in PACKAGES:
         distribute(session, package, f"--torch={DEFAULT_TORCH}")
@@ -271,7 +271,7 @@ def build(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def tagged(session: nox.Session) -> None:
-    """Sdist and wheel of a tag's package in dist/, tested beside released siblings: ``-- NAME-vX.Y.Z``."""
+    """Build a tag's package in dist/, and test it beside released siblings: ``-- NAME-vX.Y.Z``."""
     session.install(*GROUPS["releasing"], *GROUPS["wheels"], env=ENV)
     (tag,) = session.posargs
     package = str(session.run("python", "-m", "releasing.publish", tag, silent=True)).strip()
@@ -280,7 +280,7 @@ def tagged(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def upload(session: nox.Session) -> None:
-    """Upload what is in dist/ by trusted publishing; ``-- OPTIONS`` go to ``uv publish``."""
+    """Upload the files in dist/ by trusted publishing; ``-- OPTIONS`` go to ``uv publish``."""
     session.install("uv", env=ENV)
     files = sorted(map(str, ROOT.glob("dist/*")))
     session.run("uv", "publish", "--trusted-publishing=always", *session.posargs, *files)
@@ -288,7 +288,7 @@ def upload(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def soak(session: nox.Session) -> None:
-    """Faults injected into training, restarts, long runs: hours; ``-- --faults 50 --minutes 20 --seed 1``."""
+    """Inject faults, restart jobs, train long: hours; ``-- --faults 50 --minutes 20 --seed 1``."""
     install(session)
     session.run("python", "integration_tests/soak", *session.posargs, env={**ENV, "OMP_NUM_THREADS": "1"})
 
@@ -298,13 +298,13 @@ def demo(session: nox.Session) -> None:
     """Train a small model over 1 Gbit/s, with several ways to average gradients: ``-- --rate 200mbit``."""
     editable = [arg for package in PACKAGES for arg in ("-e", f"packages/{package}")]
     session.install(f"torch=={DEFAULT_TORCH}", *editable, *GROUPS["demo"], env=ENV)
-    # After Ctrl-C it has that long to end what it started.
+    # After Ctrl-C the demo has this long to end its processes.
     session.run("python", "benchmarks/demo.py", *session.posargs, env=ENV, interrupt_timeout=5.0)
 
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """All benchmarks, or ``-- NAME ...``: hours; ``-- --quick``: the documents' claims again, ten minutes."""
+    """Run all benchmarks, or ``-- NAME ...``: hours; ``-- --quick``: the documents' claims, ten minutes."""
     install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["bench"])
     env = {**ENV, "OMP_NUM_THREADS": "1"}
     if "--quick" in session.posargs:
@@ -319,12 +319,12 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """The site in docs/_build/html, its links, all spelling; ``-- --external``: links to other hosts too."""
+    """Build the site in docs/_build/html, check links and spelling; ``-- --external``: other hosts, too."""
     install(session, *GROUPS["docs"])
     session.run("codespell")
     build = ["sphinx-build", "-W", "--keep-going", "--quiet"]
     session.run(*build, "-b", "html", "docs", "docs/_build/html", env=ENV)
-    # Code blocks run in ``integration``: see test_pages.py, which says where those run that it leaves out.
+    # Code blocks run in ``integration``: see test_pages.py, also for those that run elsewhere.
     session.run("pytest", "docs/checks", env=ENV)
     if "--external" in session.posargs:
         session.run(*build, "-b", "linkcheck", "docs", "docs/_build/linkcheck", env=ENV)

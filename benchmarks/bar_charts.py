@@ -15,12 +15,12 @@ OURS = ("ours", "dist_utils", "8 bits, ours")
 
 
 def bars_of(table: Mapping[str, Mapping[str, Any]], unit: str = "ms") -> dict[str, Bar]:
-    """Return the bars of stored entries, which have a median and quartiles in ``unit``."""
+    """Return the bars of stored entries with a median and quartiles in ``unit``."""
     return {name: (entry[f"median_{unit}"], entry[f"quartiles_{unit}"]) for name, entry in table.items()}
 
 
 def number(value: float) -> str:
-    """Return three digits, or all before the point."""
+    """Return three significant digits, or all digits before the decimal point."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
 
 

@@ -1,12 +1,12 @@
-"""This checkout against another one: the same cases in turns, so that a change shows what it costs.
+"""Compare this checkout with another one: the same cases in turns, to show the cost of a change.
 
     git worktree add ../before TAG
     python benchmarks/bench_against.py ../before            # hosts need root
     python benchmarks/bench_against.py ../before --worlds 2 --repeats 9 --cases "8 bits"
 
-Each checkout has ranks of its own, which wait while the other's run. Writes results/against.json: for every
-case the median and quartiles of both sides' slowest rank, and the ratio. The other checkout needs its
-kernels compiled (``python build_cpu_kernels.py src/ddp_quant_hooks/kernels/cpu_kernels.so`` in its
+Each checkout has its own ranks, which wait while the other's run. Writes results/against.json: per case the
+median and quartiles of the slowest rank on both sides, and the ratio. The other checkout needs compiled
+kernels (``python build_cpu_kernels.py src/ddp_quant_hooks/kernels/cpu_kernels.so`` in its
 packages/ddp-quant-hooks), like this one.
 """
 
@@ -36,7 +36,7 @@ Case = Callable[[], object]
 
 def hook_cases() -> dict[str, Case]:
     """Average one bucket."""
-    from ddp_compress_hooks import (  # noqa: PLC0415 - of the checkout that this rank belongs to
+    from ddp_compress_hooks import (  # noqa: PLC0415 - from this rank's checkout
         CompressState,
         allreduce_hook,
         bf16_compress_hook,
@@ -74,7 +74,7 @@ def hook_cases() -> dict[str, Case]:
 
 
 def collective_cases() -> dict[str, Case]:
-    """Forward and backward of collectives."""
+    """Run collectives forward and backward."""
     import dist_autograd_collectives as dac  # noqa: PLC0415
 
     calls = {
@@ -117,7 +117,7 @@ def overlap_cases() -> dict[str, Case]:
 
 
 def local_cases() -> dict[str, Case]:
-    """What one rank does alone, and module states."""
+    """Run what needs no other rank, and sync_module_states."""
     from ddp_quant_hooks import kernels  # noqa: PLC0415
     from ddp_quant_hooks.kernels import Layout  # noqa: PLC0415
     from dist_utils import apply_to_tensors, sync_module_states  # noqa: PLC0415
@@ -141,7 +141,7 @@ def _times(count: int, call: Case) -> None:
 
 
 def be_a_rank() -> None:
-    """Run a case for every line on standard input, and answer with the seconds that it took."""
+    """Run the case named by each line of standard input, and print the seconds that it took."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())

@@ -1,18 +1,18 @@
-"""The state that chooses against each of its candidates: whole training steps, on networks of several speeds.
+"""The automatic choice against each of its candidates: whole training steps on networks of several speeds.
 
     python benchmarks/bench_auto.py              # everything, a quarter of an hour; hosts need root
     python benchmarks/bench_auto.py links --links loopback 1gbit --models mlp --repeats 15
     python benchmarks/bench_auto.py change
 
-Two ranks on Gloo: on loopback, or one on each of two emulated hosts. Every model trains with each candidate,
-and with the state that chooses after it has chosen, in one job: each repeat makes one step of each, in turns
+Two ranks on Gloo: on loopback, or one on each of two emulated hosts. One job trains each model with every
+candidate, and with the automatic state after its choice: each repeat makes one step of each, in turns
 forwards and backwards. Times are of the slowest rank, for zero_grad, forward, backward and step. 4 bits are
-admitted (max_error=0.2), so that all candidates may be chosen.
+allowed (max_error=0.2), so that every candidate may be chosen.
 
 The part "change" lets the state choose at 10 Gbit/s, then limits the links to 0.1 Gbit/s, and waits until it
 has chosen again (look_again_every=20).
 
-Writes results/auto.json beside this file; a part that is run alone replaces only its own numbers.
+Writes results/auto.json beside this file; running one part replaces only its own numbers.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ LOOK_AGAIN_EVERY = 20
 WARM_UP = 4
 WORDS, WORDS_IN_ROW, WIDTH = 1000, 64, 256
 ROWS = {"transformer": 4, "mlp": 8}
-"""Of a batch, for each model."""
+"""The rows of a batch, per model."""
 
 
 def make_net(model: str) -> nn.Module:
-    """Return a transformer, or layers so wide that their exchange takes longer than their computation."""
+    """Return a transformer, or layers so wide that communication takes longer than computation."""
     torch.manual_seed(0)
     if model == "transformer":
         return Transformer(WORDS, WIDTH, heads=4, layers=8)
@@ -61,7 +61,7 @@ def make_net(model: str) -> nn.Module:
 
 
 def make_batch(model: str, seed: int) -> torch.Tensor:
-    """Return what the model trains with."""
+    """Return a training batch for the model."""
     generator = torch.Generator().manual_seed(seed)
     if model == "transformer":
         return torch.randint(0, WORDS, (ROWS[model], WORDS_IN_ROW), generator=generator)
@@ -72,8 +72,8 @@ class Side:
     """A model in training with one hook.
 
     Args:
-        model: Its name.
-        state: Of the hook.
+        model: The model's name.
+        state: The hook's state.
         hook: The hook.
     """
 
@@ -93,7 +93,7 @@ class Side:
 
 
 def until_chosen(side: Side, state: AutoState) -> int:
-    """Train until there is another choice than now; return after how many steps."""
+    """Train until the choice changes; return the number of steps."""
     before, steps = state.choice, 0
     while state.choice is before:
         side.step()
@@ -114,20 +114,20 @@ def in_turns(sides: Mapping[str, Side], repeats: int) -> dict[str, list[float]]:
 
 
 def measure(rank: int, model: str, repeats: int, *, change: bool = False) -> dict[str, Any]:
-    """Return the choice, after how many steps it came, and the seconds of all sides behind it."""
+    """Return the choice, the number of steps before it, and the seconds of all sides after it."""
     del rank
     torch.set_num_threads(1)
     state = AutoState(max_error=MAX_ERROR, look_again_every=LOOK_AGAIN_EVERY if change else 0)
     auto = Side(model, state, auto_hook)
-    seen: dict[str, Any] = {"steps": until_chosen(auto, state), **_told(state)}
+    seen: dict[str, Any] = {"steps": until_chosen(auto, state), **_choice(state)}
     if change:
         dist.barrier()
         limit = ("rate", AFTER, "burst", "128kb", "latency", "50ms")
         subprocess.run(["tc", "qdisc", "change", "dev", "eth0", "root", "tbf", *limit], check=True)
         dist.barrier()
-        seen |= {"before": dict(seen), "steps": until_chosen(auto, state), **_told(state)}
+        seen |= {"before": dict(seen), "steps": until_chosen(auto, state), **_choice(state)}
     sides = {name: Side(model, *candidate) for name, candidate in AutoState().candidates.items()}
-    # A state without another trial: what is compared is the choice.
+    # A state without another trial, because the choice itself is compared.
     chosen = AutoState(max_error=MAX_ERROR)
     sides[AUTO] = Side(model, chosen, auto_hook) if change else auto
     if change:
@@ -136,14 +136,14 @@ def measure(rank: int, model: str, repeats: int, *, change: bool = False) -> dic
     return seen
 
 
-def _told(state: AutoState) -> dict[str, Any]:
+def _choice(state: AutoState) -> dict[str, Any]:
     assert state.choice is not None
     by_size = {str(size): name for size, name in state.choice.by_size.items()}
     return {"choice": state.choice.candidate, "by_size": by_size, "why": state.choice.why}
 
 
 def summarize(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return medians and quartiles of the slowest rank in ms, and what auto takes of the best candidate."""
+    """Return the slowest rank's medians and quartiles in ms, and auto's time relative to the best."""
     times = {
         name: [1e3 * max(repeat) for repeat in zip(*(rank["seconds"][name] for rank in ranks), strict=True)]
         for name in ranks[0]["seconds"]
@@ -153,7 +153,7 @@ def summarize(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         low, median, high = statistics.quantiles(values, n=4)
         sides[name] = {"median_ms": round(median, 2), "quartiles_ms": [round(low, 2), round(high, 2)]}
     best = min((name for name in times if name != AUTO), key=lambda name: statistics.median(times[name]))
-    # Of the same turn: what slows the machine for a while slows both.
+    # Ratios within one turn: whatever slows the machine for a while slows both.
     paired = statistics.median(own / other for own, other in zip(times[AUTO], times[best], strict=True))
     facts = {name: value for name, value in ranks[0].items() if name != "seconds"}
     return {
@@ -168,7 +168,7 @@ def summarize(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
-    """Be one rank on an emulated host."""
+    """Run one rank on an emulated host."""
     dist.init_process_group("gloo")
     seen = measure(dist.get_rank(), options.models[0], options.repeats, change=options.change)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
@@ -198,7 +198,7 @@ def show(case: str, summary: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the parts that are asked for, and write what they found."""
+    """Run the requested parts, and write their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -207,7 +207,7 @@ def main() -> None:
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
     parser.add_argument("--models", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--repeats", type=int, default=31)
-    parser.add_argument("--change", action="store_true", help="of a rank")
+    parser.add_argument("--change", action="store_true", help="used by ranks")
     options = parser.parse_args()
     if options.part == "rank":
         be_a_rank(options.folder, options)

@@ -3,9 +3,9 @@
     python benchmarks/bench_autograd_collectives.py            # everything
     python benchmarks/bench_autograd_collectives.py --repeats 21
 
-1. Forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. All sides in one run,
-   in turns forwards and backwards; a time is that of the slowest rank. "backward" is the backward alone.
-2. Overlap: weights are gathered beside a computation, started early or not, on two emulated hosts with links
+1. Forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. All sides run together,
+   in turns forwards and backwards; times are of the slowest rank. "backward" is the backward alone.
+2. Overlap: weights are gathered during a computation, started early or not, on two emulated hosts with links
    of 1 Gbit/s.
 
 Writes results/autograd_collectives.json and .png beside this file. spmd-types is compared if it is installed.
@@ -38,14 +38,14 @@ from dist_utils.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "autograd_collectives.json"
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20}
-# Of the default number of repeats.
+# Multiples of the default number of repeats.
 SHARES = {"1 KiB": 20, "1 MiB": 5, "64 MiB": 1}
 
 Call = Callable[[], Any]
 
 
 def sides(x: torch.Tensor, size: int) -> dict[str, dict[str, Call]]:
-    """Return each function's calls: what stands left of ``/`` is whose it is."""
+    """Return the calls of each function, by whose implementation it is."""
     import torch.distributed.nn.functional as nnf  # noqa: PLC0415 - warns that it is deprecated
 
     parts = x.view(size, -1)
@@ -67,7 +67,7 @@ def sides(x: torch.Tensor, size: int) -> dict[str, dict[str, Call]]:
         }
         for name, call in calls.items():
             found.setdefault(name, {})[who] = call
-    # Nothing of PyTorch's is as easy on the memory: no buffer, no list.
+    # PyTorch has nothing that takes as little memory: no buffer, no list.
     found["scatter"]["ours, like="] = lambda: dac.scatter(list(parts.unbind(0)), 0, like=own)
     found["all_gather"]["ours, all_gather_stack"] = lambda: dac.all_gather_stack(x)
     found["reduce_scatter"]["ours, reduce_scatter_dim"] = lambda: dac.reduce_scatter_dim(x)
@@ -88,8 +88,8 @@ def sides(x: torch.Tensor, size: int) -> dict[str, dict[str, Call]]:
 
 
 def measure(rank: int, numel: int, repeats: int) -> dict[str, list[float]]:  # noqa: ARG001 - run_ranks gives it
-    """Return the seconds of every call's every run, whole and backward alone."""
-    warnings.simplefilter("ignore")  # the modules that are compared with are deprecated
+    """Return the seconds of every run of every call, in total and of the backward alone."""
+    warnings.simplefilter("ignore")  # the compared modules are deprecated
     size = dist.get_world_size()
     x = torch.randn(numel // size * size, requires_grad=True)
     calls = {f"{name} / {who}": call for name, group in sides(x, size).items() for who, call in group.items()}
@@ -118,7 +118,7 @@ def layers(count: int, width: int) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 
 def sharded_step(weights: list[torch.Tensor], x: torch.Tensor, *, ahead: int) -> float:
-    """Run layers whose weights are gathered when they are needed, or started some layers ahead."""
+    """Run layers whose weights are gathered when needed, or started some layers ahead."""
     began = time.perf_counter()
     started = [dac.start(dac.all_gather_cat, part) for part in weights[:ahead]]
     for index, part in enumerate(weights):
@@ -167,7 +167,7 @@ def overlap(width: int, count: int, repeats: int) -> dict[str, list[float]]:
 
 
 def host(rank: int, options: argparse.Namespace) -> None:
-    """Be one of the emulated hosts."""
+    """Run the rank of one emulated host."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo", init_method=f"tcp://{address(0)}:29500", rank=rank, world_size=2)
@@ -203,7 +203,7 @@ def print_table(title: str, table: dict[str, Any]) -> None:
 
 
 def draw(results: dict[str, Any]) -> None:
-    """Draw what starting a collective early gains, if that was measured."""
+    """Draw the gain of starting a collective early, if it was measured."""
     if "overlap_ms" in results:
         panel = {"12 layers of 1536 x 1536, 1 Gbit/s": bars_of(results["overlap_ms"])}
         title = "Forward and backward with weights that are gathered from two emulated hosts"

@@ -39,7 +39,8 @@ from dist_utils.testing import run_ranks
 RESULTS = Path(__file__).parent / "results"
 
 # name: (PyTorch's hook, ours, our options). The last two have no counterpart in PyTorch and stand
-# against its hook of the same dtype.
+# name: (PyTorch's hook, ours, our options). The last two have no counterpart in PyTorch and are compared
+# with its hook of the same dtype.
 PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
     "allreduce_hook": (pytorch.allreduce_hook, allreduce_hook, {}),
     "fp16_compress_hook": (pytorch.fp16_compress_hook, fp16_compress_hook, {}),
@@ -61,11 +62,11 @@ ERROR_SCALES = [1e-7, 1e-3, 1.0, 1e4]
 
 
 def sides() -> dict[str, Callable[[Any], torch.futures.Future[torch.Tensor]]]:
-    """Return every hook to measure, as functions of a bucket."""
+    """Return every hook to measure, as a function of a bucket."""
     found: dict[str, Callable[[Any], torch.futures.Future[torch.Tensor]]] = {}
     for name, (theirs, ours, options) in PAIRS.items():
         state = CompressState(**options) if options else None
-        if not options:  # else it is there already
+        if not options:  # otherwise it is there already
             found[f"pytorch/{name}"] = lambda bucket, hook=theirs: hook(None, bucket)
         found[f"ours/{name}"] = lambda bucket, hook=ours, state=state: hook(state, bucket)
     return found
@@ -132,7 +133,7 @@ SHOWN = {
     "ours: bf16": "ours/bf16_compress_hook",
     "ours: bf16, sum in fp32": "ours/bf16, sum in fp32",
 }
-"""The wrappers take as long as the hooks."""
+"""The hooks in the picture; the wrappers take as long as their hooks."""
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -183,7 +184,7 @@ def measure(wants: set[str], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the chosen parts, print and store what they give."""
+    """Run the chosen parts, and print and store their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,11 @@
-"""dist_utils.apply_to_tensors against its peers: microseconds a tensor on realistic batches.
+"""dist_utils.apply_to_tensors against its peers: microseconds per tensor on realistic batches.
 
     pip install optree lightning-utilities accelerate
     python benchmarks/bench_containers.py
 
-Every repeat runs all functions, in turns forwards and backwards. Writes results/containers.json and
-.png beside this file. "keep" returns each tensor itself, which leaves the function's own cost; "cast" makes
-new tensors. A peer that leaves the batch's tensors as they were, or gives back something of another type,
-has no number.
+Every repeat runs all functions, in turns forwards and backwards. Writes results/containers.json and .png
+beside this file. "keep" returns each tensor itself, so only the function's own cost is left; "cast" makes new
+tensors. A peer that leaves the batch's tensors unchanged, or returns another type, gets no number.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ RESULTS = Path(__file__).parent / "results" / "containers.json"
 
 
 class ModelOutput(OrderedDict[str, Any]):
-    """Like Hugging Face's: items that are attributes too."""
+    """Like Hugging Face's: its items are also attributes."""
 
     def __setitem__(self, key: str, value: Any) -> None:
         """Set the item and the attribute."""
@@ -47,7 +46,7 @@ class ModelOutput(OrderedDict[str, Any]):
 
 @dataclasses.dataclass
 class Sample:
-    """One of a batch."""
+    """One sample of a batch."""
 
     image: torch.Tensor
     label: torch.Tensor
@@ -63,7 +62,7 @@ class Batch:
 
 
 def tensor() -> torch.Tensor:
-    """Return a small tensor, so that the walk is what is measured."""
+    """Return a small tensor, so that only the walk is measured."""
     return torch.ones(1)
 
 
@@ -91,13 +90,13 @@ BATCHES: dict[str, Callable[[], Any]] = {
 
 
 def on_tensors(fn: Callable[[torch.Tensor], Any]) -> Callable[[Any], Any]:
-    """Return ``fn`` for functions that hand over every leaf."""
+    """Return ``fn`` for functions that pass every leaf to it."""
     return lambda leaf: fn(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 PEERS: dict[str, Callable[[Callable[[torch.Tensor], Any], Any], Any]] = {
     "dist_utils": apply_to_tensors,
-    "torch": pytorch._apply_to_tensors,  # noqa: SLF001 - what is compared with
+    "torch": pytorch._apply_to_tensors,  # noqa: SLF001 - it is compared
     "torch pytree": lambda fn, batch: pytree.tree_map(on_tensors(fn), batch),
     "optree": lambda fn, batch: optree.tree_map(on_tensors(fn), batch),
     "lightning-utilities": lambda fn, batch: apply_to_collection(batch, torch.Tensor, fn),
@@ -107,7 +106,7 @@ TASKS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "keep": lambda tensor: tensor,
     "cast": lambda tensor: tensor.to(torch.bfloat16),
 }
-# "move" is recursive_to, and of the peers only PyTorch's own.
+# "move" is recursive_to; only PyTorch has a counterpart.
 MOVERS: dict[str, Callable[[Any], Any]] = {
     "dist_utils": lambda batch: recursive_to(batch, torch.device("meta"), False)[0],
     "torch": lambda batch: pytorch._recursive_to(batch, torch.device("meta"), False)[0],  # noqa: SLF001
@@ -115,7 +114,7 @@ MOVERS: dict[str, Callable[[Any], Any]] = {
 
 
 def count(batch: Any) -> int:
-    """Return how many tensors there are."""
+    """Return the number of tensors."""
     found = []
     apply_to_tensors(found.append, batch)
     return len(found)
@@ -125,7 +124,7 @@ def works(run: Callable[[Any], Any], batch: Any) -> bool:
     """Whether ``run`` reaches all tensors and keeps the type of the batch."""
     try:
         result = run(batch)
-    except Exception:  # noqa: BLE001 - whatever a peer raises, it does not work
+    except Exception:  # noqa: BLE001 - a peer that raises anything does not work
         return False
     reached: list[bool] = []
     apply_to_tensors(lambda tensor: reached.append(tensor.dtype == torch.bfloat16 or tensor.is_meta), result)
@@ -133,7 +132,7 @@ def works(run: Callable[[Any], Any], batch: Any) -> bool:
 
 
 def measure(sides: dict[str, Callable[[Any], Any]], batch: Any, repeats: int) -> dict[str, Any]:
-    """Return median and quartiles in microseconds a tensor."""
+    """Return median and quartiles in microseconds per tensor."""
     tensors = count(batch)
     times: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(-5, repeats):  # the first rounds warm up

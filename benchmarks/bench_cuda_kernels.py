@@ -3,10 +3,10 @@
     python benchmarks/bench_cuda_kernels.py
     python benchmarks/bench_cuda_kernels.py --mib 256 --milliseconds 200
 
-One fp32 bucket in 8 bits with blocks of 128, in CUDA events, medians of as many calls as fit into the time.
-The L2 cache is overwritten before every call. Bytes are those that must move: 4 read and 1.03 written a value
-to encode, the reverse to decode, (W + 1) x 1.03 to reduce a value of W ranks, 8 to copy. torchft (fp8 or
-int8, a scale for each row) gets rows of 512. Writes results/cuda_kernels.json and .png beside this file;
+One fp32 bucket in 8 bits with blocks of 128, timed by CUDA events; medians over as many calls as fit into the
+time. The L2 cache is overwritten before every call. Bytes are the least that must be moved per value: 4 read
+and 1.03 written to encode, the reverse to decode, (W + 1) x 1.03 to reduce W ranks, 8 to copy. torchft (fp8
+or int8, one scale per row) gets rows of 512. Writes results/cuda_kernels.json and .png beside this file;
 without a GPU it says so and writes nothing.
 """
 
@@ -38,17 +38,15 @@ CHANNEL = 512
 COPY = "tensor.copy_"
 PYTORCH = "PyTorch"
 PYTORCHS_MOST_VALUES = 25 * 2**20 // 4
-"""Of which its functions take half a second or more: a kernel for each channel."""
+"""With more values its functions take half a second or more, because they launch a kernel per channel."""
 BUSY_CYCLES = 1_000_000
-"""About half a millisecond: longer than the host takes to launch."""
-
-GOAL_OF_COPY, GOAL_TIMES_PYTORCH = 0.9, 20.0
+"""About half a millisecond: longer than the host takes to launch a kernel."""
 
 Job = tuple[Callable[[], Any], float]
 
 
 def jobs(count: int) -> dict[str, Job]:
-    """Return what to measure: the call, and the bytes that it must move."""
+    """Return the calls to measure, with the bytes that each must move."""
     values = torch.randn(count, device="cuda")
     restored = torch.empty_like(values)
     size = LAYOUT.message_bytes(count)
@@ -148,9 +146,9 @@ def _torchft(values: torch.Tensor) -> dict[str, Job]:
 
 
 def time_calls(call: Callable[[], Any], milliseconds: float, cache: torch.Tensor) -> list[float]:
-    """Return the seconds of calls on the GPU, one by one, until they have taken long enough.
+    """Return the seconds of single calls on the GPU, until they have taken ``milliseconds`` in total.
 
-    The GPU is busy while the host launches, so that its own time alone is measured; see host_microseconds.
+    The GPU is kept busy while the host launches, so only its own time is measured; see host_microseconds.
     """
     call()
     torch.cuda.synchronize()
@@ -168,7 +166,7 @@ def time_calls(call: Callable[[], Any], milliseconds: float, cache: torch.Tensor
 
 
 def host_microseconds(call: Callable[[], Any]) -> float:
-    """Return what a call takes on the host's thread, which waits for nothing; the median of 100."""
+    """Return the median time of 100 calls on the host's thread, which waits for nothing."""
     seconds: list[float] = []
     torch.cuda.synchronize()
     for _ in range(100):
@@ -202,7 +200,7 @@ def measure(mib: int, milliseconds: float) -> dict[str, dict[str, Any]]:
 
 
 def report(mib: int, results: dict[str, Any]) -> None:
-    """Print the table and whether the goals were reached."""
+    """Print the table, and how much faster the kernels are than PyTorch's functions."""
     print(f"{mib} MiB of fp32")
     for name, entry in results.items():
         low, high = entry["quartiles_ms"]
@@ -211,22 +209,11 @@ def report(mib: int, results: dict[str, Any]) -> None:
             + f"{entry['gb_per_s']:8.1f} GB/s  {entry['of_copy']:.2f} of copy_"
             + f"  {entry.get('host_us', 0):6.1f} us of the host"
         )
-    goals = []
-    if mib >= 256:
-        names = ("ours: encode", "ours: decode", "ours: reduce, W = 2", "ours: reduce, W = 8")
-        goals = [
-            (f"{name}: at least {GOAL_OF_COPY} of copy_", results[name]["of_copy"] >= GOAL_OF_COPY)
-            for name in names
-        ]
     for what in ("encode", "decode"):
         theirs = results.get(f"{PYTORCH}: {what}, per channel")
         if theirs is not None:
             times = theirs["median_ms"] / results[f"ours: affine {what}, per channel"]["median_ms"]
-            goals.append(
-                (f"{what}: {times:.0f} times as fast as PyTorch's per channel", times >= GOAL_TIMES_PYTORCH)
-            )
-    for goal, reached in goals:
-        print(f"{'reached' if reached else 'MISSED '}  {goal}")
+            print(f"{what}: {times:.0f} times as fast as PyTorch's per channel")
 
 
 def draw(found: dict[str, Any]) -> None:

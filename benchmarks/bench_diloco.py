@@ -6,16 +6,16 @@
 Four real ranks on Gloo train the transformer of bench_quant_convergence.py on characters of the standard
 library's sources, with docs/examples/diloco.py: AdamW inside, and an outer step every 20 inner steps.
 Streaming sends the parameters in four fragments, in turns; an average is used three steps after it was sent.
-All take the same number of inner steps. A seed fixes the first parameters and all batches: runs of one seed
-differ only by the averages. The final loss is of data that was not trained on. fp32 is
+All configurations take the same number of inner steps. A seed fixes the initial parameters and all batches:
+runs of one seed differ only in the averages. The final loss is on held-out data. fp32 uses
 torch.distributed.all_reduce.
 
-The verdict is that of bench_quant_convergence.py: it compares the mean difference to fp32's loss, on the same
-schedule, with the standard deviation of fp32's own losses over the seeds, which is what another seed alone
-would change.
+The verdict is that of bench_quant_convergence.py: it compares the mean difference from fp32's loss, on the
+same schedule, with the standard deviation of fp32's own losses over the seeds, which is the effect of the
+seed alone.
 
-Bytes are what rank 0 puts on its TCP connections in one outer step of the whole model. All ranks share one
-machine: the times say nothing of a network.
+Bytes are those that rank 0 sends over TCP in one outer step of the whole model. All ranks share one
+machine: the times say nothing about a network.
 
 Writes results/diloco.json and .png beside this file.
 """
@@ -51,13 +51,13 @@ RESULTS = Path(__file__).parent / "results"
 RANKS, EVERY, FRAGMENTS, DELAY = 4, 20, 4, 3
 TIMEOUT = 3600.0
 QUIET = DELAY + 1
-"""The inner step of a round after which nothing is on its way."""
+"""The inner step of a round after which no average is pending."""
 REFERENCE, STREAMING = "fp32", "streaming"
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """How changes are averaged: in fp32 without options of a state."""
+    """How changes are averaged; in fp32 if there are no options for a state."""
 
     options: dict[str, Any] | None
     streaming: bool = False
@@ -80,10 +80,10 @@ class Run:
 
     Args:
         training: The mean loss of the ranks in each round of inner steps.
-        loss: Held out; only rank 0 evaluates.
+        loss: The held-out loss; only rank 0 evaluates.
         ranks_equal: Whether all ranks ended with the same bits.
-        bytes_per_round: What this rank sent.
-        step_ms: Mean wall time of an inner step with its share of the averages.
+        bytes_per_round: Bytes that this rank sent per round.
+        step_ms: Mean wall time of an inner step, including its share of the averages.
     """
 
     training: list[float]
@@ -94,7 +94,7 @@ class Run:
 
 
 class ExactDiLoCo(DiLoCo):
-    """Averages without compression, and waits for it."""
+    """Averages without compression, and waits for the result."""
 
     def send(self) -> None:
         """Average the changes with the ordinary all-reduce."""
@@ -107,7 +107,7 @@ class ExactDiLoCo(DiLoCo):
 
 
 def in_fragments(model: nn.Module, count: int) -> list[list[nn.Parameter]]:
-    """Cut a model's parameters into parts of about the same number of values, each with its neighbors."""
+    """Cut a model's parameters into consecutive parts with about the same number of values."""
     parameters = list(model.parameters())
     total = sum(parameter.numel() for parameter in parameters)
     fragments: list[list[nn.Parameter]] = [[] for _ in range(count)]
@@ -121,7 +121,7 @@ def in_fragments(model: nn.Module, count: int) -> list[list[nn.Parameter]]:
 def outer_optimizers(
     model: nn.Module, configuration: Configuration, state: QuantizedAllreduceState
 ) -> list[DiLoCo]:
-    """Return what steps between the ranks, one for each fragment."""
+    """Return the outer optimizers, one per fragment."""
     kind = ExactDiLoCo if configuration.options is None else DiLoCo
     fragments = in_fragments(model, FRAGMENTS if configuration.streaming else 1)
     return [
@@ -152,7 +152,7 @@ def train(task: Language, configuration: Configuration, seed: int, steps: int) -
     dist.barrier()
     began = time.perf_counter()
     for step in range(steps):
-        # Every rank draws for all of them: the examples of a step do not depend on who computes them.
+        # Every rank draws for all ranks, so the examples of a step do not depend on who computes them.
         mine = task.draw(world_size * task.batch, batches).view(world_size, task.batch)[rank]
         inner.zero_grad()
         loss = task.loss(model, mine)
@@ -178,19 +178,19 @@ def train(task: Language, configuration: Configuration, seed: int, steps: int) -
         training=(losses / world_size).view(-1, EVERY).mean(1).tolist(),
         loss=held_out,
         ranks_equal=equal,
-        # But for the first round, in which connections are made.
+        # Without the first round, in which connections are made.
         bytes_per_round=(sent[-1] - sent[1]) // (len(sent) - 2),
         step_ms=1e3 * seconds / steps,
     )
 
 
 def train_all(rank: int, seeds: int, steps: int) -> dict[tuple[str, int], Run]:
-    """Be a rank: train with every configuration and every seed."""
+    """Train on one rank with every configuration and every seed."""
     task = Language()
     runs = {}
     for seed, name in itertools.product(range(seeds), CONFIGURATIONS):
         runs[name, seed] = run = train(task, CONFIGURATIONS[name], seed, steps)
-        gc.collect()  # the last run's connections: their bytes must not count in the next
+        gc.collect()  # close the last run's connections, whose bytes must not count in the next run
         if rank == 0:
             sent = f"{run.bytes_per_round / 1024:.1f} KiB"
             print(f"seed {seed}: {name:<18}{run.loss:8.4f}{sent:>14}{run.step_ms:8.1f} ms", flush=True)
@@ -198,12 +198,12 @@ def train_all(rank: int, seeds: int, steps: int) -> dict[tuple[str, int], Run]:
 
 
 def reference_of(name: str) -> str:
-    """Return the configuration that differs only by its averages in fp32."""
+    """Return the configuration that differs only in averaging in fp32."""
     return f"{REFERENCE}, {STREAMING}" if CONFIGURATIONS[name].streaming else REFERENCE
 
 
 def summarize(runs: dict[tuple[str, int], Run], seeds: int) -> dict[str, Any]:
-    """Return what the result file says of each configuration."""
+    """Return the entries of the result file, per configuration."""
     plain = [runs[REFERENCE, seed].loss for seed in range(seeds)]
     spread = statistics.stdev(plain) if seeds > 1 else None
     found: dict[str, Any] = {"fp32_standard_deviation_over_seeds": spread, "configurations": {}}
@@ -299,7 +299,7 @@ def main() -> None:
     if options.steps % EVERY or options.steps < 4 * EVERY or options.seeds < 1:
         parser.error(f"--steps must be a multiple of {EVERY}, 4 of them or more, and --seeds at least 1")
     torch.set_num_threads(1)  # as in the ranks
-    # In the ranks, torch warns whenever a private group ends.
+    # Torch warns in the ranks whenever a private group ends.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     began = time.perf_counter()
     runs = run_ranks(train_all, RANKS, options.seeds, options.steps, timeout=TIMEOUT)[0]

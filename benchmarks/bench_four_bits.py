@@ -1,21 +1,21 @@
-"""What do few bits cost a step of training, and why? And what do they cost biases and norms?
+"""The cost of few bits for a training step and its causes, and the errors of biases and norms.
 
     python benchmarks/bench_four_bits.py           # minutes, one thread, no network; needs scikit-learn
     python benchmarks/bench_four_bits.py --short   # the same tables from few steps
 
-The tasks of bench_quant_convergence.py: a language model with AdamW, a convolutional network with SGD. Four
-ranks are simulated in one process, with the kernels that the hooks use (bench_quant_accuracy.Simulation).
+The tasks are those of bench_quant_convergence.py: a language model with AdamW, and a convolutional network
+with SGD. Four ranks are simulated in one process, with the hooks' kernels (bench_quant_accuracy.Simulation).
 
 A final loss hides small effects: any rounding sends training along another path, and two paths end some
-thousandths apart. So here every scheme gets the same gradients, those of a training in fp32, and keeps an
-optimizer's moments of its own averages. Measured is the *progress* of the step that it would make: the
-product with the gradient of a large batch, of that of fp32's step. 0.98 is a step that brings 98 % as much.
+thousandths apart. So here every scheme gets the same gradients, those of training in fp32, and keeps an
+optimizer's moments of its own averages. The *progress* of the step that it would make is its product with the
+gradient of a large batch, relative to that of fp32's step: 0.98 is a step that gains 98 % as much.
 
-"With exact squares" is AdamW's step whose first moment is made of the scheme's averages, and the second of
-exact ones: what is left of a loss there is not the second moment's, which noise raises.
+"With exact squares" is AdamW's step with the first moment from the scheme's averages and the second from
+exact ones: a loss that remains there is not caused by the second moment, which noise raises.
 
-The other columns are errors of parameters' averages: those of one dimension or none (biases, norms)
-against the rest; as the hook sends them, with ``exact_1d``, and with blocks of their own, which no hook has.
+The other columns are errors of the averages, for parameters of at most one dimension (biases, norms) and for
+the rest: as the hook sends them, with ``exact_1d``, and with blocks of their own, which no hook has.
 
 Writes results/four_bits.json beside this file.
 """
@@ -43,12 +43,12 @@ from ddp_quant_hooks import QuantizedAllreduceState
 RESULTS = Path(__file__).parent / "results"
 RANKS = 4
 LARGE_BATCH = 32
-"""How many times a rank's batch the gradient is of that progress is measured with."""
+"""Size of the large batch for measuring progress, in multiples of a rank's batch."""
 EVERY = 20
 """Steps between two measurements."""
 EXACT_SQUARES = "with exact squares"
 BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
-"""Of AdamW, torch's defaults."""
+"""Torch's defaults for AdamW."""
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "int8": {},
@@ -73,8 +73,8 @@ class Averaging:
     """A scheme's averages of one model's gradients, step by step.
 
     Args:
-        options: Of the state.
-        small: Which values belong to parameters of at most one dimension.
+        options: Options of the state.
+        small: Marks the values of parameters with at most one dimension.
     """
 
     def __init__(self, options: dict[str, Any], small: torch.Tensor) -> None:
@@ -86,10 +86,10 @@ class Averaging:
         sent = scatter.message_bytes(count) + gather.message_bytes(count)
         sent += 8 * int(small.sum()) if chosen.exact_1d else 0
         self.bytes_ratio = sent / (8 * count)
-        """What is sent, of what a ring all-reduce in fp32 sends."""
+        """The bytes sent, as a share of a ring all-reduce in fp32."""
 
     def average(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Return what every rank gets; ``gradients`` has a row for each."""
+        """Return the average that every rank gets; ``gradients`` has one row per rank."""
         if self._exact is None:
             return self._ranks.average(gradients)
         rest = gradients.masked_fill(self._exact, 0.0)
@@ -97,14 +97,14 @@ class Averaging:
 
 
 class Step:
-    """The step that an optimizer makes of averages, but for its learning rate."""
+    """The step that an optimizer computes from averages, without its learning rate."""
 
     def __init__(self, count: int, *, adam: bool) -> None:
         self._first, self._second, self._adam = torch.zeros(count), torch.zeros(count), adam
         self._steps = 0
 
     def take(self, values: torch.Tensor, squares_of: torch.Tensor) -> torch.Tensor:
-        """Return the step after these averages: of ``values``, with the second moment of ``squares_of``."""
+        """Return the step for ``values``, with the second moment from ``squares_of``."""
         self._steps += 1
         if not self._adam:
             self._first.mul_(BETA1).add_(values)
@@ -120,9 +120,9 @@ class Moment:
     """One step of training in fp32.
 
     Args:
-        gradients: Of the ranks, one a row.
-        mean: Of the rows.
-        large: The gradient of a large batch, at some steps.
+        gradients: The ranks' gradients, one per row.
+        mean: The mean of the rows.
+        large: The gradient of a large batch, in some steps.
     """
 
     gradients: torch.Tensor
@@ -131,7 +131,7 @@ class Moment:
 
 
 def training(task: Task, model: nn.Module, *, seed: int, steps: int) -> Iterator[Moment]:
-    """Train the model in fp32, and yield every step before it is made."""
+    """Train the model in fp32; yield every step before it is taken."""
     parameters = list(model.parameters())
     optimizer = task.optimizer(parameters)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
@@ -156,7 +156,7 @@ def training(task: Task, model: nn.Module, *, seed: int, steps: int) -> Iterator
 
 
 class Progress:
-    """What the steps of one scheme bring, summed over the measurements.
+    """The progress of one scheme's steps, summed over the measurements.
 
     Args:
         averaging: The scheme.
@@ -172,7 +172,7 @@ class Progress:
         self.lost, self.whole = torch.zeros(count), torch.zeros(count)
 
     def follow(self, moment: Moment) -> None:
-        """Average the gradients of one step of training, and measure where it says so."""
+        """Average the gradients of one training step, and measure the steps with a large batch."""
         mean = moment.mean
         averaged = self.averaging.average(moment.gradients)
         for name, step in self._steps.items():
@@ -184,12 +184,12 @@ class Progress:
             self.whole += mean.square()
 
     def error(self, part: slice) -> float:
-        """Return the relative error of some values, of all measurements; 0 of values that are all zero."""
+        """Return the relative error of some values over all measurements; 0 if the values are all zero."""
         return float((self.lost[part].sum() / self.whole[part].sum().clamp_min(1e-38)).sqrt())
 
 
 class OwnBlocks:
-    """As no hook does it: no block has values of two parameters."""
+    """Averages with no block shared by two parameters, which no hook does."""
 
     def __init__(self, options: dict[str, Any], parts: list[slice]) -> None:
         smalls = [torch.zeros(part.stop - part.start, dtype=torch.bool) for part in parts]
@@ -197,7 +197,7 @@ class OwnBlocks:
         self.bytes_ratio = float("nan")
 
     def average(self, gradients: torch.Tensor) -> torch.Tensor:
-        """Return what every rank gets."""
+        """Return the average that every rank gets."""
         alone = zip(self._alone, self._parts, strict=True)
         return torch.cat([averaging.average(gradients[:, part].contiguous()) for averaging, part in alone])
 
@@ -227,7 +227,7 @@ def measure(name: str, seed: int, steps: int) -> dict[str, Any]:
 
 
 class Exact:
-    """What fp32 makes of gradients."""
+    """Averages in fp32."""
 
     def average(self, gradients: torch.Tensor) -> torch.Tensor:
         """Return the mean."""

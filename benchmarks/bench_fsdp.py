@@ -1,4 +1,4 @@
-"""FSDP2 with averages between nodes in few bits against native HSDP: forward and backward on slow links.
+"""FSDP2 with averages in few bits between nodes against native HSDP: forward and backward on slow links.
 
     python benchmarks/bench_fsdp.py --repeats 15
 
@@ -77,7 +77,7 @@ RATE_NAMES = {"1gbit": "1 Gbit/s", "200mbit": "0.2 Gbit/s"}
 
 
 def draw(result: dict[str, Any]) -> None:
-    """Draw the times, a panel for each rate."""
+    """Draw the times, one panel per rate."""
     bars = {RATE_NAMES[rate]: bars_of(entries) for rate, entries in result["times"].items()}
     title = "Forward and backward with HSDP, two emulated hosts of two ranks"
     draw_bars(bars, "ms", RESULTS / "fsdp.png", title=title)

@@ -1,19 +1,19 @@
-"""What gradients cost in memory: DDP's ordinary loop, the overlap, and the overlap that gives them back.
+"""Memory for gradients: DDP's ordinary loop, the overlap, and the overlap that releases them.
 
     python benchmarks/bench_gradient_memory.py           # everything, ten minutes
     python benchmarks/bench_gradient_memory.py peaks --runs 1
     python benchmarks/bench_gradient_memory.py limit     # needs root and the memory controller of cgroup v1
 
 Two ranks on Gloo, linear layers of 192 MiB in 12 buckets, AdamW (fused) and SGD. Writes
-results/gradient_memory.json and .png beside this file; a part that is run alone replaces only its
+results/gradient_memory.json and .png beside this file; running one part replaces only its
 own numbers.
 
-peaks: MiB of a fresh process above what it had with its DDP model made, the larger rank's: the peak of the
-first pass, in which DDP has all gradients in one bucket, and that of four later ones. The allocator keeps
-nothing, or what it keeps would differ from run to run.
+peaks: peak memory of a fresh process above its level after making the DDP model, in MiB, of the rank with
+more: of the first pass, in which DDP has all gradients in one bucket, and of four later ones. The allocator
+keeps no freed memory, because what it keeps would differ from run to run.
 
-limit: one program, with an allocator as it is, in a control group whose memory is limited: what it ends with
-for each side.
+limit: one program, with an unchanged allocator, in a control group with limited memory: how it ends on each
+side.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SIDES = (ORDINARY, BUCKET, RELEASED)
 WIDTH, LAYERS = 2048, 12
 MODEL = 4 * WIDTH * WIDTH * LAYERS / 2**20
 PASSES = 5
-_MMAP_THRESHOLD = -3  # the name of a number in glibc's malloc.h
+_MMAP_THRESHOLD = -3  # a constant in glibc's malloc.h
 _CGROUPS = Path("/sys/fs/cgroup/memory")
 
 
@@ -58,7 +58,7 @@ def make_optimizer(name: str, ddp: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_ddp(*, view: bool) -> DistributedDataParallel:
-    """Return a model of 12 buckets, from the second pass on."""
+    """Return a model with 12 buckets from the second pass on."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)])
     return DistributedDataParallel(net, bucket_cap_mb=MODEL / LAYERS, gradient_as_bucket_view=view)
@@ -141,7 +141,7 @@ def all_peaks(runs: int) -> dict[str, Any]:
 
 
 def train_with_adamw(rank: int, side: str) -> int:
-    """Be a rank of the program that runs in a control group, as any program would be."""
+    """Train on one rank of the program that runs in a control group, like any other program."""
     del rank
     ddp = make_ddp(view=False)
     optimizer = make_optimizer("AdamW", ddp)
@@ -154,7 +154,7 @@ def train_with_adamw(rank: int, side: str) -> int:
 
 @contextlib.contextmanager
 def control_group(limit: float | None) -> Iterator[Path]:
-    """Make a group of processes whose memory has a limit, in MiB."""
+    """Make a control group with a memory limit in MiB."""
     group = _CGROUPS / f"gradient_memory_{os.getpid()}"
     group.mkdir()
     try:
@@ -170,7 +170,7 @@ def control_group(limit: float | None) -> Iterator[Path]:
 
 
 def run_limited(side: str, limit: float | None) -> dict[str, Any]:
-    """Run the program; return what it has used, and whether it came to its end."""
+    """Run the program; return its memory use, and whether it finished."""
     with control_group(limit) as group:
         enter = f'echo $$ > {group}/cgroup.procs; exec "$@"'
         command = ["sh", "-c", enter, "sh", sys.executable, __file__, "program", f"--side={side}"]
@@ -184,7 +184,7 @@ def run_limited(side: str, limit: float | None) -> dict[str, Any]:
 
 
 def find_limit() -> dict[str, Any]:
-    """Return what every side uses without a limit, and what becomes of it with one in the middle."""
+    """Return every side's memory use without a limit, and how each ends with a limit between them."""
     free = {side: run_limited(side, None) for side in SIDES}
     limit = round((free[ORDINARY]["most_used_mib"] + free[RELEASED]["most_used_mib"]) / 2)
     limited = {side: run_limited(side, limit) for side in SIDES}
@@ -206,14 +206,14 @@ def draw(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the parts that are asked for, and write what they found."""
+    """Run the requested parts, and write their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = ("all", "peaks", "limit", "plot", "program")
     parser.add_argument("part", nargs="?", default="all", choices=parts)
-    parser.add_argument("--runs", type=int, default=3, help="of every side, for peaks")
-    parser.add_argument("--side", choices=SIDES, help="of the program")
+    parser.add_argument("--runs", type=int, default=3, help="runs of every side, for peaks")
+    parser.add_argument("--side", choices=SIDES, help="used by the program")
     options = parser.parse_args()
     if options.part == "program":
         run_ranks(train_with_adamw, 2, options.side, timeout=240)

@@ -5,16 +5,16 @@
     python benchmarks/bench_many_ranks.py measure --loopback  # on a machine with a core for each of 16 ranks
     python benchmarks/bench_many_ranks.py measure --output benchmarks/results/many_ranks_hosts.json
 
-"measure": one bucket of several sizes, fp32 around Gloo's ring and 8 bits, on loopback and on emulated hosts,
-and the kernels alone. Of each the least of the repeats counts, and of several runs of this part: other
-programs on the machine only make it longer.
+"measure": one bucket of several sizes, fp32 around Gloo's ring and in 8 bits, on loopback and on emulated
+hosts, and the kernels alone. Each figure is the minimum over the repeats, and over several runs of this part,
+because other programs on the machine only add time.
 
-"fit": the cost model on some of these cases, compared with the others. "cases" and "curve": the schedules
-of all ranks, recorded from the project's own routes, played on clusters that nobody here has. "plot": the
-curves.
+"fit": fits the cost model to some of these cases, and compares it with the others. "cases" and "curve": play
+the schedules of all ranks, recorded from the project's own routes, on clusters that were not measured.
+"plot": draws the curves.
 
-Writes results/many_ranks.json and .png beside this file. All that "cases" and "curve" write is predicted, and
-named so.
+Writes results/many_ranks.json and .png beside this file. Everything from "cases" and "curve" is a prediction,
+and labeled so.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def measure(known: dict[str, Any], repeats: int, *, loopback: bool = False) -> d
 
 
 def fit_all(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Fit both hooks, and compare with all cases."""
+    """Fit both hooks' models, and compare them with all cases."""
     kernels, starting = fit_kernels(results["kernels"]), results["starting"]["starting"]
     found: dict[str, Any] = {"kernels": {name: asdict(one) for name, one in kernels.items()}}
     for hook in HOOKS:
@@ -109,7 +109,7 @@ def models_of(results: Mapping[str, Any], on_hosts: Mapping[str, Any]) -> dict[s
 
 
 def report_fit(fitted: Mapping[str, Any]) -> None:
-    """Print what the model says of every case."""
+    """Print the model's figure for every case."""
     for hook in HOOKS:
         entry = fitted[hook]
         print(f"\n{hook}: {entry['model']}")
@@ -130,7 +130,7 @@ def report_fit(fitted: Mapping[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the chosen parts, print and store what they give."""
+    """Run the chosen parts, and print and store their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--loopback", action="store_true", help="measure without emulated hosts")
     parser.add_argument("--output", type=Path, default=FILE, help="the results, also those of other parts")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help=argparse.SUPPRESS)
-    parser.add_argument("--most-ranks", type=int, default=4096, help="of the simulated clusters")
+    parser.add_argument("--most-ranks", type=int, default=4096, help="ranks of the largest simulated cluster")
     options = parser.parse_args()
     if options.part == "rank":
         be_a_rank(options.folder, options.sizes, options.repeats)

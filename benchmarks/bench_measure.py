@@ -1,18 +1,18 @@
-"""The measuring command on emulated hosts: what it says, how long it takes, and whether its estimates hold.
+"""The measuring command on emulated hosts: its advice, its duration, and the accuracy of its estimates.
 
     python benchmarks/bench_measure.py                # everything, ten minutes; needs root
     python benchmarks/bench_measure.py estimates --repeats 11
     python benchmarks/bench_measure.py advice --cases "2 hosts, 1gbit"
 
 "advice": links and hooks as the command measures them, on hosts with one rank each and on loopback; with the
-hook that it would take, why, and how many seconds it took.
+recommended hook, the reasons, and the seconds that the command took.
 
 "estimates": two hosts at 1 Gbit/s. The same processes measure, train models with each hook and without
-communication (``no_sync``), and measure again. The estimate gets the model's size and the median step without
-communication; it is compared with the median of whole steps of the slowest rank. Hooks take turns, forwards
-and backwards; both estimates are kept, and their mean is compared.
+communication (``no_sync``), and measure again. The estimate uses the model's size and the median step without
+communication; it is compared with the median of the slowest rank's whole steps. Hooks take turns, forwards
+and backwards; both estimates are stored, and their mean is compared.
 
-Writes results/measure.json beside this file; a part that is run alone replaces only its own numbers.
+Writes results/measure.json beside this file; running one part replaces only its own numbers.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LETTERS, LETTERS_IN_ROW = 96, 64
 
 
 def transformer(rank: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
-    """Return the model, and what computes a batch's loss with it."""
+    """Return the model, and a function that computes a batch's loss with it."""
     generator = torch.Generator().manual_seed(rank)
     letters = torch.randint(0, LETTERS, (8, LETTERS_IN_ROW), generator=generator)
 
@@ -111,9 +111,9 @@ def compare(seconds: dict[str, list[float]], parameters: int, reports: list[Repo
     """Return measured and estimated steps of one model.
 
     Args:
-        seconds: Of every step of the slowest rank, by side.
-        parameters: Of the model.
-        reports: From before and after training.
+        seconds: The slowest rank's seconds of every step, by side.
+        parameters: The model's number of parameters.
+        reports: The reports from before and after training.
     """
     medians = {name: statistics.median(steps) for name, steps in seconds.items()}
     model = Model(parameters, medians[ALONE])
@@ -137,19 +137,19 @@ def compare(seconds: dict[str, list[float]], parameters: int, reports: list[Repo
 
 
 def slowest(group: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return, of each step, the time of the slowest rank. Collective."""
+    """Return the slowest rank's time of each step. Collective."""
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, group)
     return {name: [max(step) for step in zip(*(rank[name] for rank in ranks), strict=True)] for name in group}
 
 
 def report_of(rank: int, budget: float) -> Report:
-    """Measure with a node for each rank: all hosts of the emulation have one name."""
+    """Measure with one node per rank, because all emulated hosts have the same name."""
     return measure(budget=budget, node=f"host {rank}")
 
 
 def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
-    """Measure, and train models if there are any, as one rank on an emulated host."""
+    """Measure as one rank on an emulated host, and train models if there are any."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -175,7 +175,7 @@ def on_loopback(rank: int, budget: float) -> dict[str, Any]:
 
 
 def measured_advice(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return what the command says of one case."""
+    """Return the command's advice for one case."""
     count, rate = CASES[case]
     began = time.perf_counter()
     if rate is None:
@@ -228,7 +228,7 @@ def show_estimates(models: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the parts that are asked for, and write what they found."""
+    """Run the requested parts, and write their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

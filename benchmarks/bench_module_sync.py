@@ -2,7 +2,7 @@
 
     python benchmarks/bench_module_sync.py
 
-Every repeat runs all functions, in turns forwards and backwards; a time is that of the slowest rank. "with
+Every repeat runs all functions, in turns forwards and backwards; times are of the slowest rank. "with
 verification" compares the ranks' modules first. Writes results/module_sync.json and
 .png beside this file.
 """
@@ -28,11 +28,11 @@ from dist_utils.testing import run_ranks
 RESULTS = Path(__file__).parent / "results" / "module_sync.json"
 BUCKET = 250 << 20
 WIDTHS = [512, 64, 4]
-"""200 parameters each: 100 square matrices of this width and 100 vectors."""
+"""Each model has 200 parameters: 100 square matrices of this width and 100 vectors."""
 
 
 class Layers(torch.nn.Module):
-    """Matrices and vectors in turns."""
+    """Alternating matrices and vectors."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Layers(torch.nn.Module):
 
 
 def measure(rank: int, width: int, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of every function's every run."""
+    """Return the seconds of every run of every function."""
     torch.manual_seed(rank)
     module = Layers(width)
     group = dist.group.WORLD
@@ -50,7 +50,7 @@ def measure(rank: int, width: int, repeats: int) -> dict[str, list[float]]:
     parameters = list(module.parameters())
 
     def theirs_verified() -> None:
-        pytorch._verify_param_shape_across_processes(group, parameters)  # noqa: SLF001 - what is compared with
+        pytorch._verify_param_shape_across_processes(group, parameters)  # noqa: SLF001 - it is compared
         pytorch._sync_module_states(module, group, BUCKET, 0, ())  # noqa: SLF001
 
     sides = {
@@ -71,7 +71,7 @@ def measure(rank: int, width: int, repeats: int) -> dict[str, list[float]]:
 
 
 def draw(results: dict[str, Any]) -> None:
-    """Draw the times, a panel for each size."""
+    """Draw the times, one panel per size."""
     panels = {size: bars_of(table) for size, table in results["ms"].items()}
     title = "Sending 200 parameters from one rank to another, loopback"
     draw_bars(panels, "ms", RESULTS.with_suffix(".png"), title=title)

@@ -6,12 +6,13 @@
 
 Two ranks on Gloo, AdamW, and a stack of square linear layers with biases, or a small transformer: 1.4 million
 parameters in 75 tensors. Writes results/overlap.json and .png
-beside this file; a part that is run alone replaces only its own numbers. Times are of the slowest rank, for
+beside this file; running one part replaces only its own numbers. Times are of the slowest rank, for
 zero_grad, forward, backward and step; every repeat runs all sides, in turns forwards and backwards. The
-allocator keeps what is freed: new pages cost more than what is compared, now on this side, now on that.
+allocator keeps freed memory, because new pages cost more than the compared effects, now on one side, now on
+another.
 
-One side is the ordinary loop with PyTorch's allreduce_hook, which averages as DDP does without a hook: what
-any communication hook in Python costs, before anything is overlapped.
+One side is the ordinary loop with PyTorch's allreduce_hook, which averages like DDP without a hook: it shows
+the cost of any communication hook in Python, before anything is overlapped.
 
 The part "compressed" has gradients in 8 bits on both sides, with 1 Gbit/s between two hosts.
 
@@ -68,16 +69,16 @@ SIDES = {
 STEP = "optimizer.step() alone"
 BUCKETS = {"10MB": 10, "60MB": 15, "transformer": 10}
 LAYERS = {"10MB": (256, 40), "60MB": (512, 60)}
-"""Of a stack: the width and the number of its layers."""
+"""The width and the number of layers of each stack."""
 CASES: dict[str, dict[str, tuple[int, ...]]] = {
     "loopback": {"10MB": (8, 64), "60MB": (8, 64), "transformer": (8,)},
     "hosts": {"10MB": (8,), "60MB": (8,)},
     "compressed": {"10MB": (8,), "60MB": (8,), "transformer": (8,)},
 }
-"""The rows of a batch for each model."""
+"""The rows of a batch, per model."""
 KINDS = ("fused", "foreach")
 WORDS, WORDS_IN_ROW = 500, 32
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # names of numbers in glibc's malloc.h
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # constants in glibc's malloc.h
 
 
 def make_net(model: str) -> nn.Module:
@@ -88,14 +89,14 @@ def make_net(model: str) -> nn.Module:
     width, count = LAYERS[model]
     layers = [nn.Linear(width, width) for _ in range(count)]
     for layer in layers:
-        # Gradients keep their size then. Where they vanish, their squares are denormal numbers, with which a
-        # step takes four times as long.
+        # This keeps the size of gradients. Where they vanish, their squares are denormal numbers, which make
+        # a step four times as long.
         nn.init.xavier_uniform_(layer.weight)
     return nn.Sequential(*layers)
 
 
 def make_batch(model: str, rows: int, seed: int) -> torch.Tensor:
-    """Return what the model trains with."""
+    """Return a training batch for the model."""
     generator = torch.Generator().manual_seed(seed)
     if model in LAYERS:
         return torch.randn(rows, LAYERS[model][0], generator=generator)
@@ -103,7 +104,7 @@ def make_batch(model: str, rows: int, seed: int) -> torch.Tensor:
 
 
 def make_ddp(net: nn.Module, buckets: int, **options: Any) -> DistributedDataParallel:
-    """Return a model with so many buckets, from the second step on, or one more."""
+    """Return a model with this many buckets, or one more, from the second step on."""
     size = sum(parameter.nbytes for parameter in net.parameters())
     return DistributedDataParallel(net, bucket_cap_mb=size / buckets / 2**20, **options)
 
@@ -111,7 +112,7 @@ def make_ddp(net: nn.Module, buckets: int, **options: Any) -> DistributedDataPar
 def make_sides(
     names: Sequence[str], model: str, kind: str
 ) -> dict[str, tuple[DistributedDataParallel, Any, Any]]:
-    """Return the models, with the optimizer that the loop steps and the handle of an overlap, if any."""
+    """Return each side's model, the optimizer that the loop steps, and the handle of an overlap, if any."""
     made: dict[str, tuple[DistributedDataParallel, Any, Any]] = {}
     for name in names:
         ddp = make_ddp(make_net(model), BUCKETS[model])
@@ -140,7 +141,7 @@ def make_sides(
 def measure(
     rank: int, names: Sequence[str], model: str, kind: str, batch: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Return the seconds of every side's every step, the optimizer's own share, and the buckets."""
+    """Return the seconds of every step of every side, the optimizer's own share, and the buckets."""
     torch.set_num_threads(1)
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, 2**25)
@@ -195,7 +196,7 @@ def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
     for name, own in times.items():
         if name in (ORDINARY, STEP):
             continue
-        # Of the same turn: what slows the machine for a while slows both.
+        # Differences within one turn: whatever slows the machine for a while slows both.
         saved = [plain - other for plain, other in zip(times[ORDINARY], own, strict=True)]
         ratios = {
             base: statistics.median(other / one for one, other in zip(times[base], own, strict=True))
@@ -208,13 +209,13 @@ def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, Any]:
             "saved_quartiles_ms": [round(low, 2), round(high, 2)],
             "share_of": {base: round(ratio, 3) for base, ratio in ratios.items()},
         }
-        if QUANTIZED not in times:  # else most of what is saved is no step
+        if QUANTIZED not in times:  # otherwise most of the saved time is not a step
             summary["sides"][name]["efficiency"] = round(median / hideable, 3)
     return summary
 
 
 def measure_launch(rank: int, repeats: int = 200, count: int = 200, buckets: int = 10) -> dict[str, Any]:
-    """Return ms for one step of small parameters, and for the same in buckets and one by one."""
+    """Return the ms of one step of small parameters, as a whole, in buckets and one by one."""
     del rank
     torch.set_num_threads(1)
     seen: dict[str, Any] = {"parameters": count, "elements": 64, "buckets": buckets}
@@ -240,7 +241,7 @@ def measure_launch(rank: int, repeats: int = 200, count: int = 200, buckets: int
 
 
 def launch_ways(kind: str, count: int, size: int) -> dict[str, Callable[[], None]]:
-    """Return the ways to step ``count`` parameters of 64 values, ``size`` of them in a bucket."""
+    """Return the ways to step ``count`` parameters of 64 values, ``size`` of them per bucket."""
     parameters = [nn.Parameter(torch.randn(64)) for _ in range(count)]
     gradients = [torch.randn(64) for _ in parameters]
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -273,7 +274,7 @@ def launch_ways(kind: str, count: int, size: int) -> dict[str, Callable[[], None
 
 
 def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
-    """Be one rank on an emulated host."""
+    """Run one rank on an emulated host."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     (model,), (kind,), (batch,), (sides,) = options.models, options.kinds, options.batches, options.sides
@@ -326,7 +327,7 @@ def draw(results: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Run the parts that are asked for, and write what they found."""
+    """Run the requested parts, and write their results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -336,9 +337,9 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(BUCKETS), choices=list(BUCKETS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument(
-        "--batches", type=int, nargs="+", help="rows; default: 8, for stacks on loopback 64 too"
+        "--batches", type=int, nargs="+", help="rows; default: 8, and for stacks on loopback also 64"
     )
-    parser.add_argument("--sides", nargs="+", default=["hosts"], choices=list(CASES), help="of a rank")
+    parser.add_argument("--sides", nargs="+", default=["hosts"], choices=list(CASES), help="used by ranks")
     parser.add_argument("--repeats", type=int, default=41)
     options = parser.parse_args()
     if options.part == "rank":

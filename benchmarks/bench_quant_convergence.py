@@ -8,18 +8,18 @@ Four real ranks on Gloo, DistributedDataParallel, several buckets a step. Two ta
 * language: a small transformer predicts the next character of the standard library's sources; AdamW;
 * digits: a small convolutional network on scikit-learn's handwritten digits; SGD with momentum.
 
-The learning rate falls linearly to zero in both, so that the last step's loss is little noise. A seed
-fixes the first parameters and all batches: runs of one seed differ only by the hook. The last loss is of
-data that was not trained on, in fp32 on one rank.
+The learning rate falls linearly to zero in both, so that the last step's loss has little noise. A seed
+fixes the initial parameters and all batches: runs of one seed differ only in the hook. The final loss is on
+held-out data, in fp32 on one rank.
 
 The verdict compares two figures: the mean over the seeds of (loss - fp32's loss with the same seed), and
-the standard deviation of fp32's own losses over the seeds, which is what another seed alone would change.
-Three seeds say little about a deviation; so the range of the differences stands beside it, and whether
-all seeds agree on the sign. Any change of rounding, be it ever so small, sends training along another
-path: a difference that is not zero is no harm by itself.
+the standard deviation of fp32's own losses over the seeds, which is the effect of the seed alone. Three
+seeds say little about a deviation, so the range of the differences is also given, and whether all seeds
+agree on the sign. Any change of rounding, however small, sends training along another path: a nonzero
+difference by itself is not harmful.
 
-Writes results/quant_convergence.json and .png beside this file. The times are for the order of magnitude:
-all ranks share one machine.
+Writes results/quant_convergence.json and .png beside this file. The times show only the order of magnitude,
+because all ranks share one machine.
 """
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
@@ -70,11 +70,11 @@ def _no_state() -> None:
 
 
 def _quantized(**options: Any) -> Callable[[], QuantizedAllreduceState]:
-    # The models are so small that some of their buckets would travel plain.
+    # The models are so small that some of their buckets would be sent unquantized.
     return lambda: QuantizedAllreduceState(min_bytes=0, **options)
 
 
-# What to pass to register_comm_hook: a function that makes the state, which is one model's own, and the hook.
+# For register_comm_hook: a function that makes a state (one per model), and the hook.
 CONFIGURATIONS: dict[str, tuple[Callable[[], Any], CommHook]] = {
     REFERENCE: (_no_state, allreduce_hook),
     "bf16": (_no_state, bf16_compress_hook),
@@ -91,7 +91,7 @@ class Task(Protocol):
     """Data, a model for it, and how to train it."""
 
     batch: int
-    """Examples for each rank and step."""
+    """Examples per rank and step."""
 
     def model(self) -> nn.Module:
         """Return a new model, made with torch's global generator."""
@@ -102,7 +102,7 @@ class Task(Protocol):
         ...
 
     def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        """Return which examples to train on."""
+        """Return the indices of training examples."""
         ...
 
     def loss(self, model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
@@ -110,12 +110,12 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the ``"loss"``, and what else there is to say, of the examples held out."""
+        """Return the ``"loss"``, and possibly more figures, on the held-out examples."""
         ...
 
 
 class LanguageModel(nn.Module):
-    """From characters to scores of the next ones."""
+    """Maps characters to scores of the next ones."""
 
     WIDTH, HEADS, LAYERS, CONTEXT, CHARACTERS = 96, 4, 2, 32, 128
 
@@ -133,7 +133,7 @@ class LanguageModel(nn.Module):
         self.output = nn.Linear(self.WIDTH, self.CHARACTERS)
 
     def forward(self, text: torch.Tensor) -> torch.Tensor:
-        """Return scores (N, CONTEXT, CHARACTERS) of what follows each character of ``text``."""
+        """Return scores (N, CONTEXT, CHARACTERS) for the character after each one of ``text``."""
         hidden = self.characters(text) + self.places
         mask = nn.Transformer.generate_square_subsequent_mask(self.CONTEXT)
         for layer in self.layers:
@@ -168,15 +168,15 @@ class Language:
         return torch.optim.AdamW(parameters, lr=3e-3, fused=True)
 
     def draw(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        """Return where windows begin."""
+        """Return the starts of windows."""
         return torch.randint(len(self._text) - LanguageModel.CONTEXT, (count,), generator=generator)
 
     def loss(self, model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the mean over all characters of the windows."""
+        """Return the mean loss over all characters of the windows."""
         return self._loss(model, self._text, chosen)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return the loss of windows from all over the files held out."""
+        """Return the loss on windows spread over the held-out files."""
         last = len(self._held_out) - LanguageModel.CONTEXT - 1
         starts = torch.arange(self.HELD_OUT_WINDOWS) * last // (self.HELD_OUT_WINDOWS - 1)
         parts = [self._loss(model, self._held_out, some).item() for some in torch.split(starts, 64)]
@@ -196,7 +196,7 @@ class Digits:
     TRAINING = 1500
 
     def __init__(self) -> None:
-        from sklearn.datasets import load_digits  # noqa: PLC0415 - the other task does without
+        from sklearn.datasets import load_digits  # noqa: PLC0415 - the other task does not need it
 
         raw = load_digits()
         order = torch.randperm(len(raw.target), generator=torch.Generator().manual_seed(0))
@@ -226,11 +226,11 @@ class Digits:
         return torch.randint(self.TRAINING, (count,), generator=generator)
 
     def loss(self, model: nn.Module, chosen: torch.Tensor) -> torch.Tensor:
-        """Return the mean over the images."""
+        """Return the mean loss over the images."""
         return nn.functional.cross_entropy(model(self._images[chosen]), self._labels[chosen])
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Return loss and accuracy of all images held out."""
+        """Return loss and accuracy on all held-out images."""
         scores, labels = model(self._images[self.TRAINING :]), self._labels[self.TRAINING :]
         return {
             "loss": nn.functional.cross_entropy(scores, labels).item(),
@@ -246,11 +246,11 @@ class Run:
     """One training.
 
     Args:
-        losses: Of training, every step, the mean over the ranks.
-        held_out: What the task said of the final model; only rank 0 evaluates.
+        losses: The training loss of every step, averaged over the ranks.
+        held_out: The task's figures for the final model; only rank 0 evaluates.
         ranks_equal: Whether all ranks ended with the same bits.
-        parameters: How many numbers are averaged a step.
-        buckets: In how many buckets, after DDP has rebuilt them.
+        parameters: The number of values averaged per step.
+        buckets: The number of buckets, after DDP has rebuilt them.
         step_ms: Mean wall time of a step.
     """
 
@@ -263,7 +263,7 @@ class Run:
 
 
 def counted(hook: CommHook, indices: list[int]) -> CommHook:
-    """Return the hook, made to note the index of every bucket it is given."""
+    """Return the hook, extended to record the index of every bucket."""
 
     def noted(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         indices.append(bucket.index())
@@ -273,7 +273,7 @@ def counted(hook: CommHook, indices: list[int]) -> CommHook:
 
 
 def parameters_equal(model: nn.Module) -> bool:
-    """Return whether every rank has rank 0's bits."""
+    """Return whether every rank's parameters are bitwise equal to rank 0's."""
     mine = nn.utils.parameters_to_vector(model.parameters()).detach()
     first = mine.clone()
     dist.broadcast(first, src=0)
@@ -300,7 +300,7 @@ def train(task: Task, configuration: str, seed: int, steps: int) -> Run:
     dist.barrier()
     began = time.perf_counter()
     for step in range(steps):
-        # Every rank draws for all of them: the examples of a step do not depend on who computes them.
+        # Every rank draws for all ranks, so the examples of a step do not depend on who computes them.
         mine = task.draw(world_size * task.batch, batches).view(world_size, task.batch)[rank]
         optimizer.zero_grad()
         loss = task.loss(model, mine)
@@ -317,24 +317,24 @@ def train(task: Task, configuration: str, seed: int, steps: int) -> Run:
         with torch.no_grad():
             held_out = task.evaluate(model.module)
     if isinstance(state, QuantizedAllreduceState):
-        state.close()  # its thread and its connections, whoever may still hold it
+        state.close()  # ends its thread and connections, even if something still holds it
     return Run(
         losses=(losses / world_size).tolist(),
         held_out=held_out,
         ranks_equal=equal,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        buckets=indices[-1] + 1,  # a step's buckets come in the order of their indices
+        buckets=indices[-1] + 1,  # the buckets of a step come in the order of their indices
         step_ms=1e3 * seconds / steps,
     )
 
 
 def train_all(rank: int, name: str, seeds: int, steps: int) -> dict[tuple[str, int], Run]:
-    """Be a rank: train with every configuration and every seed."""
+    """Train on one rank with every configuration and every seed."""
     task = TASKS[name]()
     runs = {}
     for seed, configuration in itertools.product(range(seeds), CONFIGURATIONS):
         runs[configuration, seed] = run = train(task, configuration, seed, steps)
-        # The model is a cycle, and keeps its buckets and its hook's state.
+        # The model is in a reference cycle, and keeps its buckets and its hook's state.
         gc.collect()
         if rank == 0:
             loss = run.held_out["loss"]
@@ -349,7 +349,7 @@ def smooth(losses: list[float]) -> list[float]:
 
 
 def summarize(runs: dict[tuple[str, int], Run], seeds: int, steps: int) -> dict[str, Any]:
-    """Return what the result file says of a task."""
+    """Return the entries of the result file for a task."""
     reference = [runs[REFERENCE, seed] for seed in range(seeds)]
     finals = [run.held_out["loss"] for run in reference]
     spread = statistics.stdev(finals) if seeds > 1 else None
@@ -391,7 +391,7 @@ def summarize(runs: dict[tuple[str, int], Run], seeds: int, steps: int) -> dict[
 
 
 def verdict(differences: list[float], spread: float | None) -> str:
-    """Say in words how differences, one for each seed, compare with fp32's standard deviation."""
+    """Describe how the differences, one per seed, compare with fp32's standard deviation."""
     mean = statistics.fmean(differences)
     if not math.isfinite(mean):
         return "not finite"
@@ -420,7 +420,7 @@ def _rounded(value: float) -> float:
 
 
 def report(results: dict[str, Any]) -> None:
-    """Print a table for each task."""
+    """Print one table per task."""
     for name, task in results["tasks"].items():
         spread = task["fp32_standard_deviation_over_seeds"]
         deviation = "one seed" if spread is None else f"standard deviation of fp32's over seeds {spread:.2e}"
@@ -455,7 +455,7 @@ TITLES = {"language": "language model", "digits": "handwritten digits"}
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw how far some curves of the loss are from fp32's, and how far its own seeds are from each other."""
+    """Draw the distance of some loss curves from fp32's, and the distance between fp32's own seeds."""
     tasks = results["tasks"]
     figure, axes = subplots([2.2] * len(tasks), "Distance of training losses from those of fp32")
     for axis, (name, task) in zip(axes, tasks.items(), strict=True):
@@ -493,7 +493,7 @@ def main() -> None:
     if options.steps < THIN or options.seeds < 1:
         parser.error(f"there must be at least {THIN} steps, and one seed")
     torch.set_num_threads(1)  # as in the ranks
-    # In the ranks, torch warns whenever a private group ends.
+    # Torch warns in the ranks whenever a private group ends.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     print(kernels.describe())
     results: dict[str, Any] = {

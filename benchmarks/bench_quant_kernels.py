@@ -4,8 +4,8 @@
     python benchmarks/bench_quant_kernels.py --mib 100 --repeats 51
 
 One thread, one fp32 bucket of 25 MiB in 8 bits with blocks of 128; every repeat runs everything, in turns
-forwards and backwards. Bytes are those that must move: 4 read and 1.03 written a value to encode, the
-reverse to decode, 8 to copy. Writes results/quant_kernels.json and .png beside this file.
+forwards and backwards. Bytes are the least that must be moved per value: 4 read and 1.03 written to encode,
+the reverse to decode, 8 to copy. Writes results/quant_kernels.json and .png beside this file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TORCH_OPS = "torch operators"
 
 
 def jobs(count: int) -> dict[str, tuple[Callable[[], Any], float]]:
-    """Return what to measure: the call, and the bytes that it moves."""
+    """Return the calls to measure, with the bytes that each moves."""
     values, restored = torch.randn(count), torch.empty(count)
     size = LAYOUT.message_bytes(count)
     message, mean = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
@@ -79,7 +79,7 @@ def jobs(count: int) -> dict[str, tuple[Callable[[], Any], float]]:
 
 
 def measure(count: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """Return times, bandwidths and their share of the copy's."""
+    """Return times, bandwidths, and their share of the copy's bandwidth."""
     work = jobs(count)
     seconds: dict[str, list[float]] = {name: [] for name in work}
     for repeat in range(-2, repeats):  # the first rounds warm up
@@ -97,7 +97,7 @@ def measure(count: int, repeats: int) -> dict[str, dict[str, Any]]:
 
 
 def report(results: dict[str, Any]) -> None:
-    """Print the table and whether the goals were reached."""
+    """Print the table, and how much faster the kernels are than torch operators."""
     kinds = results["kernels"]
     print(kernels.describe())
     for name, entry in kinds.items():
@@ -110,15 +110,11 @@ def report(results: dict[str, Any]) -> None:
     for what in ("encode", "decode"):
         ours = kinds[f"ours: {what}, {best}"]
         faster = kinds[f"{what}, {TORCH_OPS}"]["median_ms"] / ours["median_ms"]
-        for goal, reached in (
-            (f"{what}: at least 0.75 of copy_'s bandwidth: {ours['of_copy']:.2f}", ours["of_copy"] >= 0.75),
-            (f"{what}: at least 25 times faster than torch operators: {faster:.0f}", faster >= 25),
-        ):
-            print(f"{'reached' if reached else 'MISSED '}  {goal}")
+        print(f"{what}, {best}: {faster:.0f} times as fast as torch operators")
 
 
 def draw(results: dict[str, Any]) -> None:
-    """Draw the times of a copy and of each kernel; those of torch operators, far longer, are told."""
+    """Draw the times of a copy and of each kernel; torch operators, far slower, are in the title."""
     times = {name: entry["median_ms"] for name, entry in results["kernels"].items()}
     bars = bars_of(results["kernels"])
     best = next(name for name in bars if name.startswith("ours")).rpartition(", ")[2]

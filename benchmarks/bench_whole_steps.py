@@ -1,23 +1,23 @@
-"""Whole training steps with every hook, with and without an overlapped optimizer: what a user gains.
+"""Whole training steps with every hook, with and without an overlapped optimizer: the gain for a user.
 
     python benchmarks/bench_whole_steps.py                  # everything: hours, and hosts need root
     python benchmarks/bench_whole_steps.py steps --models 7M --hosts 2 --rates 1gbit --sides plain fp16 8bits
     python benchmarks/bench_whole_steps.py losses           # an hour
-    python benchmarks/bench_whole_steps.py table | plot     # of what was measured, for documents
+    python benchmarks/bench_whole_steps.py table | plot     # of the stored results, for documents
 
 Models: transformers of 7 and 57 million parameters on the standard library's sources, a convolutional network
-and a wide perceptron on digits (scikit-learn's). AdamW, for the convolutional network SGD. One thread a rank;
-a batch for each rank. Hosts are emulated, on the cores of this machine. Every repeat steps all sides of a
-job, in turns forwards and backwards, and one model without communication; what the figures are is in
-whole_steps/summary.py. Where not all models fit into memory a cell has several jobs, each with plain DDP, and
-ratios are of one job. PyTorch's hooks that hang or fail on Gloo have jobs of their own; their errors are
-recorded instead of times.
+and a wide perceptron on digits (scikit-learn's). AdamW; SGD for the convolutional network. One thread per
+rank; one batch per rank. Hosts are emulated on the cores of this machine. Every repeat steps all sides of a
+job, in turns forwards and backwards, and one model without communication; whole_steps/summary.py defines the
+figures. Where not all models fit into memory a cell has several jobs, each with plain DDP, and ratios are
+within one job. PyTorch's hooks that hang or fail on Gloo have jobs of their own; their errors are recorded
+instead of times.
 
-Losses: what each kind of numbers on the wire reaches after equal steps, two ranks on loopback, three seeds;
-an overlapped optimizer has the same bits. After equal time: the same curves, read where the cell's step
-times say.
+Losses: the loss that each number format on the wire reaches after equal steps, with two ranks on loopback and
+three seeds; an overlapped optimizer gives the same bits. After equal time: the same curves, read at the steps
+that the cell's step times allow.
 
-Writes results/whole_steps.json: a part that is run alone replaces only its own numbers.
+Writes results/whole_steps.json: running one part replaces only its own numbers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RESULTS = Path(__file__).parent / "results" / "whole_steps.json"
 
 
 def measure_cell(cell: Cell, options: argparse.Namespace, results: dict[str, Any], path: Path) -> None:
-    """Run the jobs of a cell, and write what each of them has found."""
+    """Run the jobs of a cell, and write the results of each."""
     asked = [name for name in options.sides if name in ALL and name != PLAIN]
     names = available([PLAIN, *asked], cell.ranks_per_host)
     try:
@@ -63,7 +63,7 @@ def measure_cell(cell: Cell, options: argparse.Namespace, results: dict[str, Any
             return
         except RuntimeError as error:
             _, *others = job.sides
-            if len(others) > 1:  # which one was it?
+            if len(others) > 1:  # run them one by one to find the failing one
                 waiting = [Job(**{**vars(job), "sides": (PLAIN, name)}) for name in others] + waiting
                 continue
             for name in others or [PLAIN]:
@@ -73,7 +73,7 @@ def measure_cell(cell: Cell, options: argparse.Namespace, results: dict[str, Any
             found = summarize(ranks, RATES.get(cell.rate), cell.ranks_per_host)
             about = {**describe_machine(), "tree": describe_tree()}
             sides = {name: {**side, "run": about} for name, side in found.pop("sides").items()}
-            if measured:  # each job's ratios are its own; the table shows what the first one compared with
+            if measured:  # ratios are within each job; the table shows the first job's reference
                 sides = {name: side for name, side in sides.items() if name not in (COMPUTE, PLAIN)}
             measured = True
             entry["sides"] |= sides
@@ -83,7 +83,7 @@ def measure_cell(cell: Cell, options: argparse.Namespace, results: dict[str, Any
 
 
 def report(cell: Cell, job: Job, sides: dict[str, Any]) -> None:
-    """Print what a job has found."""
+    """Print the results of a job."""
     compute = sides[PLAIN]["compute_ms"]
     print(f"\n{cell.name}: computation {compute} ms, load {sides[PLAIN]['load_1_5_15_min']}")
     for name in job.sides:
@@ -98,12 +98,12 @@ def report(cell: Cell, job: Job, sides: dict[str, Any]) -> None:
 
 
 def save(results: dict[str, Any], path: Path) -> None:
-    """Write the results, so that a run that is cut off keeps what it has."""
+    """Write the results, so that an interrupted run keeps them."""
     path.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def main() -> None:
-    """Run the parts that are asked for."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8], help="on loopback: ranks")
     parser.add_argument("--rates", nargs="+", default=[*RATES, LOOPBACK], choices=[*RATES, LOOPBACK])
     parser.add_argument("--ranks-per-host", type=int, nargs="+", default=[1, 2], choices=[1, 2])
-    sides = [*ALL, DILOCO]  # which has no step to compare, only losses
+    sides = [*ALL, DILOCO]  # DiLoCo has no step to compare, only losses
     parser.add_argument("--sides", nargs="+", default=sides, choices=sides)
     parser.add_argument("--repeats", type=int, default=31)
     parser.add_argument("--memory-gib", type=float, default=12, help="for the models of all ranks")

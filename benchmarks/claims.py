@@ -1,11 +1,11 @@
-"""The main claims of the documents: what each says, where its number is, and how it is measured again.
+"""The main claims of the documents: their wording, where their numbers are, and how to repeat them.
 
-No number is written here: it is that of the result file, and a test of ``nox -s repository`` compares the
-documents with it. ``nox -s bench -- --quick`` (repeat_claims.py) measures every claim again, with few
+No number is written here: numbers come from the result files, and a test of ``nox -s repository`` compares
+the documents with them. ``nox -s bench -- --quick`` (repeat_claims.py) measures every claim again, with few
 repeats, and fails where one is worse by more than its spread. This module needs no torch.
 
-A claim's spread is what its result file says of the spread of the times: the interquartile ranges of both
-sides, as shares of their medians, together; but not less than ``least_spread``.
+A claim's spread comes from the times in its result file: the sum of the interquartile ranges of both sides,
+as shares of their medians, but at least ``least_spread``.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a number stands.
+    """A place in a document that states a number.
 
     Args:
-        document: Below the root.
-        text: With ``{value}`` where the number is, and ``{one}`` and ``{other}`` for what it is a ratio of.
-        row: For a table: what its row's first cell says.
-        column: For a table: what the head of the column says.
+        document: Its path below the root.
+        text: The text there, with ``{value}`` for the number, and ``{one}`` and ``{other}`` for the figures
+            that it is a ratio of.
+        row: In a table: the first cell of its row.
+        column: In a table: the head of its column.
     """
 
     document: str
@@ -40,19 +41,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a document says, and what it rests on.
+    """A claim in a document, and its evidence.
 
     Args:
         name: Short and unique.
-        sentence: What is claimed, with ``{value}`` where the number is.
-        places: Where the number stands.
+        sentence: The claim, with ``{value}`` for the number.
+        places: Where the number is stated.
         results: The file below ``benchmarks/results``.
         one: The keys that lead to an entry of the file: a number, or a median with its quartiles.
-        other: The same of what it is divided by; nothing if the number stands for itself.
-        spread_of: Entries whose quartiles tell the spread, if ``one`` and ``other`` have none.
-        measured_by: A function of repeat_claims.py, which returns what the file would have.
-        better: Whether more of it is better. Only what is worse is a failure.
-        least_spread: As a share of the number. A tenth: as much do machines of one kind differ.
+        other: The keys of the entry that it is divided by; empty if the number is not a ratio.
+        spread_of: Entries whose quartiles give the spread, if ``one`` and ``other`` have none.
+        measured_by: A function of repeat_claims.py that returns the same entries as the file.
+        better: Whether more is better. Only worse numbers are failures.
+        least_spread: As a share of the number. A tenth, because machines of one kind differ by that much.
     """
 
     name: str
@@ -72,12 +73,12 @@ class Claim:
         return found
 
     def value(self, results: Mapping[str, Any]) -> float:
-        """Return the number that results have for it."""
+        """Return the claim's number according to these results."""
         one = median(entry(results, self.one))
         return one / median(entry(results, self.other)) if self.other else one
 
     def spread(self, results: Mapping[str, Any]) -> float:
-        """Return by which share the number may be worse than the stored one, if these are the results."""
+        """Return by what share the number may be worse than the stored one, for these results."""
         paths = self.spread_of or tuple(path for path in (self.one, self.other) if path)
         return max(self.least_spread, sum(relative_range(entry(results, path)) for path in paths))
 
@@ -88,7 +89,7 @@ class Claim:
         return now >= then * (1 - spread) if self.better == "more" else now <= then * (1 + spread)
 
     def texts(self, results: Mapping[str, Any]) -> list[tuple[Place, str]]:
-        """Return what must stand in each place."""
+        """Return each place with the text that must be there."""
         numbers = {"value": self.value(results), "one": median(entry(results, self.one))}
         if self.other:
             numbers["other"] = median(entry(results, self.other))
@@ -96,7 +97,7 @@ class Claim:
 
 
 def entry(results: Mapping[str, Any], path: Sequence[str]) -> Any:
-    """Return what stands at the end of these keys."""
+    """Return the entry that these keys lead to."""
     found: Any = results
     for key in path:
         found = found[key]
@@ -104,14 +105,14 @@ def entry(results: Mapping[str, Any], path: Sequence[str]) -> Any:
 
 
 def median(found: Any) -> float:
-    """Return an entry's median; a number is its own."""
+    """Return an entry's median; a number is its own median."""
     if isinstance(found, (int, float)):
         return found
     return float(next(value for key, value in found.items() if key.startswith("median")))
 
 
 def relative_range(found: Any) -> float:
-    """Return how far an entry's quartiles are apart, as a share of its median; nothing for a number."""
+    """Return an entry's interquartile range as a share of its median; 0 for a number."""
     if isinstance(found, (int, float)):
         return 0.0
     low, high = next(
@@ -121,7 +122,7 @@ def relative_range(found: Any) -> float:
 
 
 def stands(place: Place, text: str) -> bool:
-    """Return whether a text stands in its place."""
+    """Return whether a text is in its place."""
     document = (ROOT / place.document).read_text()
     if not place.row:
         return text in re.sub(r"\s+", " ", document)  # lines may break anywhere
@@ -147,7 +148,7 @@ BUCKETS, ACCURACY, KERNELS, WHOLE_STEPS = (
     f"{BENCHMARKS}/{page}.md" for page in ("quantized-buckets", "accuracy", "kernels", "whole-steps")
 )
 QUANT = "packages/ddp-quant-hooks/README.md"
-# A package's README has some rows of the tables on its page.
+# A package's README repeats some rows of the tables on its page.
 COMPRESS, OVERLAP, UTILS, COLLECTIVES = (
     (f"packages/{package}/README.md", f"{BENCHMARKS}/{page}.md")
     for package, page in (
@@ -161,7 +162,7 @@ FP32 = "fp32, allreduce_hook"
 
 
 def _bucket(bits: str, row: str, key: str, hosts: int, rate: str, documents: Sequence[str]) -> Claim:
-    """Return a claim of the table of 25 MiB buckets."""
+    """Return a claim from the table of 25 MiB buckets."""
     link = rate.replace("gbit", " Gbit/s")
     column = f"{hosts} hosts, {link}"
     return Claim(

@@ -3,8 +3,9 @@
     python benchmarks/demo.py                     # 1 Gbit/s between the hosts; also: nox -s demo
     python benchmarks/demo.py --rate 200mbit      # slower links
 
-Needs no root where the system lets ordinary users make network namespaces. Where it lets nobody, the two
-processes talk over loopback, and the output says so. The text to learn is this repository's documentation.
+Needs no root where the system lets ordinary users make network namespaces. Where that is not possible, the
+two processes talk over loopback, and the output says so. The training text is this repository's
+documentation.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from emulated_hosts import EmulationUnavailableError, address, emulated_hosts, r
 from rank_processes import run_rank_processes
 
 TRAINING = str(Path(__file__).with_name("demo_training.py"))
-# Okabe and Ito's, which the color-blind tell apart.
+# Okabe and Ito's colors, which the color-blind can tell apart.
 COLORS = {"plain DDP": "#000000", "16 bits": "#D55E00", "8 bits": "#0072B2", "8 bits + overlap": "#009E73"}
 SMOOTHED = 10
-"""Steps in the mean that a point of the plot shows."""
+"""Steps averaged in each point of the plot."""
 
 
 def train(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """Return where the ranks ran, and what they saw."""
+    """Return where the ranks ran, and their results."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "seen.json"
         command = [TRAINING, str(file), f"--steps={options.steps}", f"--seconds={options.seconds}"]
@@ -51,7 +52,7 @@ def train(options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
 
 
 def show_table(seen: dict[str, Any]) -> None:
-    """Print what every way costs and saves, and what to write for it."""
+    """Print the costs and savings of each variant, and the code for it."""
     ways: dict[str, Any] = seen["ways"]
     compute, plain = (statistics.median(ways[name]["seconds"]) for name in ("no communication", "plain DDP"))
     columns = ("ms a step [quartiles]", "exposed ms", "speed", "MB sent a step", "loss")
@@ -74,8 +75,8 @@ def show_table(seen: dict[str, Any]) -> None:
 
 
 def draw(title: str, seen: dict[str, Any], path: Path) -> None:
-    """Draw the loss over time, as if every step took the median one's: an interruption is no slow hook."""
-    import matplotlib as mpl  # noqa: PLC0415 - after the training, which does not wait for it then
+    """Draw the loss over time, with the median time for every step, so that interruptions do not count."""
+    import matplotlib as mpl  # noqa: PLC0415 - so that training does not wait for the import
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
@@ -83,7 +84,7 @@ def draw(title: str, seen: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     averaged = [(name, way) for name, way in seen["ways"].items() if name != "no communication"]
     averaged.sort(key=lambda one: statistics.median(one[1]["seconds"]))
-    # The label of the fastest is the highest: no line that leads to another one crosses it.
+    # The fastest has the highest label, so that no line to another label crosses it.
     for index, (name, way) in enumerate(averaged):
         color, losses = COLORS[name], smooth(way["losses"])
         times = [count * statistics.median(way["seconds"]) for count in range(1, len(losses) + 1)]
@@ -107,16 +108,16 @@ def draw(title: str, seen: dict[str, Any], path: Path) -> None:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Return the mean of every value with some before it."""
+    """Return the running means of the values."""
     return [statistics.fmean(values[max(0, end - SMOOTHED) : end]) for end in range(1, len(values) + 1)]
 
 
 def main() -> None:
-    """Train, and show what was seen."""
+    """Train, and show the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rate", default="1gbit", help="of the links, as in 200mbit")
+    parser.add_argument("--rate", default="1gbit", help="rate of the links, for example 200mbit")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seconds", type=float, default=45, help="after which no further step begins")
     parser.add_argument("--plot", type=Path, default=Path("build/demo.png"))

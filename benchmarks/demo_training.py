@@ -1,7 +1,7 @@
-"""A rank of the demo: it trains one model several times, a step of each in turns.
+"""A rank of the demo: it trains several copies of one model, one step of each in turns.
 
-Once with every way to average gradients, and once without communication, which tells what a step takes to
-compute. As they take turns, whatever else the machine does slows all of them alike.
+There is one copy per way to average gradients, and one without communication, which shows the computation
+time of a step. Because they take turns, other load on the machine slows all of them equally.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ WAYS = {
     OVERLAPPED: "overlap_optimizer(ddp, optimizer,"
     " comm_hook=quantized_allreduce_hook, comm_state=QuantizedAllreduceState())",
 }
-"""What to train with, and what makes it so, for the reader."""
+"""The variants, with the code of each for the reader."""
 WARM_UP = 3
-"""Steps before the first that counts: DDP forms its buckets, memory is allocated."""
+"""Uncounted first steps: DDP rebuilds its buckets, and memory is allocated."""
 ROWS, LENGTH = 2, 32
-"""Of a rank's batch: pieces of text, and bytes in each."""
+"""A rank's batch: the number of pieces of text, and the bytes in each."""
 WIDTH, HEADS, HIDDEN, LAYERS = 256, 4, 2048, 3
 BUCKET_MB = 4
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a wide perceptron."""
+    """Causal attention, and a wide perceptron."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the next block gets."""
+        """Return the input of the next block."""
         rows, length, _ = x.shape
         projected = self.attend(self.norms[0](x)).view(rows, length, 3, HEADS, WIDTH // HEADS)
         query, key, value = projected.permute(2, 0, 3, 1, 4)
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """From bytes of text to scores of the next ones."""
+    """Maps bytes of text to scores of the next bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Transformer(nn.Module):
 
 
 class Training:
-    """A model, its optimizer, how its gradients are averaged, and what was seen."""
+    """A model, its optimizer, how its gradients are averaged, and its results."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -113,12 +113,12 @@ class Training:
         self.bytes.append(count_bytes() - sent)
 
     def loss(self, pieces: torch.Tensor) -> torch.Tensor:
-        """Return how badly the model tells every next byte."""
+        """Return the model's loss for every next byte."""
         return cross_entropy(self.ddp(pieces[:, :-1]).flatten(0, 1), pieces[:, 1:].flatten())
 
 
 def count_bytes() -> int:
-    """Return the bytes sent so far, 0 where the system does not count them."""
+    """Return the bytes sent so far; 0 if the system does not count them."""
     try:
         return tcp_bytes_sent()
     except NotImplementedError:
@@ -135,16 +135,16 @@ def read_text() -> torch.Tensor:
 
 
 def draw(text: torch.Tensor, rows: int, generator: torch.Generator) -> torch.Tensor:
-    """Return pieces of text from anywhere in it."""
+    """Return random pieces of the text."""
     starts = torch.randint(len(text) - LENGTH, (rows,), generator=generator)
     return torch.stack([text[start : start + LENGTH + 1] for start in starts.tolist()])
 
 
 def train(steps: int, seconds: float) -> dict[str, Any]:
-    """Train in every way, for so many steps, or fewer if that takes so many seconds."""
+    """Train every variant, until the number of steps or the seconds are used up."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     text = read_text()
-    end = len(text) * 19 // 20  # what follows is held out
+    end = len(text) * 19 // 20  # the rest is held out
     trainings = [Training(name) for name in WAYS]
     generator = torch.Generator().manual_seed(1)
     deadline = time.monotonic() + seconds
@@ -179,7 +179,7 @@ def train(steps: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Join the other ranks, train, and write from rank 0 what was seen."""
+    """Join the other ranks, train, and write the results from rank 0."""
     parser = argparse.ArgumentParser()
     parser.add_argument("file", type=Path)
     parser.add_argument("--steps", type=int, required=True)
@@ -191,7 +191,7 @@ def main() -> None:
         seen = train(options.steps, options.seconds)
         if dist.get_rank() == 0:
             options.file.write_text(json.dumps(seen))
-        dist.barrier()  # Gloo's threads finish meanwhile: a process that ends before they do can abort
+        dist.barrier()  # lets Gloo's threads finish: a process that exits before they do can abort
     finally:
         dist.destroy_process_group()
 

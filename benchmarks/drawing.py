@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 GRAY, BLUE, VERMILION, GREEN, PURPLE = "#767676", "#0072B2", "#D55E00", "#009E73", "#CC79A7"
-"""Of Okabe and Ito's palette. Ours is blue, what it is compared with is gray."""
+"""From Okabe and Ito's palette. Ours is blue, references are gray."""
 
 WIDTH = 4.4
 """Inches, of every picture: on a phone that shows it 350 pixels wide, "small" letters have 9 pixels."""
@@ -43,7 +43,7 @@ def subplots(heights: Sequence[float], title: str) -> tuple[Any, list[Any]]:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a picture, and forget it."""
+    """Write a picture, and close it."""
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
     figure.savefig(path, dpi=160)
@@ -51,15 +51,15 @@ def save(figure: Any, path: Path) -> None:
 
 
 def name_ends(axis: Any, ends: dict[str, tuple[float, float, str]], gap: float = 0.07) -> None:
-    """Write names to the right of where lines end: ``{name: (x, y, color)}``, none over another.
+    """Write names to the right of the ends of lines, without overlap.
 
     Args:
-        axis: Where the lines are, with its final limits.
-        ends: The last point of each line, and its color.
-        gap: The least distance of two names, as a share of the height.
+        axis: The axis of the lines, with its final limits.
+        ends: The last point of each line and its color: ``{name: (x, y, color)}``.
+        gap: The minimum distance between two names, as a share of the height.
     """
     figure = axis.get_figure()
-    figure.canvas.draw()  # constrained layout decides where axes are
+    figure.canvas.draw()  # the layout decides where the axes are
     to_axes = axis.transAxes.inverted().transform
     heights = {name: float(to_axes(axis.transData.transform((x, y)))[1]) for name, (x, y, _) in ends.items()}
     lowest = -1.0

@@ -1,11 +1,11 @@
-"""Hosts with slow links on one machine: a network namespace each, joined by a bridge, rates set by ``tc``.
+"""Hosts with slow links on one machine: one network namespace each, joined by a bridge, limited by ``tc``.
 
-Needs Linux's ``ip``, ``tc``, ``unshare`` and ``nsenter``, and no root where the system lets ordinary users
+Needs Linux's ``ip``, ``tc``, ``unshare`` and ``nsenter``, but no root where the system lets ordinary users
 make user namespaces. Each host has the address ``10.77.0.(index + 1)`` on its interface ``eth0``; the links
 are limited in both directions.
 
-A namespace lives as long as a process in it, and nothing gives these a name: they vanish with the program
-that made them, however that ends.
+A namespace lives as long as a process in it, and these have no names: they vanish with the program that made
+them, however it ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 Host: TypeAlias = list[str]
-"""What stands before a command to run it on the host."""
+"""The prefix of a command that runs it on the host."""
 
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
 
@@ -28,7 +28,7 @@ _MOST_HOSTS = 254
 _RATE = re.compile(r"(\d+(?:\.\d+)?)[kmg]bit")
 
 _PATIENCE = 60.0
-"""Seconds for what takes milliseconds, but waits for locks of the kernel's."""
+"""Seconds for a command that takes milliseconds but may wait for locks of the kernel."""
 _LATE = f"not done after {_PATIENCE:.0f} s"
 
 
@@ -42,30 +42,30 @@ def address(index: int) -> str:
 
 
 def require_rate(rate: str) -> None:
-    """Raise ``ValueError`` if links cannot have a rate: tc takes a negative one, too, and limits nothing."""
+    """Raise ``ValueError`` for an invalid rate: tc would take a negative one and limit nothing."""
     found = _RATE.fullmatch(rate)
     if found is None or float(found[1]) == 0:
         raise ValueError(f"rate must be a positive number with kbit, mbit or gbit, got {rate!r}")
 
 
 def holder(host: Host) -> int:
-    """Return a process whose network a host is, for who enters it without a program."""
+    """Return the process that holds a host's network, for callers that enter it themselves."""
     return int(host[1].removeprefix("--target="))
 
 
 @contextlib.contextmanager
 def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[Host]]:
-    """Set up ``count`` hosts, yield what runs a command on each, and take everything down again.
+    """Set up ``count`` hosts, yield the command prefix of each, and remove everything on exit.
 
-    A program runs on a host with ``[*host, "program", "argument"]``, as the user who runs this one, in the
-    same working directory. End what still runs there before leaving: it would keep its host.
+    A program runs on a host with ``[*host, "program", "argument"]``, as the user of this program, in the
+    same working directory. End all programs on the hosts before leaving: they would keep their host alive.
 
     Args:
         count: Number of hosts.
-        rate: Of each link and each direction: a number with ``kbit``, ``mbit`` or ``gbit``.
+        rate: The rate of each link in each direction: a number with ``kbit``, ``mbit`` or ``gbit``.
 
     Raises:
-        ValueError: There is no such rate, or no network for so many.
+        ValueError: The rate is invalid, or there are too many hosts.
         EmulationUnavailableError: The system refuses, or a tool is missing.
     """
     require_rate(rate)
@@ -74,7 +74,7 @@ def emulated_hosts(count: int, *, rate: str = "1gbit") -> Iterator[list[Host]]:
     for tool, package in _TOOLS.items():
         if shutil.which(tool) is None:
             raise EmulationUnavailableError(f"emulating hosts needs the program {tool} (package {package})")
-    # Who may not make network namespaces may do so in a user namespace of his own, being root there.
+    # Users who may not make network namespaces can in a user namespace of their own, where they are root.
     allowed = _complaint(["unshare", "--net", "ip", "link", "set", "lo", "up"]) == ""
     new_user, user = ([], []) if allowed else (["--map-root-user"], ["--user", "--preserve-credentials"])
 
@@ -104,7 +104,7 @@ def _namespace(enter: Sequence[str], stack: contextlib.ExitStack) -> int:
     """Return the process that holds a new namespace until the stack closes, or this process ends."""
     holder = subprocess.Popen(
         [*enter, "sh", "-c", "echo ready; exec cat"],
-        stdin=subprocess.PIPE,  # whose end, with this process, is the holder's too
+        stdin=subprocess.PIPE,  # when this process ends, the pipe closes and the holder ends, too
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -127,7 +127,7 @@ def _run(inside: Host, command: str) -> None:
 
 
 def _complaint(command: Sequence[str]) -> str:
-    """Return what a command complains about, in one line; nothing if it did what it should."""
+    """Return a command's error output in one line; empty if it succeeded."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""Time and memory of communication hooks on one 25 MiB bucket: in local ranks, and on emulated hosts."""
+"""Time and memory of communication hooks on one 25 MiB bucket, in local ranks and on emulated hosts."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ ELEMENTS = 25 * 2**20 // 4
 Hooks: TypeAlias = Mapping[str, Callable[[Any], "torch.futures.Future[torch.Tensor]"]]
 """Hooks by name, as functions of a bucket."""
 MakeHooks: TypeAlias = Callable[[], Hooks]
-"""Makes them where they run; a function of a module, so that it pickles."""
+"""Makes the hooks where they run; a module-level function, so that it can be pickled."""
 
 
 def real_bucket() -> Any:
-    """Return the GradBucket of 25 MiB that DDP hands to its hook."""
+    """Return the GradBucket of 25 MiB that DDP passes to its hook."""
     return grad_bucket([torch.zeros(ELEMENTS)])
 
 
 def measure_time(rank: int, make_hooks: MakeHooks, repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of every hook's every run, in turns forwards and backwards."""
+    """Return the seconds of every run of every hook, in turns forwards and backwards."""
     bucket, hooks = real_bucket(), make_hooks()
     buffer = bucket.buffer()
     source = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(rank))
     seconds: dict[str, list[float]] = {name: [] for name in hooks}
     for repeat in range(-1, repeats):  # the first round warms up
         for name in list(hooks) if repeat % 2 else reversed(list(hooks)):
-            bucket.set_buffer(buffer.copy_(source))  # PyTorch's wrappers leave a 16-bit one behind
+            bucket.set_buffer(buffer.copy_(source))  # PyTorch's wrappers leave a 16-bit buffer behind
             dist.barrier()
             began = time.perf_counter()
             result = hooks[name](bucket).wait()
             if result.data_ptr() != buffer.data_ptr():
-                buffer.copy_(result)  # what DDP does then: PyTorch's wrappers leave the cast back to it
+                buffer.copy_(result)  # as DDP does: PyTorch's wrappers leave the cast back to it
             if repeat >= 0:
                 seconds[name].append(time.perf_counter() - began)
     return seconds
 
 
 def measure_memory(rank: int, make_hooks: MakeHooks, name: str) -> float:
-    """Return by how many MiB one run of a hook raises the process's peak; for a fresh process."""
+    """Return by how many MiB one run of a hook raises the peak memory of a fresh process."""
     bucket, hook = real_bucket(), make_hooks()[name]
     large = bucket.buffer()
     large.normal_(generator=torch.Generator().manual_seed(rank))
@@ -59,8 +59,8 @@ def measure_memory(rank: int, make_hooks: MakeHooks, name: str) -> float:
     hook(bucket).wait()
     bucket.set_buffer(large)
     dist.barrier()
-    ctypes.CDLL(None).malloc_trim(0)  # free memory that the process still holds would hide what is taken
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+    ctypes.CDLL(None).malloc_trim(0)  # freed memory that the process still holds would hide new allocations
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")
     hook(bucket).wait()
     return (_status("VmHWM") - before) / 1024
@@ -79,8 +79,8 @@ def time_on_hosts(script: str, count: int, repeats: int, *, rate: str = "1gbit")
     Args:
         script: A benchmark that calls :func:`be_a_rank` when it is run as ``script rank FOLDER``.
         count: Number of hosts.
-        repeats: Handed to the script.
-        rate: Of the links.
+        repeats: Passed to the script.
+        rate: The rate of the links.
     """
     return slowest(run_on_hosts([script, "rank"], [f"--repeats={repeats}"], count, rate=rate))
 
@@ -94,14 +94,14 @@ def run_on_hosts(
     ranks_per_host: int = 1,
     timeout: float = 600.0,
 ) -> list[dict[str, list[float]]]:
-    """Run ``python COMMAND FOLDER OPTIONS`` on ``count`` emulated hosts; return what each rank writes.
+    """Run ``python COMMAND FOLDER OPTIONS`` on ``count`` emulated hosts; return each rank's output.
 
     Args:
-        command: What joins a process group by the environment and writes ``FOLDER/RANK.json``.
-        options: Behind the folder.
+        command: A command that joins a process group from the environment and writes ``FOLDER/RANK.json``.
+        options: Arguments after the folder.
         count: Number of hosts.
-        rate: Of the links.
-        ranks_per_host: How often it is run on each; ranks of a host follow each other.
+        rate: The rate of the links.
+        ranks_per_host: How many ranks run on each host; the ranks of a host are consecutive.
         timeout: Seconds until all are killed.
     """
     with tempfile.TemporaryDirectory() as folder, emulated_hosts(count, rate=rate) as hosts:
@@ -112,7 +112,7 @@ def run_on_hosts(
 
 
 def be_a_rank(folder: Path, make_hooks: MakeHooks, repeats: int) -> None:
-    """Be one rank on an emulated host."""
+    """Run one rank on an emulated host."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""Where a benchmark ran."""
+"""Describe the machine and the tree of a benchmark."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_tree() -> str:
-    """Return the commit that was measured, with a plus behind it where files other than results differ."""
+    """Return the measured commit, followed by a plus if files other than results differ from it."""
     commit = _git("rev-parse", "--short", "HEAD")
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":!/benchmarks/results")
     return f"{commit}+" if changed else commit or "unknown"

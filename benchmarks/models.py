@@ -10,10 +10,10 @@ class Transformer(nn.Module):
     """An encoder over tokens.
 
     Args:
-        tokens: How many different ones there are.
-        width: Of what stands for a token; a layer is four times as wide inside.
-        heads: Of attention.
-        layers: How many.
+        tokens: The number of different tokens.
+        width: The embedding width; layers are four times as wide inside.
+        heads: The number of attention heads.
+        layers: The number of layers.
     """
 
     def __init__(self, tokens: int, width: int, *, heads: int, layers: int) -> None:
@@ -24,6 +24,6 @@ class Transformer(nn.Module):
         self.out = nn.Linear(width, tokens)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a score of every token at every place."""
+        """Return a score for every token at every position."""
         scores: torch.Tensor = self.out(self.layers(self.tokens(x)))
         return scores

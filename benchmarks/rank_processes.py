@@ -1,4 +1,4 @@
-"""One process for each rank: all end when the first one fails, and when this program ends."""
+"""One process per rank: all end when the first one fails, or when this program ends."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def run_rank_processes(
     *,
     timeout: float = 600.0,
 ) -> None:
-    """Run ``python COMMAND`` once for each rank, as what ``init_process_group`` finds in the environment.
+    """Run ``python COMMAND`` once per rank, with the environment that ``init_process_group`` needs.
 
     Args:
-        command: What joins the process group.
-        places: What stands before the command, for each rank: a host, or nothing for this machine.
-        variables: Of the environment, for every rank: ``MASTER_ADDR`` and what else is not as it is here.
+        command: A command that joins the process group.
+        places: The prefix of each rank's command: a host, or nothing for this machine.
+        variables: Environment variables for every rank: ``MASTER_ADDR``, and others that differ from here.
         timeout: Seconds until all are killed.
 
     Raises:
@@ -34,7 +34,7 @@ def run_rank_processes(
     """
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
-    # The system kills them with this program, even where that is killed itself; also before they ask for it.
+    # The system kills them with this program, even if it is killed itself, or before they have asked for it.
     tied = ["setpriv", "--pdeathsig=KILL", "sh", "-c", f'[ $PPID = {os.getpid()} ] && exec "$@"', "sh"]
     if shutil.which("setpriv") is None:
         tied = []
@@ -44,7 +44,7 @@ def run_rank_processes(
     try:
         for rank, place in enumerate(places):
             line = [*place, *tied, sys.executable, "-W", "ignore", *command]
-            # Ctrl-C in the terminal is for this program alone: it ends them.
+            # Ctrl-C in the terminal must reach only this program, which ends them.
             own = {**environment, "RANK": str(rank)}
             ranks.append(subprocess.Popen(line, env=own, start_new_session=True))
         _wait(ranks, time.monotonic() + timeout)

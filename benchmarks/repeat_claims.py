@@ -1,12 +1,12 @@
-"""The claims of the documents, measured again with few repeats: do they still hold on this machine and tree?
+"""Measure the documents' claims again with few repeats: do they still hold on this machine and tree?
 
     python benchmarks/repeat_claims.py             # ten minutes at most; hosts need root
     python benchmarks/repeat_claims.py buckets_on_2_hosts errors
 
-Ends with 1 where a claim of claims.py is worse than its document says by more than its spread, and again when
-it is measured a second time, if there is time: a busy moment spoils few repeats. Also where the time was not
-enough for all, as on a machine with other work. What this machine cannot measure is named. Writes nothing:
-the files in results/ are what the documents rest on.
+Exits with 1 if a claim of claims.py is worse than documented by more than its spread, also when measured a
+second time, if there is time for that, because a busy moment distorts few repeats; and if the time was not
+enough for all, for example on a busy machine. Names what this machine cannot measure. Writes nothing:
+the documents rest on the files in results/.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from whole_steps.summary import summarize
 from dist_utils.testing import run_ranks
 
 SECONDS, MARGIN = 600.0, 90.0
-"""In which everything must have been measured, and what the longest measurement may take of it."""
+"""The time for all measurements, and the longest time of a single one, in seconds."""
 HERE = Path(__file__).parent
 
 
@@ -54,7 +54,7 @@ def half_buckets_on_2_hosts() -> dict[str, Any]:
 
 
 def bytes_of_buckets() -> dict[str, Any]:
-    """Count what hooks send."""
+    """Count the bytes that hooks send."""
     count_bytes = _bench("quantized_allreduce").count_bytes
     return {"bytes": {size: run_ranks(count_bytes, size, timeout=300)[0] for size in (2, 4)}}
 
@@ -115,12 +115,12 @@ def whole_steps() -> dict[str, Any]:
 
 
 def _bench(name: str) -> Any:
-    # When it is needed: some compare with packages that are not there everywhere.
+    # Imported when needed, because some compare with packages that may be missing.
     return importlib.import_module(f"bench_{name}")
 
 
 def measure(name: str) -> dict[str, Any] | str:
-    """Return what a function of this module measures, as a result file has it, or why it cannot."""
+    """Return the results of a function of this module, in the form of a result file, or why it failed."""
     function: Callable[[], dict[str, Any]] = globals()[name]
     print(f"\n{name}: {function.__doc__}", flush=True)
     try:
@@ -131,7 +131,7 @@ def measure(name: str) -> dict[str, Any] | str:
 
 
 def check(claim: Claim, results: dict[str, Any] | str) -> bool:
-    """Print what has become of a claim, and tell whether it holds, as far as it was measured."""
+    """Print the outcome for a claim; return whether it holds, or was not measured."""
     then, spread = claim.value(claim.stored()), claim.spread(claim.stored())
     sentence = claim.sentence.format(value=then)
     if isinstance(results, str):

@@ -1,4 +1,4 @@
-"""Summaries of what the ranks of a benchmark measured."""
+"""Summaries of the ranks' measurements."""
 
 from __future__ import annotations
 

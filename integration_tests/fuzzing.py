@@ -1,7 +1,7 @@
-"""Hypothesis for a while: a pytest plugin behind ``nox -s fuzz``, which keeps property tests only.
+"""Hypothesis for a limited time: a pytest plugin behind ``nox -s fuzz``, which selects only property tests.
 
-Each gets an equal share of ``FUZZ_MINUTES`` and is called again, with other random examples, until that is
-over. A failure ends its turn: Hypothesis prints the smallest example that it found, and how to repeat it.
+Each test gets an equal share of ``FUZZ_MINUTES`` and is called again, with other random examples, until its
+share is used up. A failure ends its turn: Hypothesis prints the smallest example, and how to repeat it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     chosen = [item for item in items if _is_property(item)]
     config.hook.pytest_deselected(items=[item for item in items if not _is_property(item)])
     items[:] = chosen
-    for function in {item.obj for item in chosen}:  # type: ignore[attr-defined] # of a test function
+    for function in {item.obj for item in chosen}:  # type: ignore[attr-defined] # a test function has one
         here = function._hypothesis_internal_use_settings
-        few = here.max_examples < 10  # each starts processes, or is long otherwise
+        few = here.max_examples < 10  # each example starts processes, or is slow for another reason
         function._hypothesis_internal_use_settings = settings(
             here,
             max_examples=here.max_examples if few else EXAMPLES_A_ROUND,
@@ -60,7 +60,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Write what was tried to ``FUZZ_RESULTS``, a file, if it is named."""
+    """Write what was tried to the file ``FUZZ_RESULTS``, if it is set."""
     if path := os.environ.get("FUZZ_RESULTS"):
         tests = {name: {"rounds": calls[name], "seconds": round(seconds[name], 1)} for name in seconds}
         found = {"failed": session.testsfailed, "exit": int(exitstatus), "tests": tests}

@@ -1,4 +1,4 @@
-"""What modules promise, in a form that can be compared: ``python public_surface.py MODULE ...`` prints it."""
+"""The public surface of modules in comparable form: ``python public_surface.py MODULE ...`` prints it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 from collections.abc import Iterator
 
 Surface = dict[str, "list[tuple[str, int, bool]] | None"]
-"""For each name, name and kind of each parameter and whether it may be left out; None: it is not called."""
+"""By name: each parameter's name, kind and whether it is optional; None if the object is not callable."""
 
-# In the order of their numbers, which JSON has.
+# In the order of their numbers, which are stored in JSON.
 KINDS = [
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -22,12 +22,12 @@ KINDS = [
 
 
 def surface(modules: list[str]) -> Surface:
-    """Return the names in ``__all__`` of ``modules``, and what users see of those that are classes."""
+    """Return the names in ``__all__`` of ``modules``, and the public members of classes among them."""
     return dict(pair for name in modules for pair in _names_of(name))
 
 
 def broken_calls(old: Surface, new: Surface) -> list[str]:
-    """Return what worked with the one surface and does not with the other: names and calls."""
+    """Return names and calls that work with the old surface but not with the new one."""
     wrong = [f"{name} is gone" for name in old if name not in new]
     for name, then in old.items():
         if then is not None and (now := new.get(name)) is not None:
@@ -38,7 +38,7 @@ def broken_calls(old: Surface, new: Surface) -> list[str]:
 
 
 def parameters(value: object) -> list[tuple[str, int, bool]] | None:
-    """Return what :data:`Surface` has for one value."""
+    """Return the entry of one value in :data:`Surface`."""
     if isinstance(value, staticmethod | classmethod):
         value = value.__func__
     if not (inspect.isfunction(value) or inspect.isclass(value)):
@@ -57,7 +57,7 @@ def _names_of(module_name: str) -> Iterator[tuple[str, list[tuple[str, int, bool
         value, path = getattr(module, name), f"{module_name}.{name}"
         yield path, parameters(value)
         ours = [part for part in getattr(value, "__mro__", []) if part.__module__.split(".")[0] == package]
-        for part in reversed(ours):  # what a class says itself comes last, and stays
+        for part in reversed(ours):  # a class's own members come last and override
             for member in {*vars(part), *getattr(part, "__dataclass_fields__", {})}:
                 if not member.startswith("_"):
                     yield f"{path}.{member}", parameters(vars(part).get(member))
@@ -76,7 +76,7 @@ Call = tuple[list[str], dict[str, str]]
 
 
 def _calls(signature: inspect.Signature) -> Iterator[Call]:
-    # All by position, all by name, and only what is needed. Each value is the name of its parameter.
+    # All by position, all by name, and only the required ones. Each value is the name of its parameter.
     for by_position, needed_only in ((True, False), (False, False), (True, True)):
         args, kwargs = list[str](), dict[str, str]()
         for one in signature.parameters.values():

@@ -1,4 +1,4 @@
-"""DDP under ``torch.compile``, with both of its reducers: hooks and overlapped steps work, or say why not."""
+"""DDP under ``torch.compile``, with both reducers: hooks and overlapped steps work, or say why not."""
 
 import pytest
 import torch
@@ -28,10 +28,10 @@ def _device():
 
 
 def _model(hook, *, overlapped):
-    """Return a model of several buckets, its optimizer, and the overlap if there is one."""
+    """Return a model with several buckets, its optimizer, and the overlap, if any."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(520, 520) for _ in range(3)]).to(_device())
-    ddp = DistributedDataParallel(net, bucket_cap_mb=1)  # DDPOptimizer takes no less
+    ddp = DistributedDataParallel(net, bucket_cap_mb=1)  # the minimum for DDPOptimizer
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     state, function = HOOKS[hook]()
     if overlapped:
@@ -91,7 +91,7 @@ def test_ddp_optimizer_hands_over_buckets(launch, backend, hooks):
 
 
 def _with_python_reducer(rank):
-    """Return what each combination raises."""
+    """Return the error of each combination."""
     del rank
     torch._dynamo.config.optimize_ddp = "python_reducer"
     torch._dynamo.config.compiled_autograd = True
@@ -105,7 +105,7 @@ def _with_python_reducer(rank):
         try:
             with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
                 _train(compiled, ddp, optimizer, steps=2)
-        except Exception as failure:  # noqa: BLE001 - whatever it is, the test tells
+        except Exception as failure:  # noqa: BLE001 - the test shows any error
             error = f"{type(failure).__name__}: {failure}"
         raised[hook] = error, torch.equal(before, _values(ddp))
         dist.barrier()
@@ -113,7 +113,7 @@ def _with_python_reducer(rank):
 
 
 @pytest.mark.exhaustive
-def test_the_python_reducer_is_refused_by_who_needs_buckets(launch):
+def test_hooks_that_need_buckets_refuse_the_python_reducer(launch):
     for raised in launch(_with_python_reducer, timeout=300):
         assert raised["quantized"][0].startswith("TypeError: quantized_allreduce_hook averages buckets")
         assert raised["fp16"][0].startswith("ConfigError: the overlapped step needs buckets")

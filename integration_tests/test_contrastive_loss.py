@@ -1,4 +1,4 @@
-"""The documentation's contrastive loss: four ranks train as one process does."""
+"""The documentation's contrastive loss: four ranks train like one process."""
 
 import os
 import re
@@ -24,11 +24,11 @@ def test_four_ranks_end_with_the_parameters_of_one_process_in_both_conventions()
     assert done.returncode == 0, done.stderr
     moved = re.search(r"one process: parameters moved by up to (\S+) in 20 steps", done.stdout)
     assert moved is not None, done.stdout
-    assert float(moved[1]) > 1  # there was something to differ in
+    assert float(moved[1]) > 1  # the parameters moved, so a difference is possible
     differences = {
         name: float(value) for name, value in re.findall(r"(\w+): differs by up to (\S+)", done.stdout)
     }
-    # 20 steps, each with sums of fewer than 100 products, in another order.
+    # 20 steps, each with sums of fewer than 100 products, in a different order.
     assert differences == {
         "sum": pytest.approx(0, abs=2e3 * 2**-52),
         "replicated": pytest.approx(0, abs=2e3 * 2**-52),

@@ -1,4 +1,4 @@
-"""The documentation's example of dataclass batches, as its reader would run it."""
+"""The documentation's example of dataclass batches, run as a reader would."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The demo, as its reader would run it: what it shows, where it runs, and that it leaves nothing behind."""
+"""The demo, run as a reader would: its output, where it runs, and that it leaves nothing behind."""
 
 import os
 import re
@@ -18,7 +18,7 @@ for needed in ("matplotlib", "tqdm"):
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 ROW = re.compile(
-    r"^(plain DDP|\d+ bits(?: \+ overlap)?) +\d+ \[\d+, \d+] +-?\d+"  # the step, what is exposed of it
+    r"^(plain DDP|\d+ bits(?: \+ overlap)?) +\d+ \[\d+, \d+] +-?\d+"  # the step, and its exposed part
     r" +(\d+\.\d+)x +(\S+|not counted) +(\d+\.\d+)$",
     re.MULTILINE,
 )
@@ -32,7 +32,7 @@ def _start(folder, *arguments, **environment):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell may have told what it runs in the background to ignore Ctrl-C.
+        # A shell may make background processes ignore Ctrl-C.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - calls nothing else
     )
 
@@ -48,11 +48,11 @@ def test_every_hook_learns_the_same_and_sends_what_it_says(tmp_path, tools):
     assert rows["plain DDP"][0] == 1
     if sys.platform == "linux":
         plain = float(rows["plain DDP"][1])
-        # Of 4.1 million gradients, each rank of two sends all: 4 bytes each, then 2, then 1 and a scale of 4
-        # bytes for 128. Beside them the headers of messages, and buckets too small for 8 bits.
+        # Each of two ranks sends all of its 4.1 million gradients: 4 bytes each, then 2, then 1 and a scale
+        # of 4 bytes per 128. The rest is message headers, and buckets too small for 8 bits.
         for name, share in {"16 bits": 0.5, "8 bits": 0.258, "8 bits + overlap": 0.258}.items():
             assert share - 0.005 < float(rows[name][1]) / plain < share + 0.005, output
-    # Losses are about 4 here, and five steps apart by rounding alone.
+    # Losses are about 4 here, and differ after five steps only by rounding.
     assert all(abs(loss - rows["plain DDP"][2]) < 0.05 for _, _, loss in rows.values()), output
     first = output.splitlines()[0]
     if tools == "missing":
@@ -67,13 +67,13 @@ def test_every_hook_learns_the_same_and_sends_what_it_says(tmp_path, tools):
 
 
 def _processes_of(folder):
-    """Return the command lines of the demo in ``folder``, which gave them its name in their environment."""
+    """Return the command lines of demo processes with ``folder`` in their environment."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             if f"TMPDIR={folder}\0" in (process / "environ").read_bytes().decode(errors="replace"):
                 found.append((process / "cmdline").read_bytes().decode(errors="replace").replace("\0", " "))
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended, or belongs to another user
             continue
     return found
 
@@ -83,8 +83,8 @@ def _are_both_ranks(lines):
 
 
 def _wait_for_processes(folder, are_right, demo):
-    """Wait until ``are_right`` of the command lines in ``folder``; a failure tells what the demo said."""
-    # Looks are counted, not time: a machine that was suspended has had no time to get on.
+    """Wait until ``are_right`` holds for the command lines; a failure shows the demo's output."""
+    # Attempts are counted instead of time, because a suspended machine makes no progress.
     for _ in range(int(patience(60) / 0.05)):
         if are_right(_processes_of(folder)):
             return

@@ -24,7 +24,7 @@ class _Job:
         self.handle = overlap_optimizer(
             self.ddp, self.optimizer, mode=mode, comm_hook=quantized_allreduce_hook, comm_state=self.state
         )
-        self.key = f"rank {rank}"  # residuals are each rank's own, and need names of their own
+        self.key = f"rank {rank}"  # each rank has its own residuals, which need their own names
 
     def train(self, steps):
         for step in steps:

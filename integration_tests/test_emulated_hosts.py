@@ -1,4 +1,4 @@
-"""The benchmarks' hosts: their links are as slow as they are said to be, and refusals come in one line."""
+"""The benchmarks' hosts: links have the given rate, and refusals are one line."""
 
 import importlib.util
 import subprocess
@@ -28,7 +28,7 @@ with socket.create_connection(("10.77.0.2", 5000)) as connection:
 """
 
 
-def test_a_link_is_no_faster_than_it_is_said_to_be():
+def test_a_link_is_no_faster_than_its_rate():
     try:
         with emulation.emulated_hosts(2, rate="8mbit") as (sender, receiver):
             receiving = subprocess.Popen(
@@ -43,7 +43,7 @@ def test_a_link_is_no_faster_than_it_is_said_to_be():
     except emulation.EmulationUnavailableError as error:
         pytest.skip(str(error))
     assert int(received) == 1_000_000
-    # A byte takes a microsecond, but for the two links' bursts of 128 KiB.
+    # A byte takes a microsecond, except for the two links' bursts of 128 KiB.
     assert float(seconds) > 1 - 2 * 0.132
 
 

@@ -1,4 +1,4 @@
-"""The snippets of docs/fsdp2.md run as they stand."""
+"""The snippets of docs/fsdp2.md run unchanged."""
 
 import re
 from pathlib import Path

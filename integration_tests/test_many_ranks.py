@@ -1,4 +1,4 @@
-"""Predictions for many ranks: what is recorded is what is sent, and the simulation knows simple answers."""
+"""Predictions for many ranks: recorded messages are the real ones, and simple simulations are right."""
 
 import importlib
 import sys
@@ -30,7 +30,7 @@ COUNTS = [1, 1000, 3_000_001]
 
 
 class Counted(Transport):
-    """The real one, and what it was asked for."""
+    """The real transport, which also records its calls."""
 
     def __init__(self):
         self.batches = []
@@ -57,7 +57,7 @@ def really_sent(rank, counts, per_node):
 
 
 @pytest.mark.parametrize(("world", "per_node"), [(2, None), (3, None), (4, None), (4, 2)])
-def test_what_is_recorded_of_a_rank_is_what_it_sends(world, per_node):
+def test_recorded_messages_are_those_that_a_rank_sends(world, per_node):
     make = maker(world, per_node)
     program = programs.all_ranks(make, world, COUNTS)
     for rank, (batches, sent) in enumerate(run_ranks(really_sent, world, COUNTS, per_node)):
@@ -70,7 +70,7 @@ def test_what_is_recorded_of_a_rank_is_what_it_sends(world, per_node):
 
 
 @pytest.mark.parametrize(("world", "per_node"), [(5, None), (8, 2), (12, 4), (64, None), (72, 2)])
-def test_few_recorded_ranks_tell_what_all_do(world, per_node):
+def test_few_recorded_ranks_give_the_messages_of_all(world, per_node):
     make = maker(world, per_node)
     program = programs.all_ranks(make, world, [12_345], exact=True)
     assert program.recorded < world
@@ -88,7 +88,7 @@ def test_few_recorded_ranks_tell_what_all_do(world, per_node):
 
 
 @pytest.mark.parametrize(("world", "per_node"), [(64, None), (72, 2)])
-def test_four_ranks_tell_almost_as_much(world, per_node):
+def test_four_recorded_ranks_are_nearly_exact(world, per_node):
     exact, almost = (
         programs.all_ranks(maker(world, per_node), world, [123_456], exact=exact) for exact in (True, False)
     )
@@ -103,7 +103,7 @@ def test_four_ranks_tell_almost_as_much(world, per_node):
 
 FREE = KernelCost(0.0, 0.0, 0.0)
 NOTHING = Worker(0.0, 0.5, dict.fromkeys(("encode", "reduce", "decode", "elementwise"), FREE))
-GBIT = 8e-9  # of a link that carries a byte in a second
+GBIT = 8e-9  # the rate of a link that carries one byte per second
 
 
 def program_of(world, *steps):
@@ -129,16 +129,16 @@ def test_messages_of_a_rank_leave_one_after_another_and_arrive_while_they_leave(
     assert play(program, latency=1.0) == pytest.approx([21.0] * 3)
 
 
-def test_the_processor_starts_and_takes_in_messages():
+def test_the_processor_starts_and_receives_messages():
     program = program_of(3, programs.Start(0, batch(3, 0)), recording.Wait(0))
     assert play(program, cpu_per_message=2.0, latency=2.0) == [0.0] * 3, "no bytes, no message"
-    # Two receives and two sends are started in half a second each. The last message leaves at 2 s and takes
-    # 1 s on the wire and 1 s to take in; the one before has come at 1.5 + 1 s.
+    # Two receives and two sends start in half a second each. The last message leaves at 2 s, spends 1 s on
+    # the wire and takes 1 s to receive; the previous one has arrived at 1.5 + 1 s.
     program = program_of(3, programs.Start(0, batch(3, 1)), recording.Wait(0))
     assert play(program, cpu_per_message=2.0, latency=2.0) == pytest.approx([4.5] * 3)
 
 
-def test_ranks_of_a_node_share_its_link_and_have_their_own_way_inside():
+def test_ranks_of_a_node_share_its_link_but_not_its_inside():
     program = program_of(4, programs.Start(0, batch(4, 10)), recording.Wait(0))
     # Each of two ranks sends two messages of 10 bytes to the other node; the first rank's go first.
     assert play(program, per_node=2) == pytest.approx([30.0, 40.0, 30.0, 40.0])
@@ -146,7 +146,7 @@ def test_ranks_of_a_node_share_its_link_and_have_their_own_way_inside():
     assert play(program, per_node=4, inside=1.0) == pytest.approx([30.0] * 4)
 
 
-def test_what_is_computed_meanwhile_costs_nothing():
+def test_computation_during_communication_costs_nothing():
     worker = Worker(1.0, 0.5, {**NOTHING.kernels, "encode": KernelCost(2.0, 1.0, 0.5)})
     encode = recording.Compute("encode", 4, 3)  # 2 + 3 + 2 s
     program = program_of(2, programs.Start(0, batch(2, 10)), encode, recording.Wait(0), encode)
@@ -155,11 +155,11 @@ def test_what_is_computed_meanwhile_costs_nothing():
     assert play(program, worker=worker, ranks=shared) == pytest.approx([2 + 14 + 14] * 2)
 
 
-def test_a_late_rank_keeps_those_that_wait_for_it_and_no_link():
+def test_a_late_rank_delays_its_receivers_but_no_link():
     late = simulation.Ranks(late=np.array([0.0, 0.0, 100.0]))
     to_next = [programs.Start(number, batch(3, 10, [1])) for number in (0, 1)]
     program = program_of(3, to_next[0], to_next[1], recording.Wait(1))
-    # Rank 0 hears from rank 2, that is late by 100 s; the others' second messages pass its first.
+    # Rank 0 receives from rank 2, which is 100 s late; the others' second messages overtake its first.
     assert play(program, ranks=late) == pytest.approx([120.0, 20.0, 100.0])
 
 
@@ -170,7 +170,7 @@ def test_a_slow_rank_works_longer():
     assert play(program, worker=worker, ranks=slower) == pytest.approx([13.0, 11.0])
 
 
-def test_a_ring_takes_what_its_bytes_take():
+def test_a_ring_takes_as_long_as_its_bytes():
     values = 4 * 1000
     program = rings.ring(4, [values])
     assert program.messages_of(0) == (12, 2 * 3 * values)

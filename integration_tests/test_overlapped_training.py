@@ -1,4 +1,4 @@
-"""The documentation's composed job, as its reader would run it; and the overlap with the quantized hooks."""
+"""The documentation's composed job, run as a reader would; and the overlap with the quantized hooks."""
 
 import os
 import re
@@ -40,7 +40,7 @@ def test_quantized_hook_overlapped_adamw_cosine_schedule_and_restart(launch):
 
 
 def _quantized(rank):
-    """Train without the overlap, with it, and with gradients given back, on the same hook."""
+    """Train without the overlap, with it, and with released gradients, with the same hook."""
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if dist.get_backend() == "nccl"
@@ -83,7 +83,7 @@ def test_the_bits_of_the_ordinary_loop_with_a_quantized_hook(launch):
 
 
 def _chosen(rank):
-    """Train with a hook alone, and with a choice between two of it, without and with the overlap."""
+    """Train with a hook alone, and with a choice between two copies of it, without and with the overlap."""
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if dist.get_backend() == "nccl"
@@ -117,7 +117,7 @@ def _chosen(rank):
     return [torch.equal(found[0], other) for other in found[1:]], choices
 
 
-def test_a_choice_with_the_overlap_has_the_bits_of_what_was_chosen(launch):
+def test_a_choice_with_the_overlap_has_the_bits_of_the_chosen_hook(launch):
     results = launch(_chosen, timeout=120)
     assert [equal for equal, _ in results] == [[True, True, True]] * launch.world_size
     assert all(choices == results[0][1] for _, choices in results)

@@ -1,4 +1,4 @@
-"""Programs and snippets of the READMEs and of the site run as they stand, and tables are up to date."""
+"""Programs and snippets of the READMEs and of the site run unchanged, and tables are up to date."""
 
 import json
 import os
@@ -21,7 +21,7 @@ PAGES = [
     *sorted(ROOT.glob("packages/*/README.md")),
     *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts),
 ]
-# Their snippets need more than a model: tests below, test_fsdp2_page.py and frameworks/test_page.py run them.
+# Snippets that need more than a model: tests below, test_fsdp2_page.py and frameworks/test_page.py run them.
 ELSEWHERE = {DOCS / name for name in ("own-hook.md", "network-limit.md", "fsdp2.md", "frameworks.md")}
 
 
@@ -71,15 +71,15 @@ def test_every_package_has_a_program(readme):
 
 
 def _anchors(page):
-    """Return the anchors of a page's headings, as GitHub and the site make them."""
+    """Return the anchors of a page's headings, as GitHub and the site create them."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("readme", PAGES[:6], ids=lambda readme: readme.parent.name)
-def test_links_of_readmes_lead_somewhere(readme):
-    # Sphinx follows those of the site.
+def test_links_of_readmes_have_a_target(readme):
+    # Sphinx checks those of the site.
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", readme.read_text()):
         path, _, anchor = link.partition("#")
         target = (readme.parent / path).resolve() if path else readme
@@ -93,7 +93,7 @@ def test_readmes_are_short(readme):
 
 
 def _names(folder):
-    """Return what a snippet takes from the program around it."""
+    """Return the names that a snippet uses from the program around it."""
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     ddp = DistributedDataParallel(net)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -126,7 +126,7 @@ def _run_snippets(rank, folder):
             if page in ELSEWHERE or _is_program(snippet):
                 continue
             where = f"{page.relative_to(ROOT)} {number}"
-            # No GPUs, and no more time for a measurement than shows that there is one.
+            # No GPUs, and only a short measurement.
             here = snippet.replace('"cuda"', '"cpu"').replace("budget=20", "budget=1")
             names = _names(folder)
             ddp, batch = names["ddp"], names["batch"]
@@ -160,7 +160,7 @@ def _find_the_limit(_):
     return names["alone"], names["together"]
 
 
-def test_the_page_tells_the_time_with_and_without_communication():
+def test_the_page_prints_the_time_with_and_without_communication():
     for alone, together in run_ranks(_find_the_limit, 2, timeout=60):
         assert alone > 0
         assert together > 0

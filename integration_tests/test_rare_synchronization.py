@@ -1,4 +1,4 @@
-"""DiLoCo and torch's model averaging in few bits: the documentation's examples, and what they compute."""
+"""DiLoCo and torch's model averaging in few bits: the documentation's examples and their results."""
 
 import copy
 import os
@@ -29,14 +29,15 @@ with warnings.catch_warnings():
 
 EVERY, STEPS = 4, 18  # the last steps belong to no complete round
 SHAPES = [(40, 33), (33,), (65, 7)]
-EXACT = 1 << 30  # min_bytes: all that is smaller travels without compression
+EXACT = 1 << 30  # for min_bytes: everything smaller is sent without compression
 
 
 @pytest.mark.parametrize(
     ("script", "options", "share"),
     [
-        # Of fp32: 8 or 4 bits a value, and 4 bytes for the scale of each 128 or 32 values; 5 % are for the
-        # shorter blocks at the ends of tensors, and for layers that are sent once more at the end.
+        # Relative to fp32: 8 or 4 bits per value, and 4 bytes for the scale of every 128 or 32 values; 5 %
+        # more for the shorter blocks at the ends of tensors, and for layers that are sent once more at the
+        # end.
         pytest.param("diloco.py", ["--bits", "8"], (1 + 4 / 128) / 4, marks=pytest.mark.exhaustive),
         ("diloco.py", ["--bits", "4", "--streaming"], (0.5 + 4 / 32) / 4),
         pytest.param("model_averaging.py", [], (1 + 4 / 128) / 4, marks=pytest.mark.exhaustive),
@@ -62,7 +63,7 @@ def test_the_example_learns_and_sends_little(script, options, share):
 
 
 def _changes(rank, step):
-    """Return what an inner optimizer might do."""
+    """Return changes as an inner optimizer might make them."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return [torch.randn(shape, generator=generator) / 8 for shape in SHAPES]
 
@@ -94,7 +95,7 @@ def _same_everywhere(tensors):
 
 
 def _trained(rank, options, *, streaming):
-    """Return the parameters at the end, and when ranks had others that have just met."""
+    """Return the final parameters, and the steps after which synchronized ranks differed."""
     state = QuantizedAllreduceState(**options)
     parameters = _parameters()
     fragments = _fragments(parameters, state, streaming=streaming)
@@ -128,7 +129,7 @@ def _many_runs(rank):
 
 
 def _is_resumed_bitwise(rank):
-    """Train on from a checkpoint of the middle, as docs/rare-synchronization.md describes it."""
+    """Resume from a checkpoint in the middle, as docs/rare-synchronization.md describes."""
     states = [QuantizedAllreduceState(bits=4, min_bytes=0) for _ in range(2)]  # with feedback
     parameters = _parameters()
     outer = DiLoCo(parameters, states[0], "model", EVERY)
@@ -157,7 +158,7 @@ def _is_resumed_bitwise(rank):
 
 
 class _Reference:
-    """DiLoCo of one parameter on all ranks, in one process, by its formula, in fp64."""
+    """DiLoCo of one parameter for all ranks in one process, by its formula in fp64."""
 
     def __init__(self, start, world_size):
         self.shared = start.detach().double()
@@ -200,7 +201,7 @@ def _expected(world_size, *, streaming):
     return found
 
 
-def test_diloco_is_its_formula_and_ranks_agree_to_the_bit_after_each_outer_step():
+def test_diloco_follows_its_formula_and_ranks_agree_bitwise_after_each_outer_step():
     ranks = run_ranks(_many_runs, 3, timeout=240)
     for runs, is_resumed_bitwise in ranks:
         assert [unequal for _, unequal in runs] == [[]] * 5
@@ -211,18 +212,18 @@ def test_diloco_is_its_formula_and_ranks_agree_to_the_bit_after_each_outer_step(
     for found, expected in zip(runs[0] + runs[1], plain + streamed, strict=True):
         # Fewer than 100 roundings of values below 8.
         assert (found - expected).abs().max() < 100 * 8 * 2**-24
-    # A unit in one of at most 6 averages has moved the parameters so far n rounds later, momentum included.
+    # How far a unit in one of at most 6 averages has moved the parameters n rounds later, with momentum.
     gains = [0.7 * (1 + 0.9 * (1 - 0.9**n) / (1 - 0.9)) for n in range(1, 7)]
     for run, expected, levels in [(2, streamed, 127), (3, plain, 127), (4, streamed, 7)]:
-        # Rounding errors of 1 / levels of a block's largest change, below 1 (4 standard deviations), even in
-        # their distribution: one for the mean, and a third of the variance for the mean of three ranks.
+        # Rounding errors of 1 / levels of a block's largest change, which is below 1 (4 standard deviations),
+        # uniformly distributed: one for the mean, and a third of the variance for the mean of three ranks.
         deviation = (4 / 3 / 12) ** 0.5 / levels * sum(gain**2 for gain in gains) ** 0.5
         for found, exact in zip(runs[run], expected, strict=True):
             assert 0 < (found - exact).square().mean().sqrt() < deviation
 
 
 def _averaged(rank, state):
-    """Average now and then, with ours and with torch's averager, whose mean is exact but for rounding."""
+    """Average now and then, with ours and with torch's averager, whose mean is exact except for rounding."""
     ours, torchs = _parameters(), _parameters()
     schedule = {"period": 2, "warmup_steps": 1}
     averager, torchs_averager = ChangeAverager(ours, state, **schedule), PeriodicModelAverager(**schedule)
@@ -230,7 +231,7 @@ def _averaged(rank, state):
         parameter.grad = torch.zeros_like(parameter)  # torch averages only those with a gradient
     differences, agreed_after = [], []
     for step in range(1, 6):
-        for parameter in ours[step < 3 :]:  # ours averages all, whichever have one by now
+        for parameter in ours[step < 3 :]:  # ours averages all, whether or not they have a gradient
             parameter.grad = torch.zeros_like(parameter)
         for parameters, either in ((ours, averager), (torchs, torchs_averager)):
             _change(parameters, rank, step)
@@ -246,7 +247,7 @@ def _averaged(rank, state):
 
 
 def _post_local_sgd(rank, *, restarted):
-    """Train with torch's optimizer, on from a checkpoint or straight on, and return the parameters."""
+    """Train with torch's optimizer, with or without a restart from a checkpoint; return the parameters."""
     state = QuantizedAllreduceState(min_bytes=0)
     parameters = _parameters()
 
@@ -275,12 +276,13 @@ def _model_averaging(rank):
     return [_averaged(rank, flat), _averaged(rank, nodes)], torch.equal(straight_on, restarted)
 
 
-def test_model_averaging_is_torchs_but_for_8_bits():
+def test_model_averaging_is_torchs_except_for_8_bits():
     for runs, restarted_equals_straight_on in run_ranks(_model_averaging, 4, timeout=240):
         for differences, agreed_after in runs:
             assert agreed_after == [2, 4]
-            # Two roundings to 1 / 127 of the largest change of a block, by at most half of that: no change is
-            # above 6 / 8 * sqrt(2), six deviations of two steps. Error feedback adds what the last one lost.
+            # Two roundings to 1 / 127 of the largest change of a block, each by at most half of that: no
+            # change is above 6 / 8 * sqrt(2), six deviations of two steps. Error feedback adds the last one's
+            # loss.
             assert 0 < max(differences) < 2 * 6 / 8 * 2**0.5 / 127
             assert [differences[step - 1] for step in (1, 3, 5)] == [0, 0, 0]  # no average
         assert restarted_equals_straight_on

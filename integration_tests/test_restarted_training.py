@@ -23,7 +23,7 @@ def _start(folder, *arguments):
 
 
 def _same(one, other):
-    """Compare nested containers, tensors to the bit."""
+    """Compare nested containers, with tensors bitwise."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):

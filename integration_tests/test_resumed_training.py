@@ -1,4 +1,4 @@
-"""A job with quantized gradients and an overlapped optimizer that is saved by one rank, and resumed."""
+"""A job with quantized gradients and an overlapped optimizer, saved by one rank and resumed."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""What a package imports from a sibling is what that promises: CONTRIBUTING.md, "Between packages"."""
+"""A package imports from a sibling only promised names: CONTRIBUTING.md, "Between packages"."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def promised(module: str) -> set[str]:
 
 
 Taken = tuple[int, str, str | None]
-"""Line, module and name of what is taken from somewhere; no name for a whole module."""
+"""Line, module and name of an import or lookup; no name for a whole module."""
 
 
 def sibling_imports(source: str, own: str) -> list[Taken]:
-    """Return everything that is taken from a sibling."""
+    """Return everything that is imported from a sibling."""
     tree = ast.parse(source)
     modules_by_name: dict[str, str] = {}
     found = [one for node in ast.walk(tree) for one in _imported(node, modules_by_name)]
@@ -87,7 +87,7 @@ def _is_module(name: str) -> bool:
 
 
 def broken_promises(source: str, own: str) -> list[str]:
-    """Return what a package takes from its siblings that they do not promise."""
+    """Return what a package uses from its siblings although they do not promise it."""
     wrong = []
     for line, module, name in sibling_imports(source, own):
         if module not in public_modules(IMPORTS[module.split(".", maxsplit=1)[0]]):
@@ -148,12 +148,12 @@ def test_every_promised_name_is_documented(package):
     for module, members in re.findall(
         r"automodule:: ([\w.]+)\n(?:   :[a-z-]+:.*\n)*?   :members:(.*(?:\n      .*)*)", page
     ):
-        # A bare ":members:" takes all of __all__.
+        # A bare ":members:" documents all of __all__.
         documented |= set(re.findall(r"\w+", members)) or promised(module)
     assert {name for module in public_modules(package) for name in promised(module)} <= documented
 
 
-# Classes of objects that calls return; users do not make them.
+# Classes of returned objects, which users do not construct.
 RETURNED = {
     "ddp_optim_overlap.OverlapHandle",
     "ddp_quant_hooks.fsdp.Handle",
@@ -163,12 +163,12 @@ RETURNED = {
 
 @pytest.fixture(scope="module")
 def released_packages(tmp_path_factory):
-    """What the newest released version of each package is, and what all of them promise."""
+    """The newest released version of each package, and the promises of all of them."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a clone: there is no history with released versions")
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(ROOT))
-        from releasing import released, wheels, workspace  # noqa: PLC0415 - it is on no path before
+        from releasing import released, wheels, workspace  # noqa: PLC0415 - not on the path before
     if released.is_shallow(ROOT):
         pytest.skip("a shallow clone: released versions are not in its history")
     folder = tmp_path_factory.mktemp("released")
@@ -206,7 +206,7 @@ def test_what_the_last_release_promised_is_kept_until_the_next_major_version(pac
 
 
 def f_old(a, b=1, *, c=2):
-    """Stand for a released function."""
+    """A stand-in for a released function."""
 
 
 @pytest.mark.parametrize(

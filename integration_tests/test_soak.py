@@ -1,4 +1,4 @@
-"""A handful of the soak run's faults: real training, one fault each, and the bits of an undisturbed run."""
+"""A few of the soak run's faults: real training with one fault each, compared with an undisturbed run."""
 
 import math
 
@@ -16,7 +16,7 @@ from dist_utils.testing import patience
 
 JOBS = [
     ("kill -9", "8 bits, feedback, overlap", 3, 1, 20),
-    ("kill -9", "8 bits", 2, 1, 20),  # a failed job kept its group forever
+    ("kill -9", "8 bits", 2, 1, 20),  # once, a failed job kept its group forever
     ("raises in hook", "bf16, fp32 sums", 2, 1, 10),
     ("raises in optimizer", "8 bits", 2, 0, 10),
     ("stopped for less than the timeout", "4 bits, feedback", 2, 0, 10),
@@ -78,8 +78,8 @@ def _ended(*records, codes=(0, -9), injected=5.0):
     return Ended(list(records), list(codes), injected, [6.0, 5.0], {}, [], [], "")
 
 
-def test_what_is_wrong_is_called_wrong():
-    """A verdict that could not be wrong would say nothing."""
+def test_wrong_outcomes_are_judged_wrong():
+    """A verdict that can never be "wrong" would prove nothing."""
     steps = ["a", "b", "c", "d", "e", "f", "g", "h"]
     plain = Job(0, "8 bits", 2, steps=len(steps))
     reference = Reference(plain, _ended(_record(*steps), _record(*steps), codes=(0, 0)))

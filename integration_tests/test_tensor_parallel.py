@@ -1,4 +1,4 @@
-"""Tensor parallel in one dimension of a mesh, DDP in the other: hooks and steps stay in theirs."""
+"""Tensor parallelism in one dimension of a mesh, DDP in the other: hooks and steps stay in theirs."""
 
 import copy
 
@@ -31,7 +31,7 @@ class _Job:
         )
         net = parallelize_module(net, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         self.ddp = DistributedDataParallel(net, device_mesh=mesh["dp"], bucket_cap_mb=0.005)
-        # After the first forward pass torch's adapter of the two does not list those that are DTensors there.
+        # After the first forward pass, torch's adapter between the two no longer lists DTensor parameters.
         self.parameters = list(self.ddp.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-2)
         self.state, function = HOOKS[hook](mesh["dp"])
@@ -58,7 +58,7 @@ class _Job:
 
 
 def _resumed(mesh):
-    """Return the parameters of a run with residuals that was saved and resumed, and of one that was not."""
+    """Return the parameters of a run with residuals that was resumed, and of an uninterrupted one."""
     through = _Job(mesh, "8 bits", OverlapMode.BUCKET).train(range(3))
     saved = copy.deepcopy((through.values(), through.optimizer.state_dict(), through.state.state_dict()))
     through.train(range(3, 5))
@@ -92,7 +92,7 @@ def test_tensor_parallel_beside_hooks_and_overlap():
         for hook, (gradients, overlapped, same) in found.items():
             assert overlapped == [True, True]
             assert same
-            # What 8 bits of a block's largest value lose, and three roundings to 11 bits.
+            # The loss of 8 bits relative to a block's largest value, and three roundings to 11 bits.
             limit = {"none": 0, "8 bits": 2e-2, "16 bits": 3 * 2**-11}[hook]
             assert (gradients - exact).norm() <= limit * exact.norm()
         assert torch.equal(through, resumed)

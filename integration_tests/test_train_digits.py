@@ -1,4 +1,4 @@
-"""The example that trains with every hook, as its reader would run it."""
+"""The example that trains with every hook, run as a reader would."""
 
 import os
 import re
@@ -32,7 +32,7 @@ def _run(command, folder):
 def _share_and_error(hook):
     """Return a hook's share of the bytes of fp32, and a bound of its gradients' relative error."""
     if "4 bits" in hook or "feedback" in hook:
-        # What an earlier, larger gradient has left is sent now: no step alone has a bound worth its name.
+        # Residuals of earlier, larger gradients are sent now, so a single step has no useful bound.
         return 0.156 if "4 bits" in hook else 0.255, 1.0
     if "quanti" in hook:
         return 0.255, 0.15 if "pertensor" in hook else 2e-2
@@ -61,7 +61,7 @@ def test_every_hook_trains_and_sends_what_it_says(tmp_path, hooks, count):
         assert float(accuracy) > 0.9, hook
         expected, limit = _share_and_error(hook)
         if sys.platform == "linux":
-            # Above the payload: the headers of Gloo's messages, on buckets of a few KiB here.
+            # More than the payload: the headers of Gloo's messages, for buckets of a few KiB here.
             assert expected <= float(share) + 0.01 < expected + 0.06, hook
         assert float(error) < limit, hook
 

@@ -1,4 +1,4 @@
-"""Real training jobs through several packages, on the backend that the host offers."""
+"""Real training jobs with several packages, on the backend that the host offers."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_training_converges_and_ranks_stay_equal(launch):
 
 
 def _two_models(rank):
-    """Two models that step in turns, each with a worker of its own, and a third worker of the user."""
+    """Two models that step in turns, each with its own worker, and a third worker of the user."""
     device = _device(rank)
     nets = [torch.nn.Linear(200, 200).to(device) for _ in range(2)]
     models = [DistributedDataParallel(net, bucket_cap_mb=0.05) for net in nets]

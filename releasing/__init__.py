@@ -1,1 +1,1 @@
-"""Tools of the repository, run by nox: releases, pairs of versions, wheels, and what is known of them."""
+"""Tools of the repository, run by nox: releases, pairs of versions, wheels, and records of test runs."""

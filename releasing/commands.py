@@ -1,4 +1,4 @@
-"""Other programs: git and uv, with their messages in the error."""
+"""Run other programs, such as git and uv, with their messages in errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class CommandError(RuntimeError):
-    """A program failed; the message has what it wrote."""
+    """A program failed; the message contains its output."""
 
 
 def run(
@@ -19,14 +19,14 @@ def run(
     Args:
         command: The program and its arguments.
         folder: Where to run it.
-        env: The whole environment, by default this process's.
-        text: What it reads from stdin.
+        env: The whole environment; by default this process's.
+        text: The program's standard input.
 
     Raises:
-        CommandError: It is not there or ended with another code than 0.
+        CommandError: The program is missing or exits with a nonzero code.
     """
     try:
-        done = subprocess.run(  # noqa: S603 - commands of this repository's own tools
+        done = subprocess.run(  # noqa: S603 - only commands of this repository's own tools
             list(command), cwd=folder, env=env, input=text, check=False, capture_output=True, text=True
         )
     except FileNotFoundError as error:
@@ -37,5 +37,5 @@ def run(
 
 
 def git(root: Path, *arguments: str, text: str | None = None) -> str:
-    """Run git in the repository ``root`` and return what it wrote."""
+    """Run git in the repository ``root`` and return its output."""
     return run(["git", *arguments], root, text=text)

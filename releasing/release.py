@@ -1,10 +1,10 @@
 """Release one package: ``python -m releasing.release NAME minor|patch [--yes]``.
 
-The release is made in a worktree of its own, at HEAD: version, changelog, tests, sdist and wheel. A dry run
-shows it and throws it away; ``--yes`` moves the branch to its commit and keeps the files in ``dist/``. The
-checkout is never in between. Nothing is published: the commands for that are printed.
+The release is made at HEAD in its own worktree: version, changelog, tests, sdist and wheel. A dry run
+shows it and discards it; ``--yes`` moves the branch to its commit and keeps the files in ``dist/``. The
+checkout is never in an intermediate state. Nothing is published: the commands for that are printed.
 
-A number in the tree that has no entry in the changelog yet is released as it is: it was chosen with the
+A version in the tree without an entry in the changelog is released as it is: it was set together with the
 change that needs it. Otherwise the next minor or patch version is released.
 """
 
@@ -42,12 +42,12 @@ class ReleaseError(RuntimeError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What is released.
+    """A planned release.
 
     Attributes:
-        package: Which package.
-        old: The version that the tree has.
-        new: The version that is released; the same where the tree's was not released yet.
+        package: The package.
+        old: The version in the tree.
+        new: The version to release; equal to ``old`` if that was not released yet.
     """
 
     package: Package
@@ -60,14 +60,14 @@ class Plan:
         return f"{self.package.name}-v{self.new}"
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Describe the plan in one line."""
         if self.old == self.new:
             return f"{self.package.name}: {self.new}, which the tree has and was not released yet"
         return f"{self.package.name}: {self.old} -> {self.new}"
 
 
 Check = Callable[[Path, Package], None]
-"""Something that is run in the release's worktree and raises CommandError if it fails."""
+"""A check that runs in the release's worktree and raises CommandError if it fails."""
 
 
 def bumped(version: Version, part: str) -> Version:
@@ -77,7 +77,7 @@ def bumped(version: Version, part: str) -> Version:
 
 
 def plan(root: Path, name: str, part: str) -> Plan:
-    """Return what a release of ``name`` would be, or say why there can be none.
+    """Return the plan for a release of ``name``, or raise if it cannot be released.
 
     Raises:
         ReleaseError: There is no such package, the clone is shallow, HEAD is on no branch, the tree has
@@ -111,16 +111,16 @@ def plan(root: Path, name: str, part: str) -> Plan:
 
 
 def branch(root: Path) -> str | None:
-    """Return the branch that is checked out, None of a detached HEAD."""
+    """Return the branch that is checked out; None for a detached HEAD."""
     name = git(root, "rev-parse", "--abbrev-ref", "HEAD").strip()
     return None if name == "HEAD" else name
 
 
 def wrong_ranges(root: Path, planned: Plan) -> list[str]:
-    """Return the ranges of dependents that exclude the new version, and its own that admit no released one.
+    """Return the dependents' ranges that exclude the new version, and its own that admit no released one.
 
-    What the tree has of a sibling does not count for its own: users have only released ones. A range in the
-    extra ``test`` counts: with a wrong one, neither tests nor a development install work.
+    For its own ranges the siblings in the tree do not count, because users have only released ones. A range
+    in the extra ``test`` counts: if it is wrong, neither tests nor a development install work.
     """
     names, released_name = [package.name for package in packages(root)], planned.package.name
     wrong = []
@@ -151,7 +151,7 @@ def write_release(root: Path, planned: Plan) -> str:
 
 
 def _write_into_readme(readme: Path, planned: Plan) -> None:
-    # The table of packages has a row for each, with the version in a cell of its own.
+    # The table of packages has one row per package, with the version in its own cell.
     row = re.compile(rf"^(\| \[{re.escape(planned.package.name)}]\(.*?\| )\d+\.\d+\.\d+(?= \|)", re.MULTILINE)
     text, rows = row.subn(rf"\g<1>{planned.new}", readme.read_text(), count=1)
     if not rows:
@@ -165,17 +165,17 @@ def run_alone(root: Path, package: Package) -> None:
 
 
 def build_files(root: Path, package: Package) -> None:
-    """Build sdist and wheel in ``dist/`` of ``root`` and test them with siblings as they were released."""
+    """Build sdist and wheel in ``dist/`` of ``root`` and test them with released siblings."""
     _show(["nox", "-s", f"wheels({package.name})", "--", "--released"], root)
 
 
 def run_siblings(root: Path, _: Package) -> None:
-    """Run the pairs of the tree with older and newer siblings: the new version beside released dependents."""
+    """Run the tree's pairs with older and newer siblings, with the new version beside released dependents."""
     _show(["nox", "-s", "siblings"], root)
 
 
 def commands_to_publish(planned: Plan, onto: str, commit: str) -> str:
-    """Return what a maintainer runs after the release's commit is on the branch ``onto``."""
+    """Return the commands that publish once the release's commit is on the branch ``onto``."""
     module = planned.package.module
     return (
         f"git tag {planned.tag} {commit}\n"
@@ -185,7 +185,7 @@ def commands_to_publish(planned: Plan, onto: str, commit: str) -> str:
 
 
 def release(root: Path, planned: Plan, checks: Sequence[Check], *, yes: bool) -> tuple[str, str]:
-    """Make the release apart and check it; keep it if ``yes``. Return its commit and what that changes.
+    """Make and check the release in its own worktree; keep it if ``yes``. Return its commit and its changes.
 
     Raises:
         ReleaseError: The changelog or the README cannot be written.
@@ -205,7 +205,7 @@ def release(root: Path, planned: Plan, checks: Sequence[Check], *, yes: bool) ->
 
 @contextmanager
 def worktree(root: Path) -> Iterator[Path]:
-    """Lend a checkout of HEAD in another folder."""
+    """Yield a temporary checkout of HEAD in another folder."""
     with tempfile.TemporaryDirectory() as folder:
         apart = Path(folder) / "release"
         git(root, "worktree", "add", "--quiet", "--detach", str(apart), "HEAD")
@@ -223,8 +223,8 @@ def _show(command: list[str], folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
     """Run the command; return 1 if the release cannot be made."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", help="of the package")
-    parser.add_argument("part", choices=["minor", "patch"], help="of the version that grows")
+    parser.add_argument("name", help="name of the package")
+    parser.add_argument("part", choices=["minor", "patch"], help="the part of the version to increase")
     parser.add_argument("--yes", action="store_true", help="keep the release; without it this is a dry run")
     parser.add_argument("--unchecked", action="store_true", help="without tests and builds: to see the plan")
     options = parser.parse_args(arguments)

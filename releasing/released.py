@@ -1,11 +1,11 @@
 """Released versions of a package, found in the history of the repository.
 
-A version's commit is that of its tag ``NAME-vX.Y.Z``. Where there is no such tag, it is the first commit
-that has the version as its literal ``__version__``, an entry for it in the changelog, and the subject
-``NAME X.Y.Z`` of the release command: on any branch, for maintenance branches are merged for their
-versions. Where there is none of these either, it is the first one with another subject on the branch
-itself, along first parents: commits of merged branches are work on a version, not the version. A number
-alone is no release: it may change before its entry is written.
+A version's commit is that of its tag ``NAME-vX.Y.Z``. Without such a tag, it is the first commit on any
+branch that has the version as its literal ``__version__``, an entry for it in the changelog, and the release
+command's subject ``NAME X.Y.Z``; any branch, because maintenance branches are merged for their versions.
+Without such a commit, it is the first one with another subject on the branch itself, along first parents,
+because commits of merged branches are work on a version, not the version. A number alone is not a release: it
+may change before its entry is written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 from releasing.commands import git
 from releasing.workspace import Package, literal_version
 
-# "## 0.1.0 (not released)" is no entry yet.
+# "## 0.1.0 (not released)" does not count as an entry.
 ENTRY = re.compile(r"^## (\d+\.\d+\.\d+)(?! \(not released\))\b", re.MULTILINE)
 
 
@@ -28,10 +28,10 @@ class Release:
     """One released version and where its sources are.
 
     Attributes:
-        package: Whose.
+        package: The package.
         version: Its number.
         commit: The full hash.
-        tagged: Whether a tag says so; otherwise the commit set the version.
+        tagged: Whether a tag marks the commit; otherwise the commit set the version.
     """
 
     package: Package
@@ -41,14 +41,14 @@ class Release:
 
 
 def is_shallow(root: Path) -> bool:
-    """Return whether the clone lacks a part of its history, so that untagged versions may be missing."""
+    """Return whether the clone lacks part of its history, so that untagged versions may be missing."""
     return git(root, "rev-parse", "--is-shallow-repository").strip() == "true"
 
 
 def releases(root: Path, package: Package) -> list[Release]:
     """Return the released versions of ``package``, oldest first.
 
-    Of a shallow clone only what its tags and its part of the history show; see :func:`is_shallow`.
+    In a shallow clone, only those that its tags and its part of the history show; see :func:`is_shallow`.
     """
     found = {release.version: release for release in releases_in_history(root, package)}
     found.update((release.version, release) for release in _tagged(root, package))
@@ -56,7 +56,7 @@ def releases(root: Path, package: Package) -> list[Release]:
 
 
 def releases_in_history(root: Path, package: Package) -> list[Release]:
-    """Return the released versions of ``package`` as :func:`releases` does, whatever tags say."""
+    """Return the released versions of ``package`` as :func:`releases` does, but ignore tags."""
     log = git(root, "log", "--topo-order", "--reverse", "--format=%H %s", "HEAD").splitlines()
     subjects = dict(line.split(" ", 1) for line in log)
     branch = set(git(root, "rev-list", "--first-parent", "HEAD").split())
@@ -83,7 +83,7 @@ def has_entry(changelog: str, version: Version) -> bool:
 
 
 def files_at(root: Path, commits: list[str], path: str) -> list[str | None]:
-    """Return the text of one file at each of ``commits``, None where it is not there."""
+    """Return the text of one file at each of ``commits``; None where it does not exist."""
     answer = git(root, "cat-file", "--batch", text="".join(f"{commit}:{path}\n" for commit in commits))
     raw, texts, position = answer.encode(), list[str | None](), 0
     for _ in commits:

@@ -1,7 +1,7 @@
-"""A short real program for each package, on two ranks with Gloo: ``python short_program.py NAME``.
+"""A short real program per package, on two ranks with Gloo: ``python short_program.py NAME``.
 
-It runs in an environment that has only the package, its siblings and torch; nothing of this repository is
-imported. Every name that it uses is in the package since its first hook, optimizer or collective.
+It runs in an environment with only the package, its siblings and torch, and imports nothing of this
+repository. It uses only names that the package has had since its first hook, optimizer or collective.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 RANKS = 2
-LIMIT = 900.0  # seconds; it takes 5 to 10, a hundred times as long on a machine that is very busy
+LIMIT = 900.0  # seconds; it takes 5 to 10, but a hundred times as long on a very busy machine
 STEPS = 3
 
 
 def ddp_compress_hooks() -> None:
-    """Train with gradients in fp16; they are the averages, within fp16's rounding."""
+    """Train with gradients in fp16; they equal the averages within fp16's rounding."""
     from ddp_compress_hooks import CompressState, allreduce_hook, fp16_compress_hook
 
     _gradients_are_averages(None, allreduce_hook, 1e-6)
@@ -29,7 +29,7 @@ def ddp_compress_hooks() -> None:
 
 
 def ddp_quant_hooks() -> None:
-    """Train with gradients in 8 bits; they are the averages, within two steps of the grid of each block."""
+    """Train with gradients in 8 bits; they equal the averages within two quantization steps per block."""
     from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 
     _gradients_are_averages(QuantizedAllreduceState(), quantized_allreduce_hook, 4 / 127)
@@ -46,7 +46,7 @@ def ddp_optim_overlap() -> None:
 
 
 def dist_autograd_collectives() -> None:
-    """The gradients of a sum and of a gather over the ranks."""
+    """Check the gradients of a sum and of a gather over the ranks."""
     import torch
     import torch.distributed as dist
 
@@ -62,7 +62,7 @@ def dist_autograd_collectives() -> None:
 
 
 def dist_utils() -> None:
-    """Tensors in containers, and equal parameters on all ranks."""
+    """Check tensors in containers, and equal parameters on all ranks."""
     import torch
     import torch.distributed as dist
 
@@ -140,14 +140,14 @@ def _rank(name: str, rank: int, store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     globals()[name.replace("-", "_")]()
     dist.barrier()
-    # A model in a cycle would keep its group, whose threads, still alive when the interpreter ends, may
-    # abort the process.
+    # A model in a reference cycle would keep its group, whose threads may abort the process if they are still
+    # alive when the interpreter ends.
     gc.collect()
     dist.destroy_process_group()
 
 
 def main(name: str) -> int:
-    """Run the program of ``name`` on all ranks; return how many of them failed."""
+    """Run the program of ``name`` on all ranks; return how many ranks failed."""
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")  # noqa: PTH118 - nothing here needs a Path
         command = [sys.executable, "-W", "ignore", __file__, name]

@@ -1,10 +1,10 @@
-"""Packages with older and newer siblings: ``python -m releasing.siblings --wheels FOLDER``.
+"""Try packages with older and newer siblings: ``python -m releasing.siblings --wheels FOLDER``.
 
 Without ``--full`` the checkout is installed from wheels beside the oldest and the newest released version, in
 range, of each sibling that it needs and of each package that needs it, and runs a short program on two ranks:
-a number of pairs that does not grow with releases. ``--full`` runs every pair, those of the past too, the
-checkout's tests with the oldest and the newest version of each sibling in range, and the tests of every
-released dependent in range, as they were then, with the checkout's siblings.
+the number of pairs does not grow with releases. ``--full`` runs every pair, including those of the past, the
+checkout's tests with the oldest and the newest version of each sibling in range, and the old tests of every
+released dependent in range with the checkout's siblings.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from releasing.workspace import ROOT, Package
 
 OK, BROKEN, EXCLUDED = "ok", "broken", "excluded by range"
 NOT_TOGETHER = "not installable together"
-"""The pair's own range admits it, but not what both need besides: an installer takes another version."""
+"""The pair's own range admits it, but not their other requirements: an installer takes another version."""
 
 
 def check_pair(environment: Environment, catalog: Catalog, pair: Pair) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def check_pair(environment: Environment, catalog: Catalog, pair: Pair) -> dict[s
 
 
 def test_sets(known: Known) -> list[tuple[str, Version, dict[str, Version]]]:
-    """Return whose tests the full form runs, with what: a package, its version, and all that is installed."""
+    """Return the test runs of the full form: a package, its version, and all installed versions."""
     found: list[tuple[str, Version, dict[str, Version]]] = []
 
     def add(name: str, pins: Mapping[str, Version]) -> None:
@@ -69,12 +69,12 @@ def test_sets(known: Known) -> list[tuple[str, Version, dict[str, Version]]]:
 def run_tests(
     root: Path, environment: Environment, known: Known, files: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Run the tests of the full form; return a row for each of them."""
+    """Run the tests of the full form; return one row per run."""
     rows = []
     for name, version, chosen in test_sets(known):
         outcome = environment.install(chosen)
         if outcome.ok:
-            # Of a package that is as it was released, these are the same tests.
+            # If the checkout's package equals its release, its own tests are the same.
             commit = None if version == known.tree[name] else known.commits[name, version]
             outcome = environment.tests(root, Package(name), commit, files)
         others = {other: str(number) for other, number in chosen.items() if other != name}
@@ -93,7 +93,7 @@ def run_tests(
 
 
 def pairs_to_run(known: Known, *, full: bool) -> list[Pair]:
-    """Return all pairs, or those of the checkout with the oldest and newest in range on the other side."""
+    """Return all pairs, or those of the checkout with the oldest and newest version in range."""
     every = all_pairs(known.catalog)
     if full:
         return every
@@ -112,12 +112,12 @@ def pairs_to_run(known: Known, *, full: bool) -> list[Pair]:
 
 
 def installed_for(known: Known, pair: Pair) -> Mapping[str, Version]:
-    """Return what an installer takes for a pair; only the pair itself where no versions fit."""
+    """Return the versions that an installer takes for a pair; only the pair itself if none are compatible."""
     return solve(known.catalog, pair.pins, [pair.dependent, pair.sibling]) or pair.pins
 
 
 def wanted_for_pairs(known: Known) -> set[tuple[str, Version]]:
-    """Return which versions the short form installs."""
+    """Return the versions that the short form installs."""
     pairs = pairs_to_run(known, full=False)
     return {item for pair in pairs for item in installed_for(known, pair).items()}
 
@@ -125,9 +125,9 @@ def wanted_for_pairs(known: Known) -> set[tuple[str, Version]]:
 def run_pairs(
     environment: Environment, known: Known, *, full: bool, recorded_rows: Sequence[dict[str, Any]] = ()
 ) -> list[dict[str, Any]]:
-    """Run the programs of all pairs, or of some with the checkout; return a row for each of them.
+    """Run the programs of all pairs, or of some with the checkout; return one row per pair.
 
-    What was recorded of a pair of the past is taken over where all wheels come from the same commits as then.
+    The recorded result of a pair of the past is reused if all wheels come from the same commits.
     """
     past = {_identity(row): row for row in recorded_rows}
     rows = []
@@ -145,9 +145,9 @@ def run_pairs(
 
 
 def side_by_side(catalog: Catalog) -> list[dict[str, Any]]:
-    """Return, for all minor series of two packages, the versions that an installer would choose.
+    """Return the versions that an installer would choose, for all minor series of two packages.
 
-    Only of packages that do not need each other; the pairs are about the others.
+    Only for packages that do not need each other; the others are among the pairs.
     """
     names = sorted(catalog)
     needed = {(name, sibling) for name in names for needs in catalog[name].values() for sibling in needs}
@@ -164,9 +164,9 @@ def side_by_side(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def broken_now(rows: Sequence[Mapping[str, Any]], known: Known) -> list[str]:
-    """Return what must not be: pairs in range that are broken, with the checkout on one side.
+    """Return the errors: broken pairs in range with the checkout on one side.
 
-    And pairs of which both sides are the checkout, if no installer takes them.
+    Also pairs with the checkout on both sides, if no installer takes them.
     """
     found = []
     for row in rows:
@@ -204,15 +204,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if a pair with the checkout is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--python", type=Path, default=Path(sys.executable), help="of the venv whose siblings are changed"
+        "--python", type=Path, default=Path(sys.executable), help="of the venv in which siblings are replaced"
     )
-    parser.add_argument("--wheels", type=Path, required=True, help="where wheels are kept")
-    parser.add_argument("--torch", default="", help="version in that venv, for the record")
-    parser.add_argument("--full", action="store_true", help="tests too, and all pairs")
+    parser.add_argument("--wheels", type=Path, required=True, help="folder for wheels")
+    parser.add_argument("--torch", default="", help="the torch version in that venv, for the record")
+    parser.add_argument("--full", action="store_true", help="run tests, too, and all pairs")
     parser.add_argument("--record", action="store_true", help="write the result files; needs --full")
-    parser.add_argument("--files", nargs="*", default=[], help="test files to run in place of all")
-    parser.add_argument("--anew", action="store_true", help="run pairs of the past that are recorded, too")
-    parser.add_argument("--no-tests", action="store_true", help="with --full: only the pairs' programs")
+    parser.add_argument("--files", nargs="*", default=[], help="test files to run instead of all")
+    parser.add_argument("--anew", action="store_true", help="also run recorded pairs of the past again")
+    parser.add_argument("--no-tests", action="store_true", help="with --full: run only the pairs' programs")
     options = parser.parse_args(arguments)
     if options.record and not options.full:
         parser.error("--record needs --full: the file has the pairs of the past, too")
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         found = {"missing": known.missing, "pairs": pairs, "side_by_side": side_by_side(known.catalog)}
         print(f"written: {recorded.write('siblings', {**about, **found})}")
-        if not options.no_tests:  # else what was recorded of an earlier run's tests stays, with its own date
+        if not options.no_tests:  # otherwise the record of an earlier run's tests stays, with its own date
             ran = {"test_files": options.files, "tests": tests}
             print(f"written: {recorded.write('sibling-tests', {**about, **ran})}")
     broken = broken_now([*pairs, *tests], known)

@@ -1,4 +1,4 @@
-"""Versions installed beside each other in one environment, and what runs there."""
+"""Install versions beside each other in one environment, and run programs there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from releasing.commands import CommandError, git, run
 from releasing.workspace import Package
 
 PROGRAM = Path(__file__).with_name("short_program.py")
-PROGRAM_LIMIT = 1000.0  # seconds; it ends itself before
+PROGRAM_LIMIT = 1000.0  # seconds; the program ends itself earlier
 TESTS_LIMIT = 3600.0
 SUMMARY = re.compile(r"^=* ?(\d+ [a-z]+.*) in [\d.]+s.*$", re.MULTILINE)
 ERROR = re.compile(r"^(?:\[rank\d+\]: |E +)?((?:\w+\.)*\w*(?:Error|Exception): .*)$", re.MULTILINE)
@@ -28,8 +28,8 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        ok: Whether it did what it should.
-        text: What is worth writing down: tests that passed, or the reason.
+        ok: Whether it succeeded.
+        text: The summary of passed tests, or the reason for the failure.
     """
 
     ok: bool
@@ -37,13 +37,13 @@ class Outcome:
 
 
 def own_environment() -> dict[str, str]:
-    """Return this process's variables but those that would bring the checkout into another environment."""
+    """Return this process's variables, except those that would make the checkout importable elsewhere."""
     return {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTEST_ADDOPTS"}}
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A virtual environment with torch and what tests need, in which siblings are changed for others.
+    """A virtual environment with torch and the tests' requirements, in which siblings are replaced.
 
     Attributes:
         python: Its interpreter.
@@ -56,26 +56,26 @@ class Environment:
     names: Sequence[str]
 
     def install(self, pins: Mapping[str, Version]) -> Outcome:
-        """Install exactly ``pins`` and whatever siblings they need, and no other sibling.
+        """Install exactly ``pins`` and the siblings that they need, and no other sibling.
 
-        The installer resolves them from the wheels alone, as it would for a user.
+        The installer resolves them from the wheels alone, as for a user.
         """
         run(["uv", "pip", "uninstall", "--quiet", "--python", str(self.python), *self.names], self.wheels)
         command = ["uv", "pip", "install", "--quiet", "--python", str(self.python), "--no-index"]
         command += ["--find-links", str(self.wheels)]
         command += [f"--refresh-package={name}" for name in self.names]
         try:
-            # "==0.5.0" would take 0.5.0+tree too, and prefer it.
+            # "==0.5.0" would also accept 0.5.0+tree, and prefer it.
             run([*command, *(f"{name}==={version}" for name, version in pins.items())], self.wheels)
         except CommandError as error:
             return Outcome(ok=False, text=_resolver_reason(str(error)))
         return Outcome(ok=True, text="")
 
     def installed(self) -> dict[str, str]:
-        """Return the version of each sibling that is there."""
+        """Return the version of each installed sibling."""
         lines = run(["uv", "pip", "freeze", "--python", str(self.python)], self.wheels).splitlines()
         found = dict(line.split("==", 1) for line in lines if "==" in line)
-        # A wheel given by its path is frozen as "name @ file:..."; these come by name.
+        # A wheel installed by path would be listed as "name @ file:..."; these are installed by name.
         return {name: found[name] for name in self.names if name in found}
 
     def program(self, package: str) -> Outcome:
@@ -90,9 +90,9 @@ class Environment:
 
         Args:
             root: The repository.
-            package: Whose tests.
-            commit: Where they are taken from.
-            files: Names of test files, to run only those of them that are there.
+            package: The package whose tests run.
+            commit: The commit that they are taken from.
+            files: Names of test files; only those that exist are run.
         """
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -102,7 +102,7 @@ class Environment:
             if files and not chosen:
                 return Outcome(ok=True, text="none of the chosen files is there")
             chosen = chosen or [str(tests)]
-            # Its rootdir is the copy: an old commit's tests run under that commit's settings.
+            # The copy is pytest's rootdir, so an old commit's tests run under that commit's settings.
             done = self._run(["-m", "pytest", "-q", "--tb=line", *chosen], folder, TESTS_LIMIT)
         if done is None:
             return Outcome(ok=False, text=f"they did not end within {TESTS_LIMIT:.0f} s")
@@ -129,7 +129,7 @@ class Environment:
 
 
 def _lay_out_tests(root: Path, package: Package, commit: str | None, folder: Path) -> None:
-    # The package's folder and the settings of the tests; its src is on no path, imports find the wheel.
+    # The package's folder and the tests' settings. Its src is not on the path, so imports find the wheel.
     wanted = ["pyproject.toml", package.folder]
     if commit is None:
         for name in git(root, "ls-files", "-z", *wanted).split("\0"):
@@ -144,7 +144,7 @@ def _lay_out_tests(root: Path, package: Package, commit: str | None, folder: Pat
 
 
 def _last_error(text: str) -> str:
-    # Where the environment is says nothing, and is another place on every machine.
+    # The environment's path is irrelevant, and differs between machines.
     errors = ERROR.findall(re.sub(r"/\S*/site-packages/", "", text))
     return str(errors[-1]) if errors else (text.strip().splitlines() or ["no message"])[-1]
 

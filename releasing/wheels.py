@@ -16,7 +16,7 @@ from releasing.workspace import VERSION_LINE, Package, tree_version
 
 
 def export(root: Path, package: Package, commit: str, folder: Path) -> Path:
-    """Write ``package`` as it was at ``commit`` under ``folder``; return where it is."""
+    """Write ``package`` as it was at ``commit`` under ``folder``; return its folder."""
     folder.mkdir(parents=True, exist_ok=True)
     archive = folder / f"{package.name}.tar"
     git(root, "archive", f"--output={archive}", commit, package.folder)
@@ -26,7 +26,7 @@ def export(root: Path, package: Package, commit: str, folder: Path) -> Path:
 
 
 def export_tree(root: Path, package: Package, folder: Path, version: Version) -> Path:
-    """Copy the files of ``package`` that git knows, as they are in the checkout, under another version."""
+    """Copy the files of ``package`` that git knows from the checkout, with another version."""
     for name in git(root, "ls-files", "-z", package.folder).split("\0"):
         if name and (root / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,7 @@ def export_tree(root: Path, package: Package, folder: Path, version: Version) ->
 
 
 def version_in_tree(root: Path, package: Package, released: list[Release]) -> Version:
-    """Return the version of the checkout's package, ``X.Y.Z+tree`` where it is not the released X.Y.Z."""
+    """Return the version of the checkout's package; ``X.Y.Z+tree`` if it differs from the released X.Y.Z."""
     version = tree_version(package, root)
     for release in released:
         if release.version == version and _differs(root, package, release.commit):
@@ -46,14 +46,14 @@ def version_in_tree(root: Path, package: Package, released: list[Release]) -> Ve
 
 
 def released_wheel(root: Path, release: Release, cache: Path) -> Path:
-    """Return the wheel of a released version: found in ``cache``, on the index, or built now.
+    """Return the wheel of a released version, from ``cache``, from the index, or built now.
 
-    The cache has a folder for each commit, so a version whose commit or tag is another one now is built
-    again. The index is asked only where ``RELEASED_FROM_INDEX`` is set, for the names on it must be ours, and
-    only for tagged versions.
+    The cache has one folder per commit, so a version whose commit or tag has changed is built again. The
+    index is asked only if ``RELEASED_FROM_INDEX`` is set, because the names on it must be ours, and only for
+    tagged versions.
 
     Raises:
-        CommandError: It cannot be built, or the index cannot be asked.
+        CommandError: The wheel cannot be built, or the index cannot be reached.
     """
     if release.tagged and os.environ.get("RELEASED_FROM_INDEX"):
         downloaded = cache / f"{release.commit}-from-index"
@@ -67,7 +67,7 @@ def released_wheel(root: Path, release: Release, cache: Path) -> Path:
 
 
 def _download(release: Release, folder: Path) -> Path | None:
-    """Return the index's wheel of ``release`` in ``folder``, None where it has none for this platform."""
+    """Download the index's wheel of ``release`` to ``folder``; None if it has none for this platform."""
     wanted = f"{release.package.name}=={release.version}"
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", "."]
@@ -83,13 +83,13 @@ def _download(release: Release, folder: Path) -> Path | None:
 
 
 def tree_wheel(root: Path, package: Package, version: Version, folder: Path) -> Path:
-    """Build the wheel of the checkout's ``package`` as ``version`` in ``folder``, anew."""
+    """Rebuild the wheel of the checkout's ``package`` as ``version`` in ``folder``."""
     with tempfile.TemporaryDirectory() as sources:
         return build(export_tree(root, package, Path(sources), version), folder)
 
 
 def build(sources: Path, folder: Path) -> Path:
-    """Build a wheel of the package in ``sources`` and return it, in ``folder``."""
+    """Build a wheel of the package in ``sources`` in ``folder`` and return it."""
     with tempfile.TemporaryDirectory() as made:
         run(["uv", "build", "--quiet", "--wheel", "--out-dir", made, str(sources)], sources)
         (wheel,) = Path(made).glob("*.whl")
@@ -98,14 +98,14 @@ def build(sources: Path, folder: Path) -> Path:
 
 
 def find(folder: Path, release: Release) -> Path | None:
-    """Return the wheel of ``release`` that is in ``folder``."""
+    """Return the wheel of ``release`` in ``folder``."""
     name = f"{release.package.module}-{release.version}-*.whl"
     return next(iter(sorted(folder.glob(name))), None)
 
 
 def _differs(root: Path, package: Package, commit: str) -> bool:
-    """Return whether what a wheel of the checkout would have in it is not what it was at ``commit``."""
-    # Nearly all goes into it, or builds it: the README is its description, build scripts its machine code.
+    """Return whether the contents of the checkout's wheel would differ from those at ``commit``."""
+    # Nearly all files affect it: the README is its description, and build scripts make its machine code.
     left_out = [f":(exclude){package.folder}/{part}" for part in ("tests", "changelog.d", "CHANGELOG.md")]
     return bool(git(root, "diff", "--name-only", commit, "--", package.folder, *left_out).strip())
 

@@ -1,4 +1,4 @@
-"""The packages of a checkout, and what their metadata says about siblings."""
+"""The packages of a checkout, and their metadata on siblings."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Package:
     """One distribution of the repository.
 
     Attributes:
-        name: As on a package index, ``dist-utils``.
+        name: The name on a package index, for example ``dist-utils``.
     """
 
     name: str
 
     @property
     def module(self) -> str:
-        """The name it is imported by."""
+        """The import name."""
         return self.name.replace("-", "_")
 
     @property
     def folder(self) -> str:
-        """Its folder, seen from the repository's root."""
+        """Its folder, relative to the repository's root."""
         return f"packages/{self.name}"
 
     @property
@@ -68,12 +68,12 @@ def metadata(pyproject: str) -> dict[str, Any]:
 def sibling_ranges(
     pyproject: str, names: Sequence[str], *, with_tests: bool = False
 ) -> dict[str, SpecifierSet]:
-    """Return which versions of which packages among ``names`` a ``pyproject.toml`` needs.
+    """Return the version ranges of the packages among ``names`` that a ``pyproject.toml`` needs.
 
     Args:
-        pyproject: Its text.
-        names: Of the repository's packages.
-        with_tests: Whether what its tests need, the extra ``test``, counts too.
+        pyproject: The text of the file.
+        names: The repository's packages.
+        with_tests: Whether the extra ``test`` counts, too.
     """
     project = metadata(pyproject)
     texts = [*project["dependencies"], *(needs_of_tests(project) if with_tests else [])]
@@ -91,7 +91,7 @@ def needs_of_tests(project: Mapping[str, Any]) -> list[str]:
 
 
 def literal_version(text: str) -> Version | None:
-    """Return the version that the text of an ``__init__.py`` sets, if it sets one."""
+    """Return the version in the text of an ``__init__.py``, or None."""
     found = VERSION_LINE.search(text)
     return Version(found[1]) if found else None
 
@@ -100,7 +100,7 @@ def tree_version(package: Package, root: Path = ROOT) -> Version:
     """Return the version of ``package`` in the checkout ``root``.
 
     Raises:
-        ValueError: Its ``__init__.py`` sets none.
+        ValueError: The package's ``__init__.py`` sets none.
     """
     version = literal_version((root / package.version_file).read_text())
     if version is None:

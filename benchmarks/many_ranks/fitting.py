@@ -1,4 +1,4 @@
-"""The cost model, fitted on what was measured here, and its errors on cases that the fit did not see."""
+"""The cost model, fitted to measurements, and its errors on cases that the fit did not use."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _BOUNDS = {
     "latency": (5e-6, 1e-3),
     "latency_on_hosts": (5e-6, 1e-3),
 }
-"""What the fit may choose."""
+"""The ranges of the fitted parameters."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Something that was measured.
+    """One measured case.
 
     Attributes:
-        hook: Its name.
+        hook: The hook's name.
         world: Number of ranks.
         gbit: Of the hosts' links; ``None`` on loopback.
         size: Of the bucket, in bytes.
@@ -53,7 +53,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Model:
-    """What is fitted, for one hook. Seconds, but for shares.
+    """The fitted parameters for one hook, in seconds except for shares.
 
     Attributes:
         bucket: From a bucket's handing over to its begin.
@@ -125,17 +125,17 @@ def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: floa
     """Return the model with the least squares of relative errors, each number changed in turn.
 
     Args:
-        cases: Of one hook.
-        kernels: As measured alone.
-        starting: As in :class:`Worker`.
-        rounds: Of changes, each with steps half as long as the one before, if none helped.
+        cases: The cases of one hook.
+        kernels: The kernels' costs, measured alone.
+        starting: See :class:`Worker`.
+        rounds: Number of rounds; steps halve after a round without improvement.
     """
     model, step = Model(), 0.4
     names = list(asdict(model))
 
     def loss(tried: Model) -> float:
         found = [math.log(tried.seconds(case, kernels, starting) / case.seconds) for case in cases]
-        return sum(min(one * one, 0.25) for one in found)  # one disturbed time must not bend the rest
+        return sum(min(one * one, 0.25) for one in found)  # so that one disturbed time cannot distort the fit
 
     best = loss(model)
     for _ in range(rounds):
@@ -160,7 +160,7 @@ def fit(cases: Sequence[Case], kernels: Mapping[str, KernelCost], starting: floa
 def compare(
     model: Model, cases: Iterable[Case], kernels: Mapping[str, KernelCost], starting: float
 ) -> list[dict[str, Any]]:
-    """Return what was measured, what the model says, and the ratio, of each case."""
+    """Return the measured time, the model's, and the ratio, for each case."""
     rows = []
     for case in cases:
         found = model.seconds(case, kernels, starting)
@@ -169,7 +169,7 @@ def compare(
 
 
 def fit_kernels(points: Sequence[Mapping[str, Any]]) -> dict[str, KernelCost]:
-    """Return the planes through the kernels' points: seconds for a call, a message and a value."""
+    """Return the planes through the kernels' points: seconds per call, message and value."""
     found = {}
     for kernel in {point["kernel"]: None for point in points}:
         own = [point for point in points if point["kernel"] == kernel]

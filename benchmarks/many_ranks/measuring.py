@@ -1,4 +1,4 @@
-"""What the cost model is fitted on: kernels alone, and averages of one bucket among real ranks."""
+"""The measurements for the cost model: kernels alone, and averages of one bucket among real ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RING, DIRECT = "fp32 ring", "8 bits direct"
 HOOKS = (RING, DIRECT)
 
 _SHORT = 1 << 22
-"""Buckets of so many bytes take little time, and are measured more often."""
+"""Buckets of up to this many bytes take little time, and are measured more often."""
 
 Times = dict[str, dict[str, list[float]]]
 """Seconds and processor seconds of every repeat, by hook and size."""
@@ -38,14 +38,14 @@ def measure_case(ranks: int, gbit: float | None, sizes: Sequence[int], repeats: 
 
     Args:
         ranks: Number of ranks.
-        gbit: Of the hosts' links; ``None``: loopback.
-        sizes: Of buckets, in bytes.
-        repeats: Of each.
-        script: Calls :func:`be_a_rank` when it is run as ``script rank FOLDER``.
+        gbit: The rate of the hosts' links; ``None`` for loopback.
+        sizes: The buckets' sizes in bytes.
+        repeats: Repeats of each.
+        script: A script that calls :func:`be_a_rank` when run as ``script rank FOLDER``.
 
     Returns:
-        By "hook, bytes": of the slowest rank's seconds the least, which other programs on the machine have
-        disturbed least, and quartiles and median; and the least of the ranks' mean processor seconds.
+        By "hook, bytes": the slowest rank's seconds, as the minimum, which other programs have disturbed
+        least, and as quartiles and median; and the minimum of the ranks' mean processor seconds.
     """
     if gbit is None:
         found: list[Times] = run_ranks(measure_hooks, ranks, sizes, repeats, timeout=600)
@@ -91,7 +91,7 @@ def measure_hooks(rank: int, sizes: Sequence[int], repeats: int) -> Times:
 
 
 def be_a_rank(folder: Path, sizes: Sequence[int], repeats: int) -> None:
-    """Be one rank on an emulated host."""
+    """Run one rank on an emulated host."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     (folder / f"{rank}.json").write_text(json.dumps(measure_hooks(rank, sizes, repeats)))
@@ -100,7 +100,7 @@ def be_a_rank(folder: Path, sizes: Sequence[int], repeats: int) -> None:
 
 
 def measure_starting(ranks: int = 4, repeats: int = 200) -> dict[str, float]:
-    """Return what short messages take of the processor, and what share of it the thread that starts them."""
+    """Return the processor time of short messages, and the share of the thread that starts them."""
     found = run_ranks(_start_short_messages, ranks, repeats, timeout=120)
     return {
         "cpu_per_message": statistics.median(cpu for cpu, _ in found),
@@ -132,9 +132,9 @@ def _start_short_messages(rank: int, repeats: int) -> tuple[float, float]:
 
 
 def measure_kernels(repeats: int = 15) -> list[dict[str, Any]]:
-    """Return the seconds of the kernels' calls on this processor, one thread, in points to fit lines through.
+    """Return the seconds of the kernels' calls on this processor, with one thread, as points for a fit.
 
-    Values that a kernel reads count once for each message, as in :class:`~many_ranks.recording.Compute`.
+    Values that a kernel reads count once per message, as in :class:`~many_ranks.recording.Compute`.
     """
     torch.set_num_threads(1)
     points = []

@@ -14,7 +14,7 @@ RATES = (1, 25)
 
 
 def draw(predictions: dict[str, Any], path: Path) -> None:
-    """Draw the curve of every side, with the wire's limit, and write the picture."""
+    """Draw the curve of every side and the wire's limit, and write the picture."""
     rows = predictions["curve"]
     sides = list(dict.fromkeys(row["side"] for row in rows))
     worlds = sorted({row["world"] for row in rows})

@@ -24,18 +24,18 @@ __all__ = ["ASSUMED_GPU", "BUCKET", "Side", "breakdown", "curve", "one_case", "p
 LEVELS, GRID = "8 bits in levels", "fp32 in nodes, 8 bits between"
 
 RATES = (1.0, 10.0, 25.0, 100.0, 400.0)
-"""Of the nodes' links, in Gbit/s."""
+"""The rates of the nodes' links, in Gbit/s."""
 
 BUCKET = 25 * 2**20 // 4
-"""Values of DDP's buckets; the first has a 25th of it."""
+"""Values in DDP's buckets; the first has a 25th of it."""
 DDP_BUCKETS = (BUCKET // 25, BUCKET, BUCKET, BUCKET)
 
 
 _MOST_MESSAGES = 1000
-"""Of a rank: of more only the time of one bucket is predicted."""
+"""Messages per rank: beyond this, only the time of one bucket is predicted."""
 
 MakeProgram: TypeAlias = Callable[[int, int, int], Program]
-"""Makes a program from the number of ranks, those of a node, and the values of a bucket."""
+"""Makes a program from the number of ranks, the ranks per node, and the values of a bucket."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Side:
     """A way to average, on a machine.
 
     Attributes:
-        name: Of it.
+        name: The side's name.
         program: Makes its program.
-        machine: What sending takes.
-        worker: What the rest takes.
-        payload: What share of a link's bits is payload.
-        most_ranks: Of more no curve is played: messages of each to each other are too many.
+        machine: The cost of sending.
+        worker: The cost of the rest.
+        payload: The share of a link's bits that is payload.
+        most_ranks: The most ranks for the curve: direct messages between more ranks are too many.
     """
 
     name: str
@@ -66,26 +66,26 @@ def ring_of(world: int, per_node: int, count: int) -> Program:
 
 @cache
 def direct_of(world: int, per_node: int, count: int, on_host: bool = True) -> Program:
-    """Return 8 bits from each rank to each other, as before there were levels."""
+    """Return 8 bits sent from each rank to every other, as before levels existed."""
     del per_node
     return all_ranks(direct, world, [count], on_host=on_host)
 
 
 @cache
 def planned_of(world: int, per_node: int, count: int, on_host: bool = True) -> Program:
-    """Return 8 bits as they are planned: in levels, inside nodes first where nodes are known."""
+    """Return 8 bits as planned: in levels, inside nodes first if nodes are known."""
     return all_ranks(planned(per_node), world, [count], on_host=on_host)
 
 
 @cache
 def grid_before_of(world: int, per_node: int, count: int, on_host: bool = True) -> Program:
-    """Return fp32 inside nodes, and 8 bits from each node to each other, as before there were levels."""
+    """Return fp32 inside nodes, and 8 bits from each node to every other, as before levels existed."""
     return all_ranks(grid(world, per_node, in_levels=False), world, [count], on_host=on_host)
 
 
 @cache
 def grid_of(world: int, per_node: int, count: int, on_host: bool = True) -> Program:
-    """Return fp32 inside nodes, and 8 bits between them as it is planned."""
+    """Return fp32 inside nodes, and 8 bits between them as planned."""
     return all_ranks(grid(world, per_node), world, [count], on_host=on_host)
 
 
@@ -111,7 +111,7 @@ ASSUMED_GPU = {
 
 
 def wire_limit(world: int, per_node: int, gbit: float, values: int = BUCKET) -> float:
-    """Return the seconds that one byte a value takes on the nodes' links: 2 (N - 1) / N of them, N nodes."""
+    """Return the seconds that one byte per value takes on the links of N nodes: 2 (N - 1) / N times that."""
     nodes = world // per_node
     return 2 * (nodes - 1) / nodes * values * 8e-9 / gbit
 
@@ -129,7 +129,7 @@ def one_case(
 
 
 def breakdown(side: Side, cluster: Cluster, counts: Sequence[int] = (BUCKET,)) -> dict[str, float]:
-    """Return the seconds of a case, and by how much less it would take without each of its costs."""
+    """Return the seconds of a case, and how much it would save without each of its costs."""
     none = {name: KernelCost(0.0, 0.0, 0.0) for name in side.worker.kernels}
     flight = side.machine.latency - side.machine.cpu_per_message
     without = {
@@ -201,10 +201,10 @@ def predict_all(
     """Return predictions: the curve, and the cases of interest.
 
     Args:
-        models: As fitted, by hook.
-        kernels: As measured.
-        starting: As in :class:`Worker`.
-        most: Ranks at most.
+        models: The fitted models, by hook.
+        kernels: The measured costs of the kernels.
+        starting: See :class:`Worker`.
+        most: The maximum number of ranks.
         parts: "cases", "curve", or both.
     """
     sides = _sides(models, kernels, starting)
@@ -224,7 +224,7 @@ def predict_all(
 def _sides(
     models: Mapping[str, Model], kernels: Mapping[str, KernelCost], starting: float
 ) -> dict[str, list[Side]]:
-    """Return what is predicted, by where: ranks alone on nodes, eight on a node, eight GPUs on a node."""
+    """Return the sides to predict: one rank per node, eight per node, and eight GPUs per node."""
 
     def side(name: str, program: MakeProgram, fitted: str = DIRECT, most_ranks: int = 4096) -> Side:
         model = models[fitted]
@@ -268,7 +268,7 @@ def _cases(sides: Mapping[str, Sequence[Side]], most: int) -> list[dict[str, Any
         limit = wire_limit(cluster.world, per_node, gbit)
         for side in sides[where]:
             count, nbytes = side.program(cluster.world, per_node, BUCKET).messages_of(0)
-            if count > _MOST_MESSAGES:  # minutes for each number
+            if count > _MOST_MESSAGES:  # would take minutes per number
                 parts, together = {"seconds": one_case(side, cluster)}, math.nan
             else:
                 parts = breakdown(side, cluster)
@@ -299,7 +299,7 @@ def _cases(sides: Mapping[str, Sequence[Side]], most: int) -> list[dict[str, Any
 
 
 def _stragglers(sides: Mapping[str, Sequence[Side]], world: int, gbit: float = 25.0) -> list[dict[str, Any]]:
-    """Return what one bucket takes longer where ranks are not alike; after the last one has begun."""
+    """Return how much longer one bucket takes with unequal ranks, from the start of the last one."""
     cluster = Cluster(world, gbit)
     one_late, slow = np.zeros(world), np.ones(world)
     one_late[world // 2], slow[world // 2] = 0.02, 2.0

@@ -1,4 +1,4 @@
-"""The schedules of all ranks as one program: the same operations, with each rank's own peers and lengths."""
+"""The schedules of all ranks as one program: the same operations with each rank's own peers and lengths."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Messages:
-    """A batch that all ranks start, each among the ranks of one link.
+    """A batch of messages that all ranks start, each with the ranks of its link.
 
     Attributes:
-        members: Ranks of each link, [link, place].
-        steps: In their order, by how many places behind the sender the receivers are.
+        members: The ranks of each link, [link, place].
+        steps: Distances from sender to receiver in places, in sending order.
         lengths: Bytes, [link, place].
-        of_sender: Whether a message is as long as its sender's length says; else its receiver's.
+        of_sender: Whether a message has the length of its sender's entry, or of its receiver's.
     """
 
     members: Ints
@@ -36,17 +36,17 @@ class Messages:
 
     @cached_property
     def receivers(self) -> Ints:
-        """Return the rank that gets each message, [rank, step]."""
+        """Return the receiver of each message, [rank, step]."""
         return self._shifted(self.steps)
 
     @cached_property
     def senders(self) -> Ints:
-        """Return the rank that each message is from, [rank, step]."""
+        """Return the sender of each message, [rank, step]."""
         return self._shifted(-self.steps)
 
     @cached_property
     def bytes(self) -> Ints:
-        """Return how long each message of a rank is, [rank, step]."""
+        """Return the length of each message of a rank, [rank, step]."""
         own = np.empty(self.members.size, dtype=np.int64)
         own[self.members] = self.lengths
         if self.of_sender:
@@ -63,7 +63,7 @@ class Messages:
 
 @dataclass(frozen=True)
 class Start:
-    """All ranks start a batch; ``number`` is what they wait for."""
+    """All ranks start a batch; they wait for its ``number``."""
 
     number: int
     messages: Messages
@@ -74,11 +74,11 @@ Step: TypeAlias = Begin | Compute | Start | Wait
 
 @dataclass(frozen=True)
 class Program:
-    """What all ranks do.
+    """The operations of all ranks.
 
     Attributes:
         world: Number of ranks.
-        steps: In their order.
+        steps: The steps in order.
         recorded: How many ranks were recorded; the others are like them.
     """
 
@@ -87,7 +87,7 @@ class Program:
     recorded: int = 0
 
     def followed_by(self, other: Program) -> Program:
-        """Return the program of this one's buckets and then the other's."""
+        """Return a program for this one's buckets followed by the other's."""
         buckets = sum(isinstance(step, Begin) for step in self.steps)
         first = 1 + max(step.number for step in self.steps if isinstance(step, Start))
 
@@ -103,7 +103,7 @@ class Program:
         )
 
     def messages_of(self, rank: int) -> tuple[int, int]:
-        """Return how many messages a rank sends, and of how many bytes together."""
+        """Return how many messages a rank sends, and their total bytes."""
         count = total = 0
         for step in self.steps:
             if isinstance(step, Start):
@@ -121,18 +121,18 @@ def all_ranks(
     on_host: bool = True,
     exact: bool | None = None,
 ) -> Program:
-    """Return the program of all ranks, of which as few are recorded as tell everything.
+    """Return the program of all ranks, from as few recorded ranks as possible.
 
-    The ranks of a link know the same: who takes part, and how long messages are. So each link of each batch
-    is recorded from one of its ranks. Kernels take what they take on the busiest of these.
+    The ranks of a link know the same: who takes part, and the lengths of messages. So each link of each batch
+    is recorded from one of its ranks. Kernels take as long as on the busiest of these.
 
     Args:
         make_route: Makes a rank's route.
         world: Number of ranks.
-        buckets: Number of values of each.
-        on_host: As for :func:`~many_ranks.recording.record`.
-        exact: Record each link. Else four ranks tell, and lengths may be wrong by a block. ``None``: up to
-            :data:`_RECORDED_EXACTLY` ranks.
+        buckets: The number of values of each bucket.
+        on_host: See :func:`~many_ranks.recording.record`.
+        exact: Record each link. Otherwise only four ranks are recorded, and lengths may be wrong by a block.
+            ``None``: up to :data:`_RECORDED_EXACTLY` ranks.
     """
     schedules: dict[int, list[Operation]] = {}
 
@@ -167,7 +167,7 @@ def _compute_at(schedule: Sequence[Operation], place: int) -> Compute:
 
 
 def _messages(place: int, world: int, schedule: Callable[[int], Sequence[Operation]]) -> Messages:
-    """Return a batch of all ranks, from one rank of each link."""
+    """Return the batch of all ranks, from one rank of each link."""
     links: list[list[int]] = []
     lengths: list[list[int]] = []
     kinds: set[bool] = set()
@@ -184,7 +184,7 @@ def _messages(place: int, world: int, schedule: Callable[[int], Sequence[Operati
             steps = own_steps
             of_sender, of_members = _lengths(operation, members, index)
             if of_sender is not None or len(set(of_members)) == 1:
-                break  # else another one knows
+                break  # otherwise another rank knows
         known[members] = True
         links.append(members)
         lengths.append(of_members)
@@ -194,7 +194,7 @@ def _messages(place: int, world: int, schedule: Callable[[int], Sequence[Operati
 
 
 def _alike(place: int, world: int, schedules: Mapping[int, Sequence[Operation]]) -> Messages:
-    """Return a batch of all ranks, whose links are rank 0's moved along; the recorded ranks agree to that."""
+    """Return the batch of all ranks by shifting rank 0's link; the recorded ranks confirm that."""
     operation = _send_at(schedules[0], place)
     first = np.array(sorted([0, *(peer for peer, _ in operation.sends)]))
     known, links = np.zeros(world, dtype=bool), []
@@ -224,7 +224,7 @@ def _send_at(schedule: Sequence[Operation], place: int) -> Send:
 
 
 def _lengths(operation: Send, members: Sequence[int], index: int) -> tuple[bool | None, list[int]]:
-    """Return whether lengths are the senders' (``None``: this rank cannot tell), and those of all members."""
+    """Return whether lengths are the senders' (``None``: unknown to this rank), and the members' lengths."""
     sent, received = dict(operation.sends), dict(operation.receives)
     of_receivers = {**sent, members[index]: next(iter(received.values()))}
     of_senders = {**received, members[index]: next(iter(sent.values()))}

@@ -1,7 +1,7 @@
-"""What a rank does to average buckets: the real route, with messages and kernels that are only noted.
+"""A rank's operations for averaging buckets: the real route, with messages and kernels only recorded.
 
 Nothing is planned a second time: :meth:`Route.average` runs as it does in training, on tensors without
-values, and whatever it would compute, send, receive and wait for is written down.
+values, and everything that it would compute, send, receive and wait for is recorded.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["Begin", "Compute", "Grid", "MakeRoute", "Operation", "Send", "Wait",
 
 @dataclass(frozen=True)
 class Begin:
-    """A bucket's turn has come."""
+    """The start of a bucket."""
 
     bucket: int
 
 
 @dataclass(frozen=True)
 class Compute:
-    """A kernel's call.
+    """A call of a kernel.
 
     Attributes:
         kernel: ``"encode"``, ``"reduce"``, ``"decode"``, or ``"elementwise"`` for one of torch's own.
-        values: That it reads; those of several messages count each time.
-        messages: That it reads or writes; 1 for torch's own.
+        values: The values that it reads; those of several messages count each time.
+        messages: The messages that it reads or writes; 1 for one of torch's own.
     """
 
     kernel: str
@@ -48,13 +48,13 @@ class Compute:
 
 @dataclass(frozen=True)
 class Send:
-    """Messages that start together; those of no bytes are none, but say who takes part.
+    """Messages that start together; one without bytes is not sent, but shows who takes part.
 
     Attributes:
-        number: Of this batch on this rank.
+        number: The number of this batch on this rank.
         sends: (rank, bytes), in the order in which they are started.
         receives: Likewise.
-        tag: Of all of them.
+        tag: The tag of all of them.
     """
 
     number: int
@@ -65,7 +65,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Wait:
-    """Until a batch's messages have arrived."""
+    """A wait until a batch's messages have arrived."""
 
     number: int
 
@@ -79,7 +79,7 @@ _ELEMENTWISE = {"add", "add_", "div", "div_", "mul", "mul_", "sub", "sub_", "cop
 
 
 class Grid(GridRoute):
-    """A grid whose ranks are known to be one: they are all made here."""
+    """A grid that does not check its ranks, because all of them are made here."""
 
     def _require_grid(self, group: dist.ProcessGroup, device: torch.device) -> None:
         del group, device
@@ -88,14 +88,14 @@ class Grid(GridRoute):
 def record(
     make_route: MakeRoute, rank: int, world: int, buckets: Sequence[int], *, on_host: bool = True
 ) -> list[Operation]:
-    """Return what one rank of many does to average buckets one after another, as the hooks' worker does.
+    """Return the operations of one rank that averages buckets in sequence, as the hooks' worker does.
 
     Args:
         make_route: Makes the rank's route.
         rank: The rank.
         world: Number of ranks.
-        buckets: Number of fp32 values of each.
-        on_host: Whether the host computes and sends, as on Gloo; else both are only enqueued.
+        buckets: The number of fp32 values of each bucket.
+        on_host: Whether the host computes and sends, as on Gloo; otherwise both are only enqueued.
     """
     notes = _Notes(on_host)
     route, group = make_route(rank, notes), cast("dist.ProcessGroup", _Rank(rank, world))
@@ -108,7 +108,7 @@ def record(
 
 
 class _Rank:
-    """As much of a process group as a route asks for."""
+    """The part of a process group that a route uses."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
@@ -121,7 +121,7 @@ class _Rank:
 
 
 class _Notes(Transport):
-    """Carries nothing, and notes what it should have carried."""
+    """Sends nothing, and records what it would have sent."""
 
     def __init__(self, on_host: bool) -> None:
         self.operations: list[Operation] = []
@@ -158,7 +158,7 @@ class _Noted:
 
 
 class _NotedKernels(TorchFunctionMode):
-    """Notes the kernels' operators, which do nothing to tensors without values, and torch's arithmetic."""
+    """Records the kernels' operators, which do nothing to tensors without values, and torch's arithmetic."""
 
     def __init__(self, operations: list[Operation]) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ class _NotedKernels(TorchFunctionMode):
 
 
 def _kernel(name: str, arguments: Sequence[Any]) -> Compute:
-    """Return what an operator of :mod:`ddp_quant_hooks.kernels.operators` is called for."""
+    """Return the record for an operator of :mod:`ddp_quant_hooks.kernels.operators`."""
     if name == "encode":
         values, messages = arguments[:2]
         return Compute(name, values.numel(), len(messages))

@@ -1,4 +1,4 @@
-"""The sum of fp32 around a ring, as Gloo does it: what the hooks are compared with."""
+"""The ring sum of fp32, as in Gloo, with which the hooks are compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from many_ranks.recording import Begin, Compute, Wait
 __all__ = ["ring"]
 
 _LONGEST = 1 << 20
-"""Bytes of a message at most; each rank's part is at least two, so that one travels while one is added."""
+"""The longest message in bytes; each rank's part has at least two, so that one is sent while one is added."""
 
 
 def ring(world: int, buckets: Sequence[int], *, played: int | None = None) -> Program:
@@ -19,8 +19,8 @@ def ring(world: int, buckets: Sequence[int], *, played: int | None = None) -> Pr
 
     Args:
         world: Number of ranks.
-        buckets: Number of values of each.
-        played: So few ranks are played, where all are alike and none shares a link: they take as long as all.
+        buckets: The number of values of each bucket.
+        played: Play only this many ranks, if all are alike and none shares a link: they take as long as all.
     """
     steps: list[Step] = []
     ranks = played or world

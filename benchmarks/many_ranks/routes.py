@@ -1,4 +1,4 @@
-"""The project's routes for ranks that do not exist."""
+"""The project's routes, for simulated ranks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Direct", "direct", "grid", "planned"]
 OPTIONS = QuantizedAllreduceState(min_bytes=0).options
 
 _CHUNK = 5 << 18
-"""Values on the wire at a time before chunks and levels looked at the number of ranks."""
+"""Values on the wire at a time, before chunks and levels depended on the number of ranks."""
 
 
 class Direct(Route):
-    """The way before there were levels: each rank to each other, in chunks of one length."""
+    """The route before levels existed: each rank to every other, in chunks of one length."""
 
     def levels(self, group: dist.ProcessGroup, count: int) -> Levels:
         """Return one level of all ranks."""
@@ -55,13 +55,13 @@ class _GridWithoutLevels(Grid):
 
 
 def direct(rank: int, transport: Transport) -> Route:
-    """Return the route that ``QuantizedAllreduceState()`` had before there were levels."""
+    """Return the route that ``QuantizedAllreduceState()`` had before levels existed."""
     del rank
     return Direct(OPTIONS, transport)
 
 
 def planned(per_host: int = 1) -> MakeRoute:
-    """Return the routes of ``QuantizedAllreduceState()``, which knows that hosts have so many ranks."""
+    """Return the routes of ``QuantizedAllreduceState()`` for hosts with ``per_host`` ranks."""
 
     def make(rank: int, transport: Transport) -> Route:
         del rank
@@ -75,8 +75,8 @@ def grid(world: int, per_node: int, *, in_levels: bool = True) -> MakeRoute:
 
     Args:
         world: Number of ranks.
-        per_node: Of a node.
-        in_levels: As it is planned; else each node to each other, as before there were levels.
+        per_node: Ranks per node.
+        in_levels: As planned now; otherwise each node to every other, as before levels existed.
     """
     kind = Grid if in_levels else _GridWithoutLevels
 

@@ -1,8 +1,8 @@
-"""The schedules of all ranks, simulated: which rank waits for which, on which link, and for how long.
+"""Simulate the schedules of all ranks: which rank waits for which, on which link, and for how long.
 
-Every rank has a thread that computes and starts messages, and one that takes them in. Messages queue where
-they leave and where they arrive: a node's link to others is shared by its ranks, each rank has its own way
-inside. A message arrives while it is still leaving: what is long takes its time once, not twice.
+Every rank has one thread that computes and starts messages, and one that receives them. Messages queue where
+they leave and where they arrive: a node's link to others is shared by its ranks; inside a node each rank has
+its own. A message arrives while it is still leaving, so a long one takes its time only once.
 
 All ranks do the same steps, so a step is played for all of them at once, in arrays.
 """
@@ -24,7 +24,7 @@ __all__ = ["Ranks", "play"]
 Floats = npt.NDArray[np.float64]
 
 _IN_FLIGHT = 3
-"""Batches that may be on a link at a time: of later ones none starts before the first has arrived."""
+"""Batches that may be on a link at a time; a later one starts only after the first has arrived."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class Ranks:
 def play(
     program: Program, cluster: Cluster, machine: Machine, worker: Worker, ranks: Ranks | None = None
 ) -> Floats:
-    """Return when each rank has the mean of each bucket, [bucket, rank], in seconds.
+    """Return the seconds until each rank has the mean of each bucket, [bucket, rank].
 
     Args:
-        program: What the ranks do.
-        cluster: Where; ``cluster.gbit`` is what the nodes' links carry, whatever ``machine`` says.
+        program: The operations of the ranks.
+        cluster: The cluster; ``cluster.gbit`` is the rate of the nodes' links, whatever ``machine`` says.
         machine: Latency and processor.
         worker: The ranks' own work.
-        ranks: How they differ.
+        ranks: How the ranks differ.
     """
     ranks = ranks or Ranks()
     late = np.zeros(program.world) if ranks.late is None else ranks.late
@@ -88,18 +88,18 @@ def play(
 
 @dataclass(frozen=True)
 class _Arrivals:
-    """When the messages of a batch could be there, and what taking them in takes.
+    """When the messages of a batch could arrive, and the cost of receiving them.
 
     Attributes:
-        at_best: By the rank: when all are taken in if nothing else is in the way.
-        work: By the rank: seconds for all.
+        at_best: Per rank: when all are received if nothing else is in the way.
+        work: Per rank: seconds for receiving all.
     """
 
     at_best: Floats
     work: Floats
 
     def taken_in(self, free: Floats) -> Floats:
-        """Return when all are taken in by threads that have time from ``free`` on."""
+        """Return when all are received by threads that are free from ``free`` on."""
         return np.maximum(free + self.work, self.at_best)
 
 
@@ -107,11 +107,11 @@ class _Network:
     """All links.
 
     Args:
-        cluster: Of these nodes.
-        machine: With such links and processors.
-        starting: As in :class:`Worker`.
-        pace: How many times as long the processor's work takes, by the rank.
-        alike: Whether all ranks are; then nobody's messages come late.
+        cluster: The nodes.
+        machine: Their links and processors.
+        starting: See :class:`Worker`.
+        pace: Per rank: how many times as long the processor's work takes.
+        alike: Whether all ranks are equal; then no messages come late.
     """
 
     def __init__(
@@ -130,10 +130,10 @@ class _Network:
         )
 
     def send(self, messages: Messages, now: Floats) -> tuple[Floats, _Arrivals]:
-        """Return when each rank has started its messages, and when those to it arrive."""
+        """Return when each rank has started its messages, and when its own arrive."""
         lengths = messages.bytes.astype(np.float64)
         some = lengths > 0
-        # Receives are posted first, half of the work; what is sent is copied by who sends it.
+        # Receives are posted first, which is half of the work; the sender copies what it sends.
         half = 0.5 * self._machine.cpu_per_byte
         each = self._pace[:, None] * (some * self._start / 2 + half * lengths)
         posted = now + self._pace * some.sum(1) * self._start / 2
@@ -150,7 +150,7 @@ class _Network:
     def _through_links(
         self, messages: Messages, started: Floats, lengths: Floats, some: npt.NDArray[np.bool_]
     ) -> Floats:
-        """Return when each message to a rank has come, [rank, step]; those that are none, long ago."""
+        """Return when each message to a rank has come, [rank, step]; -inf where there is none."""
         nodes = np.arange(len(started)) // self._per_node
         inside = nodes[:, None] == nodes[messages.receivers]
         came = np.full(started.shape, -np.inf)
@@ -170,17 +170,17 @@ class _Network:
 
 
 def _received(of_sent: npt.NDArray, messages: Messages) -> npt.NDArray:
-    """Return what is known of each message a rank sends, for those that it receives."""
+    """Rearrange an array over sent messages into one over received messages."""
     return of_sent[messages.senders, np.arange(of_sent.shape[1])]
 
 
 class _Queue:
-    """Links that carry one message after another, whoever is there first.
+    """Links that carry one message after another, first come, first served.
 
     Args:
-        links: Number of them.
-        window: So many of the last batches are looked at again with each new one: a message that is late
-            does not keep those that come before it, though their batch was started after it. 0: none is.
+        links: Number of links.
+        window: With each new batch, reconsider this many earlier batches: a late message does not delay
+            messages that arrive before it, though their batch was started later. 0: none.
     """
 
     def __init__(self, links: int, window: int) -> None:
@@ -189,11 +189,11 @@ class _Queue:
         self._last: deque[tuple[Floats, Floats]] = deque()
 
     def serve(self, ready: Floats, took: Floats, group: int) -> Floats:
-        """Return when messages are through.
+        """Return when messages have passed.
 
         Args:
-            ready: When each could begin, [rank, step]; those that are none at -inf.
-            took: Seconds for each.
+            ready: When each could start, [rank, step]; -inf where there is none.
+            took: Seconds per message.
             group: How many ranks share a link.
         """
         shape, links = ready.shape, len(ready) // group
@@ -217,14 +217,14 @@ class _Queue:
 
 
 def _order(times: Floats) -> npt.NDArray[np.intp] | None:
-    """Return the order of times in each row; ``None`` if that is how they stand."""
+    """Return the order of times in each row; ``None`` if they are sorted."""
     if (times[:, 1:] >= times[:, :-1]).all():
         return None
     return np.argsort(times, axis=1, kind="stable")
 
 
 def _in_turn(ready: Floats, took: Floats, free: Floats) -> Floats:
-    """Return when each is done of those that queue in this order, [link, place]."""
+    """Return when each message is done, for messages that queue in this order, [link, place]."""
     total = np.cumsum(took, axis=1)
     begun = np.maximum(np.maximum.accumulate(ready - (total - took), axis=1), free[:, None])
     return begun + total

@@ -18,17 +18,17 @@ from dist_utils.testing import run_ranks
 
 LOOPBACK = "loopback"
 RATES = {"1gbit": 1e9 / 8, "10gbit": 10e9 / 8, "0.1gbit": 0.1e9 / 8}
-"""Bytes a second of the emulated links, by what the command line calls them."""
+"""Bytes per second of the emulated links, by their names on the command line."""
 SCRIPT = Path(__file__).parents[1] / "bench_whole_steps.py"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Where a model trains.
+    """A model and the place where it trains.
 
     Args:
-        model: Its name.
-        hosts: How many; on loopback how many ranks.
+        model: The model's name.
+        hosts: How many hosts; on loopback, how many ranks.
         rate: A name of RATES, or LOOPBACK.
         ranks_per_host: How many ranks each host has.
     """
@@ -40,7 +40,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What results and tables call it."""
+        """The cell's name in results and tables."""
         if self.rate == LOOPBACK:
             return f"{self.model}, {self.world_size} ranks, loopback"
         ranks = "" if self.ranks_per_host == 1 else f" of {self.ranks_per_host} ranks"
@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def plain_seconds(self) -> float:
-        """What a step of plain DDP may take, roughly."""
+        """A rough estimate of a step of plain DDP."""
         model, size = MODELS[self.model], self.world_size
         wire = 0.0 if self.rate == LOOPBACK else model.plain_bytes * 2 * (size - 1) / size / RATES[self.rate]
         # Several ranks of a host share its link, and all ranks two cores.
@@ -73,7 +73,7 @@ FIRST = (
     Cell("conv", 2, "1gbit"),
     Cell("60M", 2, "1gbit"),
 )
-"""What matters most: measured in this order, before all others."""
+"""The most important cells, measured in this order, before all others."""
 
 
 def chosen_cells(
@@ -83,14 +83,14 @@ def chosen_cells(
     possible = [
         Cell(model, count, rate, ranks)
         for count, rate, model, ranks in itertools.product(hosts, rates, models, ranks_per_host)
-        # Several ranks of a host are for two hosts: eight of them share two cores as it is.
+        # Several ranks per host only on two hosts: already eight ranks share two cores.
         if ranks == 1 or (rate != LOOPBACK and count == 2)
     ]
     return sorted(possible, key=lambda cell: FIRST.index(cell) if cell in FIRST else len(FIRST))
 
 
 def jobs_of(cell: Cell, names: Sequence[str], repeats: int, memory_gib: float) -> Iterator[Job]:
-    """Divide the sides into jobs that fit into memory, each with plain DDP, fragile sides each alone."""
+    """Divide the sides into jobs that fit into memory, each with plain DDP; fragile sides run alone."""
     fits = int(memory_gib * 2**30 / (MODELS[cell.model].bytes_of_a_side * cell.world_size))
     if fits < 2:
         raise MemoryError(f"{cell.name}: two models on every rank need more than {memory_gib} GiB")
@@ -104,11 +104,11 @@ def jobs_of(cell: Cell, names: Sequence[str], repeats: int, memory_gib: float) -
 
 
 def run(cell: Cell, job: Job) -> list[dict[str, Any]]:
-    """Return what every rank of a job has seen.
+    """Return the measurements of every rank of a job.
 
     Raises:
-        EmulationUnavailableError: There can be no hosts.
-        RuntimeError: A rank failed, or it took ten times as long as it should.
+        EmulationUnavailableError: Hosts cannot be emulated.
+        RuntimeError: A rank failed, or the job took ten times as long as expected.
     """
     steps = (job.repeats + WARM_UP) * (len(job.sides) + 1)
     steps += MOST_TRIALS * sum(name.startswith("auto") for name in job.sides)

@@ -1,4 +1,4 @@
-"""One picture with one message: what 8 bits gain in a whole training step, by model and network."""
+"""One picture with one message: the gain of 8 bits in a whole training step, by model and network."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODELS = {
 
 
 def draw_gains(results: dict[str, Any], path: Path) -> None:
-    """Draw a bar for every cell in which 8 bits were measured, the largest gain first."""
+    """Draw a bar for every cell with 8 bits, the largest gain first."""
     gains = {
         name: cell["sides"][SIDE]["faster_than_plain"]
         for name, cell in results["cells"].items()

@@ -1,4 +1,4 @@
-"""What a model learns with each kind of numbers on the wire: after equal steps, and after equal time."""
+"""Losses with each number format on the wire: after equal steps, and after equal time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddp_quant_hooks import QuantizedAllreduceState
 from dist_utils.testing import run_ranks
 
 RANKS, HOW_LONG, THIN, WARM_UP = 2, 200, 10, 20
-"""Ranks, steps, steps in each point of a curve, steps in which the learning rate rises."""
+"""Ranks, steps, steps per point of a curve, steps in which the learning rate rises."""
 DILOCO = "diloco"
 LEARNERS = [PLAIN, "fp16", "bf16", "8bits", "4bits", "powersgd-one", "perchannel", DILOCO]
 LEARNT = ("7M", "conv")
@@ -31,7 +31,7 @@ LABEL = {**LABELS, DILOCO: "DiLoCo, 8 bits every 20 steps"}
 
 
 def learn(rank: int, model_name: str, name: str, seeds: int, steps: int) -> list[list[float]]:
-    """Be a rank; return the mean losses of every THIN steps, for each seed."""
+    """Train on one rank; return the mean losses of every THIN steps, for each seed."""
     torch.set_num_threads(1)
     keep_freed_memory()
     task = MODELS[model_name].task()
@@ -44,7 +44,7 @@ def _curve(rank: int, task: Task, model_name: str, name: str, seed: int, steps: 
     batches = torch.Generator().manual_seed(seed)
     losses = torch.empty(steps)
     for index in range(steps):
-        # Every rank draws for all: the examples do not depend on who computes them.
+        # Every rank draws for all ranks, so the examples do not depend on who computes them.
         losses[index] = step(task.draw(RANKS * task.batch, batches).view(RANKS, -1)[rank])
         schedule.step()
     dist.all_reduce(losses)
@@ -86,12 +86,12 @@ def _diloco(task: Task, seed: int) -> Learner:
 
 
 def learn_all(options: argparse.Namespace, results: dict[str, Any], save: Callable[[], None]) -> None:
-    """Train with every side that is asked for, and write the curves."""
+    """Train with every requested side, and write the curves."""
     wanted = [name for name in LEARNERS if name in options.sides]
     for model in [model for model in LEARNT if model in options.models]:
         entry = results.setdefault("losses", {}).setdefault(model, {})
         if (entry.get("steps"), entry.get("seeds")) != (options.steps, options.seeds):
-            entry["curves"] = {}  # no part of a curve is compared with a longer one
+            entry["curves"] = {}  # curves of different lengths are not compared
         entry |= {
             **describe_machine(),
             "steps": options.steps,
@@ -104,7 +104,7 @@ def learn_all(options: argparse.Namespace, results: dict[str, Any], save: Callab
                 curves, *_ = run_ranks(
                     learn, RANKS, model, name, options.seeds, options.steps, timeout=timeout
                 )
-            except Exception as error:  # noqa: BLE001 - PyTorch's hooks: the table says what they raise
+            except Exception as error:  # noqa: BLE001 - the table shows the errors of PyTorch's hooks
                 entry["curves"][name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
                 print(f"{model}: {LABEL[name]}: {entry['curves'][name]['failed']}", file=sys.stderr)
             else:
@@ -115,8 +115,8 @@ def learn_all(options: argparse.Namespace, results: dict[str, Any], save: Callab
 
 
 def loss_at(curve: list[float], step: float) -> float:
-    """Return a curve's value after so many steps, between its points on a straight line."""
-    # A point is a mean of THIN steps: it stands for their middle.
+    """Return a curve's value after a number of steps, linearly interpolated."""
+    # A point is a mean of THIN steps, and stands for their middle.
     place = min(max((step - THIN / 2) / THIN, 0.0), len(curve) - 1.0)
     low = int(place)
     high = min(low + 1, len(curve) - 1)
@@ -124,11 +124,11 @@ def loss_at(curve: list[float], step: float) -> float:
 
 
 def losses_in_time(entry: dict[str, Any], cell: dict[str, Any]) -> tuple[float, dict[str, list[float]]]:
-    """Return how many seconds the fastest side needs for its curve, and every side's losses by then.
+    """Return the seconds that the fastest side needs for its curve, and every side's losses by then.
 
     Args:
         entry: The curves of a model.
-        cell: Its step times somewhere. An overlapped side has the curve of the other.
+        cell: Its step times in one cell. An overlapped side uses the curve of its plain counterpart.
     """
     curves = {
         name: entry["curves"].get(name.removesuffix(OVERLAP))

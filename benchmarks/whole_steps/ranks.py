@@ -1,4 +1,4 @@
-"""What a rank does: it steps every side in turns, and notes seconds and bytes."""
+"""The work of a rank: it steps every side in turns, and records seconds and bytes."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from whole_steps.tasks import MODELS
 from dist_utils.testing import tcp_bytes_sent
 
 WARM_UP = 4
-"""Steps of each side before the first that counts: DDP forms its buckets, powerSGD gets warm."""
+"""Uncounted first steps of each side: DDP rebuilds its buckets, and powerSGD warms up."""
 MOST_TRIALS = 110
-"""Steps after which a side that chooses must have chosen."""
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # names of numbers in glibc's malloc.h
+"""Steps after which an automatic side must have chosen."""
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # constants in glibc's malloc.h
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the ranks of one process group measure.
+    """The measurements of one process group.
 
     Args:
-        model: Its name.
-        sides: In turns, always with plain DDP.
-        repeats: Steps of each.
-        ranks_per_host: A mesh is made of them where there are several.
-        patience: Seconds until a collective gives up.
+        model: The model's name.
+        sides: The sides that take turns, always including plain DDP.
+        repeats: Steps of each side.
+        ranks_per_host: If more than one, a mesh of hosts and their ranks is made.
+        patience: Seconds until a collective times out.
     """
 
     model: str
@@ -52,7 +52,7 @@ class Job:
 
     @classmethod
     def from_text(cls, text: str) -> Job:
-        """Return what :meth:`to_text` has written."""
+        """Read the text of :meth:`to_text`."""
         fields = json.loads(text)
         return cls(**{**fields, "sides": tuple(fields["sides"])})
 
@@ -77,14 +77,14 @@ def measure(rank: int, job: Job) -> dict[str, Any]:
     for repeat in range(-WARM_UP, job.repeats):
         examples = task.draw(task.batch, batches)
         for name in turns if repeat % 2 else reversed(turns):
-            # Without communication it is plain DDP's model: one less that must fit into memory.
+            # Without communication, plain DDP's model is used, to save memory.
             side = sides[PLAIN if name == COMPUTE else name]
             before = tcp_bytes_sent(), wire_bytes_sent()
             dist.barrier()
             began = time.perf_counter()
             side.step(task, examples, alone=name == COMPUTE)
             seconds = time.perf_counter() - began
-            dist.barrier()  # the hosts' interfaces have sent what their other ranks send
+            dist.barrier()  # so that the hosts' interfaces have sent the data of all their ranks
             after = tcp_bytes_sent(), wire_bytes_sent()
             if repeat >= 0:
                 seen["seconds"][name].append(seconds)
@@ -98,7 +98,7 @@ def measure(rank: int, job: Job) -> dict[str, Any]:
 
 
 def let_choose(side: Side, task: Task, batches: torch.Generator) -> dict[str, Any]:
-    """Train alone, without turns, until the side has chosen; return after how many steps, and what."""
+    """Train one side, without turns, until it has chosen; return the number of steps and the choice."""
     for step in range(1, MOST_TRIALS + 1):
         side.step(task, task.draw(task.batch, batches))
         if not side.choosing:
@@ -113,14 +113,14 @@ def let_choose(side: Side, task: Task, batches: torch.Generator) -> dict[str, An
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep what is freed: new pages would cost more than what is compared."""
+    """Let the allocator keep freed memory: new pages would cost more than the compared effects."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_MMAP_THRESHOLD, 2**25)
     libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def wire_bytes_sent() -> int:
-    """Return what the host's interface has sent, with all headers; nothing on loopback."""
+    """Return the bytes that the host's interface has sent, headers included; 0 on loopback."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == "eth0":
@@ -129,12 +129,12 @@ def wire_bytes_sent() -> int:
 
 
 def be_a_rank(folder: Path, job: Job) -> None:
-    """Be one rank on an emulated host; write what it has seen, or why it failed."""
+    """Run one rank on an emulated host; write its measurements, or why it failed."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
     mine = folder / f"{dist.get_rank()}.json"
     try:
         seen = measure(dist.get_rank(), job)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the table says so
+    except Exception as error:  # noqa: BLE001 - the table shows any error
         mine.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
         os._exit(0)  # a hook's threads may wait forever
     mine.write_text(json.dumps(seen))

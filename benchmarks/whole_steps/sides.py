@@ -1,6 +1,6 @@
-"""How gradients are averaged and parameters are stepped: every side of the comparison, made by name.
+"""The sides of the comparison, made by name: how gradients are averaged and parameters are stepped.
 
-A name is that of a hook, with ``+overlap`` behind it where its optimizer steps inside ``backward()``.
+A name is that of a hook, followed by ``+overlap`` if the optimizer steps inside ``backward()``.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ LABELS = {
 OURS = ("bf16", "8bits", "4bits", "nodes", "auto")
 ALL = [name for name in LABELS if name != COMPUTE] + [name + OVERLAP for name in OURS]
 FRAGILE = ("powersgd", "powersgd-one", "perchannel")
-"""They hang or abort on Gloo in some versions of torch: each gets ranks of its own.
+"""Hooks that hang or abort on Gloo in some versions of torch, so each gets ranks of its own.
 
-powerSGD's collectives of several buckets get mixed up; in one bucket it works, and nothing is overlapped.
+powerSGD mixes up the collectives of several buckets; with one bucket it works, without overlap.
 """
 
 
 def label(name: str) -> str:
-    """Return what the tables call a side."""
+    """Return a side's name in the tables."""
     base, plus, _ = name.partition("+")
     return LABELS[base] + (" + overlap" if plus else "")
 
 
 def available(names: list[str], ranks_per_host: int) -> list[str]:
-    """Return the sides that can be there: nodes need several ranks, and ``auto`` the version that has it."""
+    """Return the available sides: nodes need several ranks, and ``auto`` a version that has it."""
     missing = set()
     if ranks_per_host == 1:
         missing.add("nodes")
@@ -73,7 +73,7 @@ def make_hook(name: str, mesh: DeviceMesh | None) -> tuple[Any, Callable[..., An
     if name == "fp16":
         return None, default_hooks.fp16_compress_hook
     if name.startswith("powersgd"):
-        # The first step has DDP's first buckets; warm from the third step on.
+        # The first step uses DDP's first buckets; the hook is warm from the third step on.
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
         return state, powerSGD_hook.powerSGD_hook
     if name == "perchannel":
@@ -106,13 +106,13 @@ class Side:
         return loss.detach()
 
     def bucket_bytes(self) -> list[int]:
-        """Return how large DDP's buckets are, in the order in which they are ready, in fp32."""
-        logged = self.ddp._get_ddp_logging_data()  # noqa: SLF001 - no public name tells without a hook
+        """Return the sizes of DDP's buckets in fp32, in the order in which they are ready."""
+        logged = self.ddp._get_ddp_logging_data()  # noqa: SLF001 - without a hook no public name shows it
         return [int(size) for size in logged["rebuilt_bucket_sizes"].split(",")]
 
     @property
     def choosing(self) -> bool:
-        """Whether the side still tries what it may choose."""
+        """Whether the side is still trying its candidates."""
         return getattr(self.state, "choice", self) is None
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class Side:
 
 
 def make_side(name: str, model: Model, task: Task, mesh: DeviceMesh | None = None, seed: int = 0) -> Side:
-    """Make a model, and what averages and steps it."""
+    """Make a model with its hook and optimizer."""
     torch.manual_seed(seed)
     bucket_mb = 1e4 if name.endswith("-one") else model.bucket_mb
     ddp = DistributedDataParallel(task.model(), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=model.views)

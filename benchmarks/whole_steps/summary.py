@@ -1,17 +1,17 @@
 """Summary of a job: medians and quartiles, exposed communication, share of the possible gain.
 
-All differences and ratios are of one turn: what slows the machine for a while slows both sides. Times are of
-the slowest rank.
+All differences and ratios are within one turn, because whatever slows the machine for a while slows both
+sides. Times are of the slowest rank.
 
 * *compute*: a step of plain DDP's model under ``no_sync()``, with the optimizer's step, on all ranks at once.
-* *exposed*: what a step takes longer than compute. That is waiting for the network, and what quantizing,
-  sending and receiving take from the computation where they share its cores.
+* *exposed*: how much longer a step takes than compute. That is the wait for the network, and the time that
+  quantizing, sending and receiving take from the computation where they share its cores.
 * *wire*: how long the busiest host's link needs for all bytes of a step, headers included, as its interface
   counts them.
-* *last bucket*: the part of this that the last bucket has of the model. It is ready when ``backward()`` has
+* *last bucket*: the last bucket's share of the wire time. It is ready when ``backward()`` has
   computed everything, so no computation can hide it.
-* *possible*: ``max(compute + last bucket, wire)``, of the same side's bytes. No step with these bytes is
-  shorter, but for an overlapped optimizer, which can hide steps of other buckets behind the last one.
+* *possible*: ``max(compute + last bucket, wire)``, for the same side's bytes. No step with these bytes is
+  shorter, except with an overlapped optimizer, which can hide steps of other buckets behind the last one.
   *fraction*: possible / step. On loopback the wire takes no time.
 """
 
@@ -25,18 +25,18 @@ from typing import Any
 from whole_steps.sides import COMPUTE, PLAIN
 
 CANDIDATES = {PLAIN, "bf16", "8bits", "nodes"}
-"""What ``auto`` chooses from, as far as it may by default, where the table has a side for it."""
+"""The default candidates of ``auto`` for which the table has a side."""
 
 
 def summarize(
     ranks: list[dict[str, Any]], bytes_a_second: float | None, ranks_per_host: int
 ) -> dict[str, Any]:
-    """Return what the result file says of a job's sides, by name, and of the model.
+    """Return the entries of the result file for a job's sides, by name, and for the model.
 
     Args:
-        ranks: What each rank has seen.
-        bytes_a_second: Of each host's link; ``None`` on loopback.
-        ranks_per_host: Neighbors that share a link.
+        ranks: The measurements of each rank.
+        bytes_a_second: The rate of each host's link; ``None`` on loopback.
+        ranks_per_host: Consecutive ranks that share a link.
     """
     steps = {
         name: [1e3 * max(turn) for turn in _turns(ranks, "seconds", name)] for name in ranks[0]["seconds"]
@@ -66,7 +66,7 @@ def summarize(
 
 
 def compare(name: str, steps: dict[str, list[float]], wire: float, last: float) -> dict[str, Any]:
-    """Return how one side's steps compare with the computation, plain DDP and what is possible."""
+    """Compare one side's steps with the computation, with plain DDP and with what is possible."""
     own, compute = steps[name], statistics.median(steps[COMPUTE])
     possible = max(compute + last, wire)
     exposed = [step - alone for step, alone in zip(own, steps[COMPUTE], strict=True)]
@@ -88,7 +88,7 @@ def compare(name: str, steps: dict[str, list[float]], wire: float, last: float) 
 
 
 def max_median(turns: list[tuple[float, ...]]) -> float:
-    """Return the median over the turns of the largest of each."""
+    """Return the median over the turns of each turn's maximum."""
     return statistics.median(max(turn) for turn in turns)
 
 

@@ -12,13 +12,13 @@ from whole_steps.losses import LABEL, losses_in_time
 from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, label
 
 GAIN = 1.03
-"""Less than 3 % is within what the machine's noise does."""
+"""Less than 3 % is within the machine's noise."""
 MAIN = tuple(cell.name for cell in FIRST[:3])
-"""The cells that a table with all figures shows."""
+"""The cells whose figures are all shown in a table."""
 
 
 def tables(results: dict[str, Any]) -> str:
-    """Return everything."""
+    """Return all tables."""
     cells = results.get("cells", {})
     parts = [heading(cells)] if cells else []
     for model in dict.fromkeys(map(_model, cells)):
@@ -35,7 +35,7 @@ def _model(cell: str) -> str:
 
 
 def heading(cells: dict[str, Any]) -> str:
-    """Say where and when; sides of several trees or machines in one table are called that."""
+    """Describe where and when the cells were measured; several trees or machines are named as such."""
     runs = [side["run"] for cell in cells.values() for side in cell["sides"].values() if "run" in side]
     where = {
         f"torch {run['versions']['torch']}, {run['machine']['cores']} cores ({run['machine']['cpu']})"
@@ -147,7 +147,7 @@ def _spread(side: dict[str, Any]) -> tuple[str, str]:
 
 
 def losses(model: str, entry: dict[str, Any], cells: dict[str, Any]) -> str:
-    """Return the losses after equal steps, and after equal time where steps of that model were timed."""
+    """Return the losses after equal steps, and after equal time if steps of that model were timed."""
     curves = {name: curve for name, curve in entry["curves"].items() if isinstance(curve, list)}
     timed = {
         name: losses_in_time(entry, cell)

@@ -1,4 +1,4 @@
-"""What is trained: two transformers on text, a convolutional network and a wide perceptron on digits."""
+"""The trained models: two transformers on text, a convolutional network and a wide perceptron on digits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class LargeText(SmallText):
 
 
 class ConvolvedDigits(Digits):
-    """Images for a network that computes much with few parameters."""
+    """Images for a network with much computation and few parameters."""
 
     batch = 64
 
@@ -68,12 +68,12 @@ class ConvolvedDigits(Digits):
 
 
 def _convolution(before: int, after: int) -> list[nn.Module]:
-    # No batch norm: DDP would send its statistics, which no hook sees.
+    # No batch norm, because DDP would send its statistics without the hook.
     return [nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(8, after), nn.ReLU()]
 
 
 class WideDigits(Digits):
-    """Images for a network of many parameters that computes little."""
+    """Images for a network with many parameters and little computation."""
 
     batch = 8
     WIDTH, HIDDEN = 1536, 8
@@ -95,10 +95,10 @@ class Model:
     """A model of the table.
 
     Args:
-        task: Makes it, its data and its optimizer.
-        parameters: How many, in millions, for estimates of memory and time before one is made.
+        task: Makes the model, its data and its optimizer.
+        parameters: The number of parameters in millions, for estimates of memory and time.
         bucket_mb: DDP's ``bucket_cap_mb``: five to ten buckets.
-        step_seconds: Of one step's computation, roughly, with a core for each rank.
+        step_seconds: A rough estimate of one step's computation, with one core per rank.
         views: DDP's ``gradient_as_bucket_view``, which saves memory.
     """
 
@@ -110,12 +110,12 @@ class Model:
 
     @property
     def plain_bytes(self) -> float:
-        """Of its gradients in fp32."""
+        """The size of its gradients in fp32."""
         return 4e6 * self.parameters
 
     @property
     def bytes_of_a_side(self) -> float:
-        """What one rank needs to train it once: values, gradients, AdamW's states, buckets, residuals."""
+        """One rank's memory to train it once: values, gradients, AdamW's states, buckets, residuals."""
         return self.plain_bytes * (6 if self.views else 7)
 
 

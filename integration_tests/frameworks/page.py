@@ -1,4 +1,4 @@
-"""The Python snippets of docs/frameworks.md, by section: what users copy is what is tested."""
+"""The Python snippets of docs/frameworks.md, by section, so that tests run what users copy."""
 
 import functools
 import re
@@ -18,9 +18,9 @@ _BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def sections() -> dict[str, list[str]]:
-    """Return the snippets of every section that has some, by its title.
+    """Return the snippets of every section that has any, by title.
 
-    Those before the first section come first in each. All begin in the line that they have on the page.
+    Snippets before the first section are prepended to every section. Each keeps its line number on the page.
     """
     found: dict[str, list[str]] = {}
     text = PAGE.read_text()

@@ -1,4 +1,4 @@
-"""Two ranks as ``torchrun`` starts them, for frameworks that make their process group themselves."""
+"""Two ranks started as by ``torchrun``, for frameworks that make their own process group."""
 
 import importlib.util
 import os
@@ -16,7 +16,7 @@ _OFFLINE = {
 
 
 def needs(package):
-    """Skip a test where a framework is missing."""
+    """Skip a test if a framework is missing."""
     missing = importlib.util.find_spec(package) is None
     return pytest.mark.skipif(missing, reason=f"needs {package}: nox -s frameworks")
 

@@ -1,4 +1,4 @@
-"""Accelerate's own results, to the bit, with the step inside of backward(); and gradients in 8 bits."""
+"""Bitwise Accelerate's own results with the step inside backward(); and gradients in 8 bits."""
 
 import functools
 import warnings
@@ -15,7 +15,7 @@ from dist_utils.testing import same_bits, same_on_all_ranks
 pytestmark = needs("accelerate")
 
 AFTER = {"mode": OverlapMode.AFTER_REDUCE}
-RUNS = {  # what Accelerate does, and the options of the overlap
+RUNS = {  # Accelerate's options, and those of the overlap
     "plain": ({}, {}),
     "after reduce": ({}, AFTER),
     "clipping": ({"clip": 0.1}, {**AFTER, "clip": GlobalNorm(0.1)}),
@@ -26,7 +26,7 @@ STEPS = 6
 
 
 class _Job:
-    """A model that Accelerate has prepared, with or without the hook and the overlap."""
+    """A model prepared by Accelerate, with or without the hook and the overlap."""
 
     def __init__(self, page, *, overlap=None, quantized=False, clip=None, handlers=(), **options):
         from accelerate import DistributedDataParallelKwargs  # noqa: PLC0415 - it may be missing
@@ -102,7 +102,7 @@ def _refused(make):
 
 
 def _ignored(make):
-    """Give the hook as one would think that Accelerate takes it."""
+    """Pass the hook in the way that Accelerate seems to accept, but ignores."""
     from accelerate import DistributedDataParallelKwargs  # noqa: PLC0415 - it may be missing
 
     state = QuantizedAllreduceState(min_bytes=0)
@@ -121,7 +121,7 @@ def _accelerate():
     def make(**options):
         from accelerate.state import AcceleratorState  # noqa: PLC0415 - it may be missing
 
-        AcceleratorState._reset_state()  # one precision for a process, otherwise
+        AcceleratorState._reset_state()  # otherwise a process has only one precision
         return _Job(page, **options)
 
     found = {"overlapped": _overlapped(make), "quantized": _quantized(make)}

@@ -1,4 +1,4 @@
-"""Lightning's own results, to the bit, with the step inside of backward(); and gradients in 8 bits."""
+"""Bitwise Lightning's own results with the step inside backward(); and gradients in 8 bits."""
 
 import warnings
 
@@ -63,7 +63,7 @@ class _Lightning:
             enable_model_summary=False,
             **options,
         )
-        batches = torch.utils.data.DataLoader(self.page["data"], batch_size=8)  # 3 for each rank
+        batches = torch.utils.data.DataLoader(self.page["data"], batch_size=8)  # 3 per rank
         trainer.fit(model, batches, ckpt_path=resume, weights_only=True)
         if save is not None:
             trainer.save_checkpoint(save)
@@ -84,7 +84,7 @@ def _overlapped(lightning):
 
 
 def _of_the_module(lightning):
-    """Overlap what a LightningModule knows as its optimizers, in manual optimization; fit twice."""
+    """Overlap the optimizers of a LightningModule in manual optimization; fit twice."""
 
     class Manual(lightning.model):
         automatic_optimization = False
@@ -127,7 +127,7 @@ def _refused(lightning):
 
 
 def _ignored(lightning):
-    """Give the hook to the strategy, which ignores it on CPUs; bind the state when there is a module."""
+    """Pass the hook to the strategy, which ignores it on CPUs; bind the state once there is a module."""
     state = QuantizedAllreduceState(min_bytes=0)
 
     class Bind(lightning.page["L"].Callback):

@@ -1,4 +1,4 @@
-"""The Trainer's own results, to the bit, with the step inside of backward(); and gradients in 8 bits."""
+"""Bitwise the Trainer's own results with the step inside backward(); and gradients in 8 bits."""
 
 import pytest
 import torch

@@ -1,5 +1,5 @@
 """Faults injected into real training, long runs and restarts: ``nox -s soak``.
 
 One job is one training on two to four rank processes over Gloo, one fault at a random moment, and one
-outcome: what every rank did is compared with the record of the same training without a fault.
+outcome: every rank's record is compared with that of the same training without a fault.
 """

@@ -1,4 +1,4 @@
-"""States made and closed, process groups made and destroyed, many times: nothing stays behind."""
+"""Make and close states, and make and destroy process groups, many times: nothing is left behind."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ RANKS = 2
 
 
 def churn(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
-    """Make and close as many as the options say, and write down each outcome.
+    """Make and close as many as the options say, and write each outcome.
 
     Args:
-        options: Of the command line.
-        write: Takes an outcome.
+        options: The options of the command line.
+        write: Called with each outcome.
     """
     for what, count, rounds in (
         ("states made and closed", options.states, _states),
@@ -70,7 +70,7 @@ def _groups(rank: int, count: int) -> list[dict[str, float]]:
         del store, server
         gc.collect()
         samples.add({**resources(), "seconds": time.perf_counter() - began})
-    dist.init_process_group("gloo")  # what run_ranks destroys
+    dist.init_process_group("gloo")  # run_ranks destroys it
     return samples.all()
 
 

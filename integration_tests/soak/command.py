@@ -1,4 +1,4 @@
-"""The command: injects faults, restarts jobs, runs long, and writes every outcome down as it comes."""
+"""The command: inject faults, restart jobs, run long trainings, and write every outcome at once."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line asks for; return 0 if every outcome is right."""
+    """Run the parts that the command line selects; return 0 if every outcome is right."""
     options = _options(arguments)
     if options.page:
         page.PAGE.write_text(page.with_figures(page.PAGE.read_text(), results.load(options.output)))
         return 0
     found = results.load(options.output) if options.keep else {}
     with tempfile.TemporaryDirectory() as folder:
-        clock = wall_clock.preload(Path(folder))  # before anything starts ranks
+        clock = wall_clock.preload(Path(folder))  # before any rank is started
         found |= {"head": {**results.head(), "seed": options.seed, "clock": clock}}
 
         def write(part: str, outcome: dict[str, Any]) -> None:
             others = [old for old in found.get(part, []) if not _is_again(old, outcome)]
             found[part] = [*others, outcome]
             results.save(options.output, found)
-            print(_told(outcome), flush=True)
+            print(_line(outcome), flush=True)
 
         began = time.monotonic()
         if options.faults:
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _is_again(old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Return whether an outcome is that of a job that is run again."""
+    """Return whether two outcomes belong to the same job."""
     same = ("number", "training", "what", "seed") if "number" not in old else ("number",)
     return all(old.get(name) == new.get(name) for name in same)
 
@@ -69,7 +69,7 @@ def _is_ours(outcome: dict[str, Any]) -> bool:
     return outcome.get("training") not in BASELINES
 
 
-def _told(outcome: dict[str, Any]) -> str:
+def _line(outcome: dict[str, Any]) -> str:
     shown = {name: value for name, value in outcome.items() if name not in {"stacks", "errors"}}
     return " ".join(f"{name}={value}" for name, value in shown.items())
 
@@ -78,17 +78,17 @@ def _options(arguments: Sequence[str] | None) -> Any:
     parser = argparse.ArgumentParser(prog="soak", description=__doc__)
     add = parser.add_argument
     add("--faults", type=int, default=500, help="how many to inject")
-    add("--minutes", type=float, default=float("inf"), help="begin no fault after so many")
+    add("--minutes", type=float, default=float("inf"), help="start no fault after this many minutes")
     add("--seed", type=int, default=0)
-    add("--timeout", type=float, default=5.0, help="of the ranks' groups, in seconds")
+    add("--timeout", type=float, default=5.0, help="timeout of the ranks' groups, in seconds")
     add("--first", type=int, default=0, help="number of the first fault, to repeat one")
-    add("--only", default="", help="faults whose names have this in them")
-    add("--training", default="", help="trainings whose names have this in them")
+    add("--only", default="", help="only faults whose names contain this")
+    add("--training", default="", help="only trainings whose names contain this")
     add("--restarts", type=int, default=10, help="how many jobs to restart")
-    add("--steps", type=int, default=10_000, help="of each long run")
+    add("--steps", type=int, default=10_000, help="steps of each long run")
     add("--states", type=int, default=1000, help="how many states to make and close")
     add("--groups", type=int, default=100, help="how many process groups to make and destroy")
-    add("--keep", action="store_true", help="keep what is in the file and is not run again")
+    add("--keep", action="store_true", help="keep outcomes in the file that are not run again")
     add("--page", action="store_true", help="only write the file's figures into docs/reliability.md")
     add("--output", type=Path, default=results.RESULTS)
     return parser.parse_args(arguments)

@@ -1,4 +1,4 @@
-"""What is injected, when, into which training: drawn from a seed, so that a job can be run again."""
+"""The faults, their moments and trainings: drawn from a seed, so that a job can be repeated."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from soak.trainings import BASELINES, TRAININGS
 __all__ = ["FAULTS", "Fault", "Job", "draw"]
 
 STEPS, LAST, EVERY = 60, 40, 4
-"""Of a training: its steps, the last one for a fault, and after how many there is a checkpoint."""
+"""A training's number of steps, its last step for a fault, and the steps between checkpoints."""
 STEADY = 3
-"""From this step on all connections are there; before, ranks may wait for each other in the store."""
+"""From this step on all connections exist; before, ranks may wait for each other in the store."""
 TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and what must come of it.
+    """A fault, and its required effect.
 
     Args:
-        name: In results.
-        where: ``outside``: done to the rank at a moment; ``link``: to its network; else: the place in the
-            user's code where it happens.
+        name: The fault's name in results.
+        where: ``outside``: done to the rank at a moment; ``link``: done to its network; otherwise the place
+            in the user's code where it happens.
         ends: Whether the training must end with it; ``None``: it may.
         gone: Whether the system closes the rank's connections, so that its peers can know at once.
     """
@@ -59,7 +59,7 @@ FAULTS: dict[str, Fault] = {
 
 @dataclass(frozen=True)
 class Job:
-    """One training and one fault; none for the record that others are compared with."""
+    """One training and one fault; no fault for the reference that others are compared with."""
 
     number: int
     training: str
@@ -68,9 +68,9 @@ class Job:
     victim: int = 0
     step: int = 0
     moment: float = 0.0
-    """Which part of the step has passed, for faults from outside."""
+    """The part of the step that has passed, for faults from outside."""
     length: float = 0.0
-    """Seconds of what lasts."""
+    """Duration of the fault in seconds, if it lasts."""
     store: Literal["apart", "rank 0"] = "apart"
     timeout: float = TIMEOUT
     hosts: bool = False
@@ -78,19 +78,19 @@ class Job:
 
     @property
     def kind(self) -> Fault:
-        """What is injected."""
+        """The injected fault."""
         return FAULTS[self.fault]
 
 
 def draw(seed: int, number: int, *, faults: list[str], trainings: list[str], timeout: float = TIMEOUT) -> Job:
-    """Return the job of a number: the same for the same arguments.
+    """Return the job with a number; the same arguments give the same job.
 
     Args:
-        seed: Of the whole run.
-        number: Of the job. Faults come in turns, so that all come equally often.
-        faults: What this machine can inject.
-        trainings: Names.
-        timeout: Seconds a collective may take.
+        seed: The seed of the whole run.
+        number: The number of the job. Faults take turns, so that all are equally frequent.
+        faults: The faults that this machine can inject.
+        trainings: The names of trainings.
+        timeout: Seconds that a collective may take.
     """
     chance = random.Random(f"{seed}/{number}")
     fault = FAULTS[faults[number % len(faults)]]

@@ -1,4 +1,4 @@
-"""Many faults, one after another, and their outcomes."""
+"""Inject many faults, one after another, and judge their outcomes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["inject"]
 
 _HOSTS = 4
 _ATTEMPTS = 4
-"""A rank may wait for a core for longer than a timeout, so that a training ends before its fault."""
+"""Attempts per fault: if a rank waits for a core longer than a timeout, a training ends before its fault."""
 
 
 def inject(options: Any, write: Callable[[dict[str, Any]], None]) -> dict[str, str]:
-    """Inject faults as the options say, and write down each outcome.
+    """Inject as many faults as the options say, and write each outcome.
 
     Args:
-        options: Of the command line.
-        write: Takes an outcome.
+        options: The options of the command line.
+        write: Called with each outcome.
 
     Returns:
         The faults that this machine cannot inject, and why.
@@ -47,13 +47,13 @@ def inject(options: Any, write: Callable[[dict[str, Any]], None]) -> dict[str, s
 
 
 def run(runner: Runner, job: Job, references: dict[tuple[str, int], Reference]) -> dict[str, Any]:
-    """Run a job, and its training without a fault if that was not done yet; return the outcome."""
+    """Run a job, and once its training without a fault; return the outcome."""
     key = job.training, job.world_size
     if key not in references:
         undisturbed = replace(job, fault="", hosts=False, store="apart", timeout=60.0)
         references[key] = Reference(undisturbed, runner.run(undisturbed))
     began = time.monotonic()
-    for voided in range(_ATTEMPTS):  # noqa: B007 - how many there were is told
+    for voided in range(_ATTEMPTS):  # noqa: B007 - the count is reported
         ended = runner.run(job, references[key].step_seconds)
         outcome = judge(job, ended, references[key])
         if outcome["verdict"] != "void":

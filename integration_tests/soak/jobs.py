@@ -1,4 +1,4 @@
-"""Run a job: start its ranks, inject its fault at its moment, and gather what every rank has written."""
+"""Run a job: start its ranks, inject its fault at its moment, and collect every rank's record."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["Ended", "Runner"]
 _LOOK_SECONDS = 0.004
 _PRELOADED = ["dist_utils.testing.server", "soak.rank"]
 _HUNG_SECONDS = 20.0
-"""Beyond every promise: what has not ended by then hangs."""
+"""Far beyond every promised time: a rank that has not ended by then hangs."""
 
 
 class Ended(NamedTuple):
-    """What is known of a job that is over."""
+    """The records of a finished job."""
 
     records: list[list[dict[str, Any]]]  # of each rank
     exit_codes: list[int | None]  # None: it hung
@@ -45,7 +45,7 @@ class Runner:
     """Runs jobs, one at a time.
 
     Args:
-        network: Hosts for faults of links, or why there are none.
+        network: Emulated hosts for link faults, or the reason why there are none.
     """
 
     def __init__(self, network: Network | str) -> None:
@@ -57,8 +57,8 @@ class Runner:
         """Run a job to its end.
 
         Args:
-            job: What to do.
-            step_seconds: How long a step of it takes, for the moment of its fault.
+            job: The job.
+            step_seconds: How long a step takes, to time the fault.
         """
         with tempfile.TemporaryDirectory(prefix="soak_") as name, contextlib.ExitStack() as stack:
             folder = Path(name)
@@ -88,7 +88,7 @@ class Runner:
 
 
 class _Watch:
-    """Of the ranks of one job."""
+    """Watches the ranks of one job."""
 
     def __init__(self, job: Job, ranks: list[BaseProcess], folder: Path, network: Network | str) -> None:
         self._job, self._ranks, self._folder = job, ranks, folder
@@ -119,7 +119,7 @@ class _Watch:
     def _inject(self, step_seconds: float, stack: contextlib.ExitStack) -> None:
         job = self._job
         if job.kind.where not in {"outside", "link"} and "killed" not in job.fault:
-            return  # it does so itself
+            return  # the rank injects it itself
         victim = self._ranks[job.victim]
         if not self._wait(lambda: self._begun() or None not in self._ended, 120.0) or not self._begun():
             return
@@ -142,28 +142,28 @@ class _Watch:
     def _trouble_link(self, stack: contextlib.ExitStack) -> None:
         assert isinstance(self._network, Network)
         network, victim = self._network, self._job.victim
-        stack.callback(network.mend, victim)
+        stack.callback(network.repair, victim)
         if self._job.fault == "link cut":
             network.cut(victim)
         elif self._job.fault == "packets lost":
             network.lose(victim)
             self._wait(lambda: None not in self._ended, self._job.length)
             self._note = f"{network.lost(victim)} packets lost"
-            network.mend(victim)
+            network.repair(victim)
         else:
             network.slow(victim)
             self._wait(lambda: None not in self._ended, self._job.length)
-            network.mend(victim)
+            network.repair(victim)
 
     def _begun(self) -> bool:
-        """Return whether the victim has come to its place, or to its step."""
+        """Return whether the victim has reached its place or its step."""
         events = records.read(self._folder / f"record-{self._job.victim}")
         if "killed" in self._job.fault:
             return _time_of(events, "injected") is not None
         return any(event["event"] == "begins" and event["step"] == self._job.step for event in events)
 
     def _wait(self, done: Callable[[], object], seconds: float) -> bool:
-        """Look at the ranks until something is true; return whether it became so in time."""
+        """Watch the ranks until a condition is true; return whether that happened in time."""
         deadline = time.monotonic() + seconds
         while True:
             for rank, process in enumerate(self._ranks):
@@ -182,13 +182,13 @@ class _Watch:
         return (self._folder / f"stacks-{rank}").read_text()
 
     def _unreadable(self) -> Iterator[str]:
-        """Yield what a checkpoint says when it is read, if that is not what was written."""
-        import torch  # noqa: PLC0415 - not before the server
+        """Yield the problem of every checkpoint that cannot be read as it was written."""
+        import torch  # noqa: PLC0415 - not before the fork server starts
 
         for path in self._folder.glob("checkpoint-*.pt"):
             try:
                 torch.load(path, weights_only=True)
-            except Exception as error:  # noqa: BLE001 - whatever it is
+            except Exception as error:  # noqa: BLE001 - any error is a problem
                 yield f"{path.name}: {error}"
 
 
@@ -203,7 +203,7 @@ def _signal(process: BaseProcess, number: int) -> None:
 
 
 def _session(leader: int | None) -> list[int]:
-    """Return the processes of a rank's session: what it has started, and itself."""
+    """Return the processes of a rank's session: the rank and everything that it started."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Many steps of every training: what a process holds, and how long a step takes, stays the same."""
+"""Many steps of every training: resources and step times must not grow."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["run_long"]
 SAMPLES = 200
 CONTROL = "plain DDP"
 PAGE_KIBIBYTES = 64.0
-"""What the memory of a process may grow by in all, whatever its error: sixteen pages."""
+"""Total growth of a process's memory in KiB that is always allowed: sixteen pages."""
 
 
 def run_long(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
-    """Run every training for as many steps as the options say, and write down each outcome.
+    """Run every training for as many steps as the options say, and write each outcome.
 
     Args:
-        options: Of the command line.
-        write: Takes an outcome.
+        options: The options of the command line.
+        write: Called with each outcome.
     """
     control: Line | None = None
     names = [name for name in TRAININGS if options.training in name and name not in BASELINES]
@@ -44,10 +44,10 @@ def run_long(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
 
 
 class Samples:
-    """Places for samples, which take memory before the first of them and not after.
+    """Preallocated storage for samples, so that adding them takes no memory.
 
     Args:
-        count: How many will come.
+        count: The number of samples.
     """
 
     def __init__(self, count: int) -> None:
@@ -56,12 +56,12 @@ class Samples:
         self._next = 0
 
     def add(self, sample: dict[str, float]) -> None:
-        """Keep one more."""
+        """Store one more sample."""
         self._values[self._next] = torch.tensor([sample[name] for name in self._names], dtype=torch.float64)
         self._next += 1
 
     def all(self) -> list[dict[str, float]]:
-        """Return them."""
+        """Return all samples."""
         return [dict(zip(self._names, row, strict=True)) for row in self._values[: self._next].tolist()]
 
 
@@ -81,11 +81,11 @@ def _train(rank: int, name: str, steps: int) -> list[dict[str, float]]:
 
 
 def judged(ranks: list[list[dict[str, float]]], control: Line | None = None) -> dict[str, Any]:
-    """Return the growth of everything on the rank where it is largest, and whether that is none.
+    """Return each quantity's growth on the rank where it is largest, and the verdict.
 
-    Memory may grow as much as in the control: torch's own, and that of the loop around it.
+    Memory may grow as much as in the control, which shows the growth of torch itself and of the loop.
 
-    The first quarter is left out: caches fill, residuals and optimizer states come, a state chooses.
+    The first quarter is left out: caches fill, residuals and optimizer states appear, a state chooses.
     """
     found: dict[str, Any] = {}
     problems = []

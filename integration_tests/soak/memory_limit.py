@@ -1,4 +1,4 @@
-"""A control group whose limit ends a process, where this program may make one."""
+"""A control group whose memory limit ends a process, if this program may make one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 __all__ = ["limited", "why_not"]
 
-_LIMITS = {  # the folder of a group, and the file with its limit, in both versions
+_LIMITS = {  # folder and limit file of a control group, in both versions of cgroups
     Path("/sys/fs/cgroup/memory"): "memory.limit_in_bytes",
     Path("/sys/fs/cgroup"): "memory.max",
 }
@@ -30,7 +30,7 @@ def _children(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def limited() -> Iterator[Path]:
-    """Yield a group with little room; write a process into its ``cgroup.procs``."""
+    """Yield a group with little memory; write a process id into its ``cgroup.procs``."""
     parent, name = _place()
     group = parent / f"soak-{os.getpid()}-{time.monotonic_ns()}"
     group.mkdir()
@@ -46,7 +46,7 @@ def limited() -> Iterator[Path]:
 
 
 def why_not() -> str:
-    """Return why there is none here, or nothing."""
+    """Return why there is none on this machine, or an empty string."""
     try:
         with limited():
             return ""

@@ -1,4 +1,4 @@
-"""Hosts with links that can be cut, slowed down and made to lose packets, and why there are none here."""
+"""Hosts with links that can be cut, slowed down and made to lose packets."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ RATE = "1gbit"
 
 
 class Network:
-    """Emulated hosts whose links have troubles."""
+    """Emulated hosts with faulty links."""
 
     def __init__(self, hosts: list[Host]) -> None:
         self.hosts = hosts
         self.loss = self._how_to_lose()
 
     def holder(self, index: int) -> int:
-        """Return a process whose network a host is."""
+        """Return the process that holds a host's network."""
         return holder(self.hosts[index])
 
     def address(self, index: int) -> str:
@@ -33,15 +33,15 @@ class Network:
         return address(index)
 
     def cut(self, index: int) -> None:
-        """Take the interface of a host down."""
+        """Take a host's interface down."""
         self._run(index, "ip link set eth0 down")
 
     def slow(self, index: int) -> None:
-        """Give a link 1 % of its rate."""
+        """Reduce a link to 1 % of its rate."""
         self._run(index, "tc qdisc replace dev eth0 root tbf rate 10mbit burst 16kb latency 200ms")
 
     def lose(self, index: int) -> None:
-        """Lose packets of a host."""
+        """Make a host lose packets."""
         self._run(index, f"tc qdisc replace dev eth0 root {self.loss}")
 
     def lost(self, index: int) -> int:
@@ -50,19 +50,19 @@ class Network:
         words = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
         return int(words[words.index("(dropped") + 1].rstrip(","))
 
-    def mend(self, index: int) -> None:
-        """Make a link as it was."""
+    def repair(self, index: int) -> None:
+        """Repair a link."""
         self._run(index, "ip link set eth0 up")
         self._run(index, f"tc qdisc replace dev eth0 root tbf rate {RATE} burst 128kb latency 50ms")
 
     def _how_to_lose(self) -> str:
-        """Return a queue that loses packets: at random where the kernel has that, else one too short."""
+        """Return a queue that loses packets: at random if the kernel can, otherwise by being too short."""
         random = "netem loss 2%"
         with contextlib.suppress(subprocess.CalledProcessError):
             self._run(0, f"tc qdisc replace dev eth0 root {random}")
-            self.mend(0)
+            self.repair(0)
             return random
-        # A packet of Gloo's is up to 64 KiB before it is cut; of several in a row the last ones find no room.
+        # A packet of Gloo has up to 64 KiB before it is cut; the last ones of several in a row find no room.
         return "tbf rate 100mbit burst 5kb limit 8kb"
 
     def _run(self, index: int, command: str) -> None:
@@ -71,7 +71,7 @@ class Network:
 
 @contextlib.contextmanager
 def network(count: int) -> Iterator[Network | str]:
-    """Set up hosts and yield them, or the reason why there are none."""
+    """Set up hosts and yield them, or yield the reason why that is not possible."""
     with contextlib.ExitStack() as stack:
         try:
             hosts = stack.enter_context(emulated_hosts(count, rate=RATE))

@@ -68,7 +68,7 @@ def _faults(results: dict[str, Any]) -> str:
 
 
 def _when(outcome: dict[str, Any]) -> str:
-    """Tell apart the first steps, in which a rank that has gone is not known to be."""
+    """Mark faults in the first steps, in which peers cannot yet know that a rank is gone."""
     gone = outcome["fault"].startswith(("kill", "raises", "no more", "disk"))
     return ", in the first three steps" if gone and outcome["step"] < 3 else ""
 

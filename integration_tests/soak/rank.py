@@ -1,4 +1,4 @@
-"""One rank of a job: trains, writes down what its parameters are after each step, and how it ended."""
+"""One rank of a job: train, record the parameters after each step, and how it ended."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Place:
-    """Where a process runs: on an emulated host, or on this machine.
+    """Where a process runs: on an emulated host or on this machine.
 
     Args:
         holder: A process of the emulated host; 0 for this machine.
         store: Address and port of the store.
-        interface: Of its network.
+        interface: The name of its network interface.
     """
 
     def __init__(self, holder: int, store: tuple[str, int], interface: str) -> None:
         self.holder, self.store, self.interface = holder, store, interface
 
     def enter(self) -> None:
-        """Move this process, which has one thread yet, there; it ends with the server that made it."""
+        """Move this process, which has only one thread yet, there; it ends with the server that made it."""
         libc = ctypes.CDLL(None, use_errno=True)
         os.setsid()
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if self.holder:
             kinds = {"user": _CLONE_NEWUSER, "net": _CLONE_NEWNET}
-            # Opened before the first is entered: another user may not look at the second.
+            # Both are opened before the first is entered, because another user may not open the second.
             spaces = [
                 (kind, os.open(f"/proc/{self.holder}/ns/{name}", os.O_RDONLY))
                 for name, kind in kinds.items()
@@ -70,7 +70,7 @@ def keep_store(place: Place, ready: Path) -> None:
 
 
 def be_rank(job: Job, rank: int, place: Place, folder: Path) -> None:
-    """Train, and leave as a program does whose ``finally`` closes what it has begun."""
+    """Train, and exit like a program whose ``finally`` closes what it has started."""
     place.enter()
     torch.set_num_threads(1)
     with (folder / f"stacks-{rank}").open("w") as stacks:
@@ -84,7 +84,7 @@ def be_rank(job: Job, rank: int, place: Place, folder: Path) -> None:
             training = TRAININGS[job.training].begin()
             _arm(job, rank, folder, record)
             _train(job, training, folder, record)
-        except BaseException as error:  # noqa: BLE001 - the outcome
+        except BaseException as error:  # noqa: BLE001 - any error is an outcome
             text = str(error).splitlines()
             record.note("raised", type=type(error).__name__, text=" ".join(text)[:600])
         finally:
@@ -96,7 +96,7 @@ def be_rank(job: Job, rank: int, place: Place, folder: Path) -> None:
 
 
 def _settle_in() -> None:
-    """Load what is loaded at first use: its descriptors are nobody's leak."""
+    """Load everything that is loaded at first use, so that its descriptors do not count as leaks."""
     torch.ones(2).add_(1)
     gc.collect()
 
@@ -134,12 +134,12 @@ def _arm(job: Job, rank: int, folder: Path, record: Record) -> None:
 
 
 def _fill_disk(folder: Path, rank: int) -> None:
-    """From now on what is written to the next checkpoint meets a full device."""
+    """Let writes to the next checkpoint fail with a full device."""
     (folder / f"checkpoint-{rank}.new").symlink_to("/dev/full")
 
 
 def _wait_for_limit(folder: Path) -> None:
-    """Take memory when a limit is set."""
+    """Allocate memory once a limit is set."""
     while not (folder / "limited").exists():
         time.sleep(0.001)
     trouble.swell()
@@ -154,7 +154,7 @@ def _train(job: Job, training: Training, folder: Path, record: Record) -> None:
         if (step + 1) % EVERY == 0:
             training.save(folder, step + 1)
             record.note("saved", step=step)
-    dist.barrier()  # Gloo's threads finish meanwhile
+    dist.barrier()  # lets Gloo's threads finish
     record.note("finished")
 
 
@@ -167,7 +167,7 @@ def _leave(training: Training | None, record: Record) -> None:
             training.close()
         except Exception as error:  # noqa: BLE001 - an outcome
             problem = f"{type(error).__name__}: {error}"
-    if held:  # nothing steps any more
+    if held:  # nothing steps from here on
         record.note("kept", parameters=digests(held))
         held.clear()
     gc.collect()

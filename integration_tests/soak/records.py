@@ -1,4 +1,4 @@
-"""What a rank writes down while it trains: a line for each event, which is there even if the rank dies."""
+"""The record of a rank: one line per event, which survives the death of the rank."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Record:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def note(self, event: str, **details: Any) -> None:
-        """Write an event down, at once."""
+        """Write an event at once."""
         line = json.dumps({"time": time.monotonic(), "event": event, **details}) + "\n"
         os.write(self._descriptor, line.encode())
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a rank until now."""
+    """Return the events of a rank so far."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def digests(tensors: Iterable[torch.Tensor]) -> list[str]:
-    """Return what tells every tensor's bits from others."""
+    """Return a digest of each tensor's bits."""
     return [
         hashlib.blake2b(tensor.detach().contiguous().numpy().tobytes(), digest_size=6).hexdigest()
         for tensor in tensors
@@ -44,12 +44,12 @@ def digests(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 
 def resources() -> dict[str, int]:
-    """Return how many descriptors, threads and KiB of memory this process holds."""
+    """Return the number of descriptors and threads and the KiB of memory of this process."""
     open_files = list(Path("/proc/self/fd").iterdir())
     with Path("/proc/self/status").open() as file:
         status = dict(line.split(":", 1) for line in file)
     return {
-        "descriptors": len(open_files) - 1,  # without that of the listing
+        "descriptors": len(open_files) - 1,  # without the descriptor of this listing
         "sockets": sum(map(_is_socket, open_files)),
         "threads": threading.active_count(),
         "kernel_threads": int(status["Threads"]),
@@ -60,5 +60,5 @@ def resources() -> dict[str, int]:
 def _is_socket(path: Path) -> bool:
     try:
         return str(path.readlink()).startswith("socket:")
-    except OSError:  # that of the listing
+    except OSError:  # the descriptor of this listing
         return False

@@ -1,4 +1,4 @@
-"""Whether a quantity grows: the slope of a regression line, and its error."""
+"""Decide whether a quantity grows: the slope of a regression line, and its error."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["Line", "fitted"]
 
 
 class Line(NamedTuple):
-    """Of values at equal distances.
+    """A regression line through equidistant values.
 
     Args:
-        growth: From the first value to the last one, along the line.
+        growth: Growth from the first to the last value, along the line.
         error: Standard error of the growth.
-        mean: Of the values.
+        mean: Mean of the values.
     """
 
     growth: float
@@ -30,8 +30,8 @@ class Line(NamedTuple):
 def fitted(values: Sequence[float]) -> Line:
     """Fit a line by least squares.
 
-    Values in a row resemble each other, which makes the error look small: what is fitted is the means of
-    twenty blocks.
+    Consecutive values resemble each other, which would make the error look small, so the line is fitted to
+    the means of twenty blocks.
     """
     size = max(1, len(values) // 20)
     blocks = [sum(values[start : start + size]) / size for start in range(0, len(values) - size + 1, size)]

@@ -1,4 +1,4 @@
-"""A job that torchrun restarts: one rank is killed in the first attempt, at a moment that it draws."""
+"""A job that torchrun restarts: one rank is killed in the first attempt, at a random moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 24
 
 
 def main() -> None:
-    """Train from the last checkpoint that all ranks have, to the end."""
+    """Train from the last checkpoint that all ranks have to the end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("training")
@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.set_num_threads(1)
-    # As in the guide: every attempt has keys of its own.
+    # As in the guide: every attempt has its own keys.
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     store = dist.PrefixStore(f"attempt {attempt}", store)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -47,13 +47,13 @@ def main() -> None:
     (options.folder / f"bits-{rank}").write_text(" ".join(digests(training.tensors())))
     if rank == 0:
         (options.folder / "attempts").write_text(f"{attempt} {first}")
-    dist.barrier()  # Gloo's threads finish meanwhile
+    dist.barrier()  # lets Gloo's threads finish
     training.close()
     dist.destroy_process_group()
 
 
 def _draw_death(seed: int, step: int, rank: int, world_size: int) -> None:
-    """Kill one rank, soon, if this is its step."""
+    """Kill one rank soon, if this is its step."""
     chance = random.Random(seed)
     if (rank, step) == (chance.randrange(world_size), chance.randrange(EVERY + 1, STEPS - 1)):
         kill = threading.Timer(chance.uniform(0, 0.02), os.kill, (os.getpid(), signal.SIGKILL))

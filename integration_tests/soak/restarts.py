@@ -1,4 +1,4 @@
-"""Jobs that torchrun restarts after a rank was killed: their bits are those of jobs that ran through."""
+"""Jobs that torchrun restarts after a rank was killed: bitwise equal to uninterrupted jobs."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from soak.trainings import BASELINES, TRAININGS
 __all__ = ["restart"]
 
 _SCRIPT = Path(__file__).with_name("restarted.py")
-# Their states have no residuals to resume, or choose anew: not what is asked here.
+# Their states have no residuals to resume, or choose again, so they are not tested here.
 _LEFT_OUT = ("auto", "FSDP2", *BASELINES)
 
 
 def restart(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
-    """Restart as many jobs as the options say, and write down each outcome.
+    """Restart as many jobs as the options say, and write each outcome.
 
     Args:
-        options: Of the command line.
-        write: Takes an outcome.
+        options: The options of the command line.
+        write: Called with each outcome.
     """
     names = [name for name in TRAININGS if options.training in name and not name.startswith(_LEFT_OUT)]
     chance = random.Random(f"restarts/{options.seed}")

@@ -1,4 +1,4 @@
-"""The file with what a soak run found: a head, and a line for each outcome."""
+"""The result file of a soak run: a head, and one line per outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["RESULTS", "load", "save"]
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "soak.json"
 LISTS = ("outcomes", "restarts", "long_runs", "churn")
-"""Parts of the file that are lists, written with a line for each entry."""
+"""Parts of the file that are lists, written with one line per entry."""
 
 
 def head() -> dict[str, Any]:
@@ -25,13 +25,13 @@ def head() -> dict[str, Any]:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return what a file holds."""
+    """Return the contents of a file."""
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
 
 def save(path: Path, results: dict[str, Any]) -> None:
-    """Write results, whole or not at all."""
+    """Write results atomically."""
     parts = []
     for name, value in results.items():
         if name in LISTS:

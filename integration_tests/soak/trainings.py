@@ -1,4 +1,4 @@
-"""What faults are injected into: every hook with and without the overlap, FSDP2, plain tensors."""
+"""The trainings for the faults: every hook with and without the overlap, FSDP2, plain tensors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """Layers, and between them user code that may raise, forward and backward."""
+    """Layers with user code between them that may raise, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class Training:
     """One rank's part of a training.
 
     Args:
-        net: Whose parameters are looked at.
-        optimizer: Steps after the backward pass, unless there is an overlap that does.
-        call: What is called with a batch, if that is not ``net``.
+        net: The module whose parameters are recorded.
+        optimizer: Steps after the backward pass, unless an overlap does.
+        call: Called with a batch, if it is not ``net``.
         average: Called after the backward pass.
-        handle: Of an overlap.
-        state: Of a hook.
+        handle: The handle of an overlap.
+        state: The state of a hook.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class Training:
         state: Any = None,
     ) -> None:
         self.net, self.optimizer = net, optimizer
-        self._parameters = list(net.parameters())  # after an error FSDP may show others
+        self._parameters = list(net.parameters())  # after an error FSDP may return different ones
         self._call = net if call is None else call
         self._average, self._handle, self._state = average, handle, state
 
     def step(self, number: int) -> None:
-        """Train on one batch, which depends on rank and step alone."""
+        """Train on one batch, which depends only on rank and step."""
         trouble.begin(number)
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
         x = torch.randn(8, WIDTH, generator=generator)
@@ -103,14 +103,14 @@ class Training:
         self.optimizer.step()
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        """Return what this rank holds of the parameters."""
+        """Return this rank's part of the parameters."""
         for parameter in self._parameters:
             yield parameter.to_local() if hasattr(parameter, "to_local") else parameter.detach()
 
     def save(self, folder: Path, step: int) -> None:
-        """Write a checkpoint of this rank, which is there completely or not at all."""
+        """Write a checkpoint of this rank atomically."""
         if self._handle is not None:
-            self._handle.wait()  # no rank has failed in this step
+            self._handle.wait()  # raises if a rank has failed in this step
         trouble.at("checkpoint")
         residuals = self._state.state_dict() if hasattr(self._state, "state_dict") else None
         path = folder / f"checkpoint-{dist.get_rank()}.pt"
@@ -118,18 +118,18 @@ class Training:
         parts = {"parameters": list(self.parameters()), "optimizer": self.optimizer.state_dict()}
         torch.save({**parts, "residuals": residuals, "step": step}, new)
         if path.exists():
-            path.replace(path.with_suffix(".old"))  # a rank may die before it has the new one, too
+            path.replace(path.with_suffix(".old"))  # others may die before they have the new one
         new.replace(path)
 
     def resume(self, folder: Path) -> int:
-        """Go on from the newest step that every rank has saved; return it."""
+        """Resume from the newest step that every rank has saved; return it."""
         path = folder / f"checkpoint-{dist.get_rank()}.pt"
         saved = [
             torch.load(found, weights_only=True)
             for found in (path, path.with_suffix(".old"))
             if found.exists()
         ]
-        # A rank may have died between the other ranks' last checkpoint and its own.
+        # A rank may have died after the other ranks' last checkpoint but before its own.
         mine = max((checkpoint["step"] for checkpoint in saved), default=0)
         newest = torch.tensor(mine)
         dist.all_reduce(newest, dist.ReduceOp.MIN)
@@ -144,7 +144,7 @@ class Training:
         return int(newest)
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Return parameters, the optimizer's state and residuals, in an order that is always the same."""
+        """Return parameters, the optimizer's state and residuals, in a fixed order."""
         yield from self.parameters()
         for state in self.optimizer.state_dict()["state"].values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
@@ -152,14 +152,14 @@ class Training:
             yield from _tensors_in(self._state.state_dict())
 
     def close(self) -> None:
-        """End what the training has begun, as a program does in its ``finally``."""
+        """Close what the training has started, as a program does in its ``finally``."""
         if self._handle is not None:
             self._handle.remove()
         if hasattr(self._state, "close"):
             self._state.close()
         del self._call, self._average, self._handle, self._state
         del self.net, self.optimizer, self._parameters
-        gc.collect()  # a DDP model is a cycle
+        gc.collect()  # a DDP model is in a reference cycle
 
 
 def _tensors_in(one: Any) -> Iterator[torch.Tensor]:
@@ -174,17 +174,17 @@ def _tensors_in(one: Any) -> Iterator[torch.Tensor]:
 
 
 class Kind(NamedTuple):
-    """How to begin a training, and with how many ranks."""
+    """How to start a training, and with how many ranks."""
 
     begin: Callable[[], Training]
     world_sizes: tuple[int, ...]
     places: tuple[str, ...]  # where user code may raise
     steps_parts: bool = False  # buckets are stepped one by one
-    torch_keeps_groups: bool = False  # after destroy_process_group, without a fault and without us
+    torch_keeps_groups: bool = False  # after destroy_process_group, even without a fault and our hooks
 
 
 def _user_hook(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook of the user's own around one of ours."""
+    """Return a user's own hook around one of ours."""
 
     def user_hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 1 or bucket.is_last():  # DDP's first pass may have a single bucket
@@ -204,9 +204,9 @@ def _quantized(**options: Any) -> Callable[[], tuple[Any, Any]]:
 
 
 def _mesh(shards: int) -> dist.device_mesh.DeviceMesh:
-    """Return nodes of so many ranks, whose groups have the timeout of the job.
+    """Return a mesh of nodes with ``shards`` ranks each, whose groups have the job's timeout.
 
-    Those that ``init_device_mesh`` makes have torch's default, half an hour.
+    Groups made by ``init_device_mesh`` would have torch's default timeout of half an hour.
     """
     world, me, limit = dist.get_world_size(), dist.get_rank(), group_timeout(dist.group.WORLD, CPU)
     ranks = torch.arange(world).view(-1, shards)
@@ -222,7 +222,7 @@ def _hierarchical() -> tuple[Any, Any]:
 
 
 def _auto() -> tuple[Any, Any]:
-    # Whatever is chosen gives the same bits.
+    # Every choice gives the same bits.
     same = {"fp32": (None, allreduce_hook), "fp32 again": (CompressState(wire_dtype=torch.float32), _fp32)}
     return AutoState(candidates=same), auto_hook
 
@@ -328,4 +328,4 @@ def _begin(hook: str, overlap: str) -> Callable[[], Training]:
 
 TRAININGS: dict[str, Kind] = dict(_kinds())
 BASELINES = ("plain DDP", "plain FSDP2")
-"""Without anything of ours: what faults do there is measured too, and is not promised here."""
+"""Trainings without our packages: faults are injected there for comparison, without any promise."""

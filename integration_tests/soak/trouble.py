@@ -1,4 +1,4 @@
-"""Where user code raises, and what else happens inside a rank at one place of one step."""
+"""Errors of user code, and other events inside a rank at one place of one step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["UserError", "arm", "at", "begin"]
 
 
 class UserError(Exception):
-    """What user code raises here."""
+    """The error of user code."""
 
 
 _actions: dict[tuple[str, int], Callable[[], object]] = {}
@@ -18,19 +18,19 @@ _step = -1
 
 
 def arm(place: str, step: int, action: Callable[[], object]) -> None:
-    """Let ``action()`` happen, once, when this rank comes to a place in a step."""
+    """Call ``action()`` once when this rank reaches a place in a step."""
     _actions[place, step] = action
 
 
 def begin(step: int) -> None:
-    """A step begins."""
+    """Begin a step."""
     global _step  # noqa: PLW0603 - one process, one rank
     _step = step
     at("begin")
 
 
 def at(place: str) -> None:
-    """User code is at a place."""
+    """Mark that user code has reached a place."""
     if action := _actions.pop((place, _step), None):
         action()
 
@@ -41,7 +41,7 @@ def raise_here() -> None:
 
 
 def swell() -> None:
-    """Take memory until there is none: the system ends this process, or an allocation fails."""
+    """Allocate memory until the system ends this process or an allocation fails."""
     held = []
     while True:
         held.append(bytearray(1 << 22))
@@ -49,10 +49,10 @@ def swell() -> None:
 
 
 def no_more_memory() -> None:
-    """Let every further demand for address space fail."""
+    """Let every further request for address space fail."""
     import resource  # noqa: PLC0415 - not on every system
 
-    with open("/proc/self/statm") as file:  # noqa: PTH123 - nothing that takes memory
+    with open("/proc/self/statm") as file:  # noqa: PTH123 - takes no extra memory
         pages = int(file.read().split()[0])
     held = pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held, resource.RLIM_INFINITY))

@@ -16,16 +16,16 @@ from soak.trainings import TRAININGS
 __all__ = ["Reference", "judge"]
 
 GONE_SECONDS, GRACE_SECONDS = 1.0, 5.0
-"""What a rank may take to raise when a connection is gone, and beyond the timeout when nobody can know."""
+"""Seconds for a rank to raise once a connection is gone, or after the timeout if it cannot know."""
 CLOSE_SECONDS = 12.0
-"""What closing may take: a worker that hangs is waited for 5 s, and a training may have two."""
+"""Seconds for closing: a hanging worker is waited for 5 s, and a training may have two."""
 
 COUNTED = ("sockets", "threads")
-"""What survivors must not leave open; a rank that was cut off from the store keeps a connection to it."""
+"""Resources that survivors must close; a rank that was cut off from the store keeps a connection to it."""
 
 
 class Reference:
-    """What the parameters of each rank are at the beginning and after each step, without a fault."""
+    """Each rank's parameters at the beginning and after each step, without a fault."""
 
     def __init__(self, job: Job, ended: Ended) -> None:
         problems = list(_ended_well(job, ended))
@@ -41,7 +41,7 @@ class Reference:
         )
 
     def after(self, rank: int, steps: int) -> list[str]:
-        """Return the digests of a rank's parameters after so many steps."""
+        """Return the digests of a rank's parameters after a number of steps."""
         return self._states[rank][min(steps, len(self._states[rank]) - 1)]
 
 
@@ -108,20 +108,20 @@ def _is_killed(job: Job) -> bool:
 
 
 def _allowed(job: Job) -> float:
-    """Return how long a survivor may take, on a machine as busy as this one is now."""
+    """Return how long a survivor may take, given the current load of this machine."""
     if job.kind.gone and job.step >= STEADY:
         return patience(GONE_SECONDS)
     return job.timeout + patience(GRACE_SECONDS)
 
 
 def _could_know(job: Job, ended: Ended, rank: int) -> float | None:
-    """Return when the fault was there for a rank to see, or nothing for the one that raises itself."""
+    """Return when a rank could see the fault, or ``None`` for the rank that raises itself."""
     if job.victim == rank:
-        if job.fault.startswith("stopped"):  # when it went on
+        if job.fault.startswith("stopped"):  # when it continued
             return None if ended.injected is None else ended.injected + job.length
         return ended.injected if job.kind.where == "link" else None
     if job.kind.gone and not _is_killed(job):
-        return ended.ended[job.victim]  # whose connections end with it at the latest
+        return ended.ended[job.victim]  # its connections end with it at the latest
     return (
         ended.injected
         if job.fault == "kill -9"
@@ -148,7 +148,7 @@ def _wrong_bits(job: Job, ended: Ended, reference: Reference) -> Iterator[str]:
         if kept["parameters"] in (before, after):
             continue
         if "allocation" in job.fault and rank == job.victim:
-            continue  # the optimizer itself may have ended anywhere in its step, and has raised
+            continue  # the optimizer raised, anywhere in its step
         if not TRAININGS[job.training].steps_parts or not all(now in (old, new) for now, old, new in parts):
             yield f"rank {rank}: parameters that no step gives, after {done} steps"
 
@@ -206,5 +206,5 @@ def _names(text: str, rank: int) -> bool:
 
 
 def _without_lines(text: str) -> str:
-    """Return an error's text without the lines of code that torch adds, whose paths are this machine's."""
+    """Return an error's text without the lines of code that torch adds, with paths of this machine."""
     return text.partition(" At: ")[0].rstrip()

@@ -1,5 +1,5 @@
 /* Preloaded into ranks: a wall clock that can be set for one process, as an operator or NTP sets a machine's.
- * The monotonic clock stays, as it does then. */
+ * The monotonic clock is not affected, as on a real machine. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stddef.h>

@@ -1,7 +1,7 @@
 """A wall clock that jumps in one process: time namespaces move only the monotonic ones.
 
-A small library, preloaded, answers for the C library, so torch and Gloo see the jump too. Without a compiler
-only Python's ``time.time`` jumps.
+A small preloaded library replaces functions of the C library, so torch and Gloo see the jump, too. Without a
+compiler only Python's ``time.time`` jumps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["how", "jump", "preload"]
 
 
 def preload(folder: Path) -> str:
-    """Let the processes that are started from now on have such a clock; return how."""
+    """Give processes that are started from now on such a clock; return how."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     library = folder / "wall_clock.so"
     if compiler:
@@ -29,7 +29,7 @@ def preload(folder: Path) -> str:
 
 
 def how() -> str:
-    """Return what jumps."""
+    """Return which clock jumps."""
     if "wall_clock.so" in os.environ.get("LD_PRELOAD", ""):
         return "the C library's wall clock, by a preloaded library"
     return "Python's time.time only: no compiler"

@@ -1,4 +1,4 @@
-"""The documents' main claims have the numbers of the result files."""
+"""The documents' main claims state the numbers of the result files."""
 
 import ast
 import json
@@ -12,7 +12,7 @@ from benchmarks.claims import CLAIMS, RESULTS, ROOT, Claim, Place, cells, stands
 def test_documents_and_results_agree(claim):
     missing = [(place, text) for place, text in claim.texts(claim.stored()) if not stands(place, text)]
     assert claim.places
-    assert not missing, "the result file has another number: measure again, or mend the document"
+    assert not missing, "the result file has another number: measure again, or fix the document"
 
 
 def test_every_claim_can_be_measured_again():
@@ -22,7 +22,7 @@ def test_every_claim_can_be_measured_again():
     assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
 
 
-def test_stated_spreads_tell_something():
+def test_stated_spreads_are_meaningful():
     spreads = {claim.name: claim.spread(claim.stored()) for claim in CLAIMS}
     assert all(0 < spread < 0.5 for spread in spreads.values()), spreads
 

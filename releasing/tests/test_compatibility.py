@@ -1,4 +1,4 @@
-"""The page of compatibility is what the result files say."""
+"""The compatibility page agrees with the result files."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from releasing.workspace import ROOT
 
 
 def test_page_and_results_agree():
-    assert PAGE.read_text() == render(), "nox -s compatibility writes the page anew"
+    assert PAGE.read_text() == render(), "nox -s compatibility rewrites the page"
 
 
 def test_a_broken_pair_and_a_failed_run_are_not_hidden(tmp_path):

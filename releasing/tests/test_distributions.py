@@ -1,4 +1,4 @@
-"""Wheels beside the checkout's or released siblings, and tests of an sdist with what they need."""
+"""Wheels beside the checkout's or released siblings, and an sdist's tests with their requirements."""
 
 import os
 import shutil
@@ -95,8 +95,8 @@ def test_the_same_sources_give_the_same_bytes(repository, tmp_path, monkeypatch)
     assert built[0] == built[1]
 
 
-def test_what_builds_is_pinned():
-    """Every build requirement of a package, exactly."""
+def test_build_requirements_are_pinned():
+    """Every build requirement of a package is pinned exactly."""
     pinned = {Requirement(line).name for line in PINS if "==" in line and not line.startswith("#")}
     for package in packages():
         project = tomllib.loads((ROOT / package.folder / "pyproject.toml").read_text())

@@ -1,4 +1,4 @@
-"""Who fits beside whom follows from metadata alone."""
+"""Compatible versions follow from metadata alone."""
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version

@@ -1,4 +1,4 @@
-"""A release is made apart, checked, and either kept as one commit or thrown away."""
+"""A release is made in its own worktree, checked, and either kept as one commit or discarded."""
 
 import re
 
@@ -85,7 +85,7 @@ def test_a_failed_check_changes_nothing(repository):
     assert state(repository) == before
 
 
-def test_what_cannot_be_released_is_refused(repository):
+def test_impossible_releases_are_refused(repository):
     def refusal(name, part="minor"):
         with pytest.raises(release.ReleaseError) as caught:
             release.plan(repository, name, part)

@@ -1,4 +1,4 @@
-"""Released versions are found by tag, else where the release command or a branch itself set them."""
+"""Released versions are found by tag, or where the release command or a branch itself set them."""
 
 from small_repository import commit, write_package
 

@@ -1,4 +1,4 @@
-"""Versions beside each other: wheels of the past and of the checkout, and what is reported of them."""
+"""Versions beside each other: wheels of the past and of the checkout, and the reports on them."""
 
 import sys
 
@@ -47,7 +47,7 @@ def test_wheels_of_the_past_and_of_the_checkout_are_installed_as_their_ranges_sa
     assert not refused.ok
     assert "depends on lower>=0.2" in refused.text
 
-    # A tag on another commit than the one that was found: its wheel, and not the one that was built before.
+    # A tag on a different commit than the one that was found: its wheel is used, not the earlier one.
     source.write_text(source.read_text() + "TAGGED = True\n")
     commit(repository, "released here")
     git(repository, "tag", "lower-v0.2.0")
@@ -142,7 +142,7 @@ def test_the_full_form_runs_oldest_and_newest_siblings_and_released_dependents()
     ]
 
 
-def test_what_only_tests_need_is_installed_for_them():
+def test_requirements_of_tests_only_are_installed_for_them():
     known = known_versions()
     known.catalog["upper"] = {OLD: {}, NEW: {}}
     known.test_needs = {("upper", NEW): {"lower": SpecifierSet("<0.2")}}
@@ -168,9 +168,7 @@ def test_a_recorded_pair_of_the_past_is_not_run_again():
     assert {row["result"] for row in rows} == {siblings.OK}
     assert len(first.ran) == 6
     assert siblings.run_pairs(second, known_versions(), full=True, recorded_rows=rows) == rows
-    assert (
-        second.ran == first.ran[2:]
-    )  # those of upper 0.2.0, which is the checkout's, and of lower 0.2.0+tree
+    assert second.ran == first.ran[2:]  # those of upper 0.2.0 (the checkout's) and of lower 0.2.0+tree
     siblings.run_pairs(third, known_versions(), full=False)
     assert set(third.ran) == set(second.ran)
 

@@ -1,4 +1,4 @@
-"""What a wheel of the checkout is called, and what reaches the programs that try it."""
+"""The versions of the checkout's wheels, and the environment of the programs that try them."""
 
 import dataclasses
 import os

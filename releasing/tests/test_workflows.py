@@ -1,4 +1,4 @@
-"""Workflows call nox, its sessions and versions exist, and nothing else happens there."""
+"""Workflows only call nox, and its sessions and versions exist."""
 
 import re
 import subprocess
@@ -13,7 +13,7 @@ from releasing.publish import package_of_tag
 from releasing.workspace import ROOT, metadata, packages, tomllib
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-# Sessions for a person, who reads what they print or keeps what they write. ``release`` calls ``wheels``.
+# Sessions whose output a person reads or keeps. ``release`` calls ``wheels``.
 BY_HAND = {"bench", "compatibility", "demo", "fuzz", "release", "soak", "wheels"}
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 INSTALL = 'python -m pip install "nox[uv]"'
@@ -105,7 +105,7 @@ def test_packages_share_the_settings_of_tests_and_the_place_of_the_sources():
     assert len(sources) == 1, sources
 
 
-def test_what_sessions_need_is_pinned_where_dependabot_looks():
+def test_requirements_of_sessions_are_pinned_where_dependabot_looks():
     updates = yaml.safe_load((ROOT / ".github" / "dependabot.yml").read_text())["updates"]
     (folders,) = (update["directories"] for update in updates if update["package-ecosystem"] == "pip")
     assert "/" in folders

@@ -1,4 +1,4 @@
-"""What the hook tests share: real buckets, every hook by name, and error bounds that are derived."""
+"""Shared by the hook tests: real buckets, every hook by name, and derived error bounds."""
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ FOREIGN = [name for name in HOOKS if "foreign" in name]
 
 
 def state_of(name, group=None):
-    """Return what to register the hook with."""
+    """Return a state to register the hook with."""
     options = HOOKS[name][2]
     return group if options is None else CompressState(group, **options)
 
@@ -61,11 +61,11 @@ def run_hook(name, bucket, tensor, *, group=None, state=None):
 def error_bound(name, inputs):
     """Bound the error of every element of the mean, for finite shares that do not overflow.
 
-    Casting a share to the wire dtype errs by at most one unit roundoff u of it, or half the smallest
-    subnormal. Each addition in the wire dtype errs by u of a partial sum, which is at most the sum of
-    the magnitudes; a sum in fp32 errs by its own, smaller u instead and is rounded once. A wrapped
-    foreign hook casts before it divides: one more rounding. The last cast, to the bucket's dtype, errs
-    by that one's u, or half its smallest subnormal.
+    Casting a share to the wire dtype has a relative error of at most one unit roundoff u, or an error of half
+    the smallest subnormal. Each addition in the wire dtype has an error of u times a partial sum, which is at
+    most the sum of the magnitudes; a sum in fp32 has its own, smaller u instead and is rounded once. A
+    wrapped foreign hook casts before it divides: one more rounding. The last cast, to the bucket's dtype, has
+    a relative error of that dtype's u, or an error of half its smallest subnormal.
     """
     _, wire, options = HOOKS[name]
     world_size = len(inputs)

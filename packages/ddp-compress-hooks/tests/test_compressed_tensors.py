@@ -1,4 +1,4 @@
-"""all_reduce of plain tensors in 32 or 16 bits: the values of the hooks, or an error before anything."""
+"""all_reduce of plain tensors in 32 or 16 bits: the same values as the hooks, or an early error."""
 
 import threading
 
@@ -45,13 +45,13 @@ def _results(rank):
                 done = all_reduce(tensors, op, state, async_op)
                 assert (done.wait() is tensors) if async_op else (done is None)
                 results.append([tensor.resolve_conj() for tensor in tensors])
-            assert same_bits(*results), "at once or later: the same bits"
+            assert same_bits(*results), "synchronous and asynchronous calls differ"
             assert same_on_all_ranks(results[0]), name
             everyone = [_tensors(peer) for peer in range(world_size)]
             for tensor, parts in zip(results[0], zip(*everyone, strict=True), strict=True):
                 wide = torch.complex128 if tensor.is_complex() else torch.float64
                 exact = sum(part.to(wide) for part in parts) / (1 if op == SUM else world_size)
-                # Every share is rounded, every partial sum, and the result.
+                # Every share, every partial sum, and the result is rounded.
                 real = tensor.real.dtype
                 epsilon = max(torch.finfo(real).eps, torch.finfo(wire).eps if wire else 0.0)
                 limit = (
@@ -69,7 +69,7 @@ def test_sums_and_means_are_near_and_the_same_on_all_ranks(world_size):
 
 
 def _like_others(rank):
-    """The bits of torch's sum, and of the hooks' mean."""
+    """The same bits as torch's sum and as the hooks' mean."""
     values = torch.randn(20_000, generator=torch.Generator().manual_seed(rank))
     ours, theirs = values.clone(), values.clone()
     all_reduce(ours)
@@ -126,7 +126,7 @@ def test_wrong_and_unequal_calls_are_refused():
 
 
 def _in_a_callback(rank):
-    """Whichever thread completes a call, its callbacks are refused; and a thread of the user's is not."""
+    """Callbacks are refused on any thread that completes a call; a user's own thread is not."""
     store = default_store()
     for name, (make, _) in STATES.items():
         state, values = make(), torch.ones(5000)

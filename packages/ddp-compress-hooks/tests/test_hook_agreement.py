@@ -1,4 +1,4 @@
-"""Ranks with different hooks or options: an error on every rank before anything travels."""
+"""Ranks with different hooks or options: an error on every rank before any gradient is sent."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from dist_utils.testing import run_ranks
 
 WIDE_16 = torch.float16, torch.bfloat16
 
-# What the first ranks use, what the last one does, and what the message must say.
+# The hook of the first ranks, that of the last one, and what the message must say.
 CASES = [
     (
         (fp16_compress_hook, {}),
@@ -67,7 +67,7 @@ def _different(rank, world_size):
         assert torch.equal(values, torch.full((1000,), 1.0 + rank)), "nothing was averaged"
         messages.append(str(caught.value))
     for hook, options in (case[0] for case in CASES):
-        bucket.set_buffer(torch.full((1000,), world_size * (1.0 + rank)))  # whose shares are exact
+        bucket.set_buffer(torch.full((1000,), world_size * (1.0 + rank)))  # their shares are exact
         result = hook(None if options is None else CompressState(**options), bucket).wait()
         assert torch.equal(result, torch.full((1000,), world_size * (1 + world_size) / 2)), (
             "the same for all ranks"
@@ -93,7 +93,7 @@ def test_saturate_of_another_type_is_refused():
 
 
 def _bound(rank):
-    """A model of some ranks: the state takes its group, and one of other ranks is refused."""
+    """A model over some ranks: the state takes its group, and a state with other ranks is refused."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=pairs[rank == 2])
     ddp.register_comm_hook(CompressState().bind(ddp), fp16_compress_hook)

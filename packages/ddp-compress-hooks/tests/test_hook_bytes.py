@@ -1,4 +1,4 @@
-"""What really goes over the wire, counted by the kernel: the payload of a ring, at every way to sum."""
+"""Bytes on the wire, counted by the kernel: the payload of a ring, for every way to sum."""
 
 import statistics
 import sys
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux coun
 def _count(rank):
     bucket = make_bucket()
     sent = {}
-    # All kept until the end: what was sent on connections that are closed does not count.
+    # All are kept until the end, because bytes of closed connections are not counted.
     states = {name: state_of(name) for name in HOOKS}
     for name, state in states.items():
         run_hook(name, bucket, torch.ones(10), state=state)  # makes groups and connections
@@ -29,7 +29,7 @@ def _count(rank):
             run_hook(name, bucket, torch.ones(ELEMENTS), state=state)
             dist.barrier()
             counts.append(tcp_bytes_sent() - before)
-        sent[name] = statistics.median(counts)  # on a loaded machine the kernel may retransmit in one of them
+        sent[name] = statistics.median(counts)  # on a loaded machine the kernel may retransmit in one run
     return sent
 
 
@@ -39,5 +39,5 @@ def test_sent_bytes_are_those_of_a_ring_in_the_wire_dtype(world_size):
     for name, (_, wire, _) in HOOKS.items():
         payload = 2 * (world_size - 1) / world_size * ELEMENTS * (wire or torch.float32).itemsize
         for sent in ranks:
-            # Above it: Gloo's message headers, and the barrier. Below: a ring's segments are not all equal.
+            # More: Gloo's message headers, and the barrier. Less: a ring's segments are not all equal.
             assert 0.999 * payload < sent[name] < 1.01 * payload, name

@@ -1,4 +1,4 @@
-"""Every way to run DDP: the gradients are those of DDP without a hook, to the precision of the wire."""
+"""Every way to run DDP gives the gradients of DDP without a hook, to the precision of the wire dtype."""
 
 import itertools
 
@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compress_hooks import CompressState, fp16_compress_wrapper
 from dist_utils.testing import run_ranks
 
-# A mean of 2 or 4 gradients of one sign and scale: a rounding per cast and sum, and one for the division.
+# A mean of 2 or 4 gradients of one sign and scale: one rounding per cast and sum, and one for the division.
 TOLERANCE = {None: 2**-20, torch.float16: 4 * 2**-11, torch.bfloat16: 4 * 2**-8, torch.float32: 2**-20}
 
 
 class Net(torch.nn.Module):
-    """Three layers, one of them only used on odd ranks if ``skip``."""
+    """Three layers; with ``skip``, one of them is only used on odd ranks."""
 
     def __init__(self, *, skip=False):
         super().__init__()
@@ -35,7 +35,7 @@ class Net(torch.nn.Module):
 
 
 def _gradients(name, *, steps=3, accumulate=1, skip=False, inputs=None, join=False, state=None, **options):
-    """Train by plain SGD; return the gradients of every step, flat."""
+    """Train with plain SGD; return the flat gradients of every step."""
     model = DistributedDataParallel(Net(skip=skip), bucket_cap_mb=0.1, find_unused_parameters=skip, **options)
     if name is not None:
         model.register_comm_hook(state or state_of(name), HOOKS[name][0])

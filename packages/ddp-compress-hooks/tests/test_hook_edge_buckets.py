@@ -1,4 +1,4 @@
-"""Buckets that are not a dense run of floats, and worlds of one: a defined path or a clear error."""
+"""Empty, sparse, integer and complex buckets, and groups of one rank: a defined path or a clear error."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def _error(name, state, bucket, tensor):
 def _edges(rank):
     bucket = make_bucket()
     seen = {}
-    # All kept until the end: connections that close while bytes are counted would count.
+    # All are kept until the end: connections that close while bytes are counted would count.
     states = {name: state_of(name) for name in HOOKS}
     for name, state in states.items():
         dist.barrier()
@@ -81,7 +81,7 @@ def test_shape_is_kept(edges, name):
 
 
 class SharedGradient(torch.nn.Module):
-    """Autograd gives the sparse gradients of both embeddings the memory of the gradient of their sum."""
+    """Autograd lets the sparse gradients of both embeddings share memory with the gradient of their sum."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def _shared(rank):
         net = SharedGradient()
         model = DistributedDataParallel(net)
         model.register_comm_hook(state_of(name), HOOKS[name][0])
-        for _ in range(2):  # DDP's first buckets, and those that it makes after the first pass
+        for _ in range(2):  # DDP's first buckets, and those rebuilt after the first pass
             model.zero_grad()
             model(tokens).square().sum().backward()
         for (key, parameter), mean in zip(net.named_parameters(), means, strict=True):
@@ -125,7 +125,7 @@ def test_a_sparse_gradient_is_not_averaged_in_memory_that_others_read():
 
 
 def _embedding(rank):
-    """A sparse gradient through the whole of DDP, beside a dense one."""
+    """A sparse gradient through all of DDP, together with a dense one."""
     seen = {}
     for name in HOOKS:
         torch.manual_seed(0)
@@ -157,7 +157,7 @@ def _alone(rank, world_size):
     sent = {}
     for name in HOOKS:
         if world_size > 1 and name in FOREIGN:
-            continue  # a foreign hook uses the group it likes
+            continue  # a foreign hook chooses its own group
         group = groups[rank] if world_size > 1 else None
         dist.barrier()
         before = tcp_bytes_sent()
@@ -175,7 +175,7 @@ def test_a_group_of_one_rank_is_the_identity_and_sends_nothing(world_size):
 
 
 def _groups(rank):
-    """Pairs {0, 1} and {2, 3}, as a group, a state and a mesh; and what a stranger gets."""
+    """Pairs {0, 1} and {2, 3}, as a group, a state and a mesh; and the error of a rank outside."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine, other = pairs[rank // 2], pairs[1 - rank // 2]
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rep", "dp"))

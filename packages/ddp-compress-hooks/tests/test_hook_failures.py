@@ -1,4 +1,4 @@
-"""A peer that dies while gradients travel: an error on every survivor, and no wrong step."""
+"""A peer that dies while gradients are sent: an error on every survivor, and no wrong step."""
 
 import os
 import time
@@ -14,7 +14,7 @@ GROUP_TIMEOUT = 40.0
 
 
 def _stop_or_die(how):
-    """End the process, or halt it, after later layers' buckets are on their way."""
+    """End the process, or halt it, after later layers' buckets were started."""
     if how == "stops":
         stop_process()
     elif how:
@@ -75,7 +75,7 @@ def test_survivors_raise_within_the_timeout_and_keep_their_parameters(name):
     "name", ["bf16_compress_hook", pytest.param("bf16_compress_hook/fp32", marks=pytest.mark.exhaustive)]
 )
 def test_a_peer_that_stops_raises_at_the_timeout_and_changes_no_parameter(name):
-    """As one that dies, but with its connections open: only the group's timeout can tell."""
+    """Like one that dies, but with open connections: only the group's timeout reveals it."""
     limit = patience(3.0)
     ranks = run_ranks(_peer_dies, 3, name, "stops", may_die={1}, group_timeout=limit)
     for unchanged, seconds in (ranks[0], ranks[2]):

@@ -1,4 +1,4 @@
-"""Finite stays finite: every combination of values at the end of a range, on 2, 3 and 4 ranks."""
+"""Finite means stay finite: every combination of values at the end of a range, on 2, 3 and 4 ranks."""
 
 import itertools
 import math
@@ -25,26 +25,26 @@ DTYPES = [
 
 
 def combinations(choices, world_size):
-    """Return a row of values for each rank; the columns are all ways to choose."""
+    """Return one row of values per rank; the columns are all combinations."""
     return torch.tensor(list(itertools.product(choices, repeat=world_size)), dtype=torch.float64).T
 
 
 def at_the_end(dtype, wire):
-    """Return values that both dtypes hold, at the end of the narrower range and elsewhere."""
+    """Return values that both dtypes represent, at the end of the narrower range and elsewhere."""
     largest, step = min(torch.finfo(kind).max for kind in (dtype, wire)), torch.finfo(dtype).eps / 2
     if {dtype, wire} == {torch.float16, torch.bfloat16}:
-        largest = 65_280.0  # the largest that both hold
+        largest = 65_280.0  # the largest that both represent
     return [largest, -largest, largest * (1 - step), largest * 0.75, 1.0]
 
 
 def exact_mean(rows):
-    """Return the mean in fp64, also of its own largest numbers."""
+    """Return the mean in fp64, without overflow even for its largest numbers."""
     largest = torch.finfo(torch.float64).max
     return (rows / len(rows)).sum(0).clamp(-largest, largest)
 
 
 def sparse(values):
-    """Return values as a sparse bucket whose entries come in two parts each."""
+    """Return values as a sparse bucket with two entries per index."""
     places = torch.arange(values.numel()).repeat(2)
     return torch.sparse_coo_tensor(
         places[None], torch.cat([values / 2, values / 2]), values.shape, check_invariants=True
@@ -68,13 +68,13 @@ def _in_range(rank):
             first = result.clone()
             dist.broadcast(first, 0)
             assert torch.equal(first, result), (name, dtype)
-            # A step of the wire dtype for each share and each addition, at the end of the range.
+            # One rounding in the wire dtype per share and addition, at the end of the range.
             eps = torch.finfo(wire).eps + torch.finfo(real).eps
             allowed = world_size * eps * inputs.double().abs().max()
             error = (result.double() - exact_mean(inputs.double())).abs().max()
             assert error <= allowed, (name, dtype, error / allowed)
             compared += 1
-    for dtype in (torch.bfloat16, torch.float32, torch.float64):  # torch adds up no sparse fp16
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):  # torch cannot add sparse fp16
         values = combinations(at_the_end(dtype, dtype), world_size)[rank].to(dtype)
         bucket.set_buffer(sparse(values))
         result = HOOKS["allreduce_hook"][0](None, bucket).wait()
@@ -84,12 +84,12 @@ def _in_range(rank):
 
 
 def _larger_than_the_wire(rank):
-    """Values whose mean the wire dtype holds though some of them it does not, where sums are in fp32."""
+    """Values that partly exceed the wire dtype's range, with a mean inside it, summed in fp32."""
     world_size, bucket, compared = dist.get_world_size(), make_bucket(), 0
     for hook, wire in ((fp16_compress_hook, torch.float16), (bf16_compress_hook, torch.bfloat16)):
         largest, eps = torch.finfo(wire).max, torch.finfo(wire).eps
         state = CompressState(accumulate="fp32")
-        # Shares that are rounded up in fp16 and bf16, and such that the mean is at the very end.
+        # Shares that are rounded up in fp16 and bf16, with means at the very end of the range.
         random = torch.rand(world_size, 20_000, generator=torch.Generator().manual_seed(3)).double()
         signs = torch.where(torch.arange(20_000) % 2 == 0, 1.0, -1.0)
         inputs = random / random.sum(0) * signs * largest * (world_size if wire == torch.float16 else 1)
@@ -103,11 +103,11 @@ def _larger_than_the_wire(rank):
         error = (result.double() - exact_mean(inputs.double())).abs().max()
         assert error <= (world_size + 1) * eps * largest
         compared += 1
-    # A mean that fp16 does not hold by more than rounding is an infinity for everyone to see.
+    # A mean that exceeds fp16's range by more than rounding is a visible infinity.
     state = CompressState(accumulate="fp32")
     bucket.set_buffer(torch.tensor([66_000.0, -66_000.0, 65_504.0]))
     assert fp16_compress_hook(state, bucket).wait().tolist() == [torch.inf, -torch.inf, 65_504.0]
-    # bf16 does not have fp16's largest number, and what a wrapped hook returns is rounded to one above it.
+    # bf16 lacks fp16's largest number, and the result of a wrapped hook is rounded to a number above it.
     bucket.set_buffer(torch.tensor([65_504.0, torch.inf], dtype=torch.float16))
     held, infinite = bf16_compress_wrapper(foreign_hook)(None, bucket).wait().tolist()
     assert 65_000 < held <= 65_504
@@ -165,7 +165,7 @@ def _compiled(rank):
 
 
 class _Times(torch.nn.Module):
-    """Has the gradient that it is given."""
+    """A module whose gradient is the given one."""
 
     def __init__(self, gradient):
         super().__init__()
@@ -176,5 +176,5 @@ class _Times(torch.nn.Module):
         return (self.weight[:3] * self.gradient[:3]).sum() + (self.weight[3:] * self.gradient[3:]).sum()
 
 
-def test_so_it_is_under_compile():
+def test_a_mean_of_finite_values_is_finite_under_compile():
     assert run_ranks(_compiled, 3, timeout=200) == [4, 4, 4]

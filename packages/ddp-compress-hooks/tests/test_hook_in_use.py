@@ -1,4 +1,4 @@
-"""A state that is bound to a model whose hook is not registered says so; one in use does not."""
+"""A state bound to a model warns if its hook is not registered, and is silent if it is in use."""
 
 import pickle
 import warnings
@@ -27,7 +27,7 @@ def _watched(_):
     return _warnings_of(ddp, register=False), _warnings_of(ddp, register=True)
 
 
-def test_a_bound_state_tells_that_its_hook_is_not_in_use():
+def test_a_bound_state_warns_if_its_hook_is_not_in_use():
     for ignored, registered in run_ranks(_watched, 2):
         assert "CompressState that is bound to it has got no bucket" in ignored[0]
         for (pickled,) in (ignored[1:], registered):

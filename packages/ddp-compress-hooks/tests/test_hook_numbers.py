@@ -1,4 +1,4 @@
-"""Large, small, not finite: what the mean becomes where 16 bits run out."""
+"""Large, small and non-finite values: the mean at the limits of 16 bits."""
 
 import math
 
@@ -52,7 +52,7 @@ def _run(rank, world_size):
 
 
 WORLD_SIZE = 4
-# largest_share stays two epsilons below the limit, and its cast errs by half of one.
+# largest_share stays two epsilons below the limit, and its cast has an error of half an epsilon.
 CLOSE_FP16 = 3 * torch.finfo(torch.float16).eps
 CLOSE_BF16 = 3 * torch.finfo(torch.bfloat16).eps
 
@@ -68,7 +68,7 @@ def test_a_finite_mean_of_values_in_range_is_finite(ranks, name):
 
 
 def test_pytorch_turns_the_same_values_infinite_where_it_casts_before_it_divides():
-    """Why the promise above is worth a test: no magic number, just the two orders of operation."""
+    """Show why the order of cast and division matters."""
     values = torch.tensor([7e4])
     assert (values.half() / 2).isinf().all()
     assert (values / 2).half().isfinite().all()
@@ -103,13 +103,13 @@ def test_fp32_sums_are_closer_than_sums_on_the_wire(ranks):
 def test_saturate_clamps_finite_values_and_counts_them(ranks):
     largest = torch.finfo(torch.float16).max
     for index, rank in enumerate(ranks):
-        # fp32: the shares 7e4/4 and 1e5 against 65504; only rank 0 has one over it, and the sum of the
+        # fp32: the shares 7e4/4 and 1e5 against 65504: only rank 0 has one above it. The sum of the
         # first column is 7e4, which its owner clamps.
         (first, second, third, fourth), count = rank["saturate"]["fp32"]
         assert (first, second, third) == (largest, -largest, 1.0)
         assert fourth == pytest.approx(6e4, rel=2**-10)
         assert count == (2 if index == 0 else 0)
-        # wire: every share is held to a quarter of the range, so 7e4 and 4e5 both are clamped.
+        # wire: every share is limited to a quarter of the range, so both 7e4 and 4e5 are clamped.
         (first, second, third, fourth), count = rank["saturate"]["wire"]
         assert first == pytest.approx(largest, rel=CLOSE_FP16)
         assert second == pytest.approx(-largest / WORLD_SIZE, rel=CLOSE_FP16)

@@ -1,4 +1,4 @@
-"""What DDP, pickle and the profiler see of a hook."""
+"""The hooks in DDP's registration and log, in pickle and in the profiler."""
 
 import copy
 import inspect
@@ -73,7 +73,7 @@ def test_the_profiler_shows_averages_on_the_workers_thread(registered, name):
     _, ranges = registered[name]
     handed_over = [shown for shown in ranges if ":bucket_" in shown]
     averaged = [shown for shown in ranges if ":average_bucket_" in shown]
-    in_fp32 = name.endswith("/fp32") and not name.startswith("allreduce")  # those are buckets of fp32 already
+    in_fp32 = name.endswith("/fp32") and not name.startswith("allreduce")  # its buckets are fp32 already
     assert averaged == [shown.replace(":", ":average_") for shown in handed_over if in_fp32]
 
 

@@ -8,7 +8,7 @@ from ddp_compress_hooks import ring
 from dist_utils.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-# Several pieces of a 16-bit wire and no multiple of the world size; and fewer elements than ranks.
+# Several 16-bit pieces, not divisible by the world size; and fewer elements than ranks.
 SIZES = {"large": [5_000_003, 2], "small": [100_003, 2]}
 SMALL_PIECE_BYTES = 1 << 15
 

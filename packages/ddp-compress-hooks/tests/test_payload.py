@@ -1,4 +1,4 @@
-"""Pieces of a bucket: cut the same everywhere, cast in place, and back."""
+"""Pieces of a bucket: cut identically on all ranks, cast in place, and cast back."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_encode_divides_in_full_precision_and_decode_gives_it_back(dtype, wire, 
     assert torch.equal(piece.values, expected.to(dtype))
 
 
-def test_a_16_bit_payload_and_what_arrives_live_in_the_piece_itself():
+def test_a_16_bit_payload_and_received_data_lie_in_the_piece_itself():
     values = torch.randn(1000)
     piece = Piece(values, torch.float16)
     start, end = values.data_ptr(), values.data_ptr() + values.nbytes
@@ -30,7 +30,7 @@ def test_a_16_bit_payload_and_what_arrives_live_in_the_piece_itself():
     assert piece.payload.data_ptr() == start
     assert spare.data_ptr() == start + piece.payload.nbytes
     assert spare.data_ptr() + spare.nbytes == end
-    assert piece.spare(1001).numel() == 1001  # beside it when it does not fit
+    assert piece.spare(1001).numel() == 1001  # separate memory if it does not fit
 
 
 def test_a_large_bucket_is_cut_into_pieces_of_limited_size_with_shorter_ends():

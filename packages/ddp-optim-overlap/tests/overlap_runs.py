@@ -1,4 +1,4 @@
-"""One small training run, ordinary or overlapped, for tests that compare the two to the bit."""
+"""One small training run, ordinary or overlapped, for tests that compare the two bitwise."""
 
 import contextlib
 import copy
@@ -55,7 +55,7 @@ class Net(torch.nn.Module):
 
 
 def complex_if_sent():
-    """Return what parameters may be of: DDP broadcasts them, and Gloo takes no complex ones in torch 2.6."""
+    """Return a dtype for parameters. DDP broadcasts them, and Gloo takes no complex ones in torch 2.6."""
     try:
         dist.broadcast(torch.zeros(1, dtype=torch.complex64), 0)
     except RuntimeError:
@@ -91,7 +91,7 @@ def changed(ddp, before):
 
 
 def rank_device():
-    """Return where this rank trains: on its current GPU, if the test has chosen one."""
+    """Return this rank's device: its current GPU, if the test has chosen one."""
     return torch.device("cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu")
 
 
@@ -107,12 +107,12 @@ _together = itertools.cycle((1, 6000, 4 * 2**20))
 
 
 def step_buckets_of(size=1):
-    """Let buckets wait for each other until they have so many bytes; each is stepped by itself with 1."""
+    """Let buckets wait for each other until they have ``size`` bytes; 1 steps each by itself."""
     engines.WORTH_A_STEP = size
 
 
 class PoisonedPages(PageMemory):
-    """Gives pages back, and fills what is left with NaN: small buckets have no whole page."""
+    """Frees pages, and fills the rest with NaN, because small buckets have no whole page."""
 
     def give_back_part(self, views):
         super().give_back_part(views)
@@ -126,7 +126,7 @@ class PoisonedPages(PageMemory):
 
 
 def begin_overlap(ddp, optimizers, *, memory=None, **options):
-    """Overlap, with a way to give gradients' memory back that may not be this device's own."""
+    """Start an overlap; ``memory`` may replace this device's own way to free gradients."""
     handle = overlap_optimizer(ddp, optimizers, release_gradients=memory is not None, **options)
     if memory is not None:
         engine = handle._engine
@@ -136,7 +136,7 @@ def begin_overlap(ddp, optimizers, *, memory=None, **options):
 
 
 def ways_to_release(arguments, ways=(PoisonedPages, StorageMemory)):
-    """Return those of some ways to give memory back that are for such a run."""
+    """Return those of these ways to free memory that suit such a run."""
     storage = not any(
         arguments.get(name) for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
     )
@@ -165,7 +165,7 @@ def train(  # noqa: C901 - every way to write the loop
     """Train; return parameters, gradients and the optimizers' state dicts.
 
     ``comm``: makes the hook and its state, which the ordinary run registers itself. ``after_backward``:
-    what only the ordinary loop does between ``backward()`` and ``step()``.
+    called only in the ordinary loop, between ``backward()`` and ``step()``.
     """
     ddp = make_ddp(tied=tied, **ddp_options)
     optimizers = make_optimizers(ddp)
@@ -198,7 +198,7 @@ def train(  # noqa: C901 - every way to write the loop
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=set_to_none)
     if handle is not None:
-        report = handle.wait()  # or optimizer.step() has done it all, and the overlap nothing
+        report = handle.wait()  # otherwise optimizer.step() has done it all, and the overlap nothing
         assert report.stepped == tuple(range(report.buckets)), report
         assert report.buckets
         handle.remove()
@@ -217,7 +217,7 @@ def _backward(ddp, parts):
 
 
 def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_schedulers, options):
-    """Save, and go on with new optimizers and schedulers that have loaded what was saved."""
+    """Save, and continue with new optimizers and schedulers that have loaded the checkpoint."""
     saved = copy.deepcopy([one.state_dict() for one in (*optimizers, *schedulers)])
     if handle is not None:
         handle.remove()
@@ -236,15 +236,15 @@ def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_scheduler
 
 
 def differences(make_optimizers, *, released=(), **arguments):
-    """Return what differs between the ordinary and the overlapped run.
+    """Return the differences between the ordinary and the overlapped run.
 
-    ``released``: ways to give memory back, each for a run more, without gradients at its end.
+    ``released``: ways to free memory; each adds a run, which must end without gradients.
     """
     options = arguments.pop("options", None) or {}
     ordinary = train(make_optimizers, overlap=False, **arguments)
     overlapped = train(make_optimizers, overlap=True, options=options, **arguments)
     different = [key for key in ordinary if not same(ordinary[key], overlapped[key])]
-    if released and not arguments.get("set_to_none", True):  # what is None is not set to zero
+    if released and not arguments.get("set_to_none", True):  # as released ones are None
         ordinary = train(make_optimizers, overlap=False, **{**arguments, "set_to_none": True})
     for way in released:
         run = train(make_optimizers, overlap=True, options={**options, "memory": way}, **arguments)
@@ -255,18 +255,18 @@ def differences(make_optimizers, *, released=(), **arguments):
 
 
 def both(run):
-    """Whether ``run(overlapped)`` ends with the same bits, ordinary and overlapped."""
+    """Whether ``run(overlapped)`` ends with the same bits in both cases."""
     return same(run(overlapped=False), run(overlapped=True))
 
 
 def run_parts(_, parts):
-    """Be a rank that runs many small checks; each fills a dictionary of what held."""
+    """Run many small checks on a rank; each fills a dictionary with its results."""
     found = {}
     for name, part in parts.items():
         found[name] = {}
         try:
             part(found[name])
-        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - the parts behind it are of interest too
+        except (Exception, pytest.fail.Exception):  # noqa: BLE001 - the later parts must run, too
             found[name]["raised"] = traceback.format_exc()
     return found
 
@@ -277,7 +277,7 @@ def named(*parts):
 
 
 def require_held(ranks, name):
-    """Assert that a part has checked something on every rank, and that all of it held."""
+    """Assert that a part has checked something on every rank, and that every check passed."""
     for rank in ranks:
         assert rank[name]
         assert all(held is True for held in rank[name].values()), rank[name]

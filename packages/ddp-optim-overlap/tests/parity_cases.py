@@ -1,4 +1,4 @@
-"""The cases of the parity suite, for whatever device the process group is of."""
+"""The cases of the parity suite, for any device that the process group supports."""
 
 import contextlib
 import itertools
@@ -20,7 +20,7 @@ from ddp_optim_overlap import OverlapMode
 
 
 def _implementations(name):
-    """Return the optimizer stepping one by one, foreach and, where there is such a step, fused."""
+    """Return the optimizer in its single-tensor, foreach and, where it exists, fused implementation."""
     make, options = OPTIMIZERS[name]
     yield "single", one_group(make, {**options, "foreach": False})
     yield "foreach", one_group(make, {**options, "foreach": True})
@@ -29,7 +29,7 @@ def _implementations(name):
 
 
 def _has_fused(make):
-    """Return whether torch has a fused step on this device: Adagrad's was for CPUs only at first."""
+    """Whether torch has a fused step on this device: Adagrad's was for CPUs only at first."""
     parameter = torch.ones(2, device=rank_device(), requires_grad=True)
     parameter.grad = torch.ones_like(parameter)
     try:
@@ -69,7 +69,7 @@ def _cosine_with_warmup(optimizers):
 
 
 class Clamped(torch.optim.SGD):
-    """A subclass whose step does more, to parameters without a gradient too."""
+    """A subclass whose step does more, also to parameters without a gradient."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -84,7 +84,7 @@ ADAMW = one_group(torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1})
 
 
 def _unused(step):
-    """Layer 1 rests in step 1 everywhere, layer 2 in step 2 on rank 0 only."""
+    """Layer 1 is unused in step 1 everywhere, layer 2 in step 2 on rank 0 only."""
     return {1: (1,), 2: (2,) if torch.distributed.get_rank() == 0 else ()}.get(step, ())
 
 
@@ -118,9 +118,9 @@ MODES = {
 
 
 def every_optimizer(_, modes=tuple(MODES), released_modes=tuple(MODES)):
-    """Every optimizer in every implementation in these modes; in some of them with gradients given back, too.
+    """Every optimizer in every implementation in these modes; in some of them also with released gradients.
 
-    The optimizer's own step needs less proof.
+    ``AFTER_REDUCE`` needs less proof, because the optimizer's own step runs there.
     """
     seen = {}
     with _no_scheduler_warns():
@@ -137,7 +137,7 @@ def every_optimizer(_, modes=tuple(MODES), released_modes=tuple(MODES)):
 
 
 def every_mode(_, modes=tuple(MODES)):
-    """These modes with groups, with two optimizers, with gradients given back, and after the reduction."""
+    """These modes with groups, two optimizers, released gradients, and ``AFTER_REDUCE``."""
     seen = {}
     with _no_scheduler_warns():
         for name in modes:

@@ -1,4 +1,4 @@
-"""What is compared on a device, here on the CPU in its place; test_overlap_on_gpu.py has the rest."""
+"""Comparisons on a device, with the CPU in its place; test_overlap_on_gpu.py has the rest."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def _tensors():
     ]
 
 
-def test_what_nobody_has_written_is_unchanged():
+def test_unwritten_tensors_are_unchanged():
     tensors = _tensors()
     sample = DeviceSample(tensors)
     assert not sample.empty
@@ -40,14 +40,14 @@ def test_what_nobody_has_written_is_unchanged():
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3, 4])
-def test_what_somebody_has_written_is_found(place):
+def test_written_tensors_are_found(place):
     tensors = _tensors()
     sample = DeviceSample(tensors)
     torch._foreach_add_([tensors[place]], 1) if place != 3 else tensors[place].fill_(-torch.inf)
     assert sample.compare(tensors).found()
 
 
-def test_what_is_gone_is_found_and_nothing_is_kept():
+def test_freed_tensors_are_found_and_nothing_is_kept():
     tensors = _tensors()
     sample = DeviceSample(tensors)
     assert sample.compare([None, *tensors[1:]]).found()

@@ -1,4 +1,4 @@
-"""``AFTER_REDUCE``: the optimizer's own step, once, whatever the optimizer keeps or couples."""
+"""``AFTER_REDUCE``: the optimizer's own step runs once, whatever state it keeps or couples."""
 
 import contextlib
 
@@ -28,7 +28,7 @@ AFTER_REDUCE = OverlapMode.AFTER_REDUCE
 
 
 class Counts(torch.optim.SGD):
-    """Divides its rate by the number of its calls: one too many, or two for one pass, changes every bit."""
+    """Divides its rate by the number of its calls: one call too many changes every bit."""
 
     def count(self):
         raise NotImplementedError
@@ -65,7 +65,7 @@ class CountsInList(Counts):
 
 
 class DrawsOnce(Counts):
-    """Its rate is a random number of the whole step."""
+    """Its rate is one random number per whole step."""
 
     def count(self):
         return 1 + float(torch.rand(()))
@@ -78,7 +78,7 @@ def _whole_steps(seen):
 
 
 def _pre_hooks(seen):
-    """They see the parameters and their averages, once a step."""
+    """They see the parameters and their averaged gradients, once per step."""
 
     def run(*, overlapped):
         ddp = make_ddp()

@@ -1,4 +1,4 @@
-"""Overlaps of one model, one after the other: nothing is left of the ones before, failed or not."""
+"""Several overlaps of one model in sequence: earlier ones, failed or not, leave nothing behind."""
 
 import copy
 import inspect
@@ -60,7 +60,7 @@ def _nothing_piles_up(seen):
             seen[mode.name, call_step] = inside == [([(1, 1)] * 10, plain + 1)] * 5
             with ddp.no_sync():
                 backward(ddp, batches(1)[0])
-            optimizer.step()  # an ordinary one: what waited for a step that never came is over
+            optimizer.step()  # an ordinary one: the pending overlapped step is over
             seen[mode.name, call_step, "left"] = _hooks(ddp) == [(0, 0)] * 10
             seen[mode.name, call_step, "step"] = "step" not in optimizer.__dict__ or (
                 inspect.unwrap(optimizer.step) is inspect.unwrap(type(optimizer).step)
@@ -103,7 +103,7 @@ def _hook(state, bucket):
 
 
 def _trains_on_after_a_failure(seen):
-    """What was not stepped stays so; from there on a new overlap is bitwise the ordinary loop."""
+    """Parameters that were not stepped stay as they were; a new overlap then matches the ordinary loop."""
     for mode in OverlapMode:
         for fails in ("step", "hook", "average"):
             ddp = make_ddp()
@@ -151,5 +151,5 @@ def ranks():
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_one_after_the_other(ranks, name):
+def test_one_after_another(ranks, name):
     require_held(ranks, name)

@@ -20,15 +20,15 @@ from dist_utils.testing import patience, run_ranks
 
 
 class OwnClip(ClipPolicy):
-    """A user's own, whose repr has an address."""
+    """A user's own policy, whose repr contains an address."""
 
     def clip(self, parameters):
-        """Leave all as it is."""
+        """Change nothing."""
 
 
 AFTER = {"mode": OverlapMode.AFTER_REDUCE}
 
-# What the first ranks have, what the last one has, and what the message must say.
+# The options of the first ranks, those of the last one, and what the message must say.
 CASES = [
     ({}, AFTER, "mode is 'bucket' on {first}, 'after_reduce' on rank {last}"),
     ({"clip": ByValue(1.0)}, {"clip": ByValue(2.0)}, "clip is 'ByValue(max_value=1.0)' on {first}"),
@@ -108,7 +108,7 @@ def _one_rank_alone(rank):
         with pytest.raises(RuntimeError) as caught:
             ddp(torch.ones(1, 20)).sum().backward()
         return str(caught.value)
-    with pytest.raises(RuntimeError):  # the average, which rank 0 does not take part in
+    with pytest.raises(RuntimeError):  # the average: rank 0 does not take part in it
         ddp(torch.ones(1, 20)).sum().backward()
     return ""
 
@@ -120,7 +120,7 @@ def test_an_overlap_on_one_rank_only_is_an_error_that_says_so():
 
 
 def _other_ranks(rank):
-    """A hook whose state averages over other ranks than the model is refused at the call."""
+    """A hook whose state averages over different ranks than the model is refused at the call."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     pair = pairs[rank == 2]
     ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=pair)

@@ -1,4 +1,4 @@
-"""Clipping and loss scaling: exact where they say so, and as documented where they are approximations."""
+"""Clipping and loss scaling: exact or approximate, as documented."""
 
 import itertools
 
@@ -98,7 +98,7 @@ def test_a_grad_scaler_skips_and_unscales_as_in_the_ordinary_loop():
 
 
 def _approximations(_):
-    """SGD with a rate of one shows what gradient it used."""
+    """SGD with a rate of one reveals the gradient that it used."""
     seen = {}
     for name, clip in {"bucket": PerBucketNorm(LIMIT), "previous": PreviousStepNorm(LIMIT)}.items():
         ddp = make_ddp()
@@ -137,7 +137,7 @@ def test_approximations_do_what_they_say():
         full = [norm for norm, _, _ in norms]
         assert reported == pytest.approx(full, rel=1e-4)
         used = [norm for _, norm, _ in norms]
-        assert used[0] == pytest.approx(LIMIT * norms[0][2] ** 0.5, rel=1e-3)  # nothing is known yet
+        assert used[0] == pytest.approx(LIMIT * norms[0][2] ** 0.5, rel=1e-3)  # no norm is known yet
         expected = [LIMIT * now / before for before, now in itertools.pairwise(full)]
         assert used[1:] == pytest.approx(expected, rel=1e-3)
 

@@ -1,4 +1,4 @@
-"""``optimizer.step(closure)``: the closure runs once, and what its backward pass has stepped is done."""
+"""``optimizer.step(closure)``: the closure runs once, and nothing that its pass stepped is stepped again."""
 
 import contextlib
 
@@ -37,7 +37,7 @@ def _momentum(ddp):
 
 
 def _closure(ddp, optimizer, x, calls, *, zero_first, after=lambda: None):
-    """Return what a trainer hands to step(): forward, zero_grad and backward, in one order or the other."""
+    """Return a trainer's closure: forward, zero_grad and backward, in one order or the other."""
 
     def closure():
         assert torch.is_grad_enabled()
@@ -66,7 +66,7 @@ def _run(
     mode=OverlapMode.BUCKET,
     **ddp_options,
 ):
-    """Be a trainer with automatic optimization: accumulate without a step, then step with a closure."""
+    """Train as a trainer with automatic optimization: accumulate without a step, then step with a closure."""
     ddp = make_ddp(**ddp_options)
     optimizer = make(ddp)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) if schedule else None
@@ -121,7 +121,7 @@ def _automatic(seen):
 
 
 def _manual(seen):
-    """backward() by hand, and a step whose closure does nothing, as trainers call it."""
+    """Manual backward(), and a step with an empty closure, as trainers call it."""
 
     def run(*, overlapped):
         ddp = make_ddp()
@@ -178,7 +178,7 @@ def _drop_in(seen):
 
 
 def _steps_twice(seen):
-    """A backward pass before step(closure) has stepped: that of the closure would step again."""
+    """A backward pass before step(closure) has stepped: the closure's would step again."""
     ddp = make_ddp()
     optimizer = adamw(ddp)
     overlap_optimizer(ddp, optimizer)
@@ -200,7 +200,7 @@ def _steps_twice(seen):
 
 
 class Polyak(torch.optim.SGD):
-    """Takes a longer step where the loss is large."""
+    """Takes a longer step if the loss is large."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -236,7 +236,7 @@ def _factors(ddp):
 
 
 class Twice(torch.optim.SGD):
-    """Evaluates the closure again behind its step."""
+    """Evaluates the closure again after its step."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -247,7 +247,7 @@ def _needs_the_loss(seen):
     for kind in (Polyak, Twice):
         ddp = make_ddp()
         optimizer = kind(ddp.parameters(), lr=0.1)
-        overlap_optimizer(ddp, optimizer)  # without a closure it is as any other
+        overlap_optimizer(ddp, optimizer)  # without a closure it works like any other optimizer
         before, calls = snapshot(ddp), []
         for _ in range(2):
             with pytest.raises(UnsupportedOptimizerError, match="depends on the closure"):
@@ -256,7 +256,7 @@ def _needs_the_loss(seen):
 
 
 def _fails(seen):
-    """An error of the closure itself comes out; one of its backward pass with its type."""
+    """An error of the closure itself is raised; an error of its backward pass keeps its type."""
     ddp = make_ddp()
     optimizer = adamw(ddp)
     overlap_optimizer(ddp, optimizer)

@@ -1,4 +1,4 @@
-"""Loops and graphs that are no ordinary ones: nothing hangs, no gradient is counted twice, no bit differs."""
+"""Unusual loops and graphs: nothing hangs, no gradient is counted twice, and no bit differs."""
 
 import gc
 import time
@@ -35,7 +35,7 @@ LARGE = 2**22
 
 
 class Heads(torch.nn.Module):
-    """Two layers at the end, one of which may rest: the first gradient is then another parameter's."""
+    """Two last layers, one of them possibly unused, so that another parameter gets the first gradient."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ def _pass(ddp, use):
 
 
 def _another_parameter_is_first(seen):
-    """One gradient is left over, as it was, halved, or zeroed in a way that raises no version."""
+    """One used gradient stays: unchanged, halved, or zeroed in a way that raises no version."""
     for left, wrong in (("used", True), ("halved", True), ("zeroed", False)):
         ddp, optimizer = _heads()
         _pass(ddp, "ab")
@@ -86,7 +86,7 @@ def _another_parameter_is_first(seen):
 
 
 def _first_pass_of_a_static_graph(seen):
-    """DDP hands over all its buckets as bucket 0, and none as the last one: an error, and no hang."""
+    """DDP hands over all buckets as bucket 0 and none as the last one: an error, and no hang."""
     net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
     sparse = torch.nn.Sequential(torch.nn.Embedding(8, 8, sparse=True), torch.nn.Linear(8, 8))
     for refused in (net, sparse):
@@ -108,7 +108,7 @@ def _first_pass_of_a_static_graph(seen):
 
 
 def _no_last_bucket(seen):
-    """DDP leaves out buckets that no rank has used, if told so; it waits for all others."""
+    """With an option, DDP leaves out buckets that no rank has used; it waits for all others."""
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
     try:
         DistributedDataParallel(torch.nn.Linear(1, 1), **options)
@@ -127,12 +127,12 @@ def _no_last_bucket(seen):
                 optimizer.step()
                 optimizer.zero_grad()
         except (RuntimeError, OverlapError):
-            pass  # as it may: it is the hang that must not be
+            pass  # it may raise, but must not hang
         seen[size] = True
 
 
 def _a_hook_fails_behind_early_steps(seen):
-    """The worker has taken buckets that it was not told of when a later one fails."""
+    """The worker has taken unannounced buckets when a later one fails."""
     for fails in (1, 2):
         step_buckets_of(LARGE)
         state = {"fails": -1}
@@ -164,7 +164,7 @@ def _a_hook_fails_behind_early_steps(seen):
 
 
 class Checkpointed(torch.nn.Module):
-    """Most of it runs its backward pass inside of another one."""
+    """Most of it runs its backward pass inside another one."""
 
     def __init__(self):
         super().__init__()
@@ -201,7 +201,7 @@ def _reentrant_checkpoints(seen):
 
 
 def _a_layout_that_changes(seen):
-    """DDP lays gradients out as the parameters lie."""
+    """DDP lays gradients out like their parameters."""
     for when in (1, 2, 3, 4):
 
         def run(*, overlapped, when=when):
@@ -223,7 +223,7 @@ def _a_layout_that_changes(seen):
 
 
 def _an_optimizer_that_rests(seen):
-    """Its step() finds no gradient because nothing was computed, not because they were taken away."""
+    """Its step() finds no gradients because none were computed, not because they were freed."""
     ddp = make_ddp(find_unused_parameters=True)
     one = torch.optim.SGD(ddp.module.conv.parameters(), lr=0.1)
     other = torch.optim.SGD(ddp.module.layers.parameters(), lr=0.1)
@@ -241,7 +241,7 @@ def _an_optimizer_that_rests(seen):
 
 
 def _a_model_that_is_gone(seen):
-    """A handle that is kept keeps no bucket."""
+    """A handle that outlives its model keeps no bucket."""
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.002)
     buffers = []
 
@@ -257,7 +257,7 @@ def _a_model_that_is_gone(seen):
         optimizer.zero_grad()
     seen["there"] = any(buffer() is not None for buffer in buffers)
     del ddp
-    deadline = time.monotonic() + 20  # one of Gloo's threads may still drop a callback
+    deadline = time.monotonic() + 20  # one of Gloo's threads may still hold a callback
     while any(buffer() is not None for buffer in buffers) and time.monotonic() < deadline:
         gc.collect()
         time.sleep(0.01)

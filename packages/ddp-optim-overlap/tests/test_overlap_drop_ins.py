@@ -1,4 +1,4 @@
-"""PyTorch's names, on CPUs and with every optimizer: the bits of the ordinary loop."""
+"""The functions with PyTorch's names, on CPUs: the bits of the ordinary loop."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ from dist_utils.testing import run_ranks
 
 
 class FunctionalSGD:
-    """As PyTorch's functional optimizers: one parameter and its gradient."""
+    """Like PyTorch's functional optimizers: steps one parameter with its gradient."""
 
     def __init__(self, lr):
         self.lr = lr
@@ -79,7 +79,7 @@ def _hook_then_optimizer(seen):
 
 
 def _step_left_in_the_loop(seen):
-    """It finds nothing left to do, and a scheduler does not miss it."""
+    """It finds nothing left to do, and a scheduler does not warn without it."""
     for name, call_step in (("step in the loop", True), ("no step in the loop", False)):
         runs = []
         for ours in (False, True):
@@ -104,7 +104,7 @@ def _step_left_in_the_loop(seen):
 
 
 def _pytorchs_functional(seen):
-    """PyTorch's own functional optimizers work too, with the deprecation warnings that they have."""
+    """PyTorch's own functional optimizers work, too, with their deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.distributed.optim.utils import as_functional_optim  # noqa: PLC0415
@@ -218,7 +218,7 @@ def _in_backward_refuses(seen):
         ddp(batches(1)[0])
     ddp = DistributedDataParallel(net)
     partial = functools.partial(allreduce_hook)
-    partial.__name__ = partial.__qualname__ = "optimizers_in_backward_hook"  # another hook all the same
+    partial.__name__ = partial.__qualname__ = "optimizers_in_backward_hook"  # still another hook
     ddp.register_comm_hook(None, partial)
     with pytest.raises(ConfigError, match="overlap_optimizer"):
         ddp(batches(1)[0])
@@ -264,12 +264,12 @@ def test_outside_of_ddp_each_backward_steps():
     apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, False)
     without(batches(1, rank=0)[0]).sum().backward()
     assert all(torch.equal(p, q) for p, q in zip(without.parameters(), Net().parameters(), strict=True))
-    apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, True)  # and now it does
+    apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, True)  # now with a hook
     without(batches(1, rank=0)[0]).sum().backward()
     assert not any(torch.equal(p, q) for p, q in zip(without.parameters(), Net().parameters(), strict=True))
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_a_non_optimizer_is_refused():
     with pytest.raises(ValueError, match="step_param"):
         OptimizerHookState(object())
     with pytest.raises(TypeError, match="communication hook"):

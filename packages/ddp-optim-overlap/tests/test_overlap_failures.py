@@ -38,7 +38,7 @@ def _bad_layer():
 
 
 class CallingNet(Net):
-    """Calls something in backward, when later layers' buckets are on their way."""
+    """Calls something in backward, after later layers' buckets were started."""
 
     call = None
 
@@ -64,7 +64,7 @@ class RaisesOnce(torch.optim.SGD):
 
 
 def _start(mode, net=Net, make=torch.optim.SGD, comm_hook=allreduce_hook, comm_state=None):
-    """Train two steps, so that DDP has rebuilt its buckets, each of which is stepped by itself."""
+    """Train two steps, so that DDP has rebuilt its buckets; each is stepped by itself."""
     step_buckets_of(1)
     ddp = DistributedDataParallel(net(), bucket_cap_mb=0.002)
     optimizer = make(ddp.parameters(), lr=0.1)
@@ -86,7 +86,7 @@ def _start(mode, net=Net, make=torch.optim.SGD, comm_hook=allreduce_hook, comm_s
 
 
 def _told_exactly(ddp, before, report):
-    """Whether the parameters of stepped buckets were moved, and no others, or some of a failed step's."""
+    """Whether exactly the parameters of stepped buckets moved, except in buckets whose step failed."""
     place = {parameter: index for index, parameter in enumerate(ddp.parameters())}
 
     def of(buckets):
@@ -108,7 +108,7 @@ def _peer_dies(rank, mode, how):
         handle.wait()
     with pytest.raises(CommunicationError):
         optimizer.step()
-    with pytest.raises(RuntimeError):  # nothing goes on after that
+    with pytest.raises(RuntimeError):  # nothing works after that
         ddp(batches(1)[0]).square().sum().backward()
     report = caught.value.report
     return len(changed(ddp, before)), _told_exactly(ddp, before, report), report, seconds
@@ -131,7 +131,7 @@ def test_survivors_raise_within_the_timeout(mode):
     "mode", [OverlapMode.BUCKET, pytest.param(OverlapMode.AFTER_REDUCE, marks=pytest.mark.exhaustive)]
 )
 def test_a_peer_that_stops_raises_at_the_timeout(mode):
-    """As one that dies, but with its connections open: only the group's timeout can tell."""
+    """Like one that dies, but with open connections: only the group's timeout reveals it."""
     limit = patience(3.0)
     first, _, last = run_ranks(_peer_dies, 3, mode, "stops", may_die={1}, group_timeout=limit, timeout=90)
     for moved, told, report, seconds in (first, last):
@@ -164,7 +164,7 @@ def _hook_raises_everywhere(mode):
 
 
 def _hook_future_fails(mode):
-    """The hook's future has an error, or something that is no gradient."""
+    """The hook's future has an error, or something other than a gradient."""
     found = []
     for value in (ValueError("lost"), "text", torch.zeros(3)):
 
@@ -201,12 +201,12 @@ def _step_raises_everywhere(mode):
     assert _told_exactly(ddp, before, report)
     if mode is OverlapMode.AFTER_REDUCE:
         return not moved and report.stepped == ()
-    # Layers 3 and 2 come before it, what is before layer 1 comes after it.
+    # Layers 3 and 2 are stepped before it, and the layers before layer 1 after it.
     return 0 < len(moved) < len(before) and 0 < len(report.stepped) < report.buckets
 
 
 class FailsOnTheWay(torch.optim.SGD):
-    """Its step fails when it has moved some parameters."""
+    """Its step fails after moving some parameters."""
 
     fails = False
 
@@ -221,7 +221,7 @@ class FailsOnTheWay(torch.optim.SGD):
 
 
 def _fails_on_the_way(mode):
-    """The report tells of buckets that were stepped in part, and of optimizers that had stepped."""
+    """The report names buckets that were stepped in part, and optimizers that had stepped."""
     ddp = DistributedDataParallel(Net(), bucket_cap_mb=25)
     first = torch.optim.SGD(ddp.module.conv.parameters(), lr=0.1)
     optimizer = FailsOnTheWay(ddp.module.layers.parameters(), lr=0.1)
@@ -230,7 +230,7 @@ def _fails_on_the_way(mode):
     before = snapshot(ddp)
     with pytest.raises(RuntimeError, match="no step today"):
         ddp(batches(1)[0]).square().sum().backward()
-    with pytest.raises(StepError, match="of bucket 0, whose step failed, in part or not") as caught:
+    with pytest.raises(StepError, match="parameters of bucket 0 may be stepped in part, because") as caught:
         handle.wait()
     report = caught.value.report
     expected = (0,) if mode is OverlapMode.AFTER_REDUCE else ()
@@ -261,7 +261,7 @@ def _post_hook_raises(mode):
 
 
 def _nothing_steps_later(mode):
-    """A hook or the model raises while averages of other buckets are on their way: those step no more."""
+    """A hook or the model raises while other buckets are being averaged: those are not stepped."""
 
     def hook(state, bucket):
         if state["fails"] == "hook" and bucket.index() == 2:
@@ -293,14 +293,14 @@ def _nothing_steps_later(mode):
 
 
 def _the_first_error_is_kept(mode):
-    """A step fails, and a hook does later; or the hook of one bucket, and then of the next."""
+    """A step fails, and later a hook; or the hook fails for one bucket, and then for the next."""
     failed = threading.Event()
 
     def hook(state, bucket):
         average = allreduce_hook(None, bucket)
         if state["fails"] and bucket.index() == 2:
             assert failed.wait(10) or mode is OverlapMode.AFTER_REDUCE
-            state["handle"]._engine._worker.wait()  # which has noted it then
+            state["handle"]._engine._worker.wait()  # it has recorded the error afterwards
             raise ValueError("later")
         return average
 
@@ -313,7 +313,7 @@ def _the_first_error_is_kept(mode):
                 raise
 
     if mode is OverlapMode.AFTER_REDUCE:
-        failed.set()  # its step would come behind every hook
+        failed.set()  # its step would come after every hook
     state = {"fails": False}
     ddp, optimizer, handle = _start(mode, make=Fails, comm_hook=hook, comm_state=state)
     optimizer.victim = ddp.in_bucket[0][0]
@@ -352,7 +352,7 @@ def test_a_failure_on_all_ranks():
 
 
 def _step_raises_on_one(rank, mode, done):
-    """Rank 1 fails after its gradients were averaged, and lives on: rank 0 learns of it all the same."""
+    """Rank 1 fails after its gradients were averaged, but stays alive: rank 0 still learns of it."""
     ddp, optimizer, handle = _start(mode, make=RaisesOnce)
     before = snapshot(ddp)
     if rank == 1:
@@ -364,7 +364,7 @@ def _step_raises_on_one(rank, mode, done):
         error = raised
     assert (error is not None) == (rank == 1)
     if rank == 1 and not GROUPS_END_WITHOUT_GIL:
-        os._exit(0)  # torch 2.6 cannot end a group before
+        os._exit(0)  # torch 2.6 cannot destroy a group before its process ends
     with pytest.raises(OverlapError) as caught:
         handle.wait()
     moved = changed(ddp, before)
@@ -372,7 +372,7 @@ def _step_raises_on_one(rank, mode, done):
     optimizer.zero_grad()
     with pytest.raises(RuntimeError):
         ddp(batches(1)[0]).square().sum().backward()
-    assert changed(ddp, before) == moved  # nothing was stepped on top of it
+    assert changed(ddp, before) == moved  # nothing more was stepped afterwards
     if rank == 0:
         Path(done).touch()
     deadline = time.monotonic() + 30
@@ -394,7 +394,7 @@ def test_a_step_that_fails_on_one_rank_raises_on_every_rank(mode, tmp_path):
     )
     kind, moved, report = zero
     assert kind is CommunicationError
-    assert moved == 10  # it had finished its own step: its report says so
+    assert moved == 10  # it had finished its own step, and its report says so
     assert report.stepped == tuple(range(report.buckets))
     if one is not None:
         kind, moved, report = one
@@ -421,12 +421,12 @@ def _hook_raises_on_one(rank):
 
 
 def test_a_hook_that_raises_on_one_rank_raises_on_every_rank():
-    """The others wait for its part of the average until it ends or the group's timeout is over."""
+    """The others wait for its part of the average until it exits or the group times out."""
     assert run_ranks(_hook_raises_on_one, 2, group_timeout=patience(3.0)) == [True, True]
 
 
 def _average_fails_on_one(rank):
-    """Only after the ranks have exchanged their gradients: no collective of the hook's tells the others."""
+    """It fails after the ranks exchanged their gradients, so no collective of the hook tells the others."""
 
     def hook(state, bucket):
         fails = state["fails"] and bucket.index() == 1 and rank == 1
@@ -450,7 +450,7 @@ def _average_fails_on_one(rank):
         else:
             ddp(batches(1)[0]).square().sum().backward()
         with pytest.raises(CommunicationError, match="a bad average" if rank == 1 else "") as caught:
-            handle.wait(timeout=GROUP_TIMEOUT / 2)  # told, not timed out
+            handle.wait(timeout=GROUP_TIMEOUT / 2)  # rank 0 is told, and does not time out
         report = caught.value.report
         exact = _told_exactly(ddp, before, report)
         found[mode.name, "told"] = (
@@ -463,7 +463,7 @@ def _average_fails_on_one(rank):
         with pytest.raises(RuntimeError):
             ddp(batches(1)[0]).square().sum().backward()
         found[mode.name, "nothing on top"] = same(after, snapshot(ddp))
-        dist.barrier()  # ending the overlap would tell the others too
+        dist.barrier()  # ending the overlap would tell the others, too
         handle.remove()
     return found
 

@@ -1,4 +1,4 @@
-"""What a trial or a check must see though it hides: counters, shared memory, graphs made static late."""
+"""Hidden state that a trial or a check must find: counters, shared memory, graphs made static late."""
 
 import contextlib
 import itertools
@@ -60,7 +60,7 @@ def _counters(seen):
 
 
 def _net(memory, *, shared):
-    """Two layers that are slices of one memory: columns that lie between each other, or the same."""
+    """Two layers that are slices of one tensor: interleaved columns, or the same ones."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
     net[1].weight = torch.nn.Parameter(memory[:, :8].data)
@@ -91,7 +91,7 @@ def _shared_memory(seen):
 
 
 def _static_later(seen):
-    """Weight decay would move what nobody uses."""
+    """Weight decay would move unused parameters."""
 
     def run(*, overlapped):
         ddp = make_ddp()
@@ -110,7 +110,7 @@ def _static_later(seen):
 
 
 def _rearranged_gradients(seen):
-    """Of one layer of many, in float64, of a size that is a power of two, in the bucket's own memory."""
+    """In one of many layers, in float64, with a power-of-two size, in the bucket's own memory."""
     ways = {
         "negated": torch.Tensor.neg_,
         "scaled": lambda gradient: gradient.mul_(16),
@@ -130,7 +130,7 @@ def _rearranged_gradients(seen):
 
 
 class Exits(torch.optim.SGD):
-    """``sys.exit()`` after the first parameter, if told so."""
+    """Calls ``sys.exit()`` after the first parameter, if told to."""
 
     exits = False
 
@@ -153,7 +153,7 @@ def _exits(seen):
 
 
 def _exits_alone(seen):
-    """In ``AFTER_REDUCE`` mode it is this thread that exits; the other rank is told."""
+    """In ``AFTER_REDUCE`` mode the calling thread exits; the other rank is told."""
     ddp = make_ddp()
     optimizer = Exits(ddp.parameters(), lr=0.1)
     handle = overlap_optimizer(ddp, optimizer, mode=OverlapMode.AFTER_REDUCE)
@@ -197,5 +197,5 @@ def ranks():
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_what_hides(ranks, name):
+def test_hidden_state(ranks, name):
     require_held(ranks, name)

@@ -1,4 +1,4 @@
-"""On top of any communication hook: the step uses what its future holds."""
+"""With any communication hook, the step uses the result of its future."""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Parameters that get other strides while they are trained."""
+"""Parameters whose strides change during training."""
 
 import gc
 import weakref
@@ -101,7 +101,7 @@ def _train_some(unused, when, *, overlapped, memory=None, cap=0.0005, again=Fals
 
 
 def _other_strides_where_some_are_unused(_):
-    """A gradient stays in its bucket as it was, though this rank has none that shows how."""
+    """A gradient keeps its layout in its bucket, though this rank has no gradient that shows it."""
     seen = {}
     for unused, when in (((2, 3), 2), ((2, 3), 3), ((3,), 1), ((0, 1, 2), 1), ((0, 2), 2)):
         for cap in (0.0005, 1):
@@ -113,7 +113,7 @@ def _other_strides_where_some_are_unused(_):
 
 
 def _let_go(_):
-    """The memory of buckets goes with the model, though the handle stays."""
+    """The memory of buckets is freed with the model, even if the handle is kept."""
     ddp = make_ddp()
     optimizer = adamw(ddp)
     buffers = []
@@ -139,7 +139,7 @@ def _run(rank):
     return {**_other_strides(rank), **_other_strides_where_some_are_unused(rank)}, _let_go(rank)
 
 
-def test_parameters_with_other_strides_and_models_that_go():
+def test_parameters_with_other_strides_and_freed_models():
     for seen, (held, left) in run_ranks(_run, 2):
         assert [case for case, right in seen.items() if not right] == []
         assert all(held)

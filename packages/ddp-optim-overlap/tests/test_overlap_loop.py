@@ -1,4 +1,4 @@
-"""What the training loop may do around an overlapped step, and what it gets told."""
+"""What the training loop may do around an overlapped step, and what is reported to it."""
 
 import contextlib
 
@@ -31,7 +31,7 @@ def _backward_after_zero(ddp, optimizer):
 
 
 def _calls_of_step(seen):
-    """Once more after the overlapped step is an ordinary step; as is one without a backward pass."""
+    """A second call after the overlapped step is an ordinary step, as is one without a backward pass."""
     states = []
     for overlapped in (False, True):
         ddp = make_ddp()
@@ -46,7 +46,7 @@ def _calls_of_step(seen):
         for x in batches(2):
             optimizer.zero_grad()
             backward(ddp, x)
-            optimizer.step(None)  # as Accelerate hands it on
+            optimizer.step(None)  # as Accelerate calls it
             optimizer.step(closure=None)
         optimizer.zero_grad()
         with ddp.no_sync():
@@ -137,7 +137,7 @@ def _ordinary_step_in_pause(seen):
 
 
 def _ordinary_steps(seen):
-    """A loop without step(), and then an ordinary one; torch.autograd.grad, which is no backward pass."""
+    """A loop without step(), then an ordinary one; and torch.autograd.grad, which is not a backward pass."""
     results = []
     for overlapped in (False, True):
         for how in ("pause", "no_sync", "autograd.grad"):
@@ -179,7 +179,7 @@ def _reports(seen):
 
 
 def _added_group(seen):
-    """Layers that are unfrozen and added while training goes on."""
+    """Layers that are unfrozen and added during training."""
 
     def run(*, overlapped):
         ddp = make_ddp(find_unused_parameters=True)
@@ -199,7 +199,7 @@ def _added_group(seen):
 
 
 def _frozen_layers(seen):
-    """A layer that is frozen at first; and one used by torch.autograd.grad only."""
+    """A layer that is frozen at first, and one that is used only by torch.autograd.grad."""
 
     def run(*, overlapped):
         ddp = make_ddp(find_unused_parameters=True)
@@ -222,7 +222,7 @@ def _frozen_layers(seen):
 
 
 class NeedsParameters(torch.optim.SGD):
-    """Its step fails when it has nothing to step, and takes more than a closure."""
+    """Its step fails without parameters, and takes more arguments than a closure."""
 
     def step(self, closure=None, *, flag=None):
         del flag
@@ -271,7 +271,7 @@ def _removed_before_step(seen):
 
 
 def _subnormal_numbers(seen):
-    """What the loop's thread does with subnormal numbers, from whatever step on, the worker does."""
+    """The worker treats subnormal numbers as the loop's thread does, from any step on."""
 
     def run(*, overlapped):
         ddp = make_ddp()

@@ -1,6 +1,6 @@
-"""The parity suite with CUDA streams: NCCL with a GPU for each rank, Gloo with ranks that share GPUs.
+"""The parity suite with CUDA streams: NCCL with one GPU per rank, Gloo with ranks that share GPUs.
 
-NCCL 2.30 and newer lets ranks share them too, with its variable NCCL_MULTI_RANK_GPU_ENABLE=1.
+With NCCL 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1, ranks can share GPUs under NCCL, too.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ on_every_backend = pytest.mark.parametrize(("backend", "world_size"), BACKENDS)
 def _start(rank, world_size, backend, cases):
     torch.cuda.set_device(rank % GPUS)
     torch.cuda.init()
-    torch.backends.cudnn.deterministic = True  # two runs are compared to the bit
+    torch.backends.cudnn.deterministic = True  # two runs are compared bitwise
     dist.init_process_group(backend, rank=rank, world_size=world_size)
     return cases(rank)
 
@@ -64,7 +64,7 @@ def test_the_parity_suite(backend, world_size, cases):
 
 
 def _slow_average(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average late on the GPU: a step that did not wait for it would use what was not averaged."""
+    """Average late on the GPU: a step that did not wait would use unaveraged gradients."""
     torch.cuda._sleep(10**7)
     buffer = bucket.buffer().div_(dist.get_world_size())
     work = dist.all_reduce(buffer, async_op=True)
@@ -72,7 +72,7 @@ def _slow_average(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 class SlowAdamW(torch.optim.AdamW):
-    """Steps late on the GPU: a forward pass that did not wait for it would use old parameters."""
+    """Steps late on the GPU: a forward pass that did not wait would use old parameters."""
 
     def step(self, closure=None):
         torch.cuda._sleep(10**7)
@@ -136,7 +136,7 @@ def test_averages_and_steps_that_come_late(backend, world_size):
 
 
 def _train_drop_in(name):
-    """Train with PyTorch's names, or with none."""
+    """Train with one of the functions with PyTorch's names, or without."""
     ddp = make_ddp()
     options = {"lr": 0.1, "momentum": 0.9}
     if name == "register_fused_optim":
@@ -203,7 +203,7 @@ def test_errors_keep_their_type_and_move_nothing(backend, world_size):
 
 
 class WritesAll(torch.optim.SGD):
-    """Writes all its parameters, whichever it steps, with an operator that raises no versions on a GPU."""
+    """Writes all its parameters in every step, with an operator that raises no versions on a GPU."""
 
     def __init__(self, params, **options):
         self.everything = list(params)
@@ -216,14 +216,14 @@ class WritesAll(torch.optim.SGD):
 
 
 def _step_and_go_on(ddp, optimizer, x):
-    """Later steps do not wait for the answer: where no version tells, the next pass raises."""
+    """Later steps do not wait for the answer: without versions, the next pass raises."""
     optimizer.step()
     optimizer.zero_grad()
     ddp(x).square().sum().backward()
 
 
 def _foreach_writes(_):
-    """What operators on lists of tensors write, which raise no versions on a GPU."""
+    """Writes by operators on lists of tensors, which raise no versions on a GPU."""
     x, seen = batches(1)[0].to(rank_device()), {}
 
     def unscale(_, optimizer):
@@ -238,7 +238,7 @@ def _foreach_writes(_):
         "decayed": lambda ddp, _: torch._foreach_mul_([one.data for one in ddp.parameters()], 0.9),
     }
     for name, change in changes.items():
-        for first in (0, 2):  # the step from which on the loop does so
+        for first in (0, 2):  # the first step in which the loop does it
             ddp = make_ddp()
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=True)
             handle = overlap_optimizer(ddp, optimizer)
@@ -255,7 +255,7 @@ def _foreach_writes(_):
     ddp = make_ddp()
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=True)
     overlap_optimizer(ddp, optimizer)
-    for _ in range(3):  # a limit that limits nothing is no change
+    for _ in range(3):  # clipping with a limit that is not reached changes nothing
         ddp(x).square().sum().backward()
         torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
         optimizer.step()

@@ -61,7 +61,7 @@ def test_every_way_to_run_ddp(request, fixture, name):
 
 
 def _three(_):
-    """At three ranks it shows whether gradients are divided or multiplied, before or after the sum."""
+    """With three ranks, dividing and multiplying, before or after the sum, give different bits."""
     seen = {view: differences(ADAMW, gradient_as_bucket_view=view) for view in (False, True)}
     moved = train(ADAMW, overlap=True)["parameters"]
     start = [parameter.detach() for parameter in make_ddp().parameters()]

@@ -1,4 +1,4 @@
-"""What shows late, by number or elsewhere: bitwise the ordinary loop, or refused with a reason."""
+"""Couplings that show only late or in unusual places: bitwise the ordinary loop, or refused with a reason."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ from dist_utils.testing import call_in_backward, run_ranks
 
 
 class Steps(torch.optim.Optimizer):
-    """SGD one by one, for optimizers that do more; counts in each parameter's state."""
+    """SGD per parameter, as a base for optimizers that do more; counts steps in each parameter's state."""
 
     def __init__(self, params, lr=0.1, **options):
         super().__init__(params, {"lr": lr, **options})
@@ -72,7 +72,7 @@ def _refused(make, match, ddp=None):
     return True
 
 
-# Groups by their number
+# Groups looked up by number
 
 
 class ReadsFirstGroup(Steps):
@@ -97,7 +97,7 @@ def _groups_by_number(seen):
 
 
 class AveragesInAttributes(Steps):
-    """Goes back to an average now and then, which it keeps where no optimizer's state is."""
+    """Now and then goes back to an average, which it keeps outside the optimizer's state."""
 
     def update(self, parameter, state, group, number):
         if "average" not in vars(parameter):
@@ -117,7 +117,7 @@ def _parameter_attributes(seen):
     seen["nothing left"] = all("average" not in vars(parameter) for parameter in ddp.parameters())
 
 
-# What comes late, or depends on numbers
+# Coupling that starts late or depends on values
 
 
 class CouplesLate(Steps):
@@ -258,7 +258,7 @@ def _hooks_of_all(seen):
     seen["pre"] = True
 
 
-# Loops in which a backward pass is no step
+# Loops in which not every backward pass is a step
 
 
 def _raises(match, loop, make=_sgd):
@@ -279,7 +279,7 @@ def _pass(ddp, x):
 def _guard(ddp, optimizer, data):
     _pass(ddp, next(data))
     optimizer.step()
-    _pass(ddp, next(data))  # and no step, as where the loss is not finite
+    _pass(ddp, next(data))  # and no step, as after a loss that is not finite
     _pass(ddp, next(data))
 
 
@@ -327,7 +327,7 @@ def _left_out_steps(seen):
     seen["other order"] = _raises("in common", _other_order, _two_that_share)
 
 
-# Changes that raise no version, or come inside of backward()
+# Changes that raise no version, or happen inside backward()
 
 
 def _clamp(ddp, _):
@@ -380,7 +380,7 @@ def _inside_backward(seen):
         ddp = DistributedDataParallel(net, bucket_cap_mb=0.00001)
         optimizer = _sgd(ddp)
         handle = overlap_optimizer(ddp, optimizer) if name == "remove" else None
-        ddp(torch.ones(2, 4)).sum().backward()  # the next pass has a bucket for every parameter
+        ddp(torch.ones(2, 4)).sum().backward()  # the next pass has one bucket per parameter
         optimizer.step()
         optimizer.zero_grad()
         net.call = handle.remove if handle is not None else partial(overlap_optimizer, ddp, optimizer)
@@ -390,7 +390,7 @@ def _inside_backward(seen):
 
 
 def _default_dtype(seen):
-    """Ranks with another default type at the time meet with the same bytes, or Gloo ends the process."""
+    """Ranks with different default dtypes must send messages of one size, or Gloo ends the process."""
     ddp = make_ddp()
     optimizer = _sgd(ddp)
     handle = overlap_optimizer(ddp, optimizer)

@@ -1,4 +1,4 @@
-"""What cannot be right is refused, with a reason, before anything communicates."""
+"""Anything that cannot give right results is refused, with a reason, before any communication."""
 
 import copy
 
@@ -26,7 +26,7 @@ from dist_utils.testing import run_ranks
 
 
 class ClipsItself(torch.optim.SGD):
-    """Limits the norm over all of its parameters: couples them."""
+    """Limits the norm over all of its parameters, which couples them."""
 
     def step(self, closure=None):
         gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -47,7 +47,7 @@ class ClipsOneGroup(torch.optim.SGD):
 
 
 class Communicates(torch.optim.SGD):
-    """Averages gradients once more: the same on every rank, but between DDP's own collectives."""
+    """Averages gradients again: the same on every rank, but between DDP's own collectives."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -89,7 +89,7 @@ class CountsInDict(torch.optim.SGD):
 
 
 class CountsInState(torch.optim.SGD):
-    """Keeps a counter in the state of no parameter."""
+    """Keeps a counter in state that belongs to no parameter."""
 
     def step(self, closure=None):
         self.state["all"]["calls"] = self.state["all"].get("calls", 0) + 1
@@ -118,7 +118,7 @@ class Wraps(torch.optim.Optimizer):
 
 
 class Elsewhere(torch.optim.SGD):
-    """Steps what it finds somewhere else than in its groups."""
+    """Steps tensors that are not in its groups."""
 
     def step(self, closure=None):
         with torch.no_grad():
@@ -140,7 +140,7 @@ def _elsewhere(ddp):
 
 
 def _warming_up(ddp):
-    """With a rate of zero, what couples parameters would not show in them."""
+    """With a rate of zero, coupling would not show in the parameters."""
     return ClipsItself(ddp.parameters(), lr=0.0)
 
 
@@ -167,7 +167,7 @@ class CompiledClass(torch.optim.SGD):
 
 
 class CompiledInside(torch.optim.SGD):
-    """Lets a compiled function do the work, which torch would compile for one shape after the other."""
+    """Uses a compiled function, which torch would compile for one shape after another."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -327,14 +327,14 @@ def _refused(name, ddp):
     assert issubclass(kind, OverlapError) or kind in (TypeError, ValueError)
     if not isinstance(optimizer, torch.optim.Optimizer):
         return True
-    # The trial has left nothing behind.
+    # The trial must leave nothing behind.
     clock = getattr(optimizer, "clock", {"calls": 0})
     kept = same(before, [p.detach() for p in ddp.parameters()])
     return kept and not optimizer.state and clock == {"calls": 0}
 
 
 class Odd(torch.nn.Module):
-    """Parameters of no dimension, of no element, complex ones, and one that is not contiguous."""
+    """Parameters without dimensions or elements, complex ones, and one that is not contiguous."""
 
     def __init__(self):
         super().__init__()
@@ -367,7 +367,7 @@ def _odd_run(*, overlap, view):
 def _refusals(rank):
     ddp = make_ddp()
     seen = {name: _refused(name, ddp) for name in REFUSED}
-    overlap_optimizer(ddp, _sgd(ddp))  # none of them has left a hook
+    overlap_optimizer(ddp, _sgd(ddp))  # none of the refused calls has left a hook
     with pytest.raises(ConfigError, match="remove"):
         overlap_optimizer(ddp, _sgd(ddp))
     hooked = make_ddp()
@@ -387,7 +387,7 @@ def _refusals(rank):
 
 
 def _refuses_behind_a_built_in_hook():
-    """Nothing of the overlap is left in a model that takes no other hook: it trains on."""
+    """A refused overlap leaves nothing in a model with a built-in hook, which trains on."""
     ddp = make_ddp()
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     optimizer = _sgd(ddp)
@@ -411,7 +411,7 @@ def _refuses_behind_a_built_in_hook():
 
 def _refuses_ddp_options():
     mixed, skipping = make_ddp(), make_ddp()
-    # Set afterwards: one asks for a GPU where torch is built for them, the other is not in every torch.
+    # Set afterwards: one needs a GPU if torch is built with CUDA, the other is not in every torch.
     mixed.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)
     skipping.skip_all_reduce_unused_params = True
     for name, ddp in {"mixed_precision": mixed, "skip_all_reduce_unused_params": skipping}.items():
@@ -461,7 +461,7 @@ def _sparse_run(make_optimizers, *, overlap, mode=OverlapMode.BUCKET):
 
 
 def _odd_options(mode):
-    """Options that do not equal themselves, or not with one answer, are no changed options."""
+    """Options whose ``==`` is false or ambiguous with themselves do not count as changed."""
     ddp = make_ddp()
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.01)
     optimizer.param_groups[0].update(best=float("nan"), mask=np.ones(3), tags=[torch.ones(3)])
@@ -496,7 +496,7 @@ def _sparse(_):
             overlap_optimizer(ddp, torch.optim.AdamW(ddp.parameters()), mode=mode)
     with pytest.raises(ConfigError, match="sparse"):
         overlap_optimizer(ddp, _sgd(ddp), mode=OverlapMode.AFTER_REDUCE, clip=GlobalNorm(1.0))
-    # What couples parameters may step all at once.
+    # Optimizers that couple parameters may step all at once.
     seen["couples"] = not differences(
         one_group(ClipsItself, {"lr": 0.1}), options={"mode": OverlapMode.AFTER_REDUCE}
     )
@@ -518,7 +518,7 @@ def test_sparse_and_odd_parameters_are_stepped_or_refused():
 
 
 def _unused_step(_):
-    """With unused='step' a resting layer is moved by weight decay; by default it is not."""
+    """With unused='step' weight decay moves an unused layer; by default it does not."""
     make = one_group(torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.5})
     moved = {}
     for unused in ("skip", "step"):
@@ -539,7 +539,7 @@ def _unused_step(_):
 
 
 def test_a_parameter_that_no_rank_has_used_is_skipped_or_stepped():
-    weight = 4  # conv.weight, conv.bias, then two for each layer
+    weight = 4  # conv.weight, conv.bias, then two per layer
     for rank in run_ranks(_unused_step, 2, timeout=60):
         assert rank["skip"][weight] is False
         assert rank["step"][weight] is True

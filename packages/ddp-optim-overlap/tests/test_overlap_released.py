@@ -1,4 +1,4 @@
-"""``release_gradients=True``: the same bits, no gradients left, and what cannot be so is refused."""
+"""``release_gradients=True``: the same bits and no gradients left, or it is refused."""
 
 import ctypes
 import mmap
@@ -60,7 +60,7 @@ def _no_gradients(ddp):
 
 
 def _gradients_that_are_left(seen):
-    """None after a pass that steps; those of the others."""
+    """No gradients are left after a pass that steps; other passes keep theirs."""
     for memory in WAYS:
         for view in (False, True)[: 1 if memory is StorageMemory else 2]:
             ddp = make_ddp(gradient_as_bucket_view=view)
@@ -86,7 +86,7 @@ def _gradients_that_are_left(seen):
 
 
 def _as_with_gradients(seen):
-    """Paused passes between passes that step, a check of weights, hooks, limits: the bits of an overlap."""
+    """Paused passes between others, weight checks, hooks and clipping: the bits of an ordinary overlap."""
 
     def run(memory, options, *, view=False, pause=False, again=False):
         ddp = make_ddp(gradient_as_bucket_view=view)
@@ -137,7 +137,7 @@ def _new_tensor(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torc
 
 
 class _Late:
-    """Gives a bucket's average when so many later ones have come, or all."""
+    """Completes a bucket's average after ``count`` later buckets, or after the last one."""
 
     def __init__(self, count):
         self.count, self.waiting = count, []
@@ -155,7 +155,7 @@ class _Late:
 
 
 class Mixed(torch.nn.Module):
-    """Sparse, complex, empty, and of two types: buckets of several kinds, in the first pass too."""
+    """Sparse, complex and empty parameters of two dtypes: several kinds of buckets in every pass."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ def _counting(step, parts):
 
 
 def _large_buckets_in_parts(seen):
-    """A part is given back before the next one is stepped, and a limit is still that of the bucket."""
+    """A part is freed before the next one is stepped, and clipping still applies to the whole bucket."""
     whole, released_pass._PART_BYTES = released_pass._PART_BYTES, 600
     try:
         for name, clip in {"": None, "per bucket": PerBucketNorm(0.02)}.items():
@@ -227,7 +227,7 @@ def _refused_at_the_call(seen):
     def refuses(match, ddp, optimizer, **options):
         with pytest.raises(ConfigError, match=match):
             overlap_optimizer(ddp, optimizer, release_gradients=True, **options)
-        overlap_optimizer(ddp, optimizer)  # nothing of the other one is left
+        overlap_optimizer(ddp, optimizer)  # nothing of the refused one is left
         return True
 
     after = {"mode": OverlapMode.AFTER_REDUCE}
@@ -309,7 +309,7 @@ class FailsLate(torch.optim.SGD):
 
 
 def _failing_hook(state: dict, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if state["fails"] and bucket.index() == 3:  # one has been stepped by then
+    if state["fails"] and bucket.index() == 3:  # one bucket has been stepped by then
         raise ValueError("a bad hook")
     return _new_tensor(None, bucket)
 
@@ -319,7 +319,7 @@ def _left(ddp, places):
 
 
 def _errors(seen):
-    """In the middle of a pass: no gradient of what was handed over is left, and the model trains on."""
+    """Errors in the middle of a pass: handed-over buckets keep no gradients, and the model trains on."""
     for memory in WAYS:
         for view in (False, True)[: 1 if memory is StorageMemory else 2]:
             for how in ("step", "hook", "a layer is left out"):
@@ -343,7 +343,7 @@ def _errors(seen):
                         handle.wait()
                     moved = changed(ddp, before)
                     seen[case] = 0 < len(moved) < len(before) and not any(_left(ddp, moved))
-                    continue  # DDP itself is of no use any more
+                    continue  # DDP itself is unusable afterwards
                 with pytest.raises(RuntimeError, match=r"no step today|a bad hook"):
                     backward(ddp, third)
                 moved = changed(ddp, before)
@@ -364,8 +364,8 @@ def _errors(seen):
                 seen[case, "trains on"] = same(snapshot(ddp), snapshot(plain))
 
 
-def _few_are_on_their_way(seen):
-    """Averages that come slowly hold backward() up: it is never three buckets ahead."""
+def _few_are_in_progress(seen):
+    """Slow averages hold backward() up: it is never three buckets ahead."""
     ahead = []
 
     def slow(state, bucket):
@@ -390,7 +390,7 @@ def _few_are_on_their_way(seen):
 
 
 def _memory_of_old_buckets(seen):
-    """DDP makes other buckets after the first pass: those of the first one are not kept, nor made again."""
+    """DDP rebuilds its buckets after the first pass: the first ones are not kept, nor allocated again."""
     ddp = make_ddp()
     old = []
 
@@ -419,7 +419,7 @@ PARTS = named(
     _refused_later,
     _too_late,
     _errors,
-    _few_are_on_their_way,
+    _few_are_in_progress,
     _memory_of_old_buckets,
 )
 
@@ -443,7 +443,7 @@ def _waits_for_later_buckets(_):
     with pytest.warns(RuntimeWarning, match="seems to wait for later ones"):
         backward(ddp, batches(1)[0])
     optimizer.step()
-    backward(ddp, batches(1)[0])  # which waits no more
+    backward(ddp, batches(1)[0])  # it no longer waits
     report = handle.wait()
     return _no_gradients(ddp) and report.stepped == tuple(range(report.buckets)) and report.buckets > 3
 
@@ -468,14 +468,14 @@ BUCKETS, WIDTH = 12, 1024
 
 
 def _resident():
-    """Return the bytes of this process that are in memory."""
+    """Return the resident memory of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def _most_resident(_, released):
-    """Return the most memory that is in use when a bucket is handed over, above a model without gradients."""
+    """Return the most memory in use when a bucket is handed over, above that of a model without gradients."""
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD: what is freed goes back to the system
+    ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD: freed memory goes back to the system
     seen = []
 
     def hook(_, bucket):
@@ -498,7 +498,7 @@ def _most_resident(_, released):
 
 @pytest.mark.skipif(not PageMemory.works(), reason="no pages are given back here")
 def test_four_buckets_are_in_memory_and_not_all():
-    """Two on their way, one that fills up, and a gradient: 16 MiB, and as much for code and threads."""
+    """Two in progress, one that fills up, and a gradient: 16 MiB, and as much for code and threads."""
     bucket = 4 * WIDTH * WIDTH
     for most in run_ranks(_most_resident, 2, True):
         assert most < 4 * bucket + 2**24
@@ -511,7 +511,7 @@ class _Bucket:
         self.buffer, self.views = buffer, views
 
 
-def test_only_whole_pages_inside_are_given_back():
+def test_only_whole_pages_inside_are_freed():
     page = mmap.PAGESIZE
     memory = torch.ones(10 * page, dtype=torch.uint8)
     before = -memory.data_ptr() % page  # up to the first page that is wholly inside
@@ -529,7 +529,7 @@ def test_only_whole_pages_inside_are_given_back():
     assert not inside.any()
 
 
-def test_memory_that_others_may_see_is_not_given_back(tmp_path):
+def test_shared_memory_is_not_freed(tmp_path):
     shared = torch.ones(5 * mmap.PAGESIZE, dtype=torch.uint8).share_memory_()
     path = tmp_path / "values"
     path.write_bytes(bytes([1]) * 5 * mmap.PAGESIZE)

@@ -1,4 +1,4 @@
-"""By whatever way a loop reaches ``step()``: each backward pass steps once, or there is an error."""
+"""However a loop reaches ``step()``, each backward pass steps once, or there is an error."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def _one_optimizer_in_two_overlaps(seen):
 
 
 def _a_model_wrapped_anew(seen):
-    """The overlap of the model before is alive, and of no use any more."""
+    """The overlap of the earlier model is alive but no longer used."""
 
     def run(*, overlapped):
         models = _wraps(2)
@@ -124,7 +124,7 @@ def _post_hooks_and_no_step(seen):
 
 
 def _a_compiled_end_of_the_loop(seen):
-    """An overlapped step is never compiled, and has the bits of one that is not."""
+    """An overlapped step is never compiled, and has the bits of an uncompiled step."""
 
     def run(*, overlapped):
         ddp = make_ddp()

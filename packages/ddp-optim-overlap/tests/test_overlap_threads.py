@@ -1,4 +1,4 @@
-"""Who steps, who waits for whom, and what is told of it; and which ranks take part."""
+"""Which thread steps, who waits for whom, what the report says of it, and which ranks take part."""
 
 import contextlib
 import gc
@@ -49,7 +49,7 @@ from dist_utils.torch_compat import default_store
 
 
 class OnThread(torch.optim.SGD):
-    """Notes who steps; and waits with one parameter until a key is in the store, if told to."""
+    """Records the thread that steps; if told to, delays one parameter until a key is in the store."""
 
     names = None
     late = None
@@ -68,7 +68,7 @@ def _who_steps(seen):
         ddp = make_ddp()
         optimizer = OnThread(ddp.parameters(), lr=0.1)
         overlap_optimizer(ddp, optimizer, mode=mode)
-        optimizer.names = set()  # not the trial's
+        optimizer.names = set()  # without those of the trial
         for x in batches(2):
             backward(ddp, x)
             optimizer.step()
@@ -77,7 +77,7 @@ def _who_steps(seen):
 
 
 def _backward_does_not_wait_for_an_average(seen):
-    """That of the first bucket is not there before the first layer's gradients are computed."""
+    """The first bucket's average does not complete before the first layer's gradients are computed."""
     in_time = []
 
     def run(*, overlapped):
@@ -113,7 +113,7 @@ def _backward_does_not_wait_for_an_average(seen):
 
 
 class Checkpoint(torch.nn.Module):
-    """A layer whose backward is a pass inside of the pass."""
+    """A layer whose backward is a nested backward pass."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ STEPPED = threading.Event()
 
 
 class Tells(torch.optim.AdamW):
-    """Tells when a bucket was stepped."""
+    """Signals when a bucket was stepped."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -147,12 +147,12 @@ def _what_was_hidden(seen):
             averaged = allreduce_hook(None, bucket)
             if not bucket.is_last():
                 return averaged
-            # On a thread: what a future's callback does may be done before then() returns, if it has come.
+            # On a thread: if the future is complete, a callback would run before then() returns.
             later, index = torch.futures.Future(), bucket.index()
 
             def slow():
                 assert index == 0 or STEPPED.wait(20)
-                time.sleep(1.0)  # for what follows a step: checks, on a busy machine
+                time.sleep(1.0)  # time for the checks that follow a step, also on a busy machine
                 later.set_result(averaged.wait())
 
             threading.Thread(target=slow).start()
@@ -190,7 +190,7 @@ def _a_slow_peer(seen):
 
 
 def _asked_in_the_middle(seen):
-    """Of a backward pass, by another thread or in a hook that goes on: refused, and nothing is lost."""
+    """step() in the middle of a backward pass, from a thread or a hook: refused, and nothing is lost."""
     for name, ask in (
         ("wait", lambda handle, _: handle.wait()),
         ("step", lambda _, optimizer: optimizer.step()),
@@ -219,7 +219,7 @@ def _asked_in_the_middle(seen):
                         asks()
 
                 for step, x in enumerate(batches(3)):
-                    if overlapped and step == 1:  # the first pass has a single bucket, at its end
+                    if overlapped and step == 1:  # the first pass has one bucket, at its end
                         ddp.module.layers[1].weight.register_post_accumulate_grad_hook(in_the_middle)
                     backward(ddp, x)
                     optimizer.step()
@@ -231,7 +231,7 @@ def _asked_in_the_middle(seen):
 
 
 def _asked_between_parts(seen):
-    """Of a backward pass in nested parts, whose end cannot be known before it has come: never silently."""
+    """step() between nested parts of a pass, whose end cannot be known in advance: never silently wrong."""
     for memory in (None, PoisonedPages):
         ddp = DistributedDataParallel(
             torch.nn.Sequential(*[Checkpoint() for _ in range(4)]), bucket_cap_mb=0.0005
@@ -283,14 +283,14 @@ def test_threads(ranks, name):
 
 
 def _of(state, bucket):
-    """Average over the group that a state of any kind means."""
+    """Average over the group that a state of any type stands for."""
     if isinstance(state, DeviceMesh):
         return allreduce_hook(state.get_group(), bucket)
     return allreduce_hook(state.process_group, bucket)
 
 
 def _subgroup(rank):
-    """Two ranks of three train: nothing may wait for the third."""
+    """Two of three ranks train: nothing may wait for the third."""
     mesh = DeviceMesh("cpu", [0, 1])
     group = dist.new_group([0, 1])
     if rank == 2:
@@ -360,7 +360,7 @@ def test_a_thousand_buckets():
 
 
 def _threads(_):
-    """However the overlap ends, its thread ends too."""
+    """However the overlap ends, its thread ends, too."""
     names = []
     for how in ("remove", "garbage", "error", "destroyed"):
         ddp = DistributedDataParallel(Net())
@@ -384,7 +384,7 @@ def _threads(_):
         while any(thread.name == "ddp-optim-overlap" for thread in threading.enumerate()):
             assert time.monotonic() < deadline, how
             time.sleep(0.01)
-        optimizer.step()  # an ordinary one: nothing is left of the overlap
+        optimizer.step()  # an ordinary step: nothing is left of the overlap
     return names
 
 

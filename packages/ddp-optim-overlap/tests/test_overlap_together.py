@@ -15,11 +15,11 @@ from dist_utils.testing import run_ranks, same_bits
 LAYERS = 6
 
 _seen = {"sizes": [], "fails": False, "limited": [], "waits": []}
-"""What a rank's optimizer has seen, and is to do."""
+"""What a rank's optimizer has recorded, and is told to do."""
 
 
 class Counts(torch.optim.SGD):
-    """Notes how many parameters every step has; fails if told to."""
+    """Records how many parameters every step has; fails if told to."""
 
     def step(self, closure=None):
         _seen["sizes"].append(sum(len(group["params"]) for group in self.param_groups))
@@ -31,7 +31,7 @@ class Counts(torch.optim.SGD):
 
 
 class Noted(PerBucketNorm):
-    """Notes of how many parameters it limits the gradients."""
+    """Records how many parameters' gradients it clips."""
 
     def clip(self, parameters):
         _seen["limited"].append(len(parameters))
@@ -39,7 +39,7 @@ class Noted(PerBucketNorm):
 
 
 def _start(size, comm_hook=None, comm_state=None, *, width=20, layers=LAYERS, **options):
-    """Train until DDP has its final buckets, one for each layer."""
+    """Train until DDP has its final buckets, one per layer."""
     step_buckets_of(size)
     torch.manual_seed(0)
     net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
@@ -81,7 +81,7 @@ def _sizes(_):
 
 def test_small_buckets_are_stepped_together_and_the_last_one_alone():
     for found in run_ranks(_sizes, 2):
-        # Those that are ready may be stepped with others that wait, also one by one; never the last one.
+        # Ready buckets may be stepped together with waiting ones, or one by one; never the last one.
         assert sum(found[0]) == sum(found[2]) == sum(found[1000]) == 2 * LAYERS
         assert found[0] == [2] * LAYERS
         assert found[2][-1] in (2, 4)
@@ -91,7 +91,7 @@ def test_small_buckets_are_stepped_together_and_the_last_one_alone():
 
 
 def _late(state, bucket):
-    """Hold the averages of all buckets but the first back until something is stepped."""
+    """Hold back the averages of all buckets but the first until something is stepped."""
     dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
     done = torch.futures.Future()
     if state["late"] and bucket.index():
@@ -129,7 +129,7 @@ def test_the_bits_do_not_depend_on_what_is_stepped_together():
 
 
 def _sizes_asked_for(_):
-    """In one pass, of the buckets that wait."""
+    """How often the sizes of waiting buckets are read in one pass."""
     layers, asked = 60, []
     ddp, optimizer, handle = _start(1000 * BUCKET, layers=layers)
     nbytes = HandedOver.nbytes.fget
@@ -146,7 +146,7 @@ def _sizes_asked_for(_):
 
 
 def test_waiting_buckets_are_counted_once():
-    """Or thousands of small buckets would cost millions of looks."""
+    """Otherwise thousands of small buckets would cost millions of reads."""
     assert max(run_ranks(_sizes_asked_for, 2)) <= 3
 
 
@@ -161,7 +161,7 @@ def _a_step_fails(_):
         known.append(True)
         fail(bucket, error)
 
-    HandedOver.fail = note  # backward() may raise from then on, and who calls it looks for the reason
+    HandedOver.fail = note  # backward() may raise from then on, and its caller then reads the error
     with pytest.raises(RuntimeError, match=r"the step of bucket 0, 1, 2, 3, 4.* failed: ValueError"):
         _pass(ddp, optimizer)
     with pytest.raises(StepError) as caught:
@@ -172,7 +172,7 @@ def _a_step_fails(_):
 
 
 def _a_hook_fails(_):
-    """While earlier buckets still wait for others: DDP waits for all of them."""
+    """A hook fails while earlier buckets still wait for others; DDP waits for all of them."""
 
     def hook(state, bucket):
         if state["fails"] and bucket.index() == 3:

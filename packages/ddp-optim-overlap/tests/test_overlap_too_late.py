@@ -1,4 +1,4 @@
-"""What comes when a step is done already, or can no longer be right, is an error and moves nothing."""
+"""Changes after a step, or when it can no longer be right, are an error and move nothing."""
 
 import contextlib
 import copy
@@ -47,7 +47,7 @@ def _double_backward(seen):
             first, second, third = batches(3)
             backward(ddp, first)
             optimizer.zero_grad(set_to_none=False)
-            backward(ddp, second)  # zeros are no gradients of a step
+            backward(ddp, second)  # zeros do not count as used gradients
             after = snapshot(ddp)
             around = {"accumulates": ddp.no_sync, "paused": handle.pause}.get(how, contextlib.nullcontext)
             with around(), pytest.raises(DoubleBackwardError, match="zero_grad"):
@@ -78,7 +78,7 @@ def _changed_gradients(seen):
 
 
 def _used_up_gradients(seen):
-    """Gradients that a step has used stay used, whatever was done to them."""
+    """Gradients that a step has used stay used, whatever is done to them."""
     for view in (False, True):
         for clips in (False, True):
             ddp = make_ddp(gradient_as_bucket_view=view)
@@ -96,7 +96,7 @@ def _used_up_gradients(seen):
 
 
 def _another_first_one(seen):
-    """The parameter whose gradient comes first is another one than before."""
+    """A different parameter than before gets the first gradient."""
 
     def run(view, clear, *, right):
         ddp = make_ddp(find_unused_parameters=True, gradient_as_bucket_view=view)
@@ -133,7 +133,7 @@ def _another_first_one(seen):
 
 
 def _looks_by_autograd_grad(seen):
-    """``torch.autograd.grad`` adds nothing: a look at used gradients before it is not one before the next."""
+    """``torch.autograd.grad`` adds nothing: a check before it says nothing about the next backward pass."""
     ddp = make_ddp(find_unused_parameters=True)
     optimizer = adamw(ddp)
     overlap_optimizer(ddp, optimizer)
@@ -147,7 +147,7 @@ def _looks_by_autograd_grad(seen):
 
 
 def _refused(ddp, optimizer, x, match, between=lambda: None):
-    """Whether ``optimizer.step()`` refuses what was done behind a backward pass, again and again."""
+    """Whether ``optimizer.step()`` refuses, every time, what was done after a backward pass."""
     optimizer.zero_grad()
     backward(ddp, x)
     between()
@@ -158,7 +158,7 @@ def _refused(ddp, optimizer, x, match, between=lambda: None):
 
 
 def _too_late(seen):
-    """Whatever a step has read, or left, must not change before the loop calls step()."""
+    """The inputs and results of a step must not change before the loop calls step()."""
 
     def edit_parameters(ddp):
         with torch.no_grad():
@@ -200,7 +200,7 @@ def _too_late(seen):
 
 
 def _loaded_inside(seen):
-    """A state that a hook loads when the first bucket is handed over already."""
+    """A hook loads a state after the first bucket was handed over."""
     for memory in (None, PoisonedPages):
         ddp = make_ddp(find_unused_parameters=True)  # with several buckets from the beginning
         optimizer = adamw(ddp)
@@ -225,7 +225,7 @@ class DecaysInPlace(torch.optim.SGD):
 
 
 def _looked_at(ddp, how):
-    """Do to gradients what changes no bit."""
+    """Write gradients without changing a bit."""
     gradients = [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
     if how == "infinite":
         torch.nn.utils.clip_grad_norm_(ddp.parameters(), float("inf"))
@@ -241,7 +241,7 @@ def _looked_at(ddp, how):
 
 
 def _no_bit_changed(seen):
-    """A limit that limits nothing, and whatever else leaves every bit, is no change."""
+    """Clipping with a limit that is not reached, and other writes that leave every bit, are no change."""
     for how in ("infinite", "large", "other tensors", "there and back"):
         for options in (
             {},
@@ -274,7 +274,7 @@ def _no_bit_changed(seen):
 
 
 def _one_value_changed(seen):
-    """One bit of one gradient in one bucket is a change, and so are values that only change places."""
+    """One bit of one gradient in one bucket is a change, and so are values that only swap places."""
     for view in (False, True):
         for mode in OverlapMode:
             for how in ("one value", "swapped"):
@@ -295,7 +295,7 @@ def _one_value_changed(seen):
                 with pytest.raises(ConfigError, match="gradients were changed"):
                     optimizer.step()
                 seen[view, mode.name, how] = same(before, snapshot(ddp))
-    # Where the step itself writes gradients, a limit was meant for what was there before.
+    # If the step itself writes gradients, clipping was meant for their earlier values.
     ddp = make_ddp()
     optimizer = DecaysInPlace(ddp.parameters(), lr=0.1)
     overlap_optimizer(ddp, optimizer)
@@ -320,7 +320,7 @@ def _late_pre_hook(seen):
 
 
 def _incomplete_backward(seen):
-    """A layer without gradients, and DDP not told: some buckets never come."""
+    """A layer without gradients that DDP was not told of: some buckets never come."""
     step_buckets_of(1)
     ddp = make_ddp()
     optimizer = adamw(ddp)
@@ -337,7 +337,7 @@ def _incomplete_backward(seen):
 
 
 def _foreign_parameters(seen):
-    """Parameters that DDP does not average, or that moved to another group, later."""
+    """Parameters that later turn out not to be averaged by DDP, or that move to another group."""
     for how in ("added", "unfrozen"):
         net = Net()
         if how == "unfrozen":
@@ -395,5 +395,5 @@ def ranks():
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_what_comes_too_late(ranks, name):
+def test_changes_that_come_too_late(ranks, name):
     require_held(ranks, name)

@@ -1,4 +1,4 @@
-"""What steps per parameter is taken and stays bitwise; what does not is refused, whatever its sizes are."""
+"""Optimizers that step per parameter are accepted and stay bitwise equal; all others are refused."""
 
 import resource
 import time
@@ -37,7 +37,7 @@ from dist_utils.testing import run_ranks
 
 
 class Steps(torch.optim.Optimizer):
-    """SGD one by one, for optimizers that do more; counts in each parameter's state."""
+    """SGD per parameter, as a base for optimizers that do more; counts steps in each parameter's state."""
 
     def __init__(self, params, lr=0.1, **options):
         super().__init__(params, {"lr": lr, **options})
@@ -77,7 +77,7 @@ def _summed(tensor):
 
 
 class SumsMatrices(Steps):
-    """As an optimizer does that shares out the orthogonalization of matrices."""
+    """Like an optimizer that distributes the orthogonalization of matrices over the ranks."""
 
     def update(self, parameter, gradient, state, group, place):
         return _summed(gradient.clone()) if parameter.dim() == group.get("of", 2) else gradient
@@ -120,7 +120,7 @@ def _make_of_conv(ddp):
 
 
 def _communicates_later(seen):
-    """What no trial sees is refused in the step, before it communicates, on every rank."""
+    """Communication that no trial shows is refused in the step, before it happens, on every rank."""
     net = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.Linear(400, 4))
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
     optimizer = SumsLarge(ddp.parameters())
@@ -145,7 +145,7 @@ def _communicates_later(seen):
 
 
 def _raises_in(ddp, optimizer, match, at):
-    """Whether a pass raises, with its type in step(), and none of those before it."""
+    """Whether this pass raises, and step() with the type, but no pass before it."""
     for number, x in enumerate(batches(at), 1):
         optimizer.zero_grad()
         if number == at:
@@ -163,7 +163,7 @@ def _raises_in(ddp, optimizer, match, at):
 
 
 class Scaled(Steps):
-    """Has a factor for each parameter."""
+    """Has one factor per parameter."""
 
     def update(self, parameter, gradient, state, group, place):
         return gradient * group["factors"][place]
@@ -178,14 +178,14 @@ class Zipped(Steps):
 
 
 class ByName(Steps):
-    """Decays what is no bias."""
+    """Decays all parameters but biases."""
 
     def update(self, parameter, gradient, state, group, place):
         return gradient if group["param_names"][place].endswith("bias") else gradient + parameter
 
 
 class TwoOptions(Steps):
-    """Has an option that is as long as a group of two parameters, and belongs to neither."""
+    """Has an option with as many values as a group of two parameters, unrelated to them."""
 
     def update(self, parameter, gradient, state, group, place):
         first, second = group["betas"]
@@ -193,7 +193,7 @@ class TwoOptions(Steps):
 
 
 class Drops(Scaled):
-    """Writes into its factors."""
+    """Writes to its factors."""
 
     def update(self, parameter, gradient, state, group, place):
         if state["step"] == 20:
@@ -291,7 +291,7 @@ def _writes_later(seen):
             InPlace,
             OwnDict,
             OwnState,
-        ):  # once for every parameter, in whatever order: nothing is lost
+        ):  # once per parameter, in any order: nothing is lost
             seen[kind.__name__, "soon"] = not differences(early)
             continue
         seen[kind.__name__, "soon"] = _is_refused(
@@ -342,11 +342,11 @@ def _turned_on(seen):
 
 
 _LATE = []
-"""Has something in it when training has begun that no trial could foresee."""
+"""Filled once training has begun, which no trial can foresee."""
 
 
 class Keeps(Steps):
-    """Keeps gradients, from some step on or later, to use them in the next one."""
+    """Keeps gradients for the next step, from the first or from a later step on."""
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
@@ -362,7 +362,7 @@ class Keeps(Steps):
 
 
 class KeepsFirst(Steps):
-    """Begins its momentum with the gradient itself."""
+    """Starts its momentum with the gradient itself, not with a copy."""
 
     def update(self, parameter, gradient, state, group, place):
         if "buffer" not in state:
@@ -457,14 +457,14 @@ class LimitsAt(Steps):
 
 
 class SkipsBelow(LimitsAt):
-    """Takes a step only where the norm is large enough."""
+    """Takes a step only if the norm is large enough."""
 
     def factor(self, norm, limit):
         return (norm > limit).float()
 
 
 class ReadsOthers(Steps):
-    """Looks at gradients of parameters that are not in the groups of a part."""
+    """Reads gradients of parameters that are not in the groups of a part."""
 
     def __init__(self, params, **options):
         params = list(params)
@@ -493,7 +493,7 @@ def _couples(seen):
     seen["others"] = _is_refused(ReadsOthers, "other values")
 
 
-# What is harmless
+# Harmless optimizers
 
 
 class History(Steps):
@@ -517,7 +517,7 @@ class InDataClass(Steps):
 
 
 class Knows(Steps):
-    """Finds out what is a bias in many ways."""
+    """Recognizes biases in many ways."""
 
     def __init__(self, params, **options):
         params = list(params)
@@ -541,7 +541,7 @@ class Knows(Steps):
 
 
 class OwnLists(Steps):
-    """Has a tensor and a factor for each parameter, which it finds by identity."""
+    """Has a tensor and a factor per parameter, looked up by identity."""
 
     def __init__(self, params, **options):
         params = list(params)
@@ -571,7 +571,7 @@ def _harmless(seen):
 
 
 def _leaves_no_trace(seen):
-    """The trial leaves parameters, their versions and gradients, state, attributes and random numbers."""
+    """The trial does not change parameters, versions, gradients, state, attributes or random generators."""
     ddp = make_ddp()
     optimizer = Knows(ddp.parameters(), lr=0.01)
     optimizer.generator = torch.Generator().manual_seed(1)
@@ -599,7 +599,7 @@ def _leaves_no_trace(seen):
 
 
 def _cost(seen):
-    """Two large matrices, and nothing small."""
+    """Two large matrices and nothing small."""
     net = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(2)])
     ddp = DistributedDataParallel(net)
     makers = [

@@ -1,4 +1,4 @@
-"""Parameters that a pass leaves out: left alone, whenever the overlap began and whoever used them before."""
+"""Parameters that a pass leaves out are left alone, whatever happened before."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ WEIGHT = 4  # of layer 1: the convolution has two parameters, and so has layer 0
 
 
 def _overlap_begun_while_gradients_accumulate(seen):
-    """The layer that rests in the averaging pass got its gradient before there was an overlap."""
+    """The layer that is unused in the averaging pass got its gradient before the overlap began."""
 
     def run(*, overlapped):
         ddp = make_ddp(find_unused_parameters=True)
@@ -35,7 +35,7 @@ def _overlap_begun_while_gradients_accumulate(seen):
 
 
 def _accumulation_in_pause(seen):
-    """A layer that one rank alone uses in the paused pass, and both in the next: no gradients of a step."""
+    """One rank uses a layer in the paused pass, both in the next: these gradients are not used ones."""
     for view in (False, True):
         for set_to_none in (False, True):
 
@@ -58,7 +58,7 @@ def _accumulation_in_pause(seen):
 
 
 def _clipping_a_bucket_without_gradients(seen):
-    """Layer by layer a bucket, so that one has no gradient at all."""
+    """One bucket per layer, so that one has no gradients at all."""
     for how in ("skipped", "frozen"):
 
         def run(*, overlapped, how=how):
@@ -93,7 +93,7 @@ class OneOfTwo(torch.nn.Module):
 
 
 def _state_of_some(seen):
-    """Fused SGD takes no list in which some have momentum and some have none: nor may the trial of it."""
+    """Fused SGD takes no list in which only some have momentum; its trial must not use one, either."""
 
     def run(*, overlapped):
         ddp = DistributedDataParallel(OneOfTwo(), find_unused_parameters=True)
@@ -110,7 +110,7 @@ def _state_of_some(seen):
 
 
 def _hook_then_optimizer(seen):
-    """As PyTorch's: a parameter that no rank has used is stepped with a zero gradient."""
+    """As in PyTorch, a parameter that no rank has used is stepped with a zero gradient."""
     ddp = make_ddp(find_unused_parameters=True)
     ddp.module.skipped = (1,)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.5)
@@ -137,5 +137,5 @@ def ranks():
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_what_a_pass_leaves_out(ranks, name):
+def test_parameters_that_a_pass_leaves_out(ranks, name):
     require_held(ranks, name)

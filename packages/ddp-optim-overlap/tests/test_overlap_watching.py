@@ -1,4 +1,4 @@
-"""What a profiler and the reports show of overlapped steps."""
+"""Overlapped steps in a profiler and in reports."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def watched():
 def test_every_step_has_a_range_by_name(watched):
     for (_, by_bucket), (_, whole) in watched:
         assert "overlapped step" in whole
-        if every_thread() is None:  # torch 2.6 shows no thread but the caller's
+        if every_thread() is None:  # torch 2.6 shows only the caller's thread
             assert sorted(by_bucket) == []
             continue
         steps = [f"overlapped step:bucket_{index}" for index in range(3)]

@@ -47,7 +47,7 @@ class Reuses(torch.nn.Module):
 
 
 def _weight_reuse(_):
-    """The hazard is a race: here the recomputation waits until the last layer was stepped."""
+    """The hazard is a race, so the recomputation here waits until the last layer is stepped."""
     step_buckets_of(1)
     seen = {}
     for how in ("detach", "no_grad", "harmless"):
@@ -59,8 +59,8 @@ def _weight_reuse(_):
             optimizer.zero_grad()
             weight = ddp.module.last.weight
             before = weight.detach().clone()
-            now = weight.detach()  # made here: whoever reads the parameter inside is found out
-            if check:  # between the step and the mark nothing would be noticed
+            now = weight.detach()  # made here, because reading the parameter inside raises
+            if check:  # between the step and the mark nothing would be detected
                 ddp.module.goes_on = lambda weight=weight: type(weight) is not torch.nn.Parameter
             else:
                 ddp.module.goes_on = lambda now=now, before=before: bool((now != before).any())

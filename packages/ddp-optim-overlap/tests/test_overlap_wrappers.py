@@ -1,4 +1,4 @@
-"""Models and optimizers inside of what frameworks put around them."""
+"""Models and optimizers inside the wrappers of frameworks."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from dist_utils.testing import run_ranks
 
 
 class Delegates(torch.optim.Optimizer):
-    """Has an optimizer, and decides only whether it steps, as Accelerate's wrapper does."""
+    """Wraps an optimizer, and only decides whether it steps, like Accelerate's wrapper."""
 
     def __init__(self, optimizer, scaler=None):
         self.optimizer = optimizer
@@ -33,7 +33,7 @@ class Delegates(torch.optim.Optimizer):
 
 
 class Averages(torch.optim.SGD):
-    """Has an optimizer, and parameters of its own to step beside it."""
+    """Wraps an optimizer, and steps parameters of its own besides."""
 
     def __init__(self, parameters, lr):
         super().__init__(parameters, lr=lr)
@@ -111,7 +111,7 @@ def _wrapped(rank):
     return found
 
 
-def test_what_is_inside_is_overlapped():
+def test_the_wrapped_objects_are_overlapped():
     for found in run_ranks(_wrapped, 2):
         assert all(found.values()), found
 

@@ -1,4 +1,4 @@
-"""Every collective twice: as a call on each rank, and as arithmetic on all ranks' inputs in one process."""
+"""Every collective twice: as a call on each rank, and simulated in one process with all ranks' inputs."""
 
 import functools
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dist_utils.torch_compat import saved_tensor_hooks
 
 OPERATIONS = ["SUM", "AVG", "MAX", "MIN", "PRODUCT"]
 LAST = -1
-"""As a root: the last rank of the group."""
+"""Stands for the last rank of the group as the root."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Case:
         call: ``(x, group, ranks)`` -> this rank's outputs; ``ranks`` are the members' global ranks.
         simulate: all members' ``x`` -> all members' outputs.
         linear: Whether the outputs are linear in the inputs.
-        second_order: Whether every rank has a path to its x, which a second backward needs.
+        second_order: Whether every rank's result depends on its x, which a second backward needs.
     """
 
     call: Any
@@ -65,7 +65,7 @@ def _reduce(op, root):
 
 
 def _entries(x, size):
-    """One entry for each rank, made from x."""
+    """One entry per rank, computed from x."""
     return [x * (index + 1) for index in range(size)]
 
 
@@ -106,7 +106,7 @@ def _all_to_all(xs):
 
 
 def _uneven(rank, size):
-    """How many rows a rank sends to each."""
+    """Return how many rows a rank sends to each rank."""
     return [(rank + other) % 3 for other in range(size)]
 
 
@@ -164,7 +164,7 @@ def _uneven_part(x, rank):
 
 
 def _simulate_all_to_all_dim(xs):
-    """From the last dimension to the first one."""
+    """Split the last dimension, concatenate along the first."""
     sent = [_last_stacked(x, 2 * len(xs)).split(2, -1) for x in xs]
     return [[torch.cat([parts[rank] for parts in sent], 0)] for rank in range(len(xs))]
 
@@ -182,7 +182,7 @@ def _simulate_uneven_dim(xs):
 
 
 def _call_lengths_differ(x, group, ranks):
-    """Each rank has another length along the dimension that is joined."""
+    """Each rank has a different length along the dimension that is concatenated."""
     mine = ranks.index(dist.get_rank())
     y = torch.stack([_last_stacked(x, len(ranks))] * (mine + 1))
     return [dac.all_to_all_dim(y, -1, 0, output_sizes="auto", group=group)]
@@ -338,7 +338,7 @@ CASES["started all_to_all_dim"] = _started(CASES["all_to_all_dim"])
 
 
 def inputs(rank, shape, dtype, *, ties=True):
-    """Return a rank's input: with ties between ranks and zeros, so that every rule is used."""
+    """Return a rank's input, with zeros and with ties between ranks, so that every rule is used."""
     random = torch.Generator().manual_seed(100 + rank)
     x = torch.randn(shape, generator=random, dtype=torch.complex128 if dtype.is_complex else torch.float64)
     flat = x.flatten()
@@ -350,13 +350,13 @@ def inputs(rank, shape, dtype, *, ties=True):
 
 
 def weights(rank, outputs):
-    """Return one constant for each output, another on each rank."""
+    """Return one constant per output, different on each rank."""
     random = torch.Generator().manual_seed(200 + rank)
     return [torch.randn(output.shape, generator=random, dtype=torch.float64).to(output) for output in outputs]
 
 
 def loss(rank, outputs, strides="plain"):
-    """Return a number that is not linear in the outputs, whose cotangents have other strides on odd ranks."""
+    """Return a nonlinear loss of the outputs, whose cotangents may have other strides on odd ranks."""
     total = 0
     for output, weight in zip(outputs, weights(rank, outputs), strict=True):
         y = output.real + output.imag if output.is_complex() else output

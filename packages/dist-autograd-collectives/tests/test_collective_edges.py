@@ -40,7 +40,7 @@ def _strides(rank):
         "gather": lambda x: torch.stack(dac.gather(x, 0)),
     }.items():
         x.grad = None
-        call(x).sum().backward()  # cotangents are expanded ones
+        call(x).sum().backward()  # the cotangents are expanded
         seen[name] = x.grad.unique().tolist()
     return seen
 
@@ -86,7 +86,7 @@ def test_buffers_are_filled_and_may_be_used_again():
 
 
 def _conventions(rank):
-    """Every rank computes the same loss: the gradient of one of them, and W times that."""
+    """Every rank computes the same loss: its gradient counted once, and W times."""
     w = torch.tensor([1.0, 2.0, 3.0])
     seen = {}
     for grad in ("sum", "replicated"):
@@ -100,7 +100,7 @@ def _conventions(rank):
         }
         for name, call in calls.items():
             (first,) = torch.autograd.grad((w * call(x) ** 2).sum(), x, create_graph=True)
-            # Replicated again: the squared norm of the gradient of all ranks.
+            # Replicated, too: the squared norm of all ranks' gradients.
             norm = dac.all_reduce((first**2).sum(), grad=grad)
             (second,) = torch.autograd.grad(norm, x)
             seen[grad, name] = first.tolist(), second.tolist()
@@ -130,7 +130,7 @@ def test_the_replicated_convention_counts_the_loss_once():
 
 
 def _kinds(rank):
-    """No other rank takes part: it is refused before anything is sent."""
+    """No other rank takes part: each is refused before anything is sent."""
     mesh = init_device_mesh("cpu", (2,))
     kinds = {
         "DTensor": distribute_tensor(torch.ones(4), mesh, [Shard(0)]),
@@ -192,7 +192,7 @@ def test_operations_and_what_they_do_not_mean():
         assert "complex numbers have no order" in seen["complex max"]
         assert "got 'median'" in seen["unknown"]
         assert seen["half"]
-    # Holders of a NaN share the gradient of 2 (two ranks' losses), as do equal extrema.
+    # The ranks with a NaN share the gradient of 2 (two ranks' losses), as do ranks with equal extrema.
     assert first["max"][1] == first["min"][1] == [2, 1, 1, 0]
     assert second["max"][1] == second["min"][1] == [0, 1, 1, 2]
     assert (first["premul"][1], second["premul"][1]) == ([4, 4], [6, 6])
@@ -263,7 +263,7 @@ def test_bad_input_is_refused_before_communication():
 
 
 def _large(rank, length):
-    """More than is sent as a sum for all, and no multiple of the world size."""
+    """Too large for the path of small sums, and not divisible by the world size."""
     size, first = dist.get_world_size(), torch.arange(float(length)).remainder(100_003)
     x = (first + rank).requires_grad_()
     version = x._version
@@ -297,7 +297,7 @@ def test_a_large_sum_of_other_lengths_raises_on_two_ranks():
 
 
 def _tensor_parallel(rank):
-    """Two layers, the first one split by columns and the second one by rows, against the whole ones."""
+    """Two layers, the first split by columns and the second by rows, against the unsplit layers."""
     random = torch.Generator().manual_seed(0)
     x, first, second = (
         torch.randn(shape, generator=random, dtype=torch.float64, requires_grad=True)
@@ -321,12 +321,12 @@ def _tensor_parallel(rank):
 
 def test_a_tensor_parallel_layer_has_the_gradients_of_the_whole():
     for found in run_ranks(_tensor_parallel, 2):
-        # Sums of 24 products of numbers up to 100, in another order.
+        # Sums of 24 products of numbers up to 100, in a different order.
         assert max(found.values()) < 1e-11, found
 
 
 def _own_messages(rank):
-    """A user's own message is under way while a collective runs."""
+    """A user's own message is pending while a collective runs."""
     theirs = torch.zeros(2)
     work = dist.irecv(theirs, 0) if rank else dist.isend(torch.full((2,), 7.0), 1)
     gathered = dac.all_gather_stack(torch.full((2,), float(rank)))
@@ -334,7 +334,7 @@ def _own_messages(rank):
     return gathered.tolist(), theirs.tolist()
 
 
-def test_messages_of_ones_own_do_not_get_mixed_up():
+def test_a_users_own_messages_do_not_get_mixed_up():
     first, second = run_ranks(_own_messages, 2)
     assert first[0] == second[0] == [[0, 0], [1, 1]]
     assert second[1] == [7, 7]

@@ -1,4 +1,4 @@
-"""What a profiler shows of collectives: the functions that were called, in backward too."""
+"""A profiler shows collectives under the name of the function that was called, also in backward."""
 
 import torch
 from torch.profiler import profile

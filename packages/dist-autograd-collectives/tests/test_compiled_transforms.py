@@ -1,4 +1,4 @@
-"""Transforms of ``torch.func`` inside of ``torch.compile`` give what they give without it."""
+"""Transforms of ``torch.func`` give the same results inside ``torch.compile`` as without it."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 import dist_autograd_collectives as dac
 from dist_utils.testing import run_ranks
 
-# Every kind of linear collective, and what is put together from several.
+# Every kind of linear collective, and collectives composed of several.
 COLLECTIVES = {
     "all_reduce": dac.all_reduce,
     "all_reduce max": lambda x: dac.all_reduce(x, "max"),
@@ -53,7 +53,7 @@ TRANSFORMS = {
 
 
 def _difference(f, x, backend, *, fullgraph=True):
-    """How far what is compiled is from what is not; three runs, since garbage may be right once."""
+    """Difference between compiled and eager results, over three runs, since garbage may be right once."""
     torch._dynamo.reset()
     right, compiled = f(x), torch.compile(f, backend=backend, fullgraph=fullgraph)
     return max((compiled(x) - right).abs().max().item() for _ in range(3))
@@ -68,7 +68,7 @@ def _transformed(rank, backend, collectives, transforms):
             if how in ("jacrev", "jacfwd"):
                 x = x[0]
             error = _difference(TRANSFORMS[how](COLLECTIVES[name]), x, backend)
-            # Numbers up to 100, of which some ten are multiplied.
+            # Products of about ten numbers up to 100.
             if not error < 1e-10:
                 wrong[name, how] = error
     return wrong
@@ -86,7 +86,7 @@ def test_a_transform_of_every_collective():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", TRANSFORMS)
 def test_every_transform_of_every_collective(how):
-    # Ranks whose results have different lengths have Jacobians of different lengths: another batch each.
+    # Ranks whose results have different lengths have Jacobians, and so batches, of different lengths.
     names = [name for name in COLLECTIVES if not ("uneven" in name and how == "jacrev")]
     assert run_ranks(_transformed, 2, "aot_eager", names, [how], timeout=600) == [{}, {}]
 

@@ -1,4 +1,4 @@
-"""Collectives that meet others than they should, or leftovers of their own: an error, never their values."""
+"""Collectives that meet a wrong one, or leftovers of an earlier one: an error, never wrong values."""
 
 import time
 from datetime import timedelta
@@ -36,7 +36,7 @@ def _functions(rank, group):
 
 
 def _backwards(rank, group):
-    """Each rank uses one of two results, and not the same one."""
+    """Each rank uses a different one of two results."""
     x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
     first, second = dac.all_reduce(x, group=group), dac.all_reduce(y, group=group)
     (second if rank else 10 * first).sum().backward()
@@ -44,13 +44,13 @@ def _backwards(rank, group):
 
 
 def _second_steps(rank, group):
-    """A maximum takes two collectives, the second of which runs in wait."""
+    """A maximum takes two collectives; the second one runs in wait."""
     handles = [dac.start(dac.all_reduce, torch.full((4,), float(i)), "max", group) for i in range(2)]
     return [handle.wait() for handle in (reversed(handles) if rank else handles)]
 
 
 def _copies(rank, group):
-    """Only their backward communicates, and each rank begins with another one."""
+    """Only their backward communicates, and each rank starts with a different one."""
     x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
     first, second = dac.copy_to_group(x, group=group).sum(), 10 * dac.copy_to_group(y, group=group).sum()
     for loss in (second, first) if rank else (first, second):
@@ -59,7 +59,7 @@ def _copies(rank, group):
 
 
 def _orders(rank, group):
-    """One rank runs the backward of a backward where the other one runs the backward."""
+    """One rank runs the backward of a backward where the other runs the first backward."""
     x = torch.full((3,), 2.0, requires_grad=True)
     loss = (dac.all_reduce(x, group=group) ** 3).sum()
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -71,7 +71,7 @@ CROSSED = [_dtypes, _operations, _shapes, _functions, _backwards, _second_steps,
 
 
 def _copies_of_one_rank(rank):
-    """A copy that no gradient comes back through is local."""
+    """A copy without a gradient is local."""
     if rank == 0:
         with torch.no_grad():
             dac.copy_to_group(torch.ones(3, requires_grad=True))
@@ -87,7 +87,7 @@ def test_a_rank_may_copy_alone_where_no_gradient_comes_back():
 
 def _crossed(rank, limit):
     seen = {}
-    # One for each: a group that has failed is of no more use.
+    # One group per case: after a failure a group cannot be used again.
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=limit)) for _ in CROSSED]
     for call, group in zip(CROSSED, groups, strict=True):
         dist.barrier()
@@ -136,7 +136,7 @@ def test_a_backward_that_failed_leaves_nothing_to_the_next_one(size):
 
 def _short_broadcast(rank):
     outcome = _outcome(dac.broadcast, torch.full((30_000 if rank == 0 else 40_000,), float(rank)), 0)
-    time.sleep(0.5)  # until the others have raised, or not: an end here would be their error
+    time.sleep(0.5)  # until the others have raised or returned: an exit before would be their error
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""Gradients against finite differences: one element of one rank moves at a time, all ranks look."""
+"""Gradients against finite differences: one element of one rank moves at a time, all ranks' losses count."""
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ def _compare(rank):
     ranks = list(range(dist.get_world_size()))
     wrong = {}
     for name, case in CASES.items():
-        # Without ties: there the derivative does not exist.
+        # Without ties, where the derivative does not exist.
         x = inputs(rank, (2,), torch.float64, ties=False).requires_grad_()
         loss(rank, case.call(x, None, ranks)).backward()
         gradient = torch.zeros_like(x) if x.grad is None else x.grad
@@ -65,5 +65,5 @@ def _adjoint(rank):
 
 def test_backward_of_linear_collectives_is_their_transpose():
     for found in run_ranks(_adjoint, 3, timeout=60):
-        # A sum of fewer than 100 products in another order.
+        # A sum of fewer than 100 products in a different order.
         assert {name: error for name, error in found.items() if error > 100 * 2**-52} == {}

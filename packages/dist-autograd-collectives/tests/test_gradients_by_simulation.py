@@ -1,4 +1,4 @@
-"""Values and gradients of first and second order against one process that has all ranks' inputs."""
+"""Values and gradients of first and second order against a simulation with all ranks' inputs."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from dist_autograd_collectives import eager
 from dist_utils.testing import run_ranks
 
 GROUPS = {"1 and 2": [1, 2], "0 and 2": [0, 2], "alone": [1]}
-# A few dozen roundings at the most, each of half an epsilon of numbers no larger than the largest result.
+# At most a few dozen roundings, each by half an epsilon of a number no larger than the largest result.
 ROUNDINGS = 64
 
 
@@ -28,7 +28,7 @@ def simulated(case, ranks, shape, dtype, strides):
     if not (case.second_order and twice(strides)):
         return outputs, first, None
     scalar = sum(loss(rank + 7, [gradient]) for rank, gradient in zip(ranks, first, strict=True))
-    scalar = scalar + sum((0 * x).abs().sum() for x in xs)  # some have no path
+    scalar = scalar + sum((0 * x).abs().sum() for x in xs)  # some outputs do not depend on x
     second = torch.autograd.grad(scalar, xs, materialize_grads=True)
     return outputs, first, second
 
@@ -40,7 +40,7 @@ def measured(case, rank, group, ranks, shape, dtype, strides, device="cpu"):
     x.requires_grad_()
     outputs = case.call(x, group, ranks)
     if not case.second_order:
-        # Not autograd.grad, which on a rank without a path to x would not even begin.
+        # Not autograd.grad: on a rank whose loss does not depend on x it would not even start.
         loss(rank, outputs, strides).backward()
         return outputs, torch.zeros_like(x) if x.grad is None else x.grad, None
     (first,) = torch.autograd.grad(loss(rank, outputs, strides), x, create_graph=True)
@@ -51,7 +51,7 @@ def measured(case, rank, group, ranks, shape, dtype, strides, device="cpu"):
 
 
 def distance(ours, right):
-    """Return the largest difference in roundings, or infinity where shapes, dtypes or NaNs differ."""
+    """Return the largest difference in roundings; infinity if shapes, dtypes or NaNs differ."""
     if ours.shape != right.shape or ours.dtype != right.dtype:
         return float("inf")
     if not ours.numel():
@@ -97,7 +97,7 @@ def wrong_ones(ranks):
     }
 
 
-# Linear ones only: the others have no meaning or no tie rule there.
+# Linear collectives only: for complex numbers the others have no meaning or no rule for ties.
 COMPLEX = [name for name, case in CASES.items() if case.linear]
 
 
@@ -124,7 +124,7 @@ def test_values_and_gradients_of_both_orders(world_size, shape, dtype, names, st
 
 
 def _compare_native(rank, *arguments):
-    """As on a backend other than Gloo: with its own collectives only."""
+    """As on a backend other than Gloo, with the backend's own collectives only."""
 
     def native(tensors, call):
         in_place = call.name in eager._IN_PLACE

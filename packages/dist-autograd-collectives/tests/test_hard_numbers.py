@@ -1,4 +1,4 @@
-"""Values that are easy to get wrong: near the ends of a range, and of dtypes that backends do not know."""
+"""Values that are easy to get wrong: near the ends of a range, and of dtypes that backends lack."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from dist_utils import free_storage
 from dist_utils.testing import run_ranks
 
 INF = float("inf")
-# Both ranks' values, and the gradients of the sum of both ranks' losses.
+# Both ranks' values, and the gradients of the sum of their losses.
 PRODUCTS = [
     ([1e-30], [1e-30], [2e-30], [2e-30]),
     ([1e30], [1e30], [2e30], [2e30]),
@@ -30,7 +30,7 @@ def _products(rank):
 def test_the_gradient_of_a_product_is_never_a_quotient():
     first, second = run_ranks(_products, 2)
     for index, (_, _, *right) in enumerate(PRODUCTS):
-        # float32 as written, and one product.
+        # The decimal numbers are rounded to float32, and there is one product.
         assert first[index] == pytest.approx(right[0], rel=2**-22)
         assert second[index] == pytest.approx(right[1], rel=2**-22)
 
@@ -55,7 +55,7 @@ def test_a_finite_mean_does_not_overflow_on_the_way():
 
 
 def _largest_means(rank):
-    """A third of the largest number, rounded up, is too much three times."""
+    """The sum of three thirds of the largest number, each rounded up, would overflow."""
     wrong = []
     sums_of_gloo = 40_002  # more than 64 KiB
     for dtype, count in [
@@ -72,7 +72,7 @@ def _largest_means(rank):
         }
         for name, mean in found.items():
             parts = torch.view_as_real(mean.detach()) if dtype.is_complex else mean.detach()
-            # A share is less by at most 3 eps / 2, and each of two sums by eps / 2.
+            # A share is too small by at most 3 eps / 2, and each of two sums by eps / 2.
             least = limits.max * (1 - 4 * limits.eps) if rank == 1 or name != "reduce" else 0.0
             if not (parts.isfinite().all() and (parts.double().abs() >= least).all()):
                 wrong.append((dtype, count, name, parts[0].tolist()))
@@ -101,7 +101,7 @@ def _dtypes(rank):
                 ("all_reduce", dac.all_reduce(x), total),
                 ("reduce", dac.reduce(x, 0), 0 if rank else total),
             ):
-                # As bytes too: a bool of 2 is not a bool.
+                # Compared as bytes, too: a bool stored as 2 is not a valid bool.
                 expected = torch.full((count,), right, dtype=dtype)
                 if not torch.equal(result.view(torch.uint8), expected.view(torch.uint8)):
                     wrong.append((dtype, count, name))
@@ -136,7 +136,7 @@ def test_factors_keep_dtype_and_shape():
 
 
 def _changed_in_place(rank):
-    """Results can be changed in place, whatever the function."""
+    """The result of every function can be changed in place."""
     failed = []
     calls = {
         "all_gather_cat": lambda x: [dac.all_gather_cat(x)],
@@ -188,7 +188,7 @@ COMPILED = ("broadcast", "gather", "all_gather_cat", "all_to_all_dim", "all_redu
 
 
 def _rare_dtypes(rank):
-    """Small whole numbers, which every dtype holds: the same as with float64."""
+    """Small whole numbers, which every dtype represents: the same results as with float64."""
     wrong = []
     plain = torch.tensor([1.0, 2, 0, 3]) if rank else torch.tensor([2.0, 1, 1, 0])
     for dtype in RARE:
@@ -244,7 +244,7 @@ def test_unsigned_numbers_of_64_bits_are_in_order():
 
 
 def _negative_views(rank):
-    """Views whose sign is not in memory yet, as the imaginary part of a conjugate is."""
+    """Views whose sign flip is pending, such as the imaginary part of a conjugate."""
     wrong = []
     for length in (1, 100, 40_000):
         x = torch._neg_view(torch.full((length,), 1.0 + rank))

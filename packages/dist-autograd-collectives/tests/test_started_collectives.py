@@ -11,7 +11,7 @@ from dist_utils.torch_compat import default_store, saved_tensor_hooks
 
 
 class _Compute(torch.autograd.Function):
-    """Writes down when it runs."""
+    """Records when it runs."""
 
     @staticmethod
     def forward(ctx, x, events):
@@ -64,7 +64,7 @@ def test_communication_surrounds_what_is_computed_meanwhile():
 
 
 def _twice(rank):
-    """Second order, a graph that is kept, several under way at once, one that nobody waits for."""
+    """Second order, a retained graph, several running at once, and one that nobody waits for."""
     x = torch.tensor([1.0 + rank, 2.0], dtype=torch.float64, requires_grad=True)
     handles = [dac.start(dac.all_reduce, k * x) for k in (1, 2)]
     first, second = handles[1].wait(), handles[0].wait()  # in any order
@@ -80,7 +80,7 @@ def _twice(rank):
 def test_started_collectives_have_every_gradient():
     xs = [torch.tensor([1.0 + rank, 2.0], dtype=torch.float64, requires_grad=True) for rank in range(2)]
     total = sum(xs)
-    value = 2 * ((2 * total) ** 3 + total).sum()  # both ranks have this loss
+    value = 2 * ((2 * total) ** 3 + total).sum()  # the loss of both ranks
     first = torch.autograd.grad(value, xs, create_graph=True)
     second = torch.autograd.grad(sum(gradient.sum() for gradient in first), xs)
     for rank, (gradient, row, same, after) in enumerate(run_ranks(_twice, 2)):
@@ -91,7 +91,7 @@ def test_started_collectives_have_every_gradient():
 
 
 def _overlaps(rank):
-    """The other rank comes only once this one has started: a start that waited would never end."""
+    """The other rank starts only after this one: a start that waited would never return."""
     x, store = torch.ones(4), default_store()
     dac.all_reduce(x)  # connects
     if rank:
@@ -106,7 +106,7 @@ def test_starting_does_not_wait_for_other_ranks():
 
 
 def _checkpointed(rank):
-    """The second forward of a checkpoint stops where nothing more is needed: between start and wait."""
+    """A checkpoint's second forward stops as soon as nothing more is needed: here between start and wait."""
 
     def block(x):
         handle = dac.start(dac.all_gather_stack, 2 * x)
@@ -130,7 +130,7 @@ def test_a_checkpoint_may_drop_what_it_started():
 
 
 def _prefetched(rank):
-    """Weights that are started before a checkpoint and waited for in it, in all orders that people use."""
+    """Weights are gathered before a checkpoint and waited for in it, in all orders that people use."""
     wrong = []
     for function in (dac.all_reduce, dac.all_gather_cat, dac.reduce_scatter_dim, dac.all_gather):
         for reentrant in (True, False):
@@ -171,7 +171,7 @@ def _gradients(function, started, reentrant, waits, rank):
         run = lambda x: checkpoint(lambda x: inner(x).sin(), x, use_reentrant=reentrant)  # noqa: E731
     loss = run(x)
     if waits == "before and inside" and reentrant:
-        # Its own backward: an inner backward frees the graph that both share, with any operation.
+        # A separate backward, because the inner one frees the graph that both share, for any operation.
         loss.backward(retain_graph=True)
         return w.grad, x.grad
     (loss + extra).backward()
@@ -226,7 +226,7 @@ def test_a_result_has_a_gradient_wherever_it_is_waited_for_with_one():
 
 
 def _each_block_starts_the_next(rank, reentrant):
-    """Prefetch inside of checkpoints: right, or refused where the gradient would be lost."""
+    """Prefetch inside checkpoints: correct, or refused where the gradient would be lost."""
     ws = [torch.full((2,), 1.0 + rank + i, requires_grad=True) for i in range(3)]
     handles = {0: dac.start(dac.all_reduce, ws[0])}
 
@@ -244,7 +244,7 @@ def _each_block_starts_the_next(rank, reentrant):
 
 
 def test_starting_in_one_checkpoint_and_waiting_in_the_next():
-    # Sums are 3, 5, 7; each one's gradient is the product of the others, for two ranks.
+    # The sums are 3, 5, 7; the gradient of each is the product of the others, times two ranks.
     assert run_ranks(_each_block_starts_the_next, 2, False) == [[[70, 70], [42, 42], [30, 30]]] * 2
     with pytest.raises(RuntimeError, match="was started without gradients"):
         run_ranks(_each_block_starts_the_next, 2, True, group_timeout=30)
@@ -273,7 +273,7 @@ def test_only_collectives_can_be_started():
 
 
 def _scatter_is_waited_for_again(rank):
-    """Without like= there is a description, which is read once."""
+    """Without like= a description is sent, which is read once."""
     parts = [torch.full((3,), float(index), requires_grad=True) for index in range(2)]
     handle = dac.start(dac.scatter, parts if rank == 0 else None, 0, anchor=True)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""torch.func, forward mode, checkpointing and torch.compile see the collectives too."""
+"""Collectives work with torch.func, forward mode, checkpointing and torch.compile."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def _transforms(rank):
         results = {"func.grad": torch.func.grad(lambda x, case=case: total(case, x, ranks))(plain)}
         _, tangent = torch.func.jvp(lambda x, case=case: total(case, x, ranks), (plain,), (plain,))
         results["jvp is defined"] = right if tangent.isfinite() else right + 1
-        if "reduce_scatter" not in name and "single" not in name:  # whose buffers are not batched
+        if "reduce_scatter" not in name and "single" not in name:  # output buffers are not batched
             batch = torch.stack([plain, 2 * plain])
             one_by_one = torch.stack(
                 [torch.autograd.grad(total(case, x, ranks), x)[0] for x in map(_leaf, batch)]
@@ -138,7 +138,7 @@ def _counted(rank):
 
 def test_each_collective_is_in_the_graph_once():
     for found in run_ranks(_counted, 2, timeout=120):
-        # torch 2.6 runs a MAX again in backward instead of keeping what it received.
+        # torch 2.6 reruns a MAX in backward instead of keeping what it received.
         again = ["all_gather_into_tensor", "all_to_all_single"]
         if found["all_reduce MAX"][1] == sorted([*again, "all_to_all_single", "reduce_scatter_tensor"]):
             found["all_reduce MAX"][1] = ["all_to_all_single", "reduce_scatter_tensor"]
@@ -155,7 +155,7 @@ def test_each_collective_is_in_the_graph_once():
 
 
 def _large_reduce(rank):
-    """More than is sent as a sum for all, and no multiple of the world size."""
+    """Too large for the path of small sums, and not divisible by the world size."""
     x = (torch.arange(50_001.0) + rank).requires_grad_()
     total = torch.compile(lambda x: dac.reduce(x, 1), backend="aot_eager", fullgraph=True)(x)
     (2 * total).sum().backward()
@@ -167,7 +167,7 @@ def test_a_large_sum_for_one_rank_is_compiled_too():
     assert run_ranks(_large_reduce, 2) == [True, True]
 
 
-# Ranks save different tensors for backward here: a checkpoint must run the collective again on all of them.
+# Here ranks save different tensors for backward: a checkpoint must rerun the collective on all of them.
 UNEQUAL = {
     "reduce MAX": lambda x: dac.reduce(x, 0, "max").sum(),
     "reduce MAX of a product": lambda x: dac.reduce(x * x, 0, "max").sum(),

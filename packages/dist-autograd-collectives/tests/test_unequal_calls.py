@@ -12,7 +12,7 @@ from dist_utils.testing import patience, run_ranks
 X = torch.ones(4, 2)
 LIST = [torch.ones(2)] * 2
 
-# Each function with good arguments, and bad ones for one rank.
+# Each function with valid arguments, and invalid ones for one rank.
 GOOD = {
     "all_reduce": (X,),
     "broadcast": (X, 0),
@@ -64,7 +64,7 @@ BAD = {
     "all_to_all_dim": [
         ((X, 0, 1), {"output_sizes": [3, 3]}),
         ((X, "a", 1), {}),
-        ((X.reshape(2, 4), 0, 1), {}),  # parts of as many elements
+        ((X.reshape(2, 4), 0, 1), {}),  # parts with the same number of elements
         ((X, 0, 1), {"input_sizes": [1, 3]}),
         ((X, 0, 1), {"output_sizes": "auto"}),
     ],
@@ -85,23 +85,23 @@ BAD = {
 def _outcome(fn, *args, **kwargs):
     try:
         fn(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - whatever it is
+    except Exception as error:  # noqa: BLE001 - any error is an outcome
         return type(error).__name__, str(error)
     return None
 
 
 def _one_is_wrong(rank, wrong_rank):
-    """Rank after rank is wrong; afterwards the group is as good as new."""
+    """One rank after another is wrong; the group still works afterwards."""
     bad = []
     for name, good in GOOD.items():
         function = getattr(dac, name)
         nothing = [((None, *good[1:]), {}), (("text", *good[1:]), {}), ((3, *good[1:]), {})]
         for args, options in nothing + BAD.get(name, []):
             if name == "scatter" and args[0] is None and wrong_rank:
-                continue  # which is right on a rank that is not the source
+                continue  # valid on a rank that is not the source
             mine = (args, options) if rank == wrong_rank else (good, {})
             outcome = _outcome(function, *mine[0], **mine[1], check=True)
-            # An error that this rank makes by itself is its own; what only differs is told to all alike.
+            # The wrong rank raises its own error; a mere difference raises the same error on every rank.
             told = outcome is not None and outcome[0] == "TensorMismatchError"
             own = outcome is not None and outcome[0] in ("TypeError", "ValueError", "IndexError")
             if not (told or (own and rank == wrong_rank)):
@@ -147,7 +147,7 @@ def test_the_user_s_own_error_is_on_the_rank_that_is_wrong():
 
 
 def _own_part(rank):
-    """Known without any other rank, so raised by this one, check or no check."""
+    """Detected without other ranks, so raised with and without check."""
     return [
         _outcome(dac.all_to_all, [torch.zeros(1), torch.zeros(2)], [torch.ones(2), torch.ones(1)]),
         _outcome(dac.all_to_all_single, torch.zeros(3), torch.ones(3), [1, 2], [2, 1]),
@@ -177,12 +177,12 @@ LENGTHS = {
 
 def _lengths_differ(rank, limit):
     seen = {}
-    # One for each: a group that has failed is of no more use.
+    # One group per case: after a failure a group cannot be used again.
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=limit)) for _ in LENGTHS]
     for (name, call), group in zip(LENGTHS.items(), groups, strict=True):
         dist.barrier()
         seen[name] = _outcome(call, torch.full((2 if rank else 4,), 1.0 + rank), group=group)
-    # Whose bytes are too few to be messages of their own: the group's timeout does not matter.
+    # A large broadcast that is too short is detected at once, so the group's timeout does not matter.
     dist.barrier()
     short = _outcome(dac.broadcast, torch.ones(20_000 if rank else 50_000), 1)
     return seen, short
@@ -192,7 +192,7 @@ def test_messages_of_another_length_fill_no_buffer():
     (first, short), (second, _) = run_ranks(_lengths_differ, 2, patience(0.5), timeout=90)
     for name in LENGTHS:
         kinds = {outcome and outcome[0] for outcome in (first[name], second[name])}
-        # The sender of what nobody reads needs not know, but who waits for it does.
+        # A sender need not notice that nobody receives, but the rank that waits does.
         assert "CollectiveError" in kinds <= {"CollectiveError", None}, name
         failed = first[name] or second[name]
         assert "check=True tells at once" in failed[1]

@@ -1,4 +1,4 @@
-"""Ranks that never come: what the others are told, and what keeps it from happening."""
+"""Ranks that never reach a collective: the others' errors, and how to avoid them."""
 
 import functools
 from datetime import timedelta
@@ -11,7 +11,7 @@ import dist_autograd_collectives as dac
 from dist_utils import TensorMismatchError
 from dist_utils.testing import patience, run_ranks
 
-# Each so that rank 0 waits for rank 1 in backward.
+# In each, rank 0 waits for rank 1 in backward.
 CALLS = {
     "all_reduce(SUM)": dac.all_reduce,
     "all_reduce(MAX)": lambda x, **options: dac.all_reduce(x, "max", **options),
@@ -34,7 +34,7 @@ CALLS = {
 def _unused(rank, limit):
     """Rank 1 does not use its output: first with ``connect``, then without."""
     seen = {}
-    # One for each: a group that has failed is of no more use.
+    # One group per case: after a failure a group cannot be used again.
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=limit)) for _ in CALLS]
     for (title, call), group in zip(CALLS.items(), groups, strict=True):
         dist.barrier()
@@ -109,7 +109,7 @@ def test_connect_adds_nothing_from_what_it_connects():
     assert broken.grad.tolist() == [0, 0]
 
 
-def _told(fn, *args, **kwargs):
+def _error_of(fn, *args, **kwargs):
     try:
         fn(*args, check=True, **kwargs)
     except TensorMismatchError as error:
@@ -121,16 +121,16 @@ def _checked(rank):
     x = torch.ones(2 + rank)
     same = torch.ones(2)
     seen = {
-        "shape": _told(dac.all_reduce, x),
-        "dtype": _told(dac.all_gather, same.double() if rank else same),
-        "op": _told(dac.all_reduce, same, "max" if rank else "sum"),
-        "root": _told(dac.broadcast, same, rank),
-        "function": _told(dac.all_gather if rank else dac.all_reduce, same),
-        "gradient": _told(dac.broadcast, same.clone().requires_grad_(rank == 0), 0),
-        "splits": _told(dac.all_to_all_single, torch.empty(2), x, [1, 1], [1 + rank, 1]),
-        "dims": _told(dac.all_gather_cat, torch.ones(2, 2 + rank), 0, sizes="auto"),
-        "fits": _told(dac.all_gather_cat, x, sizes="auto"),
-        "anchored": _told(dac.broadcast, same.clone().requires_grad_(rank == 0), 0, anchor=True),
+        "shape": _error_of(dac.all_reduce, x),
+        "dtype": _error_of(dac.all_gather, same.double() if rank else same),
+        "op": _error_of(dac.all_reduce, same, "max" if rank else "sum"),
+        "root": _error_of(dac.broadcast, same, rank),
+        "function": _error_of(dac.all_gather if rank else dac.all_reduce, same),
+        "gradient": _error_of(dac.broadcast, same.clone().requires_grad_(rank == 0), 0),
+        "splits": _error_of(dac.all_to_all_single, torch.empty(2), x, [1, 1], [1 + rank, 1]),
+        "dims": _error_of(dac.all_gather_cat, torch.ones(2, 2 + rank), 0, sizes="auto"),
+        "fits": _error_of(dac.all_gather_cat, x, sizes="auto"),
+        "anchored": _error_of(dac.broadcast, same.clone().requires_grad_(rank == 0), 0, anchor=True),
         "no_grad": _without_grad(same.clone().requires_grad_(rank == 0)),
     }
     with pytest.MonkeyPatch.context() as patch:
@@ -139,7 +139,7 @@ def _checked(rank):
             dac.all_reduce(same, "max" if rank else "min")
         except TensorMismatchError:
             seen["environment"] = True
-    # After all of it, the group is as good as new.
+    # The group still works afterwards.
     seen["after"] = dac.all_reduce(same, check=True).tolist()
     return seen
 
@@ -193,7 +193,7 @@ def test_check_tells_which_transforms_do_not_fit():
 
 def _without_grad(x):
     with torch.no_grad():
-        return _told(dac.broadcast, x, 0)
+        return _error_of(dac.broadcast, x, 0)
 
 
 def test_check_tells_every_rank_what_does_not_fit():
@@ -226,7 +226,7 @@ def test_nothing_is_compared_unless_asked_for():
 
 
 def _bad_alone(rank):
-    """One rank's own arguments are wrong, and the others would wait for it."""
+    """One rank's arguments are wrong, and the others would wait for it."""
     x = torch.ones(2 + rank)
     found = []
     for call in (

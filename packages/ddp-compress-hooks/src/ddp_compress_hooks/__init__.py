@@ -1,4 +1,4 @@
-"""Averages of gradients in 32 or 16 bits: hooks of DistributedDataParallel, and a collective."""
+"""Average gradients in 32 or 16 bits: hooks for DistributedDataParallel, and a collective."""
 
 from ddp_compress_hooks.collectives import all_reduce
 from ddp_compress_hooks.hooks import allreduce_hook, bf16_compress_hook, compress_hook, fp16_compress_hook

@@ -1,4 +1,4 @@
-"""Plain tensors, which are not buckets, summed or averaged as the hooks average buckets."""
+"""Sum or average plain tensors in the same way as the hooks average buckets."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 _Future = torch.futures.Future[torch.Tensor]
 
 _completing: set[tuple[int, int]] = set()
-"""Threads, of a backend or of a state, that have completed a call, see :func:`_this_thread`. Two of them run
-callbacks in an order that may differ between ranks."""
+"""Threads of a backend or of a state that have completed a call, see :func:`_this_thread`. Two such threads
+run callbacks in an order that may differ between ranks."""
 
 
 @overload
@@ -65,25 +65,25 @@ def all_reduce(
         tensor: A tensor, or a sequence of tensors: fp16, bf16, fp32, fp64 or complex; dense. Small ones
             are sent together.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``.
-        group: What a hook takes first: a process group, a ``DeviceMesh``, ``None`` for WORLD, or a
-            :class:`CompressState`. Keep one state for many calls: with ``accumulate="fp32"`` it has a thread
+        group: The first argument of a hook: a process group, a ``DeviceMesh``, ``None`` for WORLD, or a
+            :class:`CompressState`. Reuse one state for many calls: with ``accumulate="fp32"`` it has a thread
             and a private group.
         async_op: Return a future at once.
 
     Returns:
-        ``None``, or with ``async_op`` a future of ``tensor``, not to be touched before it is complete.
-        A mean is finite where all ranks' values are. The same bits on all ranks.
+        ``None``, or with ``async_op`` a future of ``tensor``: do not touch that before it is complete.
+        A mean is finite where all ranks' values are. All ranks get the same bits.
 
     Raises:
-        TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
-        ValueError: The operation is another one, tensors share memory or are part of a graph, or this rank is
-            not in the group. Like ``TypeError`` before any communication.
-        AgreementError: The ranks call with other tensors or options; with ``async_op`` the future raises it.
-        RuntimeError: A peer failed; or the call comes in a callback of another one's future.
+        TypeError: A tensor is sparse or not of a floating-point dtype, or an argument has the wrong type.
+        ValueError: The operation is neither of the two, tensors share memory or are part of a graph, or this
+            rank is not in the group. Raised, like ``TypeError``, before any communication.
+        AgreementError: The ranks' tensors or options differ; with ``async_op`` the future raises it.
+        RuntimeError: A peer failed, or this is called in a callback of another call's future.
 
     Cost:
-        ``2 (W - 1) / W`` times the elements sent per rank, of the wire dtype's size. A copy of small tensors:
-        of 25 MiB at a time, of all with ``async_op``.
+        Each rank sends ``2 (W - 1) / W`` times the elements, in the wire dtype's size. Small tensors are
+        copied: up to 25 MiB at a time, or all of them with ``async_op``.
 
     Source:
         ``torch.distributed.all_reduce``.
@@ -96,7 +96,7 @@ def all_reduce(
     mean, tensors = checked_operation(_NAME, op), checked_tensors(_NAME, tensor)
     filled = [one for one in tensors if one.numel()]
     like = filled[0] if filled else torch.empty(0)
-    # What is made here is written elsewhere: no tensors of inference mode.
+    # Tensors made here are written elsewhere, so they must not be inference tensors.
     with torch_compat.profiler_range(_NAME), torch.inference_mode(False):
         if state.process_group.size() == 1:
             return _result(completed_future(like), tensor) if async_op else None
@@ -166,12 +166,12 @@ def _result(done: _Future, tensor: Tensors) -> torch.futures.Future[Any]:
     def value(future: _Future) -> Any:
         if (here := _this_thread()) != caller:
             _completing.add(here)  # before the caller's own callbacks run here
-        future.value()  # raises what went wrong
+        future.value()  # raises the call's error
         return tensor
 
     return done.then(value)
 
 
 def _this_thread() -> tuple[int, int]:
-    """Return both numbers of this thread: each alone is soon another one's when it has ended."""
+    """Return both numbers of this thread: each alone may soon be reused after the thread has ended."""
     return threading.get_ident(), threading.get_native_id()

@@ -2,7 +2,7 @@
 
 Under ``torch.compile`` with DDP's Python reducer a hook gets no bucket but a pair of one parameter's
 gradient and the parameter, and must change the gradient in place. Functional collectives keep the graph
-whole, and inductor fuses neighbors to buckets of its own.
+whole, and inductor fuses neighboring ones into its own buckets.
 """
 
 from __future__ import annotations

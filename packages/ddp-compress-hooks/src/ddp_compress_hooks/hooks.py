@@ -1,4 +1,4 @@
-"""The hooks: what happens to one bucket, from ``backward()`` to the averaged gradient."""
+"""The hooks: the way of one bucket from ``backward()`` to the averaged gradient."""
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
@@ -47,7 +47,7 @@ def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.future
         RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
-        One all-reduce; ``2 (W - 1) / W`` times the bucket's bytes sent per rank.
+        One all-reduce; each rank sends ``2 (W - 1) / W`` times the bucket's bytes.
 
     Source:
         ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook``.
@@ -83,7 +83,7 @@ def compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures
         RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
-        ``2 (W - 1) / W`` times the bucket's elements sent per rank, of the wire dtype's size. On CPUs a
+        Each rank sends ``2 (W - 1) / W`` times the bucket's elements in the wire dtype's size. On CPUs a
         payload narrower than the bucket takes no extra memory.
 
     Example:
@@ -99,7 +99,7 @@ def fp16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
     """Average a bucket in ``torch.float16``: half the bytes of fp32, 11 bits of precision, up to 65504.
 
     The gradient is divided by the world size before it is cast, so a value overflows to infinity only if
-    a rank's share of the mean does (or, with ``accumulate="wire"``, a partial sum of shares of values beyond
+    a rank's share of the mean does (or, with ``accumulate="wire"``, a partial sum of shares of values over
     65504).
 
     Args:
@@ -118,7 +118,7 @@ def fp16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
         RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
-        Half the bytes of fp32: ``2 (W - 1) / W`` times 2 bytes a value sent per rank. On CPUs no extra
+        Half the bytes of fp32: each rank sends ``2 (W - 1) / W`` times 2 bytes per value. On CPUs no extra
         memory.
 
     Source:
@@ -152,7 +152,7 @@ def bf16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
         RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
-        Half the bytes of fp32: ``2 (W - 1) / W`` times 2 bytes a value sent per rank. On CPUs no extra
+        Half the bytes of fp32: each rank sends ``2 (W - 1) / W`` times 2 bytes per value. On CPUs no extra
         memory.
 
     Source:
@@ -164,8 +164,8 @@ def bf16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
     return _average("bf16_compress_hook", as_state(process_group), bucket, torch.bfloat16)
 
 
-# register_comm_hook refuses functions named bf16_compress_hook on builds without NCCL, whatever they do.
-# It logs, and pickle stores, the __qualname__, which stays.
+# Without NCCL, register_comm_hook refuses any function named bf16_compress_hook. DDP logs, and pickle stores,
+# the __qualname__, which stays.
 bf16_compress_hook.__name__ = "bf16_compress"
 
 
@@ -193,7 +193,7 @@ def _average(
         on_worker = not buffer.is_sparse and state.sums_in_fp32(wire_dtype or buffer.dtype)
         try:
             require_same_bucket(group, name, state.terms(), bucket)
-            if on_worker:  # of which every state has its own
+            if on_worker:  # each state has its own worker
                 require_same_bucket(group, name, {"state": state.worker.agree()}, bucket)
         except RuntimeError as error:
             return failed_future(error, buffer)

@@ -1,4 +1,4 @@
-"""Many small tensors in few messages: put together, and copied back when they are averaged."""
+"""Send many small tensors in few messages: joined before averaging, and copied back afterwards."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 __all__ = ["Pack", "packs"]
 
 _PACK_BYTES = 25 << 20
-"""What a pack takes at most: as much as a bucket of ``DistributedDataParallel``. Larger tensors go alone."""
+"""The largest pack: as large as a bucket of ``DistributedDataParallel``. Larger tensors go alone."""
 
 
 class Pack:
-    """Tensors of one dtype and device; one alone, if it is contiguous, is not copied."""
+    """Tensors of one dtype and device. A single contiguous tensor is not copied."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._tensors = tensors
@@ -22,13 +22,13 @@ class Pack:
         self._in_place = alone if in_place else None
 
     def together(self) -> torch.Tensor:
-        """Return all values, flat."""
+        """Return all values in one flat tensor."""
         if self._in_place is not None:
             return self._in_place.view(-1)
         return torch.cat([tensor.flatten() for tensor in self._tensors]).resolve_conj().resolve_neg()
 
     def put_back(self, together: torch.Tensor) -> None:
-        """Take over what has become of the values."""
+        """Copy the averaged values back into the tensors."""
         if self._in_place is None:
             parts = torch.split(together, [tensor.numel() for tensor in self._tensors])
             for tensor, part in zip(self._tensors, parts, strict=True):
@@ -36,7 +36,7 @@ class Pack:
 
 
 def packs(tensors: Iterable[torch.Tensor]) -> Iterator[Pack]:
-    """Yield tensors of one dtype and device, in their order."""
+    """Group tensors of one dtype and device into packs, in their order."""
     waiting: list[torch.Tensor] = []
     waiting_bytes = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The payload: a bucket in pieces, each in the wire dtype, in the bucket's own memory where it fits."""
+"""The payload: a bucket in pieces, each cast to the wire dtype, in the bucket's own memory where it fits."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Clamp: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Brings values into the range of the wire dtype, before the cast."""
 
 _BLOCK = 1 << 16
-"""Elements that are cast in one go on CPU, so that the temporary stays in the core's cache."""
+"""Elements that are cast at once on a CPU, so that the temporary stays in the core's cache."""
 
 
 def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Cut flat tensors of equal length into matching blocks: cache-sized on CPU, whole elsewhere."""
+    """Cut flat tensors of equal length into matching blocks: cache-sized on CPUs, whole elsewhere."""
     if tensors[0].device.type != "cpu":
         yield tensors
     else:
@@ -35,7 +35,7 @@ def blocks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def block_scratch(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return room for any one block of ``tensor``. Fresh room for each block would be paged in again."""
+    """Return scratch memory for one block of ``tensor``, reused because fresh pages would be slow."""
     length = tensor.numel() if tensor.device.type != "cpu" else min(_BLOCK, tensor.numel())
     return tensor.new_empty(length, dtype=dtype)
 
@@ -44,14 +44,14 @@ class Piece:
     """A part of a bucket and the same part in the wire dtype.
 
     Args:
-        values: The part of the bucket, flat. On CPU its memory also holds the payload if that is
-            narrower (a 16-bit payload fits twice), so between :meth:`encode` and :meth:`decode` the
-            values are gone and nothing is allocated.
+        values: The part of the bucket, flat. On CPUs its memory also holds the payload if that is
+            no wider (a 16-bit payload fits twice): between :meth:`encode` and :meth:`decode` the values
+            are gone, and nothing is allocated.
         wire_dtype: The dtype that is sent.
 
     Attributes:
         values: As given.
-        payload: As many elements of ``wire_dtype``.
+        payload: The same number of elements in ``wire_dtype``.
     """
 
     def __init__(self, values: torch.Tensor, wire_dtype: torch.dtype) -> None:
@@ -68,13 +68,13 @@ class Piece:
             self.payload = torch.empty_like(values, dtype=wire_dtype)
 
     def spare(self, count: int) -> torch.Tensor:
-        """Return room for ``count`` more elements of the wire dtype, valid until :meth:`decode`."""
+        """Return memory for ``count`` more elements of the wire dtype, valid until :meth:`decode`."""
         return self._spare[:count] if count <= self._spare.numel() else self.payload.new_empty(count)
 
     def encode(self, divisor: int, clamp: Clamp | None = None, *, sum_on_wire: bool = False) -> None:
         """Fill the payload with this rank's share of the mean: divided in full precision, then cast.
 
-        With ``sum_on_wire`` shares are held so that rounding alone does not make their sum overflow.
+        With ``sum_on_wire``, shares are limited so that rounding alone cannot make their sum overflow.
         """
         precision = torch.promote_types(self.values.dtype, self.payload.dtype)
         if clamp is None and precision == self.values.dtype and not self._aliased:
@@ -82,7 +82,7 @@ class Piece:
             if sum_on_wire:
                 hold_shares(self.payload, divisor)
             return
-        # Front to back: a block of the payload lies at or before its values, never on unread ones.
+        # Front to back: a payload block lies at or before its values, never over unread ones.
         scratch = block_scratch(self.values, precision)
         for values, payload in blocks(self.values, self.payload):
             share = torch.div(values.to(precision), divisor, out=scratch[: values.numel()])
@@ -97,7 +97,7 @@ class Piece:
             if self.payload is not self.values:
                 round_mean(self.payload, self.values)
             return
-        # Back to front, for the same reason.
+        # Back to front, so that no unread payload is overwritten.
         scratch = block_scratch(self.payload, self.payload.dtype)
         for values, payload in reversed(list(blocks(self.values, self.payload))):
             round_mean(scratch[: payload.numel()].copy_(payload), values)
@@ -107,7 +107,7 @@ def pieces(values: torch.Tensor, wire_dtype: torch.dtype, most_bytes: int) -> li
     """Cut flat ``values`` into pieces of at most ``most_bytes`` on the wire, the same on every rank.
 
     The first and the last are half as long as the others: the wire idles while the first is encoded and
-    while the last is decoded. One piece off the CPU, where a stream overlaps by itself.
+    while the last is decoded. On other devices there is one piece, because a stream overlaps by itself.
     """
     most = most_bytes // wire_dtype.itemsize
     count = -(-values.numel() // most)
@@ -118,7 +118,7 @@ def pieces(values: torch.Tensor, wire_dtype: torch.dtype, most_bytes: int) -> li
 
 
 def largest_share_for_fp32_sum(wire_dtype: torch.dtype, world_size: int) -> float:
-    """Return the largest share that fits ``wire_dtype`` and of which ``world_size`` sum finitely in fp32."""
+    """Return the largest share that fits ``wire_dtype`` and has a finite sum over all ranks in fp32."""
     largest: float = torch.finfo(wire_dtype).max
     fits = largest * world_size <= torch.finfo(torch.float32).max
     return largest if fits else largest_share(wire_dtype, world_size)

@@ -16,10 +16,10 @@ __all__ = ["average", "average_sparse", "when_all_have"]
 
 _PIECE_BYTES_PER_RANK = 2 << 20
 """Wire bytes of a piece, times the number of ranks. While one piece is on the wire the next is cast, but
-every piece costs a ring's round of messages, and a long ring overlaps by itself. For 25 MiB buckets that
-makes five pieces on two ranks and three on four: the most that did not lose to PyTorch's hook on loopback,
-where every message costs a core that the ranks share. Four pieces on four ranks would gain 4 % on 1 Gbit/s
-links and lose 7 % on loopback."""
+every piece costs a round of messages over the ring, and a long ring overlaps by itself. For 25 MiB buckets
+this gives five pieces on two ranks and three on four: the most that did not lose to PyTorch's hook on
+loopback, where every message costs time on a core that the ranks share. Four pieces on four ranks would gain
+4 % on 1 Gbit/s links and lose 7 % on loopback."""
 
 
 def average(
@@ -35,7 +35,7 @@ def average(
     """
     world_size = group.size()
     clamp = state.clamp(largest_share(wire_dtype, world_size))
-    # With nothing to cast there is nothing to overlap with the wire.
+    # Without a cast there is nothing to overlap with the wire.
     nothing_to_cast = wire_dtype == values.dtype
     most_bytes = world_size * _PIECE_BYTES_PER_RANK
     parts = [Piece(values, wire_dtype)] if nothing_to_cast else pieces(values, wire_dtype, most_bytes)
@@ -45,7 +45,7 @@ def average(
         work: Any = dist.all_reduce(piece.payload, group=group, async_op=True)
 
         def arrive(done: torch.futures.Future[Any], piece: Piece = piece) -> torch.Tensor:
-            done.value()  # raises what the collective raised
+            done.value()  # raises the collective's error
             piece.decode()
             return buffer
 
@@ -54,12 +54,12 @@ def average(
 
 
 def average_sparse(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Average a sparse ``buffer`` as it is; the future's value is a new tensor.
+    """Average a sparse ``buffer`` without compression; the future's value is a new tensor.
 
-    The values of an embedding's gradient may be the very memory of the gradient that flows on to other
-    layers, so that nothing is written there.
+    Nothing is written in place, because the values of an embedding's gradient may share memory with the
+    gradient that flows on to other layers.
     """
-    # Coalesced as the backend would: a share is the sum of what one place has.
+    # Coalesced as the backend would: a share is the sum of all entries with one index.
     shares = (buffer / group.size()).coalesce()
     values = shares.values()
     hold_shares(torch.view_as_real(values) if values.is_complex() else values, group.size())
@@ -72,7 +72,7 @@ def average_sparse(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futu
 def when_all_have(
     arrivals: list[torch.futures.Future[torch.Tensor]],
 ) -> torch.futures.Future[torch.Tensor]:
-    """Return a future of what the last of ``arrivals`` holds, when all are there; or of the first error."""
+    """Return a future of the last of ``arrivals``, complete when all are; or of the first error."""
 
     def last(done: torch.futures.Future[list[torch.futures.Future[torch.Tensor]]]) -> torch.Tensor:
         return [arrival.value() for arrival in done.value()][-1]

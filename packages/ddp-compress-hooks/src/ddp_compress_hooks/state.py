@@ -1,4 +1,4 @@
-"""What a hook needs besides the bucket: the group, the wire dtype, and how to sum."""
+"""The settings of a hook: its group, its wire dtype, and how to sum."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CompressState:
     """Options of a hook, given to ``register_comm_hook`` instead of a process group.
 
     Args:
-        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD, looked up
             when used.
         wire_dtype: What :func:`~ddp_compress_hooks.compress_hook` sends: ``torch.float16``,
             ``torch.bfloat16``, ``torch.float32``, or ``None`` for the bucket's own dtype. The hooks with
@@ -55,7 +55,7 @@ class CompressState:
         >>> ddp.register_comm_hook(state, fp16_compress_hook)  # doctest: +SKIP
     """
 
-    _watch: BucketWatch | None = None  # here, for states that were pickled before there was one
+    _watch: BucketWatch | None = None  # a default for states pickled before it existed
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class CompressState:
 
     @property
     def worker(self) -> OrderedWorker:
-        """Where jobs of several collectives run; made at first use."""
+        """The worker for jobs of several collectives; made at first use."""
         group = self.process_group
         if self._worker is None or self._worker.process_group is not group:
             self._worker = OrderedWorker(group, name="CompressState", terms=self.terms)
@@ -103,7 +103,7 @@ class CompressState:
         """End the thread and the private group of ``accumulate="fp32"``; a later bucket makes new ones.
 
         Otherwise they end with the state, or with ``destroy_process_group``. After an error in
-        communication this is how every rank makes a fresh start.
+        communication, call this on every rank to make a fresh start.
         """
         if self._worker is not None:
             self._worker.close()
@@ -112,11 +112,11 @@ class CompressState:
     def bind(self, ddp: DistributedDataParallel) -> Self:
         """Take a model's process group, or check that the state's own has the same ranks.
 
-        A hook does not learn the group of its model: without this, a state of another group averages over
+        A hook cannot know the group of its model: without this call, a state of another group averages over
         that one.
 
-        If two backward passes of the model end and the state's hook has got no bucket, a warning says so: the
-        hook is not registered with this module, or the framework that was told to do so has ignored it.
+        If two backward passes of the model end and the hook has got no bucket, a warning says so: the hook is
+        not registered with this module, or the framework that was told to register it has ignored it.
 
         Args:
             ddp: The ``DistributedDataParallel`` module that the state is for.
@@ -126,18 +126,18 @@ class CompressState:
 
         Raises:
             TypeError: ``ddp`` is not a ``DistributedDataParallel`` module.
-            ValueError: It averages over other ranks than this state.
+            ValueError: The model averages over other ranks than this state.
 
         Example:
             >>> ddp.register_comm_hook(CompressState().bind(ddp), fp16_compress_hook)  # doctest: +SKIP
         """
         self._group = group_of_model(ddp, self._group)
-        self.bucket_came()  # or nothing is expected of an earlier model any more
+        self.bucket_came()  # stop expecting buckets of an earlier model
         self._watch = BucketWatch(ddp, type(self).__name__)
         return self
 
     def bucket_came(self) -> None:
-        """Notice a bucket of the model, before anything is done with it: the hook is in use."""
+        """Record that a bucket of the model has come, so the hook is in use."""
         if self._watch is not None:
             self._watch.end()
             self._watch = None
@@ -151,7 +151,7 @@ class CompressState:
         return self.accumulate == "fp32" and wire_dtype.itemsize == 2
 
     def clamp(self, limit: float) -> Clamp | None:
-        """Return what clamps finite values at ``limit`` and counts them; ``None`` unless ``saturate``."""
+        """Return a function that clamps finite values at ``limit`` and counts them, if ``saturate``."""
         if not self.saturate:
             return None
 

@@ -1,4 +1,4 @@
-"""Average with 16 bits on the wire and the sum in fp32: every rank sums one shard, then all get all sums.
+"""Average with 16 bits on the wire and sums in fp32: every rank sums one shard, then all exchange the sums.
 
 The same bytes as a ring all-reduce, 2 (W - 1) / W of the payload, in two hops instead of 2 (W - 1).
 """
@@ -34,7 +34,7 @@ def average(
 ) -> None:
     """Average flat ``values`` in place. Every rank ends with the same bits.
 
-    A job for an OrderedWorker. One piece's hops run beside the casts and sums of its neighbors.
+    A job for an OrderedWorker. One piece is on the wire while its neighbors are cast and summed.
     """
     clamp_share = state.clamp(largest_share_for_fp32_sum(wire_dtype, group.size()))
     clamp_sum = state.clamp(torch.finfo(wire_dtype).max)

@@ -41,9 +41,9 @@ def fp16_compress_wrapper(hook: CommHook) -> CommHook:
             buffer, a new tensor of the same number of elements, or a list that starts with one.
 
     Returns:
-        A hook with the state of ``hook`` as its first argument. Its result is the bucket's original
-        buffer, in the original dtype. At world size 1 ``hook`` gets the bucket as it is; a sparse
-        bucket is left to ``hook`` altogether.
+        A hook that takes the state of ``hook`` as its first argument. Its result is the bucket's original
+            buffer, in the original dtype. At world size 1 ``hook`` gets the bucket unchanged; a sparse
+            bucket is always left to ``hook``.
 
     Raises:
         TypeError: ``hook`` is not callable. The hook itself raises it if the bucket's dtype is not
@@ -72,7 +72,7 @@ def bf16_compress_wrapper(hook: CommHook) -> CommHook:
             buffer, a new tensor of the same number of elements, or a list that starts with one.
 
     Returns:
-        A hook with the state of ``hook`` as its first argument; see :func:`fp16_compress_wrapper`.
+        A hook that takes the state of ``hook`` as its first argument; see :func:`fp16_compress_wrapper`.
 
     Raises:
         TypeError: ``hook`` is not callable. The hook itself raises it if the bucket's dtype is not
@@ -95,7 +95,7 @@ def _compress_wrapper(name: str, hook: CommHook, wire_dtype: torch.dtype, if_all
         raise TypeError(f"{name} wraps a communication hook, got {type(hook).__name__}")
     full_name = f"{name}({getattr(hook, '__qualname__', type(hook).__qualname__)})"
 
-    # Not a cast around allreduce_hook but the hook that divides before its own cast.
+    # Instead of a cast around allreduce_hook, the hook that divides before its own cast.
     inner, cast_to = (if_allreduce, None) if hook is allreduce_hook else (hook, wire_dtype)
 
     def wrapped_hook(hook_state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -104,7 +104,7 @@ def _compress_wrapper(name: str, hook: CommHook, wire_dtype: torch.dtype, if_all
         with profiler_range(f"{full_name}:bucket_{bucket.index()}"):
             return _run_on_bucket(inner, cast_to, hook_state, bucket, full_name)
 
-    wrapped_hook.__qualname__ = full_name  # what DDP logs
+    wrapped_hook.__qualname__ = full_name  # DDP logs it
     return wrapped_hook
 
 
@@ -126,7 +126,7 @@ def _run_on_bucket(
         bucket.set_buffer(_compress(buffer, cast_to))
 
     def decompress(done: torch.futures.Future[Any]) -> torch.Tensor:
-        # Into the original buffer, which bucket.buffer() no longer is.
+        # Into the original buffer; bucket.buffer() is another one by now.
         result = _first(done.value())
         if result is not buffer:
             round_mean(result.view_as(buffer), out=buffer)
@@ -139,7 +139,7 @@ def _run_on_bucket(
 def _run_on_pair(
     hook: CommHook, cast_to: torch.dtype | None, hook_state: Any, pair: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Do the same under ``torch.compile``, to a gradient and its parameter."""
+    """Do the same under ``torch.compile``, with a pair of a gradient and its parameter."""
     gradient, parameter = pair
     inner: Any = pair
     if cast_to is not None and _group_of(hook_state).size() > 1:
@@ -162,7 +162,7 @@ def _first(result: Any) -> torch.Tensor:
 
 
 def _group_of(hook_state: Any) -> dist.ProcessGroup:
-    """Return the group that averages, as far as the state of a foreign hook shows; else WORLD."""
+    """Return the averaging group, if the state of a foreign hook shows it; else WORLD."""
     if hook_state is None or isinstance(hook_state, (dist.ProcessGroup, DeviceMesh, CompressState)):
         return as_state(hook_state).process_group
     named = getattr(hook_state, "process_group", None)

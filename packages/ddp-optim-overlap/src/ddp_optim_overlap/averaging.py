@@ -16,22 +16,22 @@ def average_like_ddp(
 ) -> torch.futures.Future[list[torch.Tensor]]:
     """Scale a bucket by 1 / W and sum it over the ranks, as one all-reduce.
 
-    DDP itself multiplies dense gradients by the reciprocal and divides sparse ones. Only with the same
-    operations are the results bitwise equal where W is no power of two. But DDP divides sparse gradients in
-    place, which also divides the gradients of other layers where autograd has lent their memory.
+    DDP itself multiplies dense gradients by the reciprocal and divides sparse ones. Only the same operations
+    give bitwise equal results where W is not a power of two. But DDP divides sparse gradients in place, which
+    also divides the gradients of other layers if autograd shares their memory.
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         bucket: From DDP, dense or sparse.
 
     Returns:
-        A future of a list with one tensor, as the process group makes it: a callback that took it out would
-        need the interpreter on one of Gloo's threads. It is ``bucket.buffer()`` itself if that is dense.
+        A future of a list with one tensor, exactly as the process group returns it: a callback that unpacked
+        it would need the interpreter on one of Gloo's threads. A dense tensor is ``bucket.buffer()`` itself.
     """
     group = resolve_group(process_group)
     buffer = bucket.buffer()
     if buffer.is_sparse:
-        # In memory of its own: that of an embedding's gradient may be the gradient that flows on to others.
+        # In new memory: an embedding's gradient may share memory with the gradient that flows on to others.
         buffer = buffer / group.size()
     else:
         buffer.mul_(1.0 / group.size())

@@ -1,4 +1,4 @@
-"""The state of backward passes: of the one that runs, and of the last one."""
+"""The state of the running backward pass and of the last one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ __all__ = ["BackwardPass", "CancelUnlessCalled", "Passes"]
 
 @dataclass
 class BackwardPass:
-    """One backward pass: what it has handed over, and what was stepped.
+    """One backward pass: the buckets that it has handed over, and those that were stepped.
 
     Attributes:
-        number: Of passes that step; what else has none of its own.
-        steps: Whether it steps what it averages.
-        watch: Told of stepped weights, if anybody is.
-        released: Takes the gradients of stepped buckets away, if anybody does.
+        number: Its number among the passes that step; other passes have no number of their own.
+        steps: Whether averaged buckets are stepped.
+        watch: Notified of stepped weights, if set.
+        released: Frees the gradients of stepped buckets, if set.
         stepping: Held while a bucket is stepped.
-        runs: Whether torch is still computing it.
+        runs: Whether torch is still running it.
     """
 
     number: int
@@ -46,35 +46,35 @@ class BackwardPass:
     runs: bool = False
 
     def cancel(self) -> None:
-        """Let no bucket's step begin any more, and wait for the one in progress: the report is final then."""
+        """Let no further step begin, and wait for the one in progress. The report is final afterwards."""
         self.canceled = True
         with self.stepping:
             pass
 
     def end(self) -> None:
-        """DDP has ended it, well or not."""
+        """Clean up after the pass, whether it succeeded or failed."""
         if self.watch is not None:
-            self.watch.end()  # it would not let .grad be written
+            self.watch.end()  # otherwise nobody could write .grad
         if self.released is not None:
             with self.stepping:
                 self.released.end()
 
     def await_bucket(self, reduced: torch.futures.Future[Any]) -> Any:
-        """Return the average; if it is not there yet, what was stepped until now was hidden behind it."""
+        """Wait for the average. If it has not arrived yet, the steps so far were hidden behind it."""
         if not reduced.done():
             self.hidden += self.maybe_exposed
             self.maybe_exposed = 0.0
         return reduced.wait()
 
     def count_step(self, buckets: Sequence[int], seconds: float, *, on_host: bool) -> None:
-        """Take notice of buckets that were stepped, which may have hidden the wait for the next average."""
+        """Record buckets that were stepped. Their step may have been hidden behind the next average."""
         self.stepped += buckets
         self.seconds += seconds
         if on_host:
             self.maybe_exposed += seconds
 
     def report(self) -> StepReport:
-        """Return what was stepped until now."""
+        """Return what was stepped so far."""
         return StepReport(
             number=self.number,
             buckets=self.buckets,
@@ -91,8 +91,8 @@ class Passes:
     """The backward passes of an engine.
 
     Attributes:
-        running: The newest one, until it has stepped and ended well.
-        last: What the last one has done that stepped and ended well.
+        running: The newest pass, until it has stepped and succeeded.
+        last: The report of the last pass that stepped and succeeded.
     """
 
     def __init__(self) -> None:
@@ -101,26 +101,28 @@ class Passes:
         self._number = 0
 
     def begin(self, *, steps: bool) -> BackwardPass:
-        """Return the pass that begins."""
+        """Begin a pass and return it."""
         self._number += steps
         self.running = BackwardPass(self._number, steps)
         return self.running
 
     def finish(self, current: BackwardPass) -> None:
-        """Take notice of a pass that has ended well."""
+        """Record a pass that has succeeded."""
         self.last = current.report()
         self.running = None
 
     def report(self) -> StepReport:
-        """Return what the running pass has stepped until now, or the last one."""
+        """Return what the running pass has stepped so far, or else the last report."""
         return self.last if self.running is None else self.running.report()
 
 
 class CancelUnlessCalled:
-    """A callback for the end of a backward pass. If that fails, torch drops its callbacks uncalled.
+    """A callback for the end of a backward pass that cancels the pass if it fails.
+
+    If a pass fails, torch drops its callbacks without calling them.
 
     Args:
-        current: The backward pass, which begins to run.
+        current: The backward pass, which starts running.
     """
 
     def __init__(self, current: BackwardPass) -> None:
@@ -128,7 +130,7 @@ class CancelUnlessCalled:
         current.runs = True
 
     def __call__(self) -> None:
-        """End well."""
+        """Mark the pass as successful."""
         if self._pass is not None:
             self._pass.runs = False
         self._pass = None

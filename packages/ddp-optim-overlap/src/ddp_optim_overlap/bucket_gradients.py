@@ -1,4 +1,4 @@
-"""The averaged gradients of one bucket, which the parameters have as their own while they are stepped."""
+"""The averaged gradients of one bucket, which the parameters get as ``.grad`` while they are stepped."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["BucketGradients", "KnownBuckets", "average_of", "gradients_replaced"
 
 
 Strides = tuple[int, ...] | None
-"""Strides of a gradient in its bucket; ``None`` if it lies there row by row."""
+"""Strides of a gradient in its bucket; ``None`` if it is contiguous there."""
 
 
 class BucketGradients:
-    """Where the averaged gradients of a bucket will be: views of its memory.
+    """The averaged gradients of a bucket, as views of its memory.
 
     Args:
-        bucket: As DDP hands it to the communication hook, before anything is done with it: hooks may set
-            another buffer.
+        bucket: As DDP passes it to the communication hook, before anything is done with it, because hooks
+            may set another buffer.
         strides: The strides that DDP has given to each gradient.
     """
 
@@ -35,17 +35,17 @@ class BucketGradients:
 
     @property
     def are_in_place(self) -> bool:
-        """Whether all parameters have the strides they had: DDP lays out a gradient as its parameter."""
+        """Whether all parameters still have their strides: DDP lays out a gradient like its parameter."""
         return _strides(self.parameters) == self._strides
 
     def write(self, average: Any) -> None:
-        """Put what the hook's future holds into the bucket, unless it is there.
+        """Copy the result of the hook's future into the bucket, unless it is there already.
 
         Args:
-            average: A tensor of as many elements, of any dtype; or a list that starts with one.
+            average: A tensor with as many elements, of any dtype; or a list that starts with one.
 
         Raises:
-            TypeError, ValueError: It is something else.
+            TypeError, ValueError: It is anything else.
         """
         first = average[0] if isinstance(average, (list, tuple)) and average else average
         if not isinstance(first, torch.Tensor):
@@ -65,27 +65,27 @@ class BucketGradients:
 class _Layout:
     """The strides of the gradients in a bucket.
 
-    Without ``gradient_as_bucket_view`` DDP takes those of the parameters, again in every pass. With it they
-    stay as they were when the bucket was made, which shows in gradients that lie in it: not in those of
-    parameters that this rank has not used.
+    Without ``gradient_as_bucket_view`` DDP takes the strides of the parameters anew in every pass. With it
+    they stay as they were when the bucket was made. They show in gradients that are views of the bucket,
+    but not in those of parameters that this rank has not used.
     """
 
     def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = weakref.ref(buffer)  # DDP's own: it may let go of it
+        self.buffer = weakref.ref(buffer)  # DDP owns it and may free it
         self._first: list[Strides] = []
         self._shown: dict[int, Strides] = {}
 
     @property
     def all_shown(self) -> bool:
-        """Whether all gradients have lain in the bucket."""
+        """Whether every gradient has been seen as a view of the bucket."""
         return len(self._shown) == len(self._first)
 
     def strides(self, bucket: GradBucket, *, stays: bool) -> list[Strides]:
-        """Return those of a bucket's gradients.
+        """Return the strides of a bucket's gradients.
 
         Args:
-            bucket: With this buffer.
-            stays: Whether the layout stays as it was.
+            bucket: A bucket with this buffer.
+            stays: Whether the layout stays as it was when the bucket was made.
         """
         parameters = bucket.parameters()
         now = [_strides_of(parameter) for parameter in parameters]
@@ -95,29 +95,29 @@ class _Layout:
         for position, parameter in enumerate(parameters):
             if _lies_in(parameter.grad, bucket.buffer()):
                 self._shown[position] = _strides_of(parameter.grad)
-            elif not parameter.numel():  # lies nowhere
+            elif not parameter.numel():  # has no memory
                 self._shown[position] = None
         return [self._shown.get(position, first) for position, first in enumerate(self._first)]
 
 
 class KnownBuckets:
-    """The gradients of buckets that have come before: making views takes as long as a small step.
+    """The gradients of buckets seen before: making the views takes as long as a small step.
 
-    DDP keeps the buffers of its buckets until it forms other ones, once, after the first pass. Nothing here
-    keeps memory that it has let go: a buffer is only kept when it has come again.
+    DDP keeps the buffers of its buckets until it rebuilds them, once, after the first pass. Nothing here
+    keeps memory that DDP has freed: a buffer is kept only when it has come again.
     """
 
     def __init__(self) -> None:
         self._layouts: dict[int, _Layout] = {}
         self._known: dict[int, BucketGradients] = {}
         self._as_views = False
-        """Whether gradients lie in their buckets."""
+        """Whether gradients are views of their buckets."""
 
     def gradients(self, bucket: GradBucket) -> BucketGradients:
-        """Return those of a bucket, as DDP hands it to the communication hook."""
+        """Return the gradients of a bucket, as DDP passes it to the communication hook."""
         index, buffer = bucket.index(), bucket.buffer()
         known = self._known.get(index)
-        # Other buckets have buffers of their own.
+        # A different buffer means that DDP has rebuilt its buckets.
         if known is not None and known.buffer is buffer and known.are_in_place:
             return known
         layout = self._layouts.get(index)
@@ -132,19 +132,19 @@ class KnownBuckets:
         return made
 
     def forget(self) -> None:
-        """Let go of all memory."""
+        """Release all memory."""
         self._known.clear()
 
 
 def average_of(buffer: torch.Tensor, done: torch.futures.Future[Any]) -> torch.Tensor:
-    """Return what a hook's future holds, as DDP takes it."""
+    """Return the tensor in a hook's future, as DDP reads it."""
     value = done.value()
     first: torch.Tensor = value[0] if isinstance(value, (list, tuple)) else value
     return buffer if _same_memory(first, buffer) else first
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether these are one buffer: Gloo returns that of complex numbers as pairs of real ones."""
+    """Return whether these are one buffer: Gloo returns a complex buffer as pairs of real numbers."""
     if one is other or one.is_sparse or other.is_sparse:
         return one is other
     same_kind = one.dtype == other.dtype or other.is_complex()
@@ -156,8 +156,8 @@ def _views(
 ) -> list[torch.Tensor]:
     """Return one view for each parameter, with the strides that DDP has given it.
 
-    ``bucket.gradients()`` has the right places but always rows first: for a channels_last weight it
-    permutes the gradient.
+    ``bucket.gradients()`` has the right offsets but always contiguous strides: it would permute the gradient
+    of a channels_last weight.
     """
     flat = _complex_views(bucket.buffer(), parameters) or bucket.gradients()
     return [
@@ -167,12 +167,12 @@ def _views(
 
 
 def _strides_of(tensor: torch.Tensor) -> Strides:
-    """Return the strides that DDP takes from a parameter for its gradient, or those of such a gradient."""
+    """Return the strides that DDP gives the gradient of a parameter, or those of such a gradient."""
     return None if tensor.is_contiguous() or not _fills_its_memory(tensor) else tensor.stride()
 
 
 def _lies_in(gradient: torch.Tensor | None, buffer: torch.Tensor) -> TypeGuard[torch.Tensor]:
-    """Whether a gradient is a piece of a bucket."""
+    """Whether a gradient is a view of a bucket."""
     if gradient is None or gradient.layout is not torch.strided or buffer.layout is not torch.strided:
         return False
     begin = buffer.data_ptr()
@@ -184,9 +184,9 @@ def _strides(parameters: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
 
 
 def _complex_views(buffer: torch.Tensor, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the gradients of a bucket of complex parameters; of another one, none.
+    """Return the gradients of a bucket of complex parameters; an empty list for any other bucket.
 
-    DDP keeps them as pairs of real numbers, and ``bucket.gradients()`` finds half of them, up to torch 2.13.
+    DDP keeps them as pairs of real numbers, and up to torch 2.13 ``bucket.gradients()`` finds half of them.
     """
     if buffer.is_complex() or not all(parameter.is_complex() for parameter in parameters):
         return []
@@ -203,9 +203,9 @@ def _fills_its_memory(tensor: torch.Tensor) -> bool:
 def gradients_replaced(
     parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> Iterator[list[torch.Tensor | None]]:
-    """Let ``parameter.grad`` be these gradients for a while; gives those that the parameters have themselves.
+    """Replace each ``parameter.grad`` by these gradients for a while; yields the parameters' own gradients.
 
-    Optimizers read ``.grad``, and DDP copies the averages there only when the backward pass ends.
+    Optimizers read ``.grad``, but DDP copies the averages there only at the end of the backward pass.
     """
     own = [parameter.grad for parameter in parameters]
     try:

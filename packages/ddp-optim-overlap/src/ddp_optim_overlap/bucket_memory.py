@@ -1,4 +1,4 @@
-"""Freeing the memory of a bucket when it is stepped, and allocating it again for the next pass."""
+"""Free the memory of a bucket after its step, and allocate it again for the next pass."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ __all__ = ["BucketMemory", "PageMemory", "StorageMemory", "memory_of"]
 
 
 class BucketMemory(abc.ABC):
-    """A way to give the memory of buckets back.
+    """A way to free the memory of buckets.
 
     Attributes:
-        stays_readable: Whether DDP may read and write a bucket whose memory was given back.
+        stays_readable: Whether DDP may read and write a bucket whose memory was freed.
     """
 
     stays_readable = True
 
-    def give_back_part(self, views: Sequence[torch.Tensor]) -> None:  # noqa: B027 - not every way can
-        """Give back what only these neighboring gradients of a bucket lie in."""
+    def give_back_part(self, views: Sequence[torch.Tensor]) -> None:  # noqa: B027 - optional
+        """Free the memory that only these neighboring gradients of a bucket occupy."""
 
     @abc.abstractmethod
     def give_back(
         self, gradients: BucketGradients, *, alone: bool
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Give a whole bucket back, whose gradients nobody will read any more.
+        """Free a whole bucket, once nobody reads its gradients any more.
 
         Args:
             gradients: The gradients of a dense bucket.
             alone: Whether the backward pass has no other bucket.
 
         Returns:
-            What DDP may take for the average, and the gradients in it. If ``.grad`` is these, DDP copies
-            nothing at the end of the backward pass.
+            The tensor that DDP may take for the average, and the gradients in it. If these are the ``.grad``
+            of the parameters, DDP copies nothing at the end of the backward pass.
         """
 
-    def restore(self, parameter: torch.Tensor | None = None) -> None:  # noqa: B027 - not every way has to
-        """Get back the memory of a parameter's bucket, of all if ``None``; what it holds is undefined."""
+    def restore(self, parameter: torch.Tensor | None = None) -> None:  # noqa: B027 - optional
+        """Allocate a parameter's bucket again (``None``: all buckets); its contents are undefined."""
 
 
 class PageMemory(BucketMemory):
-    """Gives whole pages back to the system, which puts zeros there when they are used next.
+    """Returns whole pages to the system, which supplies zeros when they are used next.
 
-    The addresses stay the tensor's own, so nothing has to be restored.
+    The tensor keeps its addresses, so nothing has to be restored.
     """
 
     @staticmethod
     def works() -> bool:
-        """Whether the system takes pages back: Linux does, unless the process has locked its memory."""
+        """Whether the system takes pages back. Linux does, unless the process has locked its memory."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return False
         with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
@@ -68,7 +68,7 @@ class PageMemory(BucketMemory):
             return page[0] == 0
 
     def give_back_part(self, views: Sequence[torch.Tensor]) -> None:
-        """Give back the pages that lie wholly inside of these."""
+        """Free the pages that lie wholly inside these gradients."""
         begin = min(view.data_ptr() for view in views)
         end = max(view.data_ptr() + view.nbytes for view in views)
         _give_back_pages(views[0].untyped_storage(), begin, end)
@@ -76,7 +76,7 @@ class PageMemory(BucketMemory):
     def give_back(
         self, gradients: BucketGradients, *, alone: bool
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Give back the pages that lie wholly inside of the bucket."""
+        """Free the pages that lie wholly inside the bucket."""
         del alone
         storage = gradients.buffer.untyped_storage()
         _give_back_pages(storage, storage.data_ptr(), storage.data_ptr() + storage.nbytes())
@@ -84,10 +84,10 @@ class PageMemory(BucketMemory):
 
 
 def _give_back_pages(storage: torch.UntypedStorage, begin: int, end: int) -> None:
-    """Give back the whole pages of a storage between two addresses.
+    """Return the whole pages of a storage between two addresses to the system.
 
     Raises:
-        ConfigError: They are not this process's own.
+        ConfigError: The pages are not private to this process.
         OSError: The system does not take them.
     """
     if storage.is_shared() or getattr(storage, "filename", None) is not None:
@@ -108,10 +108,10 @@ def _give_back_pages(storage: torch.UntypedStorage, begin: int, end: int) -> Non
 
 
 class StorageMemory(BucketMemory):
-    """Gives a bucket's storage back to the allocator of its device, and allocates it again.
+    """Frees a bucket's storage and allocates it again.
 
-    DDP must not touch a bucket in between. What it takes for the average meanwhile, and never reads, is one
-    piece of memory for all buckets of a kind.
+    DDP must not touch a bucket in between. Meanwhile DDP takes a scratch tensor for the average, which it
+    never reads; all buckets on a device share its memory.
     """
 
     stays_readable = False
@@ -124,9 +124,9 @@ class StorageMemory(BucketMemory):
     def give_back(
         self, gradients: BucketGradients, *, alone: bool
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Free the bucket when the current stream has come as far."""
+        """Free the bucket once the current stream has reached this point."""
         buffer, size = gradients.buffer, gradients.buffer.untyped_storage().nbytes()
-        if alone:  # as before DDP has rebuilt its buckets: what stands for it would be just as large
+        if alone:  # before DDP has rebuilt its buckets, say: the scratch would be just as large
             return buffer, gradients.views
         if not buffer.untyped_storage().resizable():
             raise ConfigError(
@@ -156,12 +156,12 @@ class StorageMemory(BucketMemory):
 
 
 def _same_place(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a tensor that lies in another storage as this one in its own."""
+    """Return a tensor with the same layout in another storage."""
     other = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return other.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
 def memory_of(parameters: Sequence[torch.Tensor]) -> BucketMemory:
-    """Return the way for the buckets of these parameters."""
+    """Return how to free the buckets of these parameters."""
     on_host = all(parameter.device.type == "cpu" for parameter in parameters)
     return PageMemory() if on_host and PageMemory.works() else StorageMemory()

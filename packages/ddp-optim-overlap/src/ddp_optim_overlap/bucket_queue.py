@@ -26,26 +26,27 @@ from dist_utils.torch_compat import (
 __all__ = ["WORTH_A_STEP", "BucketQueue"]
 
 WORTH_A_STEP = 4 * 2**20
-"""Bytes of gradients that take longer to step than the worker to wake."""
+"""Stepping this many bytes of gradients takes longer than waking the worker."""
 
 _WORTH_A_CALL = 2**20
-"""Bytes of gradients that take longer to step than the optimizer to be called."""
+"""Stepping this many bytes of gradients takes longer than calling the optimizer."""
 
 
 class BucketQueue:
-    """Lets a worker step buckets when they are averaged, in their order; small ones together.
+    """Lets a worker step averaged buckets in their order, small ones together.
 
-    To wake the worker and to call an optimizer takes as long as to step some MiB. So the thread of
-    ``backward()`` announces buckets to the worker when they are worth it, and the last one of a pass, whose
-    step nothing hides, by itself. The worker steps what it was told of, and what else is ready by then.
+    Waking the worker and calling an optimizer takes as long as stepping some MiB. So the thread of
+    ``backward()`` announces buckets to the worker when there are enough of them, and the last bucket of a
+    pass, whose step nothing hides, by itself. The worker steps the announced buckets, and any others that
+    are ready by then.
 
-    The thread of ``backward()`` alone announces; the worker alone takes buckets out. Every bucket ends
-    once, by whoever comes first.
+    Only the thread of ``backward()`` announces; only the worker takes buckets out. Every bucket is completed
+    once, by whichever thread comes first.
 
     Args:
-        step: Steps averaged buckets; returns what DDP is to take for their averages.
-        name: What a profiler's ranges begin with.
-        worth_a_step: Bytes of gradients for which buckets wait; 0: none waits for another one.
+        step: Steps averaged buckets; returns the tensors that DDP is to take for their averages.
+        name: The prefix of a profiler's ranges.
+        worth_a_step: Bytes of gradients that are gathered before a step; 0: no bucket waits for another one.
     """
 
     def __init__(
@@ -64,16 +65,16 @@ class BucketQueue:
         self._newest_job: torch.futures.Future[Any] | None = None
 
     def begin(self, worker: OrderedWorker, current: BackwardPass) -> None:
-        """A backward pass begins, in the hook of its first bucket."""
+        """Begin a backward pass, in the hook of its first bucket."""
         self.forget()
-        # A pass without a last bucket announces what is left before DDP waits for it. What is no ordinary
-        # pass may have another end: there no bucket waits.
+        # A pass without a last bucket announces the rest before DDP waits for it. A nested pass, or one in a
+        # final callback, may end differently, so no bucket waits there.
         self._waits = inside_backward() and not in_final_callback() and not inside_nested_backward()
         if self._waits:
             before_end_of_backward(partial(self._announce, worker, current))
 
     def forget(self) -> None:
-        """Let go of what an earlier pass has left behind, which has failed."""
+        """Discard what an earlier pass left behind because it failed."""
         self.give_up(StepError("the backward pass of this bucket has failed"))
         self._waiting = deque()
         self._newest_job = None
@@ -81,15 +82,15 @@ class BucketQueue:
     def take(
         self, worker: OrderedWorker, current: BackwardPass, bucket: HandedOver, *, last: bool
     ) -> torch.futures.Future[torch.Tensor]:
-        """Return a future for DDP, which ends when the bucket's parameters are stepped.
+        """Return a future for DDP that completes when the bucket's parameters are stepped.
 
-        In a pass that releases gradients, waits while too many buckets are on their way.
+        In a pass that releases gradients, waits while too many buckets are in progress.
 
         Args:
             worker: Steps on its thread or, on an accelerator, on its stream.
             current: The backward pass.
-            bucket: The next one of it.
-            last: Whether it is the last one.
+            bucket: Its next bucket.
+            last: Whether this is its last bucket.
         """
         device = bucket.gradients.buffer.device
         if device.type == "cpu":
@@ -103,20 +104,20 @@ class BucketQueue:
         return done
 
     def give_up(self, error: Exception) -> None:
-        """Give an error to buckets that the worker was not told of: DDP waits for each of them."""
+        """Fail the buckets that were not announced to the worker, because DDP waits for each of them."""
         while self._unannounced:
             self._unannounced.popleft().fail(error)
         self._unannounced_bytes = 0
 
     def wait(self) -> None:
-        """Return when the steps that were announced are over; on an accelerator, make its stream wait."""
+        """Wait for the announced steps; on an accelerator, make its stream wait."""
         if self._newest_job is not None:
             with contextlib.suppress(Exception):
                 self._newest_job.wait()
 
     def finish(self) -> None:
-        """A backward pass has ended well."""
-        self._newest_job = None  # on an accelerator it has a bucket, which DDP may be about to replace
+        """Clean up after a successful backward pass."""
+        self._newest_job = None  # on an accelerator it holds a bucket, which DDP may be about to replace
 
     def _append(
         self, worker: OrderedWorker, current: BackwardPass, bucket: HandedOver, *, last: bool
@@ -133,12 +134,12 @@ class BucketQueue:
         return done
 
     def _forget_taken(self) -> None:
-        """Let go of what the worker has taken without being told: the oldest ones."""
+        """Drop the buckets, the oldest ones, that the worker took although they were not announced."""
         while self._unannounced and self._unannounced[0].taken:
             self._unannounced_bytes -= self._unannounced.popleft().nbytes
 
     def _announce(self, worker: OrderedWorker, current: BackwardPass) -> None:
-        """Let the worker step what is waiting."""
+        """Let the worker step the waiting buckets."""
         self._forget_taken()
         buckets = list(self._unannounced)
         self._unannounced.clear()
@@ -166,9 +167,9 @@ class BucketQueue:
 
         Args:
             current: The backward pass.
-            waiting: Its buckets that no job has taken.
-            buckets: What to step. Others that are ready by then are stepped too, and added here.
-            group: The worker's.
+            waiting: The buckets of the pass that no job has taken.
+            buckets: The announced buckets. Others that are ready by then are stepped too, and added here.
+            group: The worker's group.
         """
         newest = buckets[-1]
         told_of_more = not newest.taken
@@ -206,24 +207,24 @@ def _used_anywhere(used: list[bool], group: dist.ProcessGroup, device: torch.dev
     anywhere = torch.tensor(used, dtype=torch.int32, pin_memory=pin).to(device, non_blocking=pin)
     if group.size() > 1:
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
-    # Reading it waits for the device: only where the answer is open.
+    # Reading it waits for the device, so only where the answer is open.
     return used if all(used) else [bool(value) for value in anywhere.tolist()]
 
 
 def _is_ready(waiting: deque[HandedOver]) -> bool:
-    """Whether the next bucket can be stepped without waiting, for another rank either."""
+    """Whether the next bucket can be stepped without waiting for its average or for another rank."""
     return bool(waiting) and waiting[0].used is None and waiting[0].reduced.done()
 
 
 def _fail_with(buckets: Sequence[HandedOver], stepped: torch.futures.Future[None]) -> None:
-    """Give the error of a job to its buckets that it has not stepped."""
+    """Give the error of a job to the buckets that it has not stepped."""
     try:
         stepped.value()
-    except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
+    except Exception as error:  # noqa: BLE001 - backward() must raise any error
         for bucket in buckets:
             bucket.fail(error)
 
 
 def _value(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    # Raising here, in a callback, makes an error that C++ waiters such as DDP's reducer see too.
+    # Only an error raised in a callback, as here, reaches C++ waiters such as DDP's reducer.
     return done.value()

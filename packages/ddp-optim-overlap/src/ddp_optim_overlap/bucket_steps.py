@@ -1,4 +1,4 @@
-"""Steps of single buckets, while later ones are computed and sent."""
+"""Step single buckets while later ones are computed and averaged."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class BucketSteps:
     """Steps the parameters of averaged buckets.
 
     Args:
-        stepper: Steps.
-        contents: Keeps what gradients were when they were used.
+        stepper: Steps the parameters.
+        contents: Records the gradients that were used.
     """
 
     def __init__(self, stepper: Stepper, contents: GradientContents) -> None:
         self._stepper, self._contents = stepper, contents
 
     def step(self, current: BackwardPass, buckets: Sequence[HandedOver]) -> list[torch.Tensor]:
-        """Step buckets together, unless the pass does not step; return what DDP is to take for the averages.
+        """Step buckets together, unless the pass does not step; return DDP's tensors for the averages.
 
         Args:
             current: The backward pass.
-            buckets: Of it, with their averages; one alone, if it releases gradients.
+            buckets: Averaged buckets of the pass; a single one if the pass releases gradients.
 
         Raises:
             StepError, UnsupportedOptimizerError: The step failed.
@@ -68,7 +68,7 @@ class BucketSteps:
                         self._stepper.step(part)
             if current.released is not None:
                 averages = [current.released.give_back(buckets[0].gradients, averaged)]
-        except BaseException as error:  # sys.exit() too: it would end a thread, and nobody would know
+        except BaseException as error:  # also sys.exit(), which would silently end the thread
             current.partial = tuple(indices)
             kind = type(error) if isinstance(error, UnsupportedOptimizerError) else StepError
             text = f"the step of bucket {', '.join(map(str, indices))} failed: {text_of(error)}"
@@ -91,7 +91,7 @@ def _averaged(bucket: HandedOver) -> Sequence[torch.Tensor | None]:
     if bucket.used is None:
         return views
     return [
-        # A parameter that no rank has used keeps what it had before: nothing, or zeros.
+        # A parameter that no rank has used keeps its previous gradient: None, or zeros.
         view if is_used else parameter.grad
         for parameter, view, is_used in zip(bucket.gradients.parameters, views, bucket.used, strict=True)
     ]

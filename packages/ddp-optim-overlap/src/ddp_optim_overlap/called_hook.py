@@ -18,12 +18,12 @@ __all__ = ["CalledHook"]
 
 
 class CalledHook:
-    """Calls a communication hook, whose error is the first one of an overlap.
+    """Calls a communication hook, and records its error as the first one of an overlap.
 
     Args:
         hook: Any hook.
         state: Its first argument.
-        failure: Keeps the first error.
+        failure: Records the first error.
     """
 
     def __init__(
@@ -36,19 +36,19 @@ class CalledHook:
 
     @property
     def name(self) -> str:
-        """The hook's own."""
+        """The hook's name."""
         name: str = getattr(self._hook, "__qualname__", type(self._hook).__qualname__)
         return name
 
     def only_average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Return what DDP waits for where nothing is stepped."""
+        """Return the future that DDP waits for if nothing is stepped."""
         return self._hook(self._state, bucket).then(partial(average_of, bucket.buffer()))
 
     def start(self, bucket: GradBucket, current: BackwardPass) -> torch.futures.Future[Any]:
         """Return a future of the average of a bucket that is to be stepped.
 
         Raises:
-            CommunicationError: The hook has failed, or returns something else. The pass steps no more.
+            CommunicationError: The hook has failed, or has not returned a future. The pass steps no further.
         """
         try:
             reduced = self._hook(self._state, bucket)

@@ -1,4 +1,4 @@
-"""Limits for gradients: which are exact, which are approximations, and when each is known."""
+"""Gradient clipping: which policies are exact or approximate, and when their limit is known."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ByValue(ClipPolicy):
 
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clamp in place."""
-        if _gradients(parameters):  # torch wants one at least
+        if _gradients(parameters):  # torch needs at least one
             torch.nn.utils.clip_grad_value_(parameters, self.max_value)
 
 
@@ -102,9 +102,9 @@ class PerBucketNorm(ClipPolicy):
 
 @dataclass
 class PreviousStepNorm(ClipPolicy):
-    """An approximation: scale by what :class:`GlobalNorm` would have needed in the step before.
+    """An approximation: scale by the factor that :class:`GlobalNorm` would have needed in the previous step.
 
-    A sudden large gradient is clipped one step late. As long as no norm is known, every bucket is
+    A sudden large gradient is clipped one step late. While no norm is known yet, every bucket is
     limited as by :class:`PerBucketNorm`.
 
     Args:
@@ -120,7 +120,7 @@ class PreviousStepNorm(ClipPolicy):
         _require_positive("max_norm", self.max_norm)
 
     def begin(self) -> None:
-        """Make the last step's norm the one to clip by."""
+        """Clip by the last step's norm from now on."""
         if self._squares:
             self.previous = self.norm
         self._squares = []

@@ -1,4 +1,4 @@
-"""Whether an optimizer's step communicates, or may."""
+"""Detect whether an optimizer's step communicates, or may do so."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["CollectiveWatch", "refusing_collectives"]
 _COLLECTIVES = ("c10d::", "_c10d_functional", "c10d_functional::", "symm_mem::")
 _WATCHED_STEPS = 3
 _MARKS = ("distributed", "c10d", "symm_mem", "reduce", "gather", "broadcast", "all_to_all", "barrier")
-"""Parts of names that code has which communicates."""
+"""Parts of names that occur in code that communicates."""
 _MOST_VALUES = 3000
-"""To look at; who names more may communicate."""
+"""At most this many values are inspected; code that names more is assumed to communicate."""
 
 
 class CollectiveWatch:
-    """Looks for collectives in steps: in the first ones of every part or, if the code names any, in all.
+    """Looks for collectives in steps: in the first steps of every part or, if the code names any, in all.
 
     Args:
-        stepper: An optimizer, or what else steps.
+        stepper: An optimizer, or another object that steps.
     """
 
     def __init__(self, stepper: object) -> None:
@@ -39,7 +39,7 @@ class CollectiveWatch:
         self._steps: Counter[int] = Counter()
 
     def around(self, first: torch.Tensor) -> AbstractContextManager[object]:
-        """Return what to be in while the part steps that begins with this parameter.
+        """Return a context for the step of the part that begins with this parameter.
 
         Raises:
             UnsupportedOptimizerError: In the step, before a collective runs.
@@ -50,7 +50,7 @@ class CollectiveWatch:
 
 
 def refusing_collectives(optimizer: str) -> AbstractContextManager[object]:
-    """Return what to be in while an optimizer steps that must not communicate.
+    """Return a context for the step of an optimizer that must not communicate.
 
     Args:
         optimizer: The name of its class.
@@ -72,8 +72,8 @@ def _refuse_collective(optimizer: str, operator: str) -> None:
 def may_communicate(stepper: object) -> bool:
     """Whether the code of an object's class, or what that code uses, names ``torch.distributed``.
 
-    To watch every operator of every step costs as much as a small step. Where nothing is named, a collective
-    is looked for in the first steps only.
+    Watching every operator of every step costs as much as a small step. Where nothing is named, only the
+    first steps are watched for collectives.
     """
     found = [*type(stepper).__mro__, *getattr(stepper, "__dict__", {}).values()]
     for group in getattr(stepper, "param_groups", ()):
@@ -94,7 +94,7 @@ def may_communicate(stepper: object) -> bool:
 
 
 def _is_of(value: Any, module: str) -> bool:
-    """Whether a module is, or another value comes from, one of this name or below it."""
+    """Whether a value is, or comes from, the module of this name or one of its submodules."""
     name = value.__name__ if isinstance(value, ModuleType) else _home(value)
     return name == module or name.startswith(f"{module}.")
 

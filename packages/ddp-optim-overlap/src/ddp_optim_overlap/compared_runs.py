@@ -13,20 +13,20 @@ from dist_utils.torch_compat import FUSED_CHECK
 __all__ = ["ComparedRuns", "difference", "gradients_for"]
 
 _OTHER_SCALE = 1e-5
-"""Of every other gradient in the same step: or a limit between two scales would be above both, or below."""
+"""Scale of every other gradient in a step, so that a limit between two scales is between two gradients."""
 _LARGEST_HALF = 1e3
-"""Of the scales, for gradients in float16."""
+"""The largest scale for gradients in float16."""
 
 
 class ComparedRuns:
-    """Three copies of an optimizer in a trial that is entered.
+    """Three copies of an optimizer inside a running trial.
 
     Attributes:
-        together: The one that steps all parameters at once.
+        together: The copy that steps all parameters at once.
 
     Args:
         trial: Makes the copies.
-        raised: Whether learning rates are raised to where any step shows.
+        raised: Whether learning rates are raised so that every step has a visible effect.
     """
 
     def __init__(self, trial: Trial, *, raised: bool = True) -> None:
@@ -39,7 +39,7 @@ class ComparedRuns:
         return self.together, self._apart, self._backwards
 
     def step(self, scale: float, seed: int) -> str:
-        """Step each of the three with gradients of this scale; return why they must not be apart, if so."""
+        """Step all three with gradients of this scale; return why steps must not be split, or ``""``."""
         name = type(self._trial.optimizer).__name__
         gradients = gradients_for(self.together.values.values(), scale, seed)
         with random_numbers_restored(self._trial.chosen, seed) as drawn:
@@ -64,7 +64,7 @@ class ComparedRuns:
 
 
 def gradients_for(values: Iterable[torch.Tensor], scale: float, seed: int) -> list[torch.Tensor]:
-    """Return gradients of a scale, and every other one much smaller."""
+    """Return gradients of a scale, every other one much smaller."""
     generator = torch.Generator("cpu").manual_seed(seed)
     gradients = []
     for place, value in enumerate(values):
@@ -73,13 +73,13 @@ def gradients_for(values: Iterable[torch.Tensor], scale: float, seed: int) -> li
         gradient *= min(scale, _LARGEST_HALF) if value.dtype == torch.float16 else scale
         if (place + seed) % 2:
             gradient *= _OTHER_SCALE
-        # With the parameter's strides, on which the order of a sum depends.
+        # With the parameter's strides, because the order of a sum depends on them.
         gradients.append(torch.empty_like(value).copy_(gradient))
     return gradients
 
 
 def difference(together: Run, apart: Run) -> str:
-    """Say what differs; first what may be the cause of the rest."""
+    """Describe the first difference; options and attributes first, because they may cause the rest."""
     one, other = together.optimizer, apart.optimizer
     return _difference_of_optimizers(one, other) or _difference_of_parameters(together, apart)
 

@@ -17,15 +17,15 @@ from dist_utils.torch_compat import FUSED_CHECK, tensor_version
 __all__ = ["Contents", "changes", "class_attributes_kept", "content_of", "contents_of"]
 
 Contents = dict[tuple[str, Any, int], tuple[int, Any]]
-"""By kind, name and group: which object a value is, and its content."""
+"""The identity and content of each value, by kind, name and group."""
 
 _DEPTH = 4
-"""Of containers and objects in options and attributes."""
+"""How deep containers and objects in options and attributes are inspected."""
 _PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 
 
 def contents_of(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor]) -> Contents:
-    """Return what is in options, attributes and the state of no parameter, and add its tensors to a list."""
+    """Return the contents of options, attributes and shared state, and add their tensors to a list."""
     found: Contents = {
         ("option", key, number): _marked(value, tensors)
         for number, group in enumerate(optimizer.param_groups)
@@ -41,7 +41,7 @@ def contents_of(optimizer: torch.optim.Optimizer, tensors: list[torch.Tensor]) -
 
 
 def changes(before: Contents, after: Contents) -> dict[tuple[str, Any], bool]:
-    """Return what has changed, by kind and name, and whether it is another object than before."""
+    """Return the changed values, by kind and name, and whether each is a different object than before."""
     changed = {}
     for place in {**before, **after}:
         one, other = before.get(place), after.get(place)
@@ -52,7 +52,7 @@ def changes(before: Contents, after: Contents) -> dict[tuple[str, Any], bool]:
 
 
 def content_of(value: Any, tensors: list[torch.Tensor], depth: int = _DEPTH) -> Any:
-    """Return what compares equal as long as a value has the same content, and add its tensors to a list."""
+    """Return a key that stays equal while a value's content does, and add its tensors to a list."""
     if type(value) in _PLAIN:
         return value
     if isinstance(value, torch.Tensor):
@@ -70,21 +70,21 @@ def content_of(value: Any, tensors: list[torch.Tensor], depth: int = _DEPTH) -> 
         return id(value), position
     if not _is_code(value) and (attributes := attributes_of(value)):
         return id(value), _contents(attributes.values(), tensors, depth)
-    return id(value), value.tobytes() if hasattr(value, "tobytes") else None  # NumPy's
+    return id(value), value.tobytes() if hasattr(value, "tobytes") else None  # NumPy arrays
 
 
 def _is_code(value: Any) -> bool:
-    """Whether a value is called and has nothing of its own that a step might change, but for caches."""
+    """Whether a value is a callable without state that a step might change, except caches."""
     home = type(value).__module__.partition(".")[0]
     return callable(value) and home in ("builtins", "functools", "torch", "triton")
 
 
 @contextlib.contextmanager
 def class_attributes_kept(optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], str | None]]:
-    """Give back what steps change in the attributes of an optimizer's class.
+    """Restore the attributes of an optimizer's class that steps change.
 
     Yields:
-        What returns the name of one that has changed since, or ``None``.
+        A function that returns the name of an attribute that has changed since, or ``None``.
     """
     places = [
         (kind, name, value)

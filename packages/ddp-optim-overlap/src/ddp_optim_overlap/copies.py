@@ -1,4 +1,4 @@
-"""Copies of whatever an optimizer may change in its step."""
+"""Copies of everything that an optimizer may change in its step."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["Copies"]
 
 
 class Copies:
-    """Copies values of any kind, the same for the same.
+    """Copies values of any kind; the same value always gives the same copy.
 
     Args:
-        memo: What stands for what already, by ``id()``, as for ``copy.deepcopy``.
+        memo: Copies that exist already, by the ``id()`` of the original, as for ``copy.deepcopy``.
         of_tensor: Copies a tensor that is not in ``memo``.
     """
 
     def __init__(self, memo: dict[int, Any], of_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._memo = memo
         self._of_tensor = of_tensor
-        self._alive: list[Any] = []  # or an id could come again
+        self._alive: list[Any] = []  # otherwise an id could be reused
 
     def of(self, value: Any) -> Any:
-        """Return a copy; modules, and what cannot be copied (a lock, a process group), as they are."""
+        """Return a copy; modules, and what cannot be copied (a lock, a process group), stay themselves."""
         if id(value) not in self._memo:
             self._alive.append(value)
             self._memo[id(value)] = self._new(value)
@@ -43,7 +43,7 @@ class Copies:
             return self._container(value)
         try:
             return self._object(value) if _is_plain(value) else copy.deepcopy(value, self._memo)
-        except Exception:  # noqa: BLE001 - each kind that cannot be copied has an error of its own
+        except Exception:  # noqa: BLE001 - each type that cannot be copied raises its own error
             return value
 
     def _container(self, value: Any) -> Any:
@@ -55,17 +55,17 @@ class Copies:
         elif isinstance(value, (list, deque)):
             for index, one in enumerate(value):
                 new[index] = self.of(one)
-        return new  # of a set too, whose members are known by themselves
+        return new  # also for a set: its members are hashable and stay themselves
 
     def _object(self, value: Any) -> Any:
         new = copy.copy(value)
-        if new is not value:  # as a function is
+        if new is not value:  # a function, for example, is its own copy
             self._memo[id(value)] = new
             vars(new).update({key: self.of(one) for key, one in vars(value).items()})
         return new
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an object is all in its attributes."""
+    """Whether an object's attributes are its whole state."""
     own = {name for kind in type(value).__mro__ if kind is not object for name in vars(kind)}
     return hasattr(value, "__dict__") and own.isdisjoint({"__reduce__", "__reduce_ex__", "__deepcopy__"})

@@ -1,8 +1,8 @@
-"""Whether somebody has written tensors on an accelerator, where versions do not tell.
+"""Detect writes to tensors on an accelerator, where versions do not tell.
 
 Torch's operators on lists of tensors, as in ``clip_grad_norm_``, ``GradScaler.unscale_`` and ``zero_grad``,
-raise no versions there. Reading memory makes the host wait: it is compared on the device, and the answer is
-read when the device has come to it.
+do not raise versions there. Reading the memory makes the host wait, so it is compared on the device, and the
+answer is read later, when the device has computed it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 __all__ = ["Comparison", "DeviceSample"]
 
 _READ_AT_ONCE = ("cpu", "meta")
-"""Devices whose tensors need none of this."""
+"""Devices whose tensors need no sample."""
 _VALUES = 128
-"""Of each tensor: its first."""
+"""The number of values sampled per tensor, from its beginning."""
 
 
 class DeviceSample:
-    """The first values of some tensors, as they are when the device comes to this place of its stream.
+    """The first values of some tensors, at this point of the device's stream.
 
     Args:
-        tensors: Those on CPUs, and those that are not dense, are left out.
+        tensors: The tensors. Those on CPUs, and those that are not dense, are left out.
 
     Attributes:
-        empty: Whether that leaves none.
+        empty: Whether none are left.
 
     Cost:
         One kernel for each dtype and device, and three for each comparison. No tensor is kept.
@@ -38,7 +38,7 @@ class DeviceSample:
         self.empty = not self._values
 
     def compare(self, tensors: Iterable[torch.Tensor | None]) -> Comparison:
-        """Begin to compare the bits of tensors, the same ones or what is in their place, with what was."""
+        """Start comparing the bits of these tensors, or of their replacements, with the sample."""
         now = _first_values_of(tensors)
         if {kind: len(values) for kind, values in now.items()} != {
             kind: len(values) for kind, values in self._values.items()
@@ -53,11 +53,11 @@ class DeviceSample:
 
 
 class Comparison:
-    """An answer that devices have not come to yet.
+    """An answer that the devices may not have computed yet.
 
     Args:
-        answers: It is yes if one of these is; of one value each, on accelerators.
-        changed: It is yes, whatever these are.
+        answers: Tensors of one value each, on accelerators; the answer is yes if any is true.
+        changed: If true, the answer is yes in any case.
     """
 
     def __init__(self, answers: Sequence[torch.Tensor], *, changed: bool = False) -> None:
@@ -66,7 +66,7 @@ class Comparison:
         self._events = [_record_event(device) for device in {answer.device for answer in answers}]
 
     def found(self) -> bool:
-        """Return the answer. Waits for the devices, until they have come to where the comparison began."""
+        """Return the answer. Waits until the devices have computed the comparison."""
         for event in self._events:
             event.synchronize()
         return self._changed or any(map(bool, self._answers))
@@ -87,10 +87,10 @@ def _record_event(device: torch.device) -> Any:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether the first values in memory are the tensor's, as they are."""
+    """Whether the tensor's values are the first values in its memory, unmodified."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
-    if tensor.untyped_storage().nbytes() == 0:  # freed meanwhile, as by whoever offloads
+    if tensor.untyped_storage().nbytes() == 0:  # freed meanwhile, for example by offloading
         return False
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     return tensor.is_contiguous() or (

@@ -36,14 +36,14 @@ class FunctionalOptimizer(Protocol):
 
 
 class OptimizerHookState:
-    """What :func:`hook_then_optimizer` steps.
+    """The optimizer and the parameters that :func:`hook_then_optimizer` steps.
 
     Args:
         functional_optim: An object with ``step_param(param, grad)``, or any ``torch.optim`` optimizer
             that :func:`overlap_optimizer` takes. The optimizer's own ``step()`` may stay in the loop, and
             finds nothing left to do.
-        params: The parameters to step; ``None`` for all that the optimizer has or, for ``step_param``, the
-            model.
+        params: The parameters to step; ``None`` for all parameters of the optimizer or, with ``step_param``,
+            of the model.
 
     Raises:
         ValueError: ``functional_optim`` is neither of the two.
@@ -68,7 +68,7 @@ class OptimizerHookState:
             require_plain_step(functional_optim)
             require_separate_memory([functional_optim])
             own = parameters_of(functional_optim)
-            # Which parameters of another optimizer have sparse gradients is not known without the model.
+            # For other optimizers it is unknown without the model which parameters have sparse gradients.
             sparse = own if type(functional_optim) is torch.optim.SparseAdam else ()
             tried = [Tried(functional_optim, sparse)]
             overlapped = OverlappedOptimizers(
@@ -80,14 +80,14 @@ class OptimizerHookState:
         elif callable(getattr(functional_optim, "step_param", None)):
             self.stepper = _StepFunctions(functional_optim, self.params_to_optimize)
         else:
-            raise ValueError(  # noqa: TRY004 - PyTorch's
+            raise ValueError(  # noqa: TRY004 - as PyTorch does
                 f"{type(functional_optim).__name__} is not a torch.optim.Optimizer and has no "
                 "step_param(param, grad)"
             )
 
 
 class _StepFunctions(Stepper):
-    """Steps one parameter after the other with ``step_param``."""
+    """Steps one parameter after another with ``step_param``."""
 
     def __init__(self, functional: FunctionalOptimizer, only: set[torch.Tensor] | None) -> None:
         self._functional = functional
@@ -113,22 +113,22 @@ class _StepFunctions(Stepper):
 
 
 def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> CommHook:
-    """Return a communication hook that steps each bucket's parameters when ``hook`` has averaged them.
+    """Return a communication hook that steps each bucket's parameters once ``hook`` has averaged them.
 
     Args:
         hook: Any communication hook; the value of its future is used.
         optimizer_state: What to step.
 
     Returns:
-        A hook for ``register_comm_hook``, with the state of ``hook`` as its state. The ranks that train
-        together are those of that state if it is or has a process group, else WORLD. For one model.
+        A hook for ``register_comm_hook``, whose state is that of ``hook``. The ranks that train together are
+        those of that state if it is or has a process group, else WORLD. For one model only.
 
     Raises:
         TypeError: ``hook`` is not callable, or ``optimizer_state`` is not an :class:`OptimizerHookState`.
         OverlapError: In ``backward()``, what :func:`overlap_optimizer` raises.
 
     Cost:
-        As :func:`overlap_optimizer`.
+        The same as for :func:`overlap_optimizer`.
 
     Source:
         ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._hook_then_optimizer``. Like it,
@@ -179,14 +179,14 @@ def register_fused_optim(
         ddp: The model.
         optim: The optimizer's class.
         *args: Its positional arguments after the parameters.
-        optim_params: What to optimize; ``None`` for all parameters of ``ddp``.
+        optim_params: The parameters to optimize; ``None`` for all parameters of ``ddp``.
         **kwargs: Its keyword arguments.
 
     Returns:
         A handle; ``handle.optimizers[0]`` is the optimizer, for schedulers and checkpoints.
 
     Raises:
-        OverlapError: What :func:`overlap_optimizer` raises. Errors of ``optim`` are raised as they are.
+        OverlapError: What :func:`overlap_optimizer` raises. Errors of ``optim`` are passed on unchanged.
 
     Source:
         ``DistributedDataParallel._register_fused_optim``.

@@ -1,4 +1,4 @@
-"""The state of the overlapped hook: backward passes, whose buckets are averaged and stepped."""
+"""The engine of an overlap: it has the buckets of each backward pass averaged and stepped."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ from dist_utils.torch_compat import GradBucket, after_backward, in_final_callbac
 __all__ = ["Engine"]
 
 _NAME = "ddp-optim-overlap"
-"""The name of the worker, with which a profiler's ranges of its jobs begin."""
+"""The name of the worker, and the prefix of its jobs' ranges in a profiler."""
 
 
 class Engine:
-    """Hands the buckets of backward passes on to be averaged and, averaged, to be stepped.
+    """Passes the buckets of backward passes on to be averaged, and then to be stepped.
 
     Args:
         process_group: The process group whose ranks train together.
-        parameters: The parameters of the model; frozen ones too, which may be unfrozen later.
-        stepper: What to do with averaged gradients.
-        comm_hook: Averages; any hook.
+        parameters: The parameters of the model, including frozen ones, which may be unfrozen later.
+        stepper: Steps with averaged gradients.
+        comm_hook: Any communication hook; it averages.
         comm_state: Its first argument.
         unused_possible: Returns whether parameters may be left out of a backward pass. Then the ranks tell
-            each other which ones got a gradient. Asked when a pass begins.
+            each other which parameters got a gradient. Called when a pass begins.
         check: Watch for stepped weights that the same backward pass reads.
-        release: Takes the gradients of every bucket away when it is stepped.
+        release: Frees the gradients of every bucket after its step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Engine:
         self._passes = Passes()
         self._failure = FirstError(worker, self._passes.report)
         self._hook = CalledHook(comm_hook, comm_state, self._failure)
-        # A watch is to find whatever may happen in some run; and memory is given back as early as can be.
+        # A watch must find whatever may happen in any run, and memory is freed as early as possible.
         waits = self._watch is None and release is None
         steps = BucketSteps(stepper, self.contents)
         self._queue = BucketQueue(steps.step, _NAME, WORTH_A_STEP if waits else 0)
@@ -95,7 +95,7 @@ class Engine:
         return self._worker is None
 
     def take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Be the communication hook for one bucket."""
+        """Act as the communication hook for one bucket."""
         if is_pair(bucket):
             raise ConfigError(
                 "the overlapped step needs buckets, and DDP's Python reducer has none: set "
@@ -104,7 +104,7 @@ class Engine:
         try:
             return self._take(bucket)
         except OverlapError as error:
-            # Raised here, it would leave DDP in the middle of a pass, and the model of no use any more.
+            # Raised here, it would leave DDP in the middle of a pass, and the model unusable.
             self._failure.refusal = error
             self._queue.give_up(error)
             return failed_future(error)
@@ -143,21 +143,21 @@ class Engine:
         return done
 
     def wait(self, timeout: float | None = None) -> StepReport:
-        """Return the last report, when every rank has come as far; raise the first error."""
+        """Wait until every rank has got here; return the last report, or raise the first error."""
         self._end.wait_for_peers(timeout)
         self.raise_error()
         self.require_complete()
         return self._passes.last
 
     def raise_error(self) -> None:
-        """Raise the first error that there was, if there was one."""
+        """Raise the first error, if there was one."""
         self._failure.raise_if_any()
 
     def require_complete(self) -> None:
         """Raise if a backward pass has begun to hand over buckets and has not ended.
 
         Raises:
-            ConfigError: It still runs, and goes on.
+            ConfigError: It is still running.
             StepError: It has failed.
         """
         current = self._passes.running
@@ -167,7 +167,7 @@ class Engine:
                     "step() or wait() while backward() runs, in one of its hooks or in another thread: call "
                     "it when backward() has returned"
                 )
-            self._queue.wait()  # what is in progress ends first, or the report would miss it
+            self._queue.wait()  # steps in progress end first, or the report would miss them
             current.cancel()
             current.end()
             self.raise_error()
@@ -191,8 +191,8 @@ class Engine:
             )
 
     def remove(self) -> None:
-        """Only average from now on."""
-        if not self.gradients.step_is_newest:  # else step() is still to come, unless a gradient comes first
+        """Stop stepping; only average from now on."""
+        if not self.gradients.step_is_newest:  # otherwise step() is still to come
             self.gradients.stop()
         if self._watch is not None:
             self._watch.end()
@@ -202,7 +202,7 @@ class Engine:
             worker.close()
             self._failure.forget_worker()
             self._end.forget_worker()
-        if self.release is not None:  # now that no job gives anything back any more
+        if self.release is not None:  # now that no job frees memory any more
             self.release.memory.restore()
         self.known_buckets.forget()
         self._queue.forget()
@@ -212,7 +212,7 @@ class Engine:
 
     def _begin(self) -> None:
         left, self._passes.running = self._passes.running, None
-        if left is not None and not in_final_callback():  # it has failed inside of another pass
+        if left is not None and not in_final_callback():  # it failed inside another pass
             left.end()
         self._queue.forget()
         if self._whole is not None:
@@ -228,8 +228,8 @@ class Engine:
             raise ConfigError(text_of(error)) from error
         if self.paused:
             return
-        # Under join() a rank without data calls its hook outside of any backward pass: it takes part
-        # in the communication, and does not step, as it does not in the ordinary loop.
+        # Under join() a rank without data calls its hook outside of any backward pass: it takes part in the
+        # communication but does not step, as in the ordinary loop.
         steps = inside_backward()
         if steps:
             self._begin_to_step()

@@ -16,8 +16,8 @@ __all__ = ["attributes_of", "equal", "position_of"]
 
 
 def equal(one: Any, other: Any, above: frozenset[int] = frozenset()) -> bool:
-    """Compare to the bit. Objects without a usable ``==`` are equal if their attributes are."""
-    if one is other or id(one) in above:  # within itself
+    """Compare bitwise. Objects without a usable ``==`` are equal if their attributes are."""
+    if one is other or id(one) in above:  # it contains itself
         return True
     if type(one) is not type(other):
         return False
@@ -37,23 +37,23 @@ def equal(one: Any, other: Any, above: frozenset[int] = frozenset()) -> bool:
         return same_place and equal(attributes_of(one), attributes_of(other), above)
     try:
         return _one_answer(one, other)
-    except Exception:  # noqa: BLE001 - as of a data class of tensors, whose == has no single answer
+    except Exception:  # noqa: BLE001 - for example, == of a data class of tensors has no single answer
         return hasattr(one, "__dict__") and equal(vars(one), vars(other), above)
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """Return what an object has in its attributes, those in slots too."""
+    """Return an object's attributes, including those in slots."""
     found = dict(getattr(value, "__dict__", None) or {})
     for kind in type(value).__mro__:
         for name, place in vars(kind).items() if "__slots__" in vars(kind) else ():
             if isinstance(place, MemberDescriptorType):
-                with contextlib.suppress(AttributeError):  # nothing is in it
+                with contextlib.suppress(AttributeError):  # the slot is empty
                     found[name] = place.__get__(value)
     return found
 
 
 def position_of(value: Any) -> tuple[str, int] | None:
-    """Return how far an iterator of Python's own has come, if it tells."""
+    """Return the position of one of Python's own iterators, if it shows it."""
     if not hasattr(type(value), "__next__") or type(value).__module__ not in ("builtins", "itertools"):
         return None
     told = repr(value) if "__repr__" in vars(type(value)) else ""

@@ -1,4 +1,4 @@
-"""The errors of overlapped steps, and what they say."""
+"""The errors of overlapped steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class OverlapError(RuntimeError):
     """Base class of all errors of this package.
 
     Attributes:
-        report: Which buckets were stepped before it; ``None`` if none were to be stepped.
+        report: The buckets that were stepped before the error; ``None`` if none were to be stepped.
     """
 
     def __init__(self, message: str, report: StepReport | None = None) -> None:
@@ -66,8 +66,8 @@ def not_averaged(bucket: int, error: Exception, report: StepReport) -> Communica
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's class and text."""
+    """Return an error's class and message."""
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - of a class whose text cannot be made
+    except Exception:  # noqa: BLE001 - a class may fail to format its message
         return type(error).__name__

@@ -1,4 +1,4 @@
-"""Futures that fail, for DDP, which waits for every bucket in C++."""
+"""Failed futures for DDP, which waits for every bucket in C++."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def failed_future(error: OverlapError) -> torch.futures.Future[torch.Tensor]:
     """Return a future that fails with this error."""
     begun: torch.futures.Future[None] = torch.futures.Future()
     result: torch.futures.Future[torch.Tensor] = begun.then(partial(raise_error, error))
-    begun.set_result(None)  # only an error that is raised in a callback is one for those who wait in C++
+    begun.set_result(None)  # C++ waiters see only errors that are raised in a callback
     return result
 
 
 def raise_error(error: OverlapError, _: object) -> Any:
-    """Raise in a callback of a future, or in a job of a worker."""
+    """Raise the error, as a future's callback or a worker's job."""
     raise error

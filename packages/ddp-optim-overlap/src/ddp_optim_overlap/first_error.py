@@ -1,4 +1,4 @@
-"""The first error of an overlap, which everything after it raises too."""
+"""The first error of an overlap; every later call raises it again."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class FirstError:
     """Keeps an error until the overlap is removed, or a refusal until the next backward pass.
 
     Args:
-        worker: Its error counts too: that of a job, or of a peer.
-        report: Returns what was stepped until now, for an error of the worker.
+        worker: Its error counts, too: that of a job or of a peer.
+        report: Returns what was stepped so far, for an error of the worker.
     """
 
     def __init__(self, worker: OrderedWorker, report: Callable[[], StepReport]) -> None:
@@ -24,7 +24,7 @@ class FirstError:
         self._report = report
         self._error: OverlapError | None = None
         self.refusal: OverlapError | None = None
-        """Why the rest of the running pass is refused: the ranks' collectives would not match any more."""
+        """Why the rest of the running pass is refused: the ranks' collectives would no longer match."""
 
     def keep(self, error: OverlapError) -> OverlapError:
         """Return the first error: this one, unless there was one before."""

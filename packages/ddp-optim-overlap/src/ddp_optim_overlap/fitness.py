@@ -1,4 +1,4 @@
-"""Checks, before training, that an optimizer can step a few parameters at a time."""
+"""Check, before training, that an optimizer can step a few parameters at a time."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = [
 ]
 
 _SCALES = tuple(10.0**power for power in (-15, -10, -6, -3, -1, 0, 1, 2, 4, 7, 11, 15))
-"""Of the gradients in the trial's steps, growing, or the small ones would be lost in momentum: some above and
-some below whatever limit an optimizer may have."""
+"""Scales of the gradients in the trial's steps. They grow, or momentum would hide the small ones; some are
+above and some below whatever limit an optimizer may have."""
 _MOST_UNKNOWN_OPTIONS = 3
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What the trial of an optimizer that steps per parameter has shown.
+    """What the trial has found about an optimizer that steps per parameter.
 
     Attributes:
-        parallel: The names of the options that have one value for each parameter, and are cut with them.
-        written: Kinds and names of what its steps change in place, the same in whatever order they come.
+        parallel: The names of options with one value per parameter, which are split along with them.
+        written: Kinds and names of values that its steps change in place, identically in any order.
     """
 
     parallel: frozenset[str]
@@ -57,7 +57,7 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedOptimizerError: It does.
     """
     name = type(optimizer).__name__
-    if isinstance(optimizer, Joinable):  # as ZeroRedundancyOptimizer
+    if isinstance(optimizer, Joinable):  # for example ZeroRedundancyOptimizer
         raise UnsupportedOptimizerError(
             f"{name} communicates in its step and steps other parameters on each rank"
         )
@@ -86,26 +86,26 @@ def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
 def require_step_per_parameter(
     optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]
 ) -> Findings:
-    """Raise unless stepping parameters apart gives the bits of stepping them together.
+    """Raise unless stepping parameters separately gives the same bits as stepping them together.
 
-    Tried with small values, and gradients of many scales, for some parameters of every kind, with the
-    optimizer's own options and state; then with more parameters, and the counters of steps far ahead. What
+    The trial uses small values, gradients of many scales, and some parameters of every kind, with the
+    optimizer's own options and state; then more parameters, and step counters far ahead. Anything that
     couples parameters (a norm over all of them, a counter of calls, random numbers) shows there.
 
     Args:
-        optimizer: Left as it is.
-        sparse: Parameters with sparse gradients, which take no part.
+        optimizer: Not changed.
+        sparse: Parameters with sparse gradients, which are left out.
 
     Returns:
-        What a step by buckets has to know.
+        What stepping by buckets must know.
 
     Raises:
-        UnsupportedOptimizerError: The results, the states, the options or the attributes differ, the step
-            fails, or it steps something else than the parameters in the groups.
+        UnsupportedOptimizerError: Results, states, options or attributes differ, the step fails, or it steps
+            anything but the parameters in its groups.
 
     Cost:
-        A few thousand values, whatever the sizes of the parameters are; two dozen steps of each of
-        three copies.
+        A few thousand values, whatever the sizes of the parameters; two dozen steps of each of three
+        copies.
     """
     found = Findings(frozenset(), frozenset())
     for chosen in parameters_to_try(optimizer, sparse):
@@ -119,7 +119,7 @@ def _found(
     before: Findings,
     sparse: Collection[torch.Tensor],
 ) -> Findings:
-    """Try some parameters, of which others have shown something before; return what all have shown."""
+    """Try some parameters, after other trials; return the findings of all."""
     reasons: dict[str, Exception | None] = {}
     for trial in _trials(optimizer, chosen):
         if not before.parallel <= set(trial.parallel):
@@ -128,19 +128,19 @@ def _found(
             found = _tried(trial, sparse)
         except UnsupportedOptimizerError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a step raises
+        except Exception as error:  # noqa: BLE001 - a step may raise anything
             reasons[_failed_step(optimizer, error)] = error
             continue
         if isinstance(found, Findings):
             return Findings(found.parallel, found.written | before.written)
         reasons[found] = None
-    # A step that fails may be due to how the trial has cut an option or a state; a difference is not.
+    # A step may fail because of how the trial split an option or a state; a difference cannot come from that.
     reason, cause = min(reasons.items(), key=lambda found: found[1] is not None)
     raise UnsupportedOptimizerError(reason) from cause
 
 
 def _trials(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]]) -> Iterator[Trial]:
-    """Yield what may be right: options cut with the parameters or not, and shortened states or none."""
+    """Yield the possible trials: options split with the parameters or not, with shortened states or none."""
     groups = optimizer.param_groups
     unknown = sorted(
         {
@@ -162,7 +162,7 @@ def _trials(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]])
     longest = longest_side(parameters)
     shortened = any(side > longest for parameter in parameters for side in parameter.shape)
     stateful = [bool(optimizer.state.get(parameter)) for parameter in parameters]
-    # Some of torch's own steps take no parameters with and without state together: nor does the loop's.
+    # Some of torch's own steps refuse parameters with and without state together, also in an ordinary loop.
     mixed = is_torchs_own(optimizer) and not all(stateful)
     has_state = (shortened or mixed) and any(stateful)
     for count in range(len(unknown), -1, -1):
@@ -174,7 +174,7 @@ def _trials(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]])
 
 
 def _tried(trial: Trial, sparse: Collection[torch.Tensor]) -> Findings | str:
-    """Return what was found, or why the optimizer cannot be stepped by buckets."""
+    """Return the findings, or why the optimizer cannot be stepped by buckets."""
     name = type(trial.optimizer).__name__
     with (
         class_attributes_kept(trial.optimizer) as class_attributes_changed,
@@ -201,14 +201,14 @@ def _tried(trial: Trial, sparse: Collection[torch.Tensor]) -> Findings | str:
 
 
 def require_unused_loss(optimizer: torch.optim.Optimizer, parallel: Collection[str]) -> None:
-    """Raise if ``step(closure)`` does something else than ``step()``, as where a loss scales the step.
+    """Raise if ``step(closure)`` differs from ``step()``, for example if the loss scales the step.
 
     Args:
-        optimizer: Steps per parameter. Left as it is.
-        parallel: Its options with one value for each parameter.
+        optimizer: An optimizer that steps per parameter. Not changed.
+        parallel: Its options with one value per parameter.
 
     Raises:
-        UnsupportedOptimizerError: It does; or calls the closure more than once.
+        UnsupportedOptimizerError: It differs, or calls the closure more than once.
     """
     name = type(optimizer).__name__
     refused = (
@@ -251,9 +251,9 @@ def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Te
     """Raise unless the optimizer can step a parameter whose gradient is sparse.
 
     Args:
-        optimizer: Left as it is.
-        parameter: One of its own. It is stepped with small values.
-        name: For the message.
+        optimizer: Not changed.
+        parameter: One of its own. A copy is stepped with small values.
+        name: The parameter's name in the message.
 
     Raises:
         UnsupportedGradientError: It cannot.
@@ -278,7 +278,7 @@ def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Te
 
 def _is_compiled(step: Any) -> bool:
     while step is not None:
-        # torch marks what must not be compiled, such as some steps of its own, in the same way.
+        # torch uses the same mark for functions that must not be compiled, such as some steps of its own.
         if hasattr(step, "_torchdynamo_orig_callable") and not getattr(step, "_torchdynamo_disable", False):
             return True
         step = getattr(step, "__wrapped__", None)

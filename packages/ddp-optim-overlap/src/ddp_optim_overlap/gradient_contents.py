@@ -1,4 +1,4 @@
-"""Whether gradients that were written since a step are still, to the bit, those that it used."""
+"""Check whether gradients written since a step are still bitwise those that it used."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ddp_optim_overlap.bucket_gradients import BucketGradients
 __all__ = ["GradientContents"]
 
 _ROWS, _COLUMNS = 127, 65
-"""Of blocks of words of eight bytes, whose columns are summed. Both are odd: rows of a gradient that change
-places come into other columns, and as many sign bits as a power of two do not vanish in a sum."""
+"""Shape of the blocks of 8-byte words whose columns are summed. Both are odd: swapped rows of a gradient then
+fall into other columns, and a power-of-two number of sign bits does not cancel in a sum."""
 
 
 class GradientContents:
-    """What the gradients of a pass were when it had stepped.
+    """The gradients of a pass at the time of its step.
 
-    Where DDP copies gradients out of its buckets, the buckets still have them. Where ``.grad`` is the
-    bucket's own memory, there are sums over its blocks.
+    Where DDP copies gradients out of its buckets, the buckets still hold them. Where ``.grad`` is the
+    bucket's own memory, sums over its blocks are kept.
     """
 
     def __init__(self) -> None:
@@ -27,22 +27,22 @@ class GradientContents:
         self._of: dict[torch.Tensor, tuple[torch.Tensor, _Memory]] = {}
 
     def clear(self) -> None:
-        """Forget the pass, and let go of its buckets."""
+        """Forget the pass, and release its buckets."""
         self._buckets.clear()
         self._of.clear()
 
     def keep(
         self, bucket: BucketGradients, used: Sequence[bool] | None, own: Sequence[torch.Tensor | None]
     ) -> None:
-        """Take notice of a bucket that was stepped.
+        """Record a bucket that was stepped.
 
         Args:
-            bucket: Its views are what the step has used.
-            used: Which of them; ``None`` for all.
-            own: What the parameters have in ``.grad``, which will be the same.
+            bucket: The bucket; the step has used its views.
+            used: Which of them it has used; ``None`` for all.
+            own: The ``.grad`` of the parameters, which will hold the same values.
 
         Cost:
-            Reads the memory once, if ``.grad`` lies in it.
+            Reads the memory once if ``.grad`` lies in it.
         """
         if bucket.buffer.layout is not torch.strided:
             return
@@ -52,13 +52,13 @@ class GradientContents:
             begin <= one.data_ptr() < end for one in own if one is not None and one.layout is torch.strided
         )
         self._buckets.append((bucket, _Memory(bucket.buffer, summed=inside)))
-        if used is not None:  # a parameter that nobody has used keeps what it has
+        if used is not None:  # a parameter that no rank has used keeps its gradient
             for parameter, gradient, is_used in zip(bucket.parameters, own, used, strict=True):
                 if not is_used:
                     self._keep_own(parameter, gradient)
 
     def keep_own(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Take notice of what is in ``.grad`` now, wherever it lies. Reads all of it once."""
+        """Record the current ``.grad``, wherever it lies. Reads all of it once."""
         for parameter in parameters:
             self._keep_own(parameter, parameter.grad)
 
@@ -85,7 +85,7 @@ class GradientContents:
 
 
 class _Memory:
-    """A piece of memory, and sums over its blocks if somebody else may write there."""
+    """A piece of memory, with sums over its blocks if anyone else may write there."""
 
     def __init__(self, tensor: torch.Tensor, *, summed: bool) -> None:
         self._tensor = tensor
@@ -96,7 +96,7 @@ class _Memory:
 
 
 def _sums(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums over blocks of a tensor's bits, and what is left over."""
+    """Return sums over blocks of a tensor's bits, and the remaining bytes."""
     memory = _bytes(tensor)
     left = len(memory) % (8 * _ROWS * _COLUMNS)
     blocks, rest = memory[: len(memory) - left], memory[len(memory) - left :]

@@ -1,4 +1,4 @@
-"""Whether gradients may be freed when their bucket is stepped, so that they never take a model's size."""
+"""Free gradients when their bucket is stepped, so that they never take the size of the model."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["GradientRelease", "require_owned", "require_readable"]
 
 
 class GradientRelease:
-    """Takes the gradients of all buckets away, pass by pass: see :class:`ReleasedPass`.
+    """Frees the gradients of all buckets, pass by pass: see :class:`ReleasedPass`.
 
     Args:
-        memory: How to give memory back.
-        process_group: Its timeout limits what is waited for.
-        steps: Has the parameters that are stepped.
+        memory: How to free memory.
+        process_group: Its timeout limits every wait.
+        steps: Knows the parameters that are stepped.
         may_leave_out: Returns whether parameters may get no gradient in a pass.
 
     Attributes:
@@ -44,22 +44,22 @@ class GradientRelease:
         self._limited = True
 
     def require_possible(self, averaged: Collection[torch.Tensor]) -> None:
-        """Raise if a backward pass that begins could not do without its gradients.
+        """Raise if the gradients of a backward pass that begins cannot be freed.
 
         Args:
             averaged: The parameters that have been in a bucket before.
 
         Raises:
-            ConfigError: Gradients would be lost, or DDP would touch memory that is not there.
+            ConfigError: Gradients would be lost, or DDP would touch freed memory.
         """
         require_owned(averaged, self._steps.parameters)
         require_readable(self.memory, may_leave_out=self._may_leave_out())
 
     def wait_for(self, places: threading.Semaphore, device: torch.device) -> None:
-        """Return when there is a place for another bucket; at once, if one has never come."""
+        """Wait until there is room for another bucket. After a wait that timed out, return at once."""
         timeout = group_timeout(self._process_group, device) or default_group_timeout()
         if self._limited and not places.acquire(timeout=timeout.total_seconds()):
-            # An average that takes longer fails. The hook must see the other buckets, or DDP waits forever.
+            # A slower average would fail anyway, and DDP would wait forever if the hook got no more buckets.
             self._limited = False
             warnings.warn(
                 f"a bucket was not averaged within {timeout}: the communication hook seems to wait for later "
@@ -70,10 +70,10 @@ class GradientRelease:
 
 
 def require_owned(averaged: Collection[torch.Tensor], owned: Collection[torch.Tensor]) -> None:
-    """Raise if a parameter would lose its gradient and is not stepped.
+    """Raise if a parameter would lose its gradient without being stepped.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: There is such a parameter.
     """
     for parameter in averaged:
         if parameter.requires_grad and parameter not in owned:
@@ -85,7 +85,7 @@ def require_owned(averaged: Collection[torch.Tensor], owned: Collection[torch.Te
 
 
 def require_readable(memory: BucketMemory, *, may_leave_out: bool, as_view: bool = False) -> None:
-    """Raise if DDP would touch a bucket while its memory is given back.
+    """Raise if DDP would touch a bucket whose memory is freed.
 
     Raises:
         ConfigError: It would.

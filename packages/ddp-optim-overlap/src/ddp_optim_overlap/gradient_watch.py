@@ -1,4 +1,4 @@
-"""Which parameters get gradients, and which gradients a step has used up."""
+"""Track which parameters get gradients, and which gradients a step has used."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ GradientMark = tuple[int, int] | None
 
 
 class GradientWatch:
-    """Notice every gradient of some parameters, and refuse one that is added to what a step has used.
+    """Notices every gradient of some parameters, and refuses one that is added to a gradient already used.
 
-    No gradients are kept, so that setting them to ``None`` frees them: only where each one lies in memory,
-    and its version, which every write in place raises.
+    No gradients are kept, so that setting them to ``None`` frees them: only the address of each, and its
+    version, which every write in place raises.
 
-    The hooks run for every parameter in every pass, while nothing else does: they only set flags, unless a
+    The hooks run for every parameter in every pass, while nothing else runs: they only set flags, unless a
     gradient is added to another one.
 
     Args:
-        parameters: To watch from the beginning.
+        parameters: Parameters to watch from the beginning.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
@@ -39,7 +39,7 @@ class GradientWatch:
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take notice of the gradients of these parameters."""
+        """Watch the gradients of these parameters, too."""
         for parameter in parameters:
             if parameter in self._positions or not (parameter.is_floating_point() or parameter.is_complex()):
                 continue
@@ -49,7 +49,7 @@ class GradientWatch:
             before = _before_hook(weakref.ref(self), weakref.ref(parameter), self._arrivals, position)
             after = _after_hook(weakref.ref(self), self._arrivals, position)
             trained = parameter.requires_grad
-            parameter.requires_grad_()  # or torch takes no hook; it keeps those of frozen ones
+            parameter.requires_grad_()  # torch takes no hook otherwise, but keeps the hooks of frozen ones
             self._hooks += [
                 parameter.register_hook(before),  # type: ignore[no-untyped-call]
                 parameter.register_post_accumulate_grad_hook(after),  # type: ignore[no-untyped-call]
@@ -60,15 +60,15 @@ class GradientWatch:
         self.stop()
 
     def tell(self, told: Callable[[torch.Tensor], None]) -> None:
-        """Call this with every parameter that has got a gradient, before DDP reads it."""
+        """Call ``told`` with every parameter that got a gradient, before DDP reads the gradient."""
         self._arrivals.told = told
 
     def watches(self, parameters: Iterable[torch.Tensor]) -> bool:
-        """Whether these parameters, all of them, are watched."""
+        """Whether all of these parameters are watched."""
         return all(parameter in self._positions for parameter in parameters)
 
     def stop(self) -> None:
-        """Take notice of no gradients any more."""
+        """Stop watching."""
         while self._hooks:
             self._hooks.pop().remove()
         self._positions, self._arrivals = {}, _Arrivals()
@@ -76,7 +76,7 @@ class GradientWatch:
 
     @property
     def step_is_newest(self) -> bool:
-        """Whether the last pass has stepped, no gradient has come since, and nobody has called ``step()``."""
+        """Whether the last pass stepped, and neither a gradient nor a call of ``step()`` came since."""
         return self._arrivals.step_is_newest
 
     @step_is_newest.setter
@@ -86,41 +86,41 @@ class GradientWatch:
 
     @property
     def none_since_pass(self) -> bool:
-        """Whether no gradient has come since a pass that has stepped."""
+        """Whether no gradient has come since a pass that stepped."""
         return self._arrivals.none_since_pass
 
     def take_as_used(self, parameters: Sequence[torch.Tensor], marks: Sequence[GradientMark]) -> None:
-        """Take the gradients of these parameters, which have these marks, and no others, as used up."""
+        """Count the gradients of these parameters, with these marks, and no others, as used."""
         self._used, self._marks, self._zeroed = (parameters, marks), None, None
         self._arrivals.came_since_step[:] = bytes(len(self._positions))
 
     def take_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take the gradients of these, which DDP is about to write, as not used."""
+        """Count the gradients of these parameters, which DDP is about to write, as not used."""
         for parameter in parameters:
             if (position := self._positions.get(parameter)) is not None:
                 self._arrivals.came_since_step[position] = True
 
     def forget_used(self) -> None:
-        """Take none as used up."""
+        """Count no gradient as used."""
         self._used, self._marks, self._zeroed = ((), ()), None, None
 
     def has_come(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter has got a gradient since :meth:`forget_arrivals`, and still has it."""
+        """Whether a parameter got a gradient since :meth:`forget_arrivals`, and still has it."""
         position = self._positions.get(parameter)
         return position is not None and bool(self._arrivals.came[position]) and parameter.grad is not None
 
     def forget_arrivals(self) -> None:
-        """A pass has handed over all its gradients."""
+        """Reset the flags of :meth:`has_come`: a pass has handed over all its gradients."""
         self._arrivals.came[:] = bytes(len(self._arrivals.came))
 
     def _is_used_up(self, parameter: torch.Tensor) -> bool:
-        """Whether ``parameter.grad`` is what a step has used, changed or not, and not zeros."""
+        """Whether ``parameter.grad`` was used by a step, was changed or not since, and is not zero."""
         if self._marks is None:
             self._marks = dict(zip(*self._used, strict=True))
         mark, gradient = self._marks.get(parameter), parameter.grad
         if mark is None or gradient is None:
             return False
-        if gradient.device.type != "cpu":  # reading it makes the host wait: a written one passes for zeros
+        if gradient.device.type != "cpu":  # reading it makes the host wait, so a written one counts as zeros
             if gradient_marks([parameter]) != [mark]:
                 return False
             # zero_grad() of an optimizer with foreach or fused raises no versions here.
@@ -132,12 +132,12 @@ class GradientWatch:
         return bool(values.count_nonzero())  # ten times as fast as any()
 
     def _are_zero(self) -> bool:
-        """Whether all used gradients on accelerators that look as if nobody wrote them are zeros.
+        """Whether all used gradients on accelerators that look unwritten are zeros.
 
-        One wait of the host instead of one for each parameter, in a loop that sets gradients to zero.
+        The host waits once instead of once per parameter, in a loop that sets gradients to zero.
         """
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            return True  # nothing can be read; a gradient that is added to passes for zeros
+            return True  # nothing can be read, so they count as zeros
         assert self._marks is not None
         unwritten = [
             gradient
@@ -152,7 +152,7 @@ class GradientWatch:
 
 @dataclass
 class _Arrivals:
-    """What the hooks of all parameters write: flags, by position, and what holds for all of them."""
+    """What the hooks of all parameters write: flags by position, and flags for all of them."""
 
     came: bytearray = field(default_factory=bytearray)
     came_since_step: bytearray = field(default_factory=bytearray)
@@ -170,7 +170,7 @@ def _before_hook(
 ) -> Callable[[torch.Tensor | None], None]:
     """Return a hook that looks at ``.grad`` before a gradient is added, and keeps nothing alive.
 
-    ``torch.autograd.grad`` will add none: what this finds is of use to the other hook only.
+    It also runs in ``torch.autograd.grad``, which adds nothing: only the other hook acts on its finding.
     """
 
     def before(gradient: torch.Tensor | None) -> None:
@@ -182,7 +182,7 @@ def _before_hook(
         if parameter is None or parameter.grad is None:
             return
         owner = watch()
-        if owner is not None and owner._is_used_up(parameter):  # noqa: SLF001 - one thing with its hooks
+        if owner is not None and owner._is_used_up(parameter):  # noqa: SLF001 - its own hook
             arrivals.adds_to_used.add(position)
 
     return before
@@ -191,7 +191,7 @@ def _before_hook(
 def _after_hook(
     watch: weakref.ref[GradientWatch], arrivals: _Arrivals, position: int
 ) -> Callable[[torch.Tensor], None]:
-    """Return a hook that takes notice of a gradient which was added."""
+    """Return a hook that records that a gradient was added."""
 
     def after(parameter: torch.Tensor) -> None:
         if position in arrivals.adds_to_used and watch() is not None:

@@ -17,15 +17,15 @@ __all__ = ["HandedOver"]
 
 @dataclass(eq=False)
 class HandedOver:
-    """One bucket of a backward pass, as DDP has handed it over.
+    """One bucket of a backward pass, as DDP handed it over.
 
     Attributes:
         index: Its number in DDP.
-        gradients: Where its average will be.
-        used: Which of its parameters got a gradient, on this rank and then on any; ``None`` if all have.
-        reduced: What the communication hook has returned.
-        done: What DDP waits for. Its value is what DDP takes for the average.
-        taken: Whether the worker has it.
+        gradients: The views that will hold its averaged gradients.
+        used: Which of its parameters got a gradient, first on this rank, then on any rank; ``None`` if all.
+        reduced: The future that the communication hook returned.
+        done: The future that DDP waits for. DDP takes its value for the average.
+        taken: Whether the worker has taken it.
     """
 
     index: int
@@ -38,19 +38,19 @@ class HandedOver:
     _ended: bool = False
 
     def complete(self, average: torch.Tensor) -> None:
-        """End well, unless it has ended."""
+        """Complete the future, unless it is complete."""
         with self._ending:
             if not self._ended:
                 self._ended = True
                 self.done.set_result(average)
 
     def fail(self, error: BaseException) -> None:
-        """End with an error, unless it has ended."""
+        """Complete the future with an error, unless it is complete."""
         with self._ending:
             if not self._ended:
                 self._ended = True
-                # The future holds its error, and DDP the future. No frames that hold the model may be noted
-                # in it, as in the first error that is raised again: a cycle through C++ is never garbage.
+                # The future holds its error, and DDP the future. So the error must not hold frames with the
+                # model, as a raised error does: a cycle through C++ is never collected.
                 held = RuntimeError(str(error) if type(error) is RuntimeError else text_of(error))
                 if isinstance(error, OverlapError):
                     held = type(error)(*error.args)
@@ -61,6 +61,6 @@ class HandedOver:
 
     @property
     def nbytes(self) -> int:
-        """The size of its gradients; sparse ones, whose size changes, count as enough for a step."""
+        """The size of its gradients; sparse ones vary in size and count as enough for a step."""
         buffer = self.gradients.buffer
         return sys.maxsize if buffer.is_sparse else buffer.nbytes

@@ -1,4 +1,4 @@
-"""Hooks that make their engine late, when they learn which ranks train together."""
+"""Hooks that make their engine late, once they know which ranks train together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["EngineAtFirstBucket"]
 
 
 class EngineAtFirstBucket:
-    """Takes buckets for an engine that is made with the first one, unless it is started earlier.
+    """Takes buckets for an engine that is made with the first one, unless started earlier.
 
     Args:
-        make: Makes the engine for a process group, the state that the hook was registered with and, if
-            that is known, the model.
+        make: Makes the engine from a process group, the state that the hook was registered with and, if
+            known, the model.
     """
 
     def __init__(
@@ -34,13 +34,13 @@ class EngineAtFirstBucket:
         self.engine: Engine | None = None
 
     def start(self, hook_state: object, model: DistributedDataParallel | None = None) -> Engine:
-        """Return the engine, made by now."""
+        """Return the engine, and make it if needed."""
         if self.engine is None:
             self.engine = self._make(_group_of(hook_state), hook_state, model)
         return self.engine
 
     def take(self, hook_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Be the communication hook for one bucket."""
+        """Act as the communication hook for one bucket."""
         engine = self.start(hook_state)
         if not is_pair(bucket):
             engine.gradients.watch(bucket.parameters())
@@ -48,7 +48,7 @@ class EngineAtFirstBucket:
 
 
 def _group_of(hook_state: Any) -> dist.ProcessGroup:
-    """Return the group that a hook's state is, or has; WORLD if it does not say."""
+    """Return the group that a hook's state is or has; WORLD if it has none."""
     named = hook_state() if isinstance(hook_state, weakref.ref) else hook_state
     if isinstance(named, (dist.ProcessGroup, DeviceMesh)):
         return resolve_group(named)

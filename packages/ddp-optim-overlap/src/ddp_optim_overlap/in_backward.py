@@ -26,11 +26,11 @@ from dist_utils.torch_compat import GradBucket, comm_hooks, register_comm_hook
 __all__ = ["apply_optim_in_backward_hook", "apply_optimizer_in_backward", "get_in_backward_optimizers"]
 
 _OURS = "_ddp_optim_overlap"
-"""The attribute of a parameter that has its :class:`_InBackward`."""
+"""The attribute of a parameter that holds its :class:`_InBackward`."""
 
 
 class _InBackward:
-    """The optimizers of one parameter, and who steps them."""
+    """The optimizers of one parameter, and the models that average it before it is stepped."""
 
     def __init__(self) -> None:
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -38,7 +38,7 @@ class _InBackward:
         self.averaged_by: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def __reduce__(self) -> tuple[type["_InBackward"], tuple[()]]:
-        return _InBackward, ()  # a copy of the parameter has neither the hook nor an optimizer of its own
+        return _InBackward, ()  # a copy of the parameter has neither a hook nor an optimizer
 
     def step(self, parameter: torch.Tensor) -> None:
         """Step with the gradient of this process, unless a DDP model averages it first."""
@@ -51,7 +51,7 @@ class _InBackward:
 _alive: weakref.WeakSet[_InBackward] = weakref.WeakSet()
 _watching: list[Any] = []
 _hooks: weakref.WeakKeyDictionary[CommHook, EngineAtFirstBucket] = weakref.WeakKeyDictionary()
-"""What :func:`apply_optim_in_backward_hook` has returned."""
+"""The hooks that :func:`apply_optim_in_backward_hook` has returned."""
 
 
 def apply_optimizer_in_backward(
@@ -62,24 +62,24 @@ def apply_optimizer_in_backward(
 ) -> None:
     """Give each parameter its own optimizer, which ``backward()`` steps; gradients are ``None`` afterwards.
 
-    Outside of DDP a parameter is stepped as soon as its gradient is complete. If a
+    Outside DDP a parameter is stepped as soon as its gradient is complete. When a
     ``DistributedDataParallel`` model with such parameters is called, it gets
-    :func:`apply_optim_in_backward_hook`: its parameters are stepped when they are averaged.
+    :func:`apply_optim_in_backward_hook`: its parameters are stepped once they are averaged.
 
     Args:
-        optimizer_class: Made once for each parameter. A second call for a parameter adds another one.
+        optimizer_class: Made once per parameter. A second call for a parameter adds another optimizer.
         params: The parameters.
-        optimizer_kwargs: For every optimizer.
-        register_hook: Whether parameters are stepped outside of DDP too.
+        optimizer_kwargs: Keyword arguments for every optimizer.
+        register_hook: Whether parameters are also stepped outside DDP.
 
     Raises:
-        UnsupportedOptimizerError: Its step needs a closure.
-        ConfigError: In the model's forward pass: it has another communication hook.
+        UnsupportedOptimizerError: The optimizer's step needs a closure.
+        ConfigError: In the model's forward pass, if the model has another communication hook.
 
     Cost:
-        One optimizer object per parameter: see the README for the time of their steps. Prefer
-        :func:`overlap_optimizer`, which has one. As long as such a parameter lives, every module call in
-        this process takes about a microsecond longer, and that of a DDP model a look at its parameters.
+        One optimizer object per parameter; see the README for the time of their steps. Prefer
+        :func:`overlap_optimizer`, which has one in all. While such a parameter exists, every module call in
+        this process takes about a microsecond longer, and every call of a DDP model checks its parameters.
 
     Source:
         ``torch.distributed.optim._apply_optimizer_in_backward``.
@@ -123,8 +123,8 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
     """Return a communication hook that averages, steps each parameter's own optimizers, and drops gradients.
 
     Args:
-        gradient_is_bucket_view: As the model's ``gradient_as_bucket_view``. Kept for PyTorch's signature;
-            either value is right for either model.
+        gradient_is_bucket_view: The model's ``gradient_as_bucket_view``. Kept for PyTorch's signature;
+            either value works for any model.
 
     Returns:
         A hook for one model. Its state may be the model, a weak reference to it, a process group, or
@@ -134,7 +134,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
         OverlapError: In ``backward()``, what :func:`overlap_optimizer` raises.
 
     Cost:
-        As :func:`overlap_optimizer`, with one optimizer object per parameter.
+        The same as for :func:`overlap_optimizer`, with one optimizer object per parameter.
 
     Source:
         ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._apply_optim_in_backward_hook``,
@@ -202,7 +202,7 @@ def _optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
 
 
 def _claim(module: nn.Module, _: Any) -> None:
-    """Before any module's forward pass: see to it that a DDP model averages before it steps."""
+    """Before any module's forward pass: make sure that a DDP model averages before it steps."""
     if not _alive:
         while _watching:
             _watching.pop().remove()

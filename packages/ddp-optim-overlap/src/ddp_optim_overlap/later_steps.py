@@ -19,21 +19,21 @@ __all__ = ["refusal_of_later_steps"]
 
 _MOST_PARAMETERS = 32
 _AHEAD = (100, 1_386_000)
-"""Counts of steps to try, with one before and one behind: multiples of whatever interval is usual, and all of
-it exact in float32."""
+"""Step counts to try, together with the counts just before and after. They are multiples of all usual
+intervals, and exact in float32."""
 
 Counter = tuple[torch.Tensor, str]
 
 
 def refusal_of_later_steps(trial: Trial, sparse: Collection[torch.Tensor]) -> str:
-    """Return why an optimizer that has passed a trial cannot be stepped by buckets after all, if so.
+    """Return why an optimizer that passed a trial still cannot be stepped by buckets, or ``""``.
 
-    With its own learning rate, up to 32 parameters and, if the states of parameters count steps, after many.
-    What fails only there is not held against it, since no step has come so far.
+    Tries its own learning rate, up to 32 parameters and, if the states of parameters count steps, high step
+    counts. An error that only occurs at such counts is ignored, because training has not got that far.
 
     Args:
-        trial: The one that was passed.
-        sparse: Parameters with sparse gradients, which take no part.
+        trial: The trial that was passed.
+        sparse: Parameters with sparse gradients, which are left out.
     """
     if is_torchs_own(trial.optimizer):
         return ""
@@ -115,7 +115,7 @@ def _difference_later(trial: Trial) -> str:
                     return reason
         except UnsupportedOptimizerError:
             raise
-        except Exception:  # noqa: BLE001 - a counter may have been something else
+        except Exception:  # noqa: BLE001 - the value may not have been a step counter
             return ""
     return ""
 

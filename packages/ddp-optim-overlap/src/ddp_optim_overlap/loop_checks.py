@@ -1,4 +1,4 @@
-"""What a training loop must not do around overlapped steps, which would then differ from its own."""
+"""Checks for what a training loop must not do around overlapped steps, because results would differ."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def require_no_pre_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def require_no_post_hooks(left_out: Iterable[torch.optim.Optimizer]) -> None:
-    """Raise if a step post-hook has not run, of an optimizer that was stepped by buckets.
+    """Raise if an optimizer that was stepped by buckets has a step post-hook that has not run.
 
     Args:
-        left_out: Whose ``step()`` was not called for the last pass.
+        left_out: The optimizers whose ``step()`` was not called for the last pass.
 
     Raises:
         ConfigError: One has such a hook.
@@ -59,13 +59,13 @@ def require_no_post_hooks(left_out: Iterable[torch.optim.Optimizer]) -> None:
 
 
 def require_calls(left_out: Collection[torch.optim.Optimizer]) -> None:
-    """Raise if ``step()`` was not called of all optimizers that a pass has stepped: it undoes nothing.
+    """Raise if ``step()`` was not called for every optimizer that a pass has stepped: that undoes nothing.
 
     Args:
-        left_out: Whose ``step()`` was not called for the last pass, and was before.
+        left_out: The optimizers whose ``step()`` was called before, but not for the last pass.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: There is such an optimizer.
     """
     if left_out:
         raise ConfigError(
@@ -76,10 +76,10 @@ def require_calls(left_out: Collection[torch.optim.Optimizer]) -> None:
 
 
 def require_one_overlap(optimizers: Iterable[torch.optim.Optimizer], *, superseded: bool) -> None:
-    """Raise if ``step()`` asks another overlap by now, which knows nothing of a pass of this one.
+    """Raise if ``step()`` now asks another overlap, which does not know the passes of this one.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: Another overlap has taken over.
     """
     if superseded:
         raise ConfigError(
@@ -90,7 +90,7 @@ def require_one_overlap(optimizers: Iterable[torch.optim.Optimizer], *, supersed
 
 
 def require_gradients(optimizer: torch.optim.Optimizer) -> None:
-    """Raise if an ordinary step finds no gradients after they were taken away.
+    """Raise if an ordinary step finds no gradients because they were freed.
 
     Raises:
         ConfigError: No parameter has one.
@@ -105,12 +105,12 @@ def require_gradients(optimizer: torch.optim.Optimizer) -> None:
 def require_unchanged(
     optimizer: torch.optim.Optimizer, inputs: StepInputs, contents: GradientContents | None
 ) -> None:
-    """Raise if what a step has read was changed after it, in vain.
+    """Raise if an input of a step was changed after the step had read it.
 
     Args:
-        optimizer: Was stepped.
-        inputs: What the step has read.
-        contents: As :meth:`StepInputs.changed` takes it.
+        optimizer: The optimizer that was stepped.
+        inputs: The inputs that the step has read.
+        contents: See :meth:`StepInputs.changed`.
 
     Raises:
         ConfigError: Something was changed.
@@ -131,10 +131,10 @@ def _refuse_change(changed: str, where: str) -> None:
 
 
 class UnreadComparisons:
-    """Whether accelerators have found that what a step had read was changed: asked late, without a wait.
+    """Comparisons of step inputs on accelerators, whose answers are read late to avoid waiting.
 
-    The first call of ``step()`` waits for the answer, as a loop that clips does so in its first step. Later
-    ones let the device go on, and the next backward pass asks.
+    The first call of ``step()`` waits for the answer, because a loop that clips gradients does so from its
+    first step on. Later calls let the device continue, and the next backward pass reads the answer.
     """
 
     def __init__(self) -> None:
@@ -142,9 +142,10 @@ class UnreadComparisons:
         self._asked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, optimizer: torch.optim.Optimizer, inputs: StepInputs) -> None:
-        """Begin to compare. The first time for an optimizer: raise if something was changed.
+        """Start a comparison. On the first call for an optimizer, wait for it and raise if anything changed.
 
         Raises:
+            ConfigError: Something was changed.
             ConfigError: Something was.
         """
         comparison = inputs.compare_on_device()
@@ -158,10 +159,10 @@ class UnreadComparisons:
             _refuse_change(_SAMPLED, "backward() and step()")
 
     def require_none(self) -> None:
-        """Raise if something was changed around an earlier step. Waits for where that was, if need be.
+        """Raise if something was changed around an earlier step. Waits for the comparison if necessary.
 
         Raises:
-            ConfigError: Something was.
+            ConfigError: Something was changed.
         """
         unread, self._unread = self._unread, []
         if any(comparison.found() for comparison in unread):
@@ -172,7 +173,7 @@ _SAMPLED = "gradients or parameters were changed (clipped, unscaled, ...)"
 
 
 class ForeignParameters:
-    """Looks for parameters of the optimizers that DDP does not average, when either has changed.
+    """Looks for optimizer parameters that DDP does not average, whenever either set has changed.
 
     Args:
         steps: The steps of the optimizers.
@@ -184,15 +185,15 @@ class ForeignParameters:
         self._not_averaged: Sequence[torch.Tensor] = ()
 
     def require_none(self, averaged: Collection[torch.Tensor]) -> None:
-        """Raise if there is one that would have to be stepped.
+        """Raise if there is a parameter that would have to be stepped but is not averaged.
 
         Args:
             averaged: The parameters that have been in a bucket.
 
         Raises:
-            ConfigError: There is one.
+            ConfigError: There is such a parameter.
         """
-        if not averaged:  # in the first pass nobody knows
+        if not averaged:  # not known yet in the first pass
             return
         looked_at = self._steps.renewals, len(averaged)
         if looked_at != self._looked_at:

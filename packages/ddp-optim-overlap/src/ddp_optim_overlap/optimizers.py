@@ -21,19 +21,19 @@ __all__ = ["OverlappedOptimizers"]
 
 
 class OverlappedOptimizers(Stepper):
-    """Steps optimizers for an engine; :class:`StepCalls` makes the loop's own ``optimizer.step()`` harmless.
+    """Steps optimizers for an engine; :class:`StepCalls` handles the loop's own ``optimizer.step()``.
 
     Args:
-        optimizers: The user's.
-        tried: What is known of each, unless ``whole``.
+        optimizers: The user's optimizers.
+        tried: The findings about each, unless ``whole``.
         model: The parameters whose gradients count for clipping.
         whole: Step everything at once, by ``optimizer.step()`` itself.
         clip: Limits gradients before a step.
-        scaler: Unscales them before that.
-        only: Which parameters to step; ``None`` for all that the optimizers have.
+        scaler: Unscales gradients before they are clipped.
+        only: The parameters to step; ``None`` for all parameters of the optimizers.
 
     Attributes:
-        parts: Steps some of their parameters.
+        parts: Steps some of the optimizers' parameters.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class OverlappedOptimizers(Stepper):
         self._read: dict[torch.optim.Optimizer, tuple[Options, Mapping[torch.Tensor, Any]]] = {}
 
     def terms(self) -> dict[str, object]:
-        """Return what must be identical on all ranks; options' values need not, as in DDP."""
+        """Return the settings that must be identical on all ranks; option values may differ, as in DDP."""
         kinds = [(type(one).__qualname__, len(one.param_groups)) for one in self._optimizers]
         clip = (
             repr(self._clip) if hasattr(self._clip, "__dataclass_fields__") else type(self._clip).__qualname__
@@ -72,20 +72,20 @@ class OverlappedOptimizers(Stepper):
         return {"optimizers and their groups": kinds, "clip": clip, "scaler": self._scaler is not None}
 
     def attach(self, engine: Engine) -> None:
-        """Be what this engine steps with."""
+        """Serve as the stepper of this engine."""
         self._foreign = ForeignParameters(self.parts)
         self._calls.attach(engine)
 
     def replace_steps(self) -> None:
-        """Begin to take part in ``optimizer.step()``; before an engine is made, for the sake of closures."""
+        """Replace ``optimizer.step()``; done before an engine is made, for the sake of closures."""
         self._calls.replace()
 
     def remove(self) -> None:
-        """Leave ``optimizer.step()`` as it was; one that is done already stays done."""
+        """Restore ``optimizer.step()``; a step that a pass has already done is not repeated."""
         self._calls.remove()
 
     def require_unchanged(self) -> None:
-        """As :meth:`StepCalls.require_unchanged`."""
+        """See :meth:`StepCalls.require_unchanged`."""
         self._calls.require_unchanged()
 
     @property
@@ -95,16 +95,16 @@ class OverlappedOptimizers(Stepper):
 
     @property
     def begun(self) -> int:  # type: ignore[override]
-        """The steps of how many optimizers have begun, of the last step of all."""
+        """How many optimizers had started their step in the last step of all."""
         return self._calls.begun
 
     def finish(self, engine: Engine) -> None:
-        """A backward pass that has stepped is over."""
+        """Clean up after a backward pass that has stepped."""
         if not self.whole:
             self.parts.finish()
-        # The step of all may change options, those of parts read them when their gradients come.
+        # A whole step may change options; partial steps read them when their gradients arrive.
         read = self._options_and_states() if self.whole else self._read
-        self._read = {}  # a state that is replaced goes
+        self._read = {}  # so that a replaced state is freed
         stepped = {optimizer: StepInputs(optimizer, *read[optimizer]) for optimizer in self._optimizers}
         self._calls.finish(stepped)
         engine.gradients.take_as_used(
@@ -115,7 +115,7 @@ class OverlappedOptimizers(Stepper):
             mark_stepped(optimizer)
 
     def begin(self, engine: Engine) -> None:
-        """A backward pass hands over its first bucket."""
+        """Prepare for a backward pass that hands over its first bucket."""
         self._calls.begin(engine)
         self._renew_trials()
         self._read = self._options_and_states()
@@ -138,13 +138,13 @@ class OverlappedOptimizers(Stepper):
             require_no_pre_hooks(self._optimizers)
 
     def _renew_trials(self) -> None:
-        """Raise if an optimizer has got what it cannot step by buckets, before anything communicates."""
+        """Raise, before any communication, if an optimizer can no longer be stepped by buckets."""
         for place, tried in enumerate(self._tried):
             tried.renew()
             self.parts.parallel[place] = tried.parallel
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Limit a bucket's gradients."""
+        """Clip a bucket's gradients."""
         if self._clip is not None:
             self._clip.clip(parameters)
 
@@ -158,7 +158,7 @@ class OverlappedOptimizers(Stepper):
         self._calls.gradients_written |= self._gradient_versions(parameters) != versions
 
     def _gradient_versions(self, parameters: Sequence[torch.Tensor]) -> list[int]:
-        """Return how often the gradients were written, unless torch's own steps leave them as they are."""
+        """Return how often each gradient was written; empty for torch's own optimizers, which only read."""
         if self._reads_gradients_only:
             return []
         return [tensor_version(one.grad) for one in parameters if one.grad is not None]

@@ -1,4 +1,4 @@
-"""Which options of an optimizer's groups a trial depends on, and which parameters are equivalent for it."""
+"""The options that a trial depends on, and the parameters that are equivalent for it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ddp_optim_overlap.trial import own_attributes
 __all__ = ["kind_of", "parameters_to_try"]
 
 _DISTINCT_GROUPS = 16
-"""Up to this many groups each one is tried; of more, only those with other options than these."""
+"""Up to this many groups are each tried; further groups only if their options differ."""
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> Hashable:
-    """Return what differs when a trial has to be repeated.
+    """Return a key that changes whenever a trial has to be repeated.
 
-    Groups, their options and what turns them off, and attributes that became containers, or others.
+    It has the groups, the kinds of their options (such as whether one is zero), and container attributes.
     """
     groups = tuple((len(group["params"]), _kind(group)) for group in optimizer.param_groups)
     return groups, frozenset(
@@ -35,12 +35,13 @@ def parameters_to_try(
 ) -> list[list[tuple[int, int]]]:
     """Return the groups and positions of the smallest and the largest parameter of every kind.
 
-    Of one kind are those of one group (or, if there are many groups, of groups with the same options), with
-    as many dimensions, the same type and place. Parameters without values or a gradient take no part.
+    Parameters are of one kind if they are in one group (or, if there are many groups, in groups with the same
+    options) and have the same number of dimensions, dtype and device. Parameters without values or without a
+    gradient are left out.
 
     Returns:
-        A list of those that have no state yet, and one of those that have: an ordinary step may take no list
-        of both. Only those that are not empty.
+        A list of parameters without state, and a list of parameters with state, because an ordinary step may
+        not take both together. Empty lists are left out.
     """
     left_out = {id(parameter) for parameter in sparse}
     kinds: dict[tuple[bool, Hashable, int, torch.dtype, torch.device], list[tuple[int, int, int]]] = {}
@@ -54,7 +55,7 @@ def parameters_to_try(
             kinds.setdefault(kind, []).append((parameter.numel(), number, position))
     chosen: dict[bool, set[tuple[int, int]]] = {False: set(), True: set()}
     for (has_state, *_), alike in kinds.items():
-        # Of one group, if any has two: a norm over each group couples only those.
+        # Two of the same group, if possible, because a norm over a group couples only its own parameters.
         largest, _ = Counter(number for _, number, _ in alike).most_common(1)[0]
         together = [place for place in alike if place[1] == largest]
         pair = together if len(together) > 1 else alike

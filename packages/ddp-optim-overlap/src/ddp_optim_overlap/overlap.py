@@ -46,15 +46,15 @@ class OverlapMode(Enum):
     """When parameters are stepped."""
 
     BUCKET = "bucket"
-    """Step each bucket's parameters as soon as it is averaged, while later ones are computed and sent."""
+    """Step each bucket's parameters as soon as it is averaged, while later ones are computed and averaged."""
     AFTER_REDUCE = "after_reduce"
-    """Step all parameters at the end of ``backward()``, for what needs all gradients."""
+    """Step all parameters at the end of ``backward()``, for anything that needs all gradients."""
 
 
 class OverlapHandle:
-    """What :func:`overlap_optimizer` returns. As a context manager it ends the overlap on exit.
+    """The handle that :func:`overlap_optimizer` returns. As a context manager it ends the overlap on exit.
 
-    It need not be kept: the overlap lasts as long as the model.
+    You need not keep it: the overlap lasts as long as the model.
 
     Attributes:
         optimizers: The user's own optimizers, without their wrappers.
@@ -81,7 +81,7 @@ class OverlapHandle:
         ``backward()`` raises on CPUs, before anything is stepped.
 
         Args:
-            timeout: Seconds; ``None`` for as long as the process group allows. On an accelerator nothing
+            timeout: In seconds; ``None`` for as long as the process group allows. On an accelerator nothing
                 is waited for.
 
         Returns:
@@ -89,7 +89,7 @@ class OverlapHandle:
 
         Raises:
             OverlapError: The first error, of its own type; ``backward()`` raises it as ``RuntimeError``.
-            ConfigError: A backward pass runs, around this call or in another thread; it continues.
+            ConfigError: A backward pass is running, around this call or in another thread; it continues.
             TimeoutError: A peer has not finished.
         """
         report = self._engine.wait(timeout)
@@ -98,9 +98,9 @@ class OverlapHandle:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Make backward passes only average, on every rank; ``optimizer.step()`` is then an ordinary step.
+        """Make backward passes only average; ``optimizer.step()`` is then an ordinary step.
 
-        For evaluation with gradients, and for accumulation without ``no_sync()``.
+        Use it on every rank: for evaluation with gradients, and for accumulation without ``no_sync()``.
         """
         if self._engine.removed:
             raise ConfigError("this overlap was removed")
@@ -133,10 +133,10 @@ class OverlapHandle:
 
 
 class _HookSlot:
-    """What DDP keeps as the state of its one hook, so that the engine behind it can change.
+    """The state of the hook that DDP keeps for good, so that the engine behind it can be replaced.
 
     A copy of the model (``deepcopy``, ``torch.save``) has no hook in its reducer, and an empty slot: it
-    averages as DDP does, until :func:`overlap_optimizer` is called for it.
+    averages as plain DDP does, until :func:`overlap_optimizer` is called for it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -147,9 +147,9 @@ class _HookSlot:
 
 
 def overlapped_step_hook(state: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket and step its parameters: the hook that :func:`overlap_optimizer` registers."""
+    """Average a bucket and step its parameters; :func:`overlap_optimizer` registers this hook."""
     if state.engine is None:
-        raise ConfigError("this is the hook of another model, of which only a copy is left")
+        raise ConfigError("a copied hook has no engine: call overlap_optimizer() for this model")
     return state.engine.take(bucket)
 
 
@@ -166,29 +166,29 @@ def overlap_optimizer(
     check: bool = False,
     release_gradients: bool = False,
 ) -> OverlapHandle:
-    """Step an optimizer inside ``backward()``, each bucket when it is averaged, bitwise as an ordinary loop.
+    """Step an optimizer bucket by bucket inside ``backward()``, bitwise equal to an ordinary loop.
 
     The loop may stay as it is. Its ``optimizer.step()`` then does not step and takes a fraction of a
-    millisecond. It may be removed, but it raises errors with their type and notices gradients that were
+    millisecond. You may remove it, but it raises errors with their type and notices gradients that were
     changed too late.
 
-    What fails inside ``backward()`` is raised there as ``RuntimeError`` with the text, and by
-    ``optimizer.step()`` and ``handle.wait()`` with its type and a report of what was stepped:
-    :class:`CommunicationError`, :class:`StepError`. A second backward pass onto used gradients raises
-    :class:`DoubleBackwardError` at once. If one rank's step fails alone, on CPUs the others raise in
+    Errors inside ``backward()`` are raised there as ``RuntimeError`` with their text, and by
+    ``optimizer.step()`` and ``handle.wait()`` with their type and a report of what was stepped:
+    :class:`CommunicationError`, :class:`StepError`. A second backward pass that adds to used gradients raises
+    :class:`DoubleBackwardError` at once. If only one rank's step fails, on CPUs the others raise in
     ``handle.wait()``, or in the next ``backward()`` before anything is stepped.
 
     Args:
-        ddp: A model whose communication hook is not set, on every rank. Also a module that was given to
+        ddp: A model without a communication hook, on every rank. Also a module that was given to
             ``torch.distributed._composable.replicate()``.
-        optimizer: The user's own, or several, over parameters of ``ddp``. Of the wrappers of Accelerate and
-            Lightning the optimizer inside is taken. It stays in use: schedulers, parameter groups,
-            ``state_dict`` and ``load_state_dict`` work as always. Any optimizer that steps per parameter,
-            foreach and fused included; it is tried with small values first, and checked in real steps.
-            ``AFTER_REDUCE`` also takes optimizers that couple parameters.
-        comm_hook: What averages the gradients, as ``register_comm_hook`` takes it. The value of its
-            future is used, whether it is the bucket's own buffer or a new tensor. ``None``: the average that
-            DDP computes itself, to the bit (with one exception: see the documentation's corner cases).
+        optimizer: One or several optimizers over parameters of ``ddp``. For a wrapper of Accelerate or
+            Lightning, the optimizer inside it is used. It stays in use: schedulers, parameter groups,
+            ``state_dict`` and ``load_state_dict`` work as always. Any optimizer that steps per parameter
+            works, including foreach and fused; it is tried with small values first, and checked in real
+            steps. ``AFTER_REDUCE`` also takes optimizers that couple parameters.
+        comm_hook: The hook that averages the gradients, as for ``register_comm_hook``. The value of its
+            future is used, whether it is the bucket's own buffer or a new tensor. ``None``: bitwise the
+            average that DDP computes itself (with one exception: see the documentation's corner cases).
         comm_state: The first argument of ``comm_hook``.
         mode: ``BUCKET`` steps each bucket's parameters at once, ``AFTER_REDUCE`` all of them after the last.
         clip: A :class:`ClipPolicy`. :class:`GlobalNorm` needs ``AFTER_REDUCE``.
@@ -201,7 +201,7 @@ def overlap_optimizer(
         check: Raise :class:`WeightReuseError` if a checkpointed block reads a parameter after its step.
             For debugging; costs a little for every parameter.
         release_gradients: Free a bucket's gradients as soon as it is stepped, until the next pass needs the
-            memory. In ``BUCKET`` mode only, and if the optimizers have all of the model's trained parameters.
+            memory. Only in ``BUCKET`` mode, and if the optimizers have all trained parameters of the model.
             After ``backward()`` every ``.grad`` is ``None``, as after ``zero_grad()``. Where memory cannot be
             freed page by page (on accelerators, and on CPUs without Linux), ``gradient_as_bucket_view``,
             ``find_unused_parameters`` and ``static_graph`` must be off.
@@ -213,17 +213,17 @@ def overlap_optimizer(
         ConfigError: The options, the model or the loop would lead to wrong steps, or this is called inside
             ``backward()``.
         UnsupportedOptimizerError: It needs a closure, couples parameters, or is sharded over ranks.
-            ``backward()`` and ``optimizer.step()`` raise it for what only real steps show.
+            ``backward()`` and ``optimizer.step()`` raise it for problems that only real steps show.
         UnsupportedGradientError: It cannot step sparse gradients, and the model has some.
-        TypeError, ValueError: An argument is of another type. All errors are raised before any communication;
-            ``backward()`` and ``optimizer.step()`` raise a ConfigError for what is found later.
+        TypeError, ValueError: An argument has the wrong type or value. All errors are raised before any
+            communication; ``backward()`` and ``optimizer.step()`` raise a ConfigError for later problems.
 
     Cost:
         One thread and one private process group, made by the first backward pass. No memory besides the
         optimizer's own; the trial takes a few MiB and a fraction of a second. One all-reduce of a single
-        value per step; with unused parameters possible, one of a value per parameter for every bucket. With
-        ``release_gradients`` there are gradients of four buckets at a time instead of all, from the second
-        pass on; ``backward()`` waits when it is further ahead, and new memory is taken in every pass.
+        value per step; if parameters may be unused, one of a value per parameter for every bucket. With
+        ``release_gradients``, from the second pass on, four buckets of gradients exist at a time instead of
+        all; ``backward()`` waits when it gets further ahead, and every pass allocates new memory.
 
     Example:
         >>> optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)  # doctest: +SKIP
@@ -240,7 +240,7 @@ def overlap_optimizer(
         )
     require_kinds(given, clip, unused)
     optimizers = tuple(map(inner_optimizer, given))
-    require_kinds(optimizers, clip, unused)  # two wrappers may have one
+    require_kinds(optimizers, clip, unused)  # two wrappers may hold the same optimizer
     ddp = inner_ddp(ddp)
     require_ddp_options(ddp)  # before the hook is looked at: mixed precision has one of its own
     slot = _own_slot(ddp)
@@ -282,14 +282,14 @@ def overlap_optimizer(
             slot.engine.gradients.stop()
             engine.known_buckets = slot.engine.known_buckets
         slot.engine = engine
-    # A handle may outlive the model; what the engine knows of DDP's buckets must not.
+    # A handle may outlive the model, but the engine's views of DDP's buckets must not.
     weakref.finalize(ddp, engine.known_buckets.forget).atexit = False
     overlapped.attach(engine)
     return OverlapHandle(engine, optimizers, mode, overlapped)
 
 
 def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]", *, told: bool) -> bool:
-    """Whether the ranks have to tell which parameters got a gradient. A graph may be made static later."""
+    """Whether the ranks must tell which parameters got a gradient. The graph may be made static later."""
     model = ddp()
     return told and model is not None and (model.find_unused_parameters or model.static_graph)
 

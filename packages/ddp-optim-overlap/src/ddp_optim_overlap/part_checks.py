@@ -1,4 +1,4 @@
-"""Checks of every partial step for what the trial before training cannot have seen."""
+"""Checks of every partial step for problems that the trial before training cannot show."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["PartChecks", "refuse_kept_gradients"]
 
 
 class PartChecks:
-    """Raise where a step of some parameters does what only a step of all of them may do.
+    """Raises if a step of some parameters does what only a step of all of them may do.
 
     Args:
-        optimizer: Whose parts are stepped. It must have passed its trial.
-        written: What its steps change in place, parameter by parameter, as its trial has shown. ``None``: the
-            optimizer itself steps, not a stand-in, with which changes are lost.
+        optimizer: The optimizer whose parts are stepped. It must have passed its trial.
+        written: What its steps may change in place, parameter by parameter, as found by its trial. ``None``:
+            the optimizer itself steps, not a stand-in whose changes are lost.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class PartChecks:
         self._watch = None if is_torchs_own(optimizer) else CollectiveWatch(optimizer)
 
     def around(self, part: torch.optim.Optimizer) -> AbstractContextManager[object]:
-        """Return what to be in while ``part`` steps.
+        """Return a context for the step of ``part``.
 
         Raises:
             UnsupportedOptimizerError: On leaving: the step has changed options or attributes, which are lost
-                with the part, or it has kept a gradient, whose memory the next backward pass writes. Before
-                a collective runs.
+                with the part, or it has kept a gradient, whose memory the next backward pass writes. Inside:
+                before a collective runs.
         """
         return contextlib.nullcontext() if self._watch is None else self._checked(part, self._watch)
 
@@ -63,7 +63,7 @@ class PartChecks:
         self, written: Collection[tuple[str, Any]], changed: Mapping[tuple[str, Any], bool]
     ) -> None:
         for (kind, name), replaced in changed.items():
-            # State of no parameter is the optimizer's own, replaced or not; the rest is a part's.
+            # The optimizer keeps state without a parameter even if replaced; the rest is lost with the part.
             if (replaced and kind != "state") or (kind, name) not in written:
                 raise UnsupportedOptimizerError(
                     f"the step of {self._name} has changed its {kind} {name!r}, which would be lost, or "

@@ -1,4 +1,4 @@
-"""Step a part of an optimizer's parameters, with everything else of the optimizer as it is."""
+"""Step some of an optimizer's parameters, with everything else of the optimizer unchanged."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _MOST_KNOWN_PLACES = 1000
 
 
 class PartialSteps:
-    """Call the ``step`` of optimizers on some of their parameters.
+    """Calls the ``step`` of optimizers on some of their parameters.
 
     A step runs on a stand-in: an object of the optimizer's class that shares its state and its options,
     and whose groups have only those parameters. The optimizer itself is never changed, so schedulers,
-    ``state_dict`` and ``load_state_dict`` work as always. Options are read at every step. What was
-    registered with ``register_step_post_hook`` does not run: the step is not over.
+    ``state_dict`` and ``load_state_dict`` work as always. Options are read at every step. Hooks from
+    ``register_step_post_hook`` do not run, because the step is not over.
 
     Args:
-        optimizers: Which step, in this order.
-        parallel: For each optimizer, the names of the options that have one value for each parameter of a
-            group, in their order, and are cut with them.
-        around: For each optimizer, a context manager for the step of a stand-in, which it is given.
+        optimizers: The optimizers, stepped in this order.
+        parallel: For each optimizer, the names of the options that have one value per parameter of a group,
+            in their order; they are split along with the parameters.
+        around: For each optimizer, a function that returns a context manager for the step of a stand-in.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class PartialSteps:
         self.refresh()
 
     def refresh(self) -> None:
-        """Take notice of parameters that were added, or moved to other groups, since."""
+        """Look for parameters that were added or moved to other groups since the last call."""
         members = [
             [list(map(id, group["params"])) for group in optimizer.param_groups]
             for optimizer in self._optimizers
@@ -86,7 +86,7 @@ class PartialSteps:
 
     @property
     def parameters(self) -> Collection[torch.Tensor]:
-        """All parameters of the optimizers, fast to search."""
+        """All parameters of the optimizers, as a collection with fast lookup."""
         return self._owners.keys()
 
     def share_parameters(self, one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
@@ -96,27 +96,27 @@ class PartialSteps:
         return not set(parameters_of(one)).isdisjoint(parameters_of(other))
 
     def begin(self) -> None:
-        """A step begins: its parts may make new states, in the order of the parts."""
+        """Begin a step. Its parts may create new states, in the order of the parts."""
         self.refresh()
         self._states_in_order = [len(optimizer.state) for optimizer in self._optimizers]
 
     def finish(self) -> None:
-        """Put new states into the order in which one step makes them, which ``state_dict`` shows."""
+        """Put new states into the order of an ordinary step, because ``state_dict`` shows the order."""
         for optimizer, known in zip(self._optimizers, self._states_in_order, strict=True):
             state = optimizer.state
             new = list(state)[known:]
             if new:
-                parameters = dict.fromkeys(parameters_of(optimizer))  # one may be there twice
+                parameters = dict.fromkeys(parameters_of(optimizer))  # a parameter may occur twice
                 place = {parameter: number for number, parameter in enumerate(parameters)}
                 for parameter in sorted(new, key=lambda key: place.get(key, len(place))):
                     state[parameter] = state.pop(parameter)
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Step those of ``parameters`` that an optimizer has, with their ``.grad``."""
+        """Step those of ``parameters`` that the optimizers have, with their ``.grad``."""
         parts = self._places(parameters)
         for place in sorted(parts):
             optimizer = self._optimizers[place]
-            # A step may ask for a group by its number: those without anything to step stay, empty.
+            # A step may look up a group by its number, so groups with nothing to step stay, empty.
             keep_empty, cut = not is_torchs_own(optimizer), self.parallel[place]
             groups = [
                 part_of(group, positions, cut)
@@ -130,7 +130,7 @@ class PartialSteps:
                 step_without_hooks(other)
 
     def _places(self, parameters: Sequence[torch.Tensor]) -> dict[int, dict[int, list[int]]]:
-        """Return, by optimizer and group, the positions of parameters; known for those that came before."""
+        """Return the positions of parameters by optimizer and group; cached for repeated parameters."""
         key = tuple(map(id, parameters))
         places = self._known_places.get(key)
         if places is None:
@@ -144,7 +144,7 @@ class PartialSteps:
 
 
 def part_of(group: dict[str, Any], positions: Sequence[int], parallel: Collection[str]) -> dict[str, Any]:
-    """Return a group with some of its parameters only, and their values of the ``parallel`` options."""
+    """Return a group with only some of its parameters and their values of the ``parallel`` options."""
     parameters = group["params"]
     part = {**group, "params": [parameters[position] for position in positions]}
     for name in parallel:
@@ -154,7 +154,7 @@ def part_of(group: dict[str, Any], positions: Sequence[int], parallel: Collectio
 
 
 def empty(group: dict[str, Any], parallel: AbstractSet[str]) -> dict[str, Any]:
-    """Return a group without its parameters; faster than a part, as models may have hundreds of groups."""
+    """Return a group without its parameters; faster than a part, since there may be hundreds of groups."""
     return part_of(group, (), parallel) if not parallel.isdisjoint(group) else {**group, "params": []}
 
 
@@ -163,12 +163,12 @@ def has_one_per_parameter(group: dict[str, Any], name: str) -> bool:
     value = group[name]
     if isinstance(value, torch.Tensor):
         return value.dim() > 0 and len(value) == len(group["params"])
-    listed = isinstance(value, (list, tuple, deque)) or hasattr(value, "tolist")  # NumPy's
+    listed = isinstance(value, (list, tuple, deque)) or hasattr(value, "tolist")  # NumPy arrays
     return bool(listed) and len(value) == len(group["params"])
 
 
 def taken(values: Any, positions: Sequence[int]) -> Any:
-    """Return the values at some positions, in a sequence of the same kind."""
+    """Return the values at some positions, in a sequence of the same type."""
     if not isinstance(values, (list, tuple, deque)):
         return values[list(positions)]
     chosen = [values[position] for position in positions]
@@ -176,7 +176,7 @@ def taken(values: Any, positions: Sequence[int]) -> Any:
 
 
 def is_torchs_own(optimizer: object) -> bool:
-    """Whether the class is one of torch's, which keep to what the trial has seen."""
+    """Whether the class is one of torch's, whose later steps do nothing that the trial has not shown."""
     return type(optimizer).__module__.startswith(("torch.optim.", "torch.distributed.optim.functional_"))
 
 
@@ -186,7 +186,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def stand_in(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return an object of the optimizer's class with its attributes, other groups and no step hooks."""
+    """Return an object of the optimizer's class with its attributes, these groups and no step hooks."""
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     other.__dict__ = without_step_hooks(optimizer.__dict__)
     # A scheduler replaces ``step`` on the instance by a function that steps that instance.

@@ -1,4 +1,4 @@
-"""The end of a backward pass: what is stepped only then, and where the ranks learn of each other's errors."""
+"""The end of a backward pass: whole steps, and the point where ranks learn of each other's errors."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class PassEnd:
     """Ends backward passes that have handed over all their buckets.
 
     Args:
-        worker: Lets the ranks meet when it has stepped.
-        name: What a profiler's ranges of its jobs begin with.
-        failure: Keeps the first error.
-        whole: Steps at the end, if anything does.
+        worker: Lets the ranks meet once they have stepped.
+        name: The prefix of its jobs' ranges in a profiler.
+        failure: Records the first error.
+        whole: Steps everything at the end; ``None`` if buckets are stepped.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class PassEnd:
         self._meeting: torch.futures.Future[None] | None = None
 
     def forget_worker(self) -> None:
-        """Make no ranks meet from now on."""
+        """Let ranks no longer meet from now on."""
         self._worker = None
 
     def follow_last_bucket(
         self, current: BackwardPass, device: torch.device, then: Callable[[BackwardPass], None]
     ) -> None:
-        """Do what comes after the last bucket; what has to wait for DDP, when ``backward()`` ends.
+        """Do what follows the last bucket; some of it must wait for DDP until ``backward()`` ends.
 
         Args:
             current: The backward pass.
             device: The device of its gradients.
-            then: Called with the pass if it steps, when it has ended well.
+            then: Called with the pass, if it steps, once it has succeeded.
         """
         if current.steps:
             after_backward(partial(self._finish, current, device, then))
@@ -63,10 +63,10 @@ class PassEnd:
             self._meet_peers(current, device)
 
     def wait_for_peers(self, timeout: float | None) -> None:
-        """Return when every rank has come as far, or one has failed.
+        """Wait until every rank has got this far, or one has failed.
 
         Raises:
-            TimeoutError: A peer has not.
+            TimeoutError: A peer has not got this far in time.
         """
         if self._meeting is None:
             return
@@ -79,7 +79,7 @@ class PassEnd:
         self, current: BackwardPass, device: torch.device, then: Callable[[BackwardPass], None]
     ) -> None:
         current.end()
-        if current.canceled:  # torch does not tell the end of a nested pass from the end of all
+        if current.canceled:  # torch cannot tell the end of a nested pass from the end of all
             raise self._keep(
                 StepError(
                     "step() or wait() was called while backward() ran, whose rest is not stepped",
@@ -104,11 +104,11 @@ class PassEnd:
         whole.keep_contents()
 
     def _keep(self, error: StepError, device: torch.device) -> OverlapError:
-        """Return the first error: this one, unless there was one before; and tell the peers."""
+        """Return the first error: this one, unless there was one before. Notify the peers."""
         failure = self._failure.keep(error)
-        # On an accelerator the peers do not wait, and a job would make this rank alone make a group.
+        # On an accelerator the peers do not wait, and a job would make only this rank create a group.
         if self._worker is not None and device.type == "cpu":
-            self._worker.submit(partial(raise_error, failure))  # which tells the peers
+            self._worker.submit(partial(raise_error, failure))  # notifies the peers
         return failure
 
     def _meet_peers(self, current: BackwardPass, device: torch.device) -> None:
@@ -118,13 +118,13 @@ class PassEnd:
 
 
 def _wait_for_all(averages: Sequence[torch.futures.Future[torch.Tensor]], _: dist.ProcessGroup) -> None:
-    """Be a job that ends when these averages are there."""
+    """Wait for these averages, as a job."""
     for average in averages:
         average.wait()
 
 
 def _meet_peers(current: BackwardPass, group: dist.ProcessGroup) -> None:
-    """Be a job that ends when every rank has stepped. One whose step failed has ended this group instead."""
+    """Wait, as a job, until every rank has stepped. A rank whose step failed has ended this group."""
     if group.size() == 1:
         return
     try:

@@ -32,7 +32,7 @@ _HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "ddp_quant_hooks.", "torch.
 def require_kinds(
     optimizers: tuple[torch.optim.Optimizer, ...], clip: ClipPolicy | None, unused: str
 ) -> None:
-    """Raise if an argument is of another kind."""
+    """Raise if an argument has the wrong type or value."""
     for optimizer in optimizers:
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
@@ -47,7 +47,7 @@ def require_kinds(
 
 
 def require_ddp_options(ddp: DistributedDataParallel) -> None:
-    """Raise if the model averages in a way that does not hand every gradient to its hook."""
+    """Raise if the model averages without passing every gradient to its hook."""
     if ddp.mixed_precision is not None:
         raise ConfigError("DDP(mixed_precision=...) needs the communication hook for itself")
     if getattr(ddp, "skip_all_reduce_unused_params", False):
@@ -62,7 +62,7 @@ def require_ddp_options(ddp: DistributedDataParallel) -> None:
 def require_one_first_bucket(ddp: DistributedDataParallel) -> None:
     """Raise if a model of a static graph has several buckets in its first backward pass.
 
-    It numbers all of them 0 then, and none is the last one: what has one dtype and device, and every sparse
+    In that pass DDP numbers all buckets 0, and none is the last one. Each dtype and device, and each sparse
     gradient, has a bucket of its own.
     """
     kinds = {(one.dtype, one.device) for one in ddp.parameters() if one.requires_grad}
@@ -76,7 +76,7 @@ def require_one_first_bucket(ddp: DistributedDataParallel) -> None:
 
 
 def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: object) -> None:
-    """Raise if the state of a communication hook says that it averages over other ranks than the model."""
+    """Raise if a communication hook's state says that it averages over other ranks than the model."""
     group: object = None
     if isinstance(comm_state, (dist.ProcessGroup, DeviceMesh)):
         group = resolve_group(comm_state)
@@ -85,7 +85,7 @@ def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: o
     elif str(getattr(comm_hook, "__module__", "")).startswith(_HOOKS_WHOSE_NONE_IS_WORLD):
         group = resolve_group(None)
     if not isinstance(group, dist.ProcessGroup):
-        return  # another's hook, which may know its ranks by itself
+        return  # somebody else's hook, which may determine its ranks by itself
     try:
         group_of_model(ddp, group)
     except ValueError as error:
@@ -121,7 +121,7 @@ def require_options(
 
 
 def averaged_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
-    """Return the parameters that a model averages, or would if they were not frozen, with their names."""
+    """Return the parameters that a model averages, including frozen ones, with their names."""
     return {
         parameter: name
         for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
@@ -152,10 +152,10 @@ def require_optimizers(
     whole: bool,
     clip: ClipPolicy | None,
 ) -> list[Tried]:
-    """Raise if an optimizer cannot step in this mode, or not with the model's sparse gradients.
+    """Raise if an optimizer cannot step in this mode or with the model's sparse gradients.
 
     Returns:
-        What a step by buckets has to know of each; nothing if ``whole``.
+        What stepping by buckets must know about each optimizer; empty if ``whole``.
     """
     sparse = _sparse_parameters(module)
     tried = []

@@ -1,4 +1,4 @@
-"""The gradients of one backward pass that are freed as soon as their bucket is stepped."""
+"""One backward pass whose gradients are freed as soon as their bucket is stepped."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ddp_optim_overlap.gradient_release import GradientRelease
 __all__ = ["ReleasedPass"]
 
 _IN_FLIGHT = 2
-"""Buckets whose average or step backward() does not wait for. With the one that fills up, and the gradient
-that is copied there, four of them are there at once; with 3, five. Gloo averages two at a time."""
+"""Buckets that may be averaged or stepped while backward() continues. With the bucket that fills up and the
+gradient that is copied into it, four exist at a time; with 3 here, five. Gloo averages two at a time."""
 
 _PART_BYTES = 2**25
-"""Of a bucket, to step at once. DDP's buckets have 25 MiB, but in its first pass one has the whole model."""
+"""Part of a bucket to step at once. DDP's buckets have 25 MiB, but its first pass has one large bucket."""
 
 
 class ReleasedPass:
-    """Takes the gradients of a bucket away when it is stepped, and gives its memory back.
+    """Takes away the gradients of a bucket after its step, and frees the bucket's memory.
 
-    Until ``backward()`` ends, ``.grad`` is the bucket's own memory, given back or not: DDP finds the averages
-    where it would copy them to, and copies nothing.
+    Until ``backward()`` ends, ``.grad`` is the bucket's own memory, freed or not: DDP finds the averages
+    where it would copy them to, so it copies nothing.
 
     Args:
-        release: How.
+        release: How to free memory.
     """
 
     def __init__(self, release: GradientRelease) -> None:
@@ -37,19 +37,19 @@ class ReleasedPass:
         self._places = threading.Semaphore(_IN_FLIGHT)
         self._events: deque[Any] = deque()
         self._handed_over: list[torch.Tensor] = []
-        """Parameters whose gradients go at the end of the pass."""
+        """Parameters whose gradients are removed at the end of the pass."""
         self._only_bucket = False
-        """Whether there is one bucket, as before DDP has rebuilt them."""
+        """Whether there is only one bucket, for example before DDP has rebuilt them."""
         self._over = False
-        """Whether DDP has ended the pass, well or not."""
+        """Whether the pass has ended, with or without an error."""
 
     def hand_over(self, gradients: BucketGradients, used: Sequence[bool], *, last: bool) -> None:
-        """Drop the gradients that DDP has copied into a bucket; others may still be what is stepped with.
+        """Drop the gradients that DDP has copied into a bucket; other gradients may still be needed.
 
         Args:
             gradients: The bucket.
             used: Which of its parameters got a gradient on this rank.
-            last: Whether it is the last one of the pass.
+            last: Whether it is the last bucket of the pass.
         """
         self._only_bucket = last and not self._handed_over
         self._handed_over += gradients.parameters
@@ -59,10 +59,10 @@ class ReleasedPass:
                     parameter.grad = view
 
     def limit_backward(self, done: torch.futures.Future[Any], device: torch.device) -> None:
-        """Let ``backward()`` go on when few enough buckets are on their way.
+        """Let ``backward()`` go on once few enough buckets are in progress.
 
         Args:
-            done: Ends when the bucket that was just handed over is stepped, or has failed.
+            done: Completes when the bucket that was just handed over is stepped or has failed.
             device: The device of the bucket.
         """
         places = self._places
@@ -75,9 +75,9 @@ class ReleasedPass:
             self._events.popleft().synchronize()
 
     def parts(self, gradients: BucketGradients) -> Iterator[list[torch.Tensor]]:
-        """Yield a bucket's parameters in parts to step one by one; gives each part back when it is stepped.
+        """Yield a bucket's parameters in parts, to be stepped one by one; frees each part after its step.
 
-        New states of a part come when the gradients of the parts before it are gone.
+        New optimizer states of a part are allocated after the gradients of earlier parts are freed.
         """
         parameters, views = gradients.parameters, gradients.views
         begin = size = 0
@@ -90,14 +90,14 @@ class ReleasedPass:
                 begin, size = place + 1, 0
 
     def give_back(self, gradients: BucketGradients, averaged: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Give the memory of a bucket back that was stepped.
+        """Free the memory of a bucket that was stepped.
 
         Args:
             gradients: The bucket.
-            averaged: What it was stepped with: not the bucket's gradient, where no rank has used a parameter.
+            averaged: The gradients of the step; they differ from the bucket's where no rank used a parameter.
 
         Returns:
-            What DDP is to take for the average.
+            The tensor that DDP is to take for the average.
         """
         if gradients.buffer.is_sparse:
             return gradients.buffer
@@ -113,7 +113,7 @@ class ReleasedPass:
         return value
 
     def end(self) -> None:
-        """DDP has ended the pass, well or not, and nothing steps: take away all gradients handed over."""
+        """End the pass, with or without an error, when nothing steps: remove all gradients handed over."""
         self._over = True
         for parameter in self._handed_over:
             parameter.grad = None

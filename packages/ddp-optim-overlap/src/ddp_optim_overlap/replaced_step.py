@@ -1,4 +1,4 @@
-"""What replaces an optimizer's own ``step`` while it is overlapped."""
+"""The replacement of an optimizer's own ``step`` while it is overlapped."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ __all__ = ["ReplacedStep", "has_pre_hooks"]
 
 
 class ReplacedStep:
-    """Instead of an optimizer's ``step``, as schedulers do it: asks first whether anything is to be done.
+    """Replaces an optimizer's ``step``, as schedulers do: it asks first whether anything is left to do.
 
-    A closure is run before it asks, once, since its backward pass may step. Keeps neither the engine nor its
-    thread alive with an optimizer whose model is gone.
+    A closure runs before that, once, because its backward pass may step. The replacement keeps neither the
+    engine nor its thread alive if the optimizer outlives its model.
 
-    A step pre-hook guards the ``step`` of the class, which whoever has taken ``optimizer.step`` before calls.
+    A step pre-hook guards the ``step`` of the class, for callers that kept ``optimizer.step`` from before.
 
     Args:
         optimizer: Its ``step`` is replaced on the instance.
-        before_closure: Gets the optimizer; returns what to be in while the closure runs, or ``None`` if the
-            ordinary step is to run it.
-        is_done: Gets the optimizer and the arguments that say something, by name; returns whether nothing is
-            left to do.
+        before_closure: Gets the optimizer; returns a context for the closure, or ``None`` if the ordinary
+            step is to run it.
+        is_done: Gets the optimizer and its non-empty arguments by name; returns whether nothing is left to
+            do.
         is_pending: Gets the optimizer; returns whether the next call of ``step`` is to do nothing.
 
     Attributes:
-        superseded: Whether another one has taken the place of this one since.
+        superseded: Whether a later replacement has taken over.
     """
 
     superseded = False
@@ -49,14 +49,14 @@ class ReplacedStep:
     ) -> None:
         earlier: ReplacedStep | None = getattr(optimizer.__dict__.get("step"), "replaced", None)
         if earlier is not None:
-            earlier.restore()  # of an overlap that has ended
+            earlier.restore()  # it belongs to an overlap that has ended
             earlier.superseded = True
         self._optimizer = weakref.ref(optimizer)
-        self._before = before = optimizer.__dict__.get("step")  # a scheduler's
+        self._before = before = optimizer.__dict__.get("step")  # replaced by a scheduler
         enter, ask = weakref.WeakMethod(before_closure), weakref.WeakMethod(is_done)
         signature = inspect.signature(type(optimizer).step)
 
-        # It asks what no compiler can trace, and the step of a pass is not compiled either.
+        # No compiler can trace its questions, and the step of a pass is not compiled either.
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def call_step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             call = signature.bind(self, *args, **kwargs)
@@ -82,7 +82,7 @@ class ReplacedStep:
         self._guard = optimizer.register_step_pre_hook(_guard(weakref.WeakMethod(is_pending)))
 
     def restore(self) -> None:
-        """Put back what was there, unless a scheduler has been put on top."""
+        """Restore the previous ``step``, unless a scheduler has replaced this one."""
         self._guard.remove()
         optimizer = self._optimizer()
         if optimizer is not None and optimizer.__dict__.get("step") is self._step:
@@ -92,12 +92,12 @@ class ReplacedStep:
 
 
 def has_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer, or all of them, have step pre-hooks that are not a guard of this module."""
+    """Whether an optimizer has step pre-hooks, its own or global, besides the guard of this module."""
     return any(not hasattr(hook, "guards") for hook in step_pre_hooks(optimizer).values())
 
 
 def _guard(is_pending: weakref.WeakMethod[Any]) -> Callable[..., None]:
-    """Return a step pre-hook that raises where the step of a backward pass would be repeated."""
+    """Return a step pre-hook that raises if the step of a backward pass would be repeated."""
 
     def guard(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         del args, kwargs
@@ -114,7 +114,7 @@ def _guard(is_pending: weakref.WeakMethod[Any]) -> Callable[..., None]:
 
 
 def _given(call: inspect.BoundArguments) -> dict[str, Any]:
-    """Return the arguments of a call of ``step`` that say something, without the closure."""
+    """Return the non-empty arguments of a call of ``step``, without the closure."""
     _, *names = call.signature.parameters
     given = {name: call.arguments.get(name) for name in names if name != "closure"}
     return {
@@ -125,6 +125,6 @@ def _given(call: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def _first_giving(loss: Any, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a closure that has run already when it is called first."""
+    """Return a closure whose first call returns the loss of an earlier run."""
     losses = [loss]
     return lambda: losses.pop() if losses else closure()

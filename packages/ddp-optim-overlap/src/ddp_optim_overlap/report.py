@@ -11,7 +11,7 @@ __all__ = ["StepReport"]
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one backward pass has stepped.
+    """The report of what one backward pass has stepped.
 
     Attributes:
         number: The number of the pass, 1 for the first that stepped or was meant to step.
@@ -22,7 +22,7 @@ class StepReport:
         optimizers: In ``AFTER_REDUCE`` mode, if the step of one of several optimizers failed, the indices of
             those that had stepped before.
         seconds: The time that the steps took, on this rank's host.
-        seconds_hidden: The part of it, at least, that ended while a later average was still awaited. Zero
+        seconds_hidden: At least this part of them ended while a later average was still awaited. Zero
             on an accelerator, where the host does not know.
         norm: The norm of the averaged gradients before clipping, if the clip policy computes it.
     """
@@ -42,9 +42,9 @@ class StepReport:
         return self.seconds_hidden / self.seconds if self.seconds else None
 
     def as_dict(self) -> dict[str, int | float]:
-        """Return attributes and properties by name, as plain numbers; of lists of indices their lengths.
+        """Return attributes and properties by name, as plain numbers; for lists of indices, their lengths.
 
-        Those that are ``None`` are left out. Waits for an accelerator if there is a norm.
+        Values that are ``None`` are left out. Waits for an accelerator if there is a norm.
         """
         values = {
             "number": self.number,
@@ -60,17 +60,18 @@ class StepReport:
         return {name: value for name, value in values.items() if value is not None}
 
     def progress(self) -> str:
-        """Say which buckets were stepped."""
+        """Describe which buckets were stepped."""
         if not (self.stepped or self.partial):
             return f"step {self.number}: no parameter was stepped"
         parts = []
         if self.stepped:
             parts.append(f"the parameters of bucket {_listed(self.stepped)} were stepped")
         if self.partial:
-            parts.append(f"those of bucket {_listed(self.partial)}, whose step failed, in part or not")
+            failed = _listed(self.partial)
+            parts.append(f"parameters of bucket {failed} may be stepped in part, because its step failed")
         if self.optimizers:
             parts.append(f"optimizer {_listed(self.optimizers)} had stepped")
-        return f"step {self.number}: {', '.join(parts)}, no others"
+        return f"step {self.number}: {'; '.join(parts)}; nothing else was stepped"
 
 
 def _listed(numbers: tuple[int, ...]) -> str:

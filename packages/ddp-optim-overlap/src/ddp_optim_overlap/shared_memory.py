@@ -1,4 +1,4 @@
-"""Parameters that are different objects over the same memory, which a step moves one after the other."""
+"""Parameters that are different objects over the same memory, which a step moves one after another."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ __all__ = ["require_separate_memory"]
 
 
 def require_separate_memory(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise if two parameters of the optimizers share values, whose steps come in another order by buckets.
+    """Raise if two parameters of the optimizers share values: buckets change the order of their steps.
 
     Raises:
-        ConfigError: Two do.
+        ConfigError: Two parameters share values.
 
     Cost:
-        Of parameters whose ranges of memory overlap, though perhaps none of their values, one byte for each
-        value in between.
+        For parameters whose memory ranges overlap, even if no values do, one byte per value in the ranges.
     """
     owned = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
     in_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -43,12 +42,12 @@ def require_separate_memory(optimizers: Sequence[torch.optim.Optimizer]) -> None
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return how many elements there are from a tensor's first to its last, in memory."""
+    """Return the number of elements in memory from a tensor's first to its last."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _share_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, the first of which begins first, have an element in common."""
+    """Whether two tensors have an element in common; ``one`` must begin first in memory."""
     if one.dtype != other.dtype:
         return True
     apart = other.storage_offset() - one.storage_offset()

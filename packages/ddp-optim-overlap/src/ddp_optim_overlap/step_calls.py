@@ -1,4 +1,4 @@
-"""What the loop's ``optimizer.step()`` does while backward passes step."""
+"""The loop's calls of ``optimizer.step()`` while backward passes step."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = ["StepCalls"]
 class StepCalls:
     """Makes the loop's calls of ``optimizer.step()`` harmless after a backward pass that has stepped.
 
-    The first one does not step. It checks that nobody has changed in vain what the step had read, raises
+    The first call does not step. It checks that the inputs of the step were not changed afterwards, raises
     errors with their type, and runs the optimizer's step hooks, unless these have run in the pass. A closure
     runs first; its backward pass may be the one that steps. Any other call is an ordinary step.
 
     Args:
-        optimizers: The user's.
+        optimizers: The user's optimizers.
         parts: Their steps by buckets.
-        whole: They are stepped by ``optimizer.step()`` itself.
+        whole: Whether they are stepped by ``optimizer.step()`` itself.
 
     Attributes:
-        begun: How many calls there were :meth:`inside_pass`, in the last one.
-        gradients_written: Whether steps write gradients: then what these held before says nothing of changes.
+        begun: The number of calls in the last :meth:`inside_pass`.
+        gradients_written: Whether steps write gradients; then their old contents do not tell of changes.
     """
 
     def __init__(
@@ -57,37 +57,37 @@ class StepCalls:
         self._engine: Callable[[], Engine | None] = lambda: None
         self._replaced: list[ReplacedStep] = []
         self._stepped: dict[torch.optim.Optimizer, StepInputs] = {}
-        """By the last pass; those whose ``step()`` was not called since."""
+        """The optimizers that the last pass stepped and whose ``step()`` was not called since."""
         self._unread = UnreadComparisons()
         self._inside_pass = False
         self._called = False
         """Whether the loop has ever called ``step()`` for a pass."""
         self._left_out = False
-        """Whether it has ever not done so."""
+        """Whether the loop has ever left it out."""
         self._closure_of: Engine | None = None
-        """The engine whose last pass has done the step whose closure runs: another pass would step twice."""
+        """The engine whose last pass has done the step of the running closure: another would step twice."""
         self._loss_unused: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def attach(self, engine: Engine) -> None:
-        """Look for the passes of this engine."""
-        self._engine = weakref.ref(engine)  # which has this: together they would be a cycle
+        """Follow the passes of this engine."""
+        self._engine = weakref.ref(engine)  # the engine refers to this object: a cycle otherwise
         self.replace()
 
     def replace(self) -> None:
-        """Begin to take part in ``optimizer.step()``; before an engine is made, for the sake of closures."""
+        """Replace ``optimizer.step()``; done before an engine is made, for the sake of closures."""
         self._replaced = [
             ReplacedStep(optimizer, self._before_closure, self._is_done, self._is_pending)
             for optimizer in self._optimizers
         ]
 
     def remove(self) -> None:
-        """Leave ``optimizer.step()`` as it was; one that is done already stays done."""
+        """Restore ``optimizer.step()``; a step that a pass has already done is not repeated."""
         engine = self._engine()
         if not (self._stepped and engine is not None and engine.gradients.step_is_newest):
             self._leave()
 
     def begin(self, engine: Engine) -> None:
-        """A backward pass begins that will step.
+        """Check the loop when a backward pass that will step begins.
 
         Raises:
             ConfigError: The loop does not call ``step()`` as it must.
@@ -107,12 +107,12 @@ class StepCalls:
         self._left_out |= bool(self._stepped)
 
     def finish(self, stepped: dict[torch.optim.Optimizer, StepInputs]) -> None:
-        """A backward pass has stepped these."""
+        """Record the optimizers that a backward pass has stepped."""
         self._stepped = stepped
 
     @contextlib.contextmanager
     def inside_pass(self) -> Iterator[None]:
-        """While the backward pass itself calls ``optimizer.step()``: let it step, and count."""
+        """Let the backward pass itself call ``optimizer.step()``, and count the calls."""
         self._inside_pass = True
         self.begun = 0
         try:
@@ -121,10 +121,10 @@ class StepCalls:
             self._inside_pass = False
 
     def require_unchanged(self) -> None:
-        """Raise if an accelerator has found that what a step had read was changed after it.
+        """Raise if an accelerator has found that a step's inputs were changed after the step.
 
         Raises:
-            ConfigError: It was.
+            ConfigError: They were.
         """
         self._unread.require_none()
 
@@ -137,11 +137,11 @@ class StepCalls:
             engine.gradients.stop()
 
     def _before_closure(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[object] | None:
-        """Return what to be in while a closure runs, which may step; none if the step itself is to run it."""
+        """Return a context for a closure, which may step; ``None`` if the ordinary step is to run it."""
         engine = self._engine()
         if self._inside_pass or not self._replaced:
             return None
-        if engine is None:  # it may be made while the closure runs
+        if engine is None:  # the closure may make it
             return contextlib.nullcontext()
         has_stepped = self._has_stepped(engine, optimizer)
         if engine.removed or engine.paused:
@@ -152,7 +152,7 @@ class StepCalls:
         engine.require_complete()
         self._require_unused_loss(optimizer)
         self._refuse_late_calls(optimizer)
-        self._called = True  # one pass may step in a closure
+        self._called = True  # the closure's pass may step
         return self._closure_running(engine, has_stepped=has_stepped)
 
     @contextlib.contextmanager
@@ -161,7 +161,7 @@ class StepCalls:
             self._closure_of = engine
         try:
             yield
-        except RuntimeError:  # as backward() raises what goes wrong in it
+        except RuntimeError:  # backward() raises its errors as RuntimeError
             engine.raise_error()
             raise
         finally:
@@ -169,7 +169,7 @@ class StepCalls:
                 self._closure_of = None
 
     def _require_unused_loss(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if a closure's loss would change the step, which is done without it by then."""
+        """Raise if a closure's loss would change the step, because the pass steps without it."""
         if self._whole or is_torchs_own(optimizer) or optimizer in self._loss_unused:
             return
         place = next(place for place, own in enumerate(self._optimizers) if own is optimizer)
@@ -187,11 +187,11 @@ class StepCalls:
         return self._has_stepped(engine, optimizer)
 
     def _is_done(self, optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> bool:
-        """Whether this call of ``optimizer.step()`` finds nothing left to do; raises what is wrong.
+        """Whether this call of ``optimizer.step()`` has nothing left to do; raises pending errors.
 
         Args:
-            optimizer: One of these.
-            given: The arguments of the call that say something, by name, without the closure, which has run.
+            optimizer: One of the optimizers.
+            given: The non-empty arguments of the call by name, without the closure, which has run.
         """
         if self._inside_pass:
             self.begun += 1
@@ -216,7 +216,7 @@ class StepCalls:
         return True
 
     def _settle(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        """Take a call of ``step()`` for what the last pass has stepped; raise what is wrong."""
+        """Match a call of ``step()`` with the step of the last pass; raise if they do not fit."""
         self._refuse_late_calls(optimizer)
         contents = None if self.gradients_written else engine.contents
         require_unchanged(optimizer, self._stepped[optimizer], contents)
@@ -229,11 +229,11 @@ class StepCalls:
             if engine.removed:
                 self._leave()
         hooked = step_pre_hooks(optimizer) or step_post_hooks(optimizer)
-        if hooked and not self._whole:  # whose hooks have run in the pass
+        if hooked and not self._whole:  # a whole step has run them in the pass
             _run_step_hooks(optimizer)
 
     def _refuse_late_calls(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if more was stepped than this call of ``step()`` stands for, or in another order."""
+        """Raise if passes stepped more than this call of ``step()`` stands for, or in a different order."""
         if self._left_out:
             raise ConfigError(
                 "several backward passes have stepped, and step() is called for the first time: each of them "
@@ -250,4 +250,4 @@ class StepCalls:
 
 @torch.optim.Optimizer.profile_hook_step
 def _run_step_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """Be a step that does nothing, with the hooks of one."""
+    """Run an optimizer's step hooks around an empty step."""

@@ -1,4 +1,4 @@
-"""The state of torch in which a loop calls ``step()``, for steps that ``backward()`` makes instead."""
+"""Torch's usual state around ``step()``, for steps that run inside ``backward()``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["step_context"]
 
 @contextlib.contextmanager
 def step_context(device: torch.device, name: str) -> Iterator[None]:
-    """Be where a loop calls ``step()``: not under autocast, for one, though ``backward()`` may be.
+    """Set torch's modes as around a loop's ``step()``: no autocast, for example, even if backward() has it.
 
     Args:
         device: The device of the parameters.
@@ -25,7 +25,7 @@ def step_context(device: torch.device, name: str) -> Iterator[None]:
 
 
 def _no_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """On the worker's thread there is none: it takes as long to enter as all the rest here."""
+    """Disable autocast if it is on. It is off on the worker's thread, and costs as much as all the rest."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""Inputs of a step that were changed after it had read them."""
+"""Detect inputs of a step that were changed after it had read them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ Options = list[dict[str, Any]]
 
 
 class StepInputs:
-    """What a step has read of an optimizer and its parameters, and what it has left.
+    """The inputs of a step, and what the step has left.
 
     Cheap, and so not complete: writes through ``.data``, by collectives and, on accelerators, by operators
-    on lists of tensors are seen in a sample of parameters and gradients, and writes into states in a sample.
+    on lists of tensors are only seen in a sample of parameters and gradients; writes into states only in a
+    sample of states.
 
     Args:
-        optimizer: It has just been stepped.
+        optimizer: The optimizer that has just been stepped.
         options: The options that the step has read.
-        state: The one that the step has read.
+        state: The state that the step has read.
 
     Attributes:
         parameters: The parameters of all its groups, in order.
@@ -52,20 +53,19 @@ class StepInputs:
         self._on_device = DeviceSample(self._sampled())
 
     def compare_on_device(self) -> Comparison | None:
-        """Begin to look at what lies on accelerators, whose memory :meth:`changed` does not read."""
+        """Start comparing what lies on accelerators, whose memory :meth:`changed` does not read."""
         return None if self._on_device.empty else self._on_device.compare(self._sampled())
 
     def _sampled(self) -> list[torch.Tensor | None]:
         return [tensor for parameter, _ in self._sample for tensor in (parameter, parameter.grad)]
 
     def changed(self, optimizer: torch.optim.Optimizer, contents: GradientContents | None) -> str | None:
-        """Name what somebody has changed since.
+        """Name what was changed since; ``None`` if nothing was.
 
         Args:
-            optimizer: The same.
-            contents: The contents of the gradients: one that was written, and has the same bits, is not
-                changed. ``None`` if any write is a change, as it was meant for what the step has written
-                over.
+            optimizer: The same optimizer.
+            contents: The contents of the gradients: a gradient that was written with the same bits does not
+                count as changed. ``None`` if every write counts, because the step itself writes gradients.
         """
         if optimizer.state is not self._state:
             return "the optimizer's state was loaded"
@@ -97,7 +97,7 @@ class StepInputs:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> Options:
-    """Return an optimizer's options; of a tensor, such as a learning rate, which it is and its version."""
+    """Return an optimizer's options; for a tensor, such as a learning rate, its identity and version."""
     return [_options(group) for group in optimizer.param_groups]
 
 
@@ -113,7 +113,7 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 _SAMPLED = 8
-"""Parameters."""
+"""How many parameters are sampled."""
 _SAMPLED_BYTES = 1024
 
 
@@ -128,12 +128,12 @@ def _contents(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> tupl
 
 
 def _first_bytes(tensor: torch.Tensor | None) -> bytes:
-    """Return bits, not numbers, as NaN differs from itself; nothing of what is not a plain piece of memory.
+    """Return bits, not numbers, because NaN differs from itself; ``b""`` if the memory is not contiguous.
 
-    Torch's operators take ten times as long, and this is done while nothing hides it.
+    Torch's operators take ten times as long, and nothing hides the time of this.
     """
     if tensor is None or not tensor.is_cpu or tensor.is_sparse or not tensor.is_contiguous():
         return b""
-    if tensor.untyped_storage().nbytes() == 0:  # freed meanwhile, as by whoever offloads
+    if tensor.untyped_storage().nbytes() == 0:  # freed meanwhile, for example by offloading
         return b""
     return ctypes.string_at(tensor.data_ptr(), min(_SAMPLED_BYTES, tensor.nbytes))

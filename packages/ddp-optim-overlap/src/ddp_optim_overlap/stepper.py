@@ -1,4 +1,4 @@
-"""The optimizers that an engine steps: those of an overlap, or one per parameter."""
+"""The interface through which an engine steps optimizers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["Stepper"]
 
 
 class Stepper:
-    """What an engine steps with.
+    """Steps parameters for an engine.
 
     Attributes:
-        whole: Whether :meth:`step` is called once, without parameters, when DDP has written all averages
-            into ``.grad``; else for every bucket.
+        whole: Whether :meth:`step` is called once, without parameters, after DDP has written all averages
+            into ``.grad``; otherwise it is called for every bucket.
         norm: The norm that :meth:`step` has computed on the way.
-        begun: If ``whole``, the steps of how many optimizers have begun, in their order.
-        changes_gradients: If ``whole``, whether :meth:`step` scales gradients before it uses them.
+        begun: If ``whole``, how many optimizers have started their step, in their order.
+        changes_gradients: If ``whole``, whether :meth:`step` scales gradients before using them.
     """
 
     whole = False
@@ -30,18 +30,18 @@ class Stepper:
     begun = 1
 
     def terms(self) -> dict[str, object]:
-        """Return what must be identical on all ranks."""
+        """Return the settings that must be identical on all ranks."""
         return {}
 
     def begin(self, engine: Engine) -> None:
-        """A backward pass hands over its first bucket, before any communication. May raise."""
+        """Prepare for a pass that hands over its first bucket, before any communication. May raise."""
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Unless :attr:`whole`: do to the ``.grad`` of a bucket's parameters what needs all of them."""
+        """Unless :attr:`whole`, change the ``.grad`` of a whole bucket, to clip it, say."""
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         """Step those of ``parameters`` that are to be stepped, with their ``.grad``."""
         raise NotImplementedError
 
     def finish(self, engine: Engine) -> None:
-        """A backward pass that has stepped is over."""
+        """Clean up after a backward pass that has stepped."""

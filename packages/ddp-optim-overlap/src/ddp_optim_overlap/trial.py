@@ -1,4 +1,4 @@
-"""An optimizer stepped on small values: its own parameters have them as long as the trial lasts."""
+"""Step an optimizer on small values, which its own parameters hold while the trial lasts."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from dist_utils.torch_compat import keep_versions, step_without_hooks, tensor_ve
 __all__ = ["Run", "Trial", "longest_side", "own_attributes", "random_numbers_restored", "shared_state"]
 
 _REAL_VALUES = 2**15
-"""Parameters with fewer values altogether are tried in their real shapes, others with shorter sides."""
+"""Parameters with fewer values in total are tried in their real shapes, others with shorter sides."""
 _LONGEST_SIDES = (64, 16, 8, 4)
 _LEAST_RATE = 0.01
-"""A warm-up may begin with a learning rate of zero, under which nothing would show."""
+"""A warm-up may begin with a learning rate of zero, at which no step has a visible effect."""
 _OF_EVERY_OPTIMIZER = frozenset(
     torch.optim.Optimizer([torch.zeros(1, device="cpu")], {}).__dict__  # whatever the default device is
 ) - {"defaults"}
-"""Attributes that say nothing about the step: hooks, mostly; groups and state are copied apart."""
+"""Attributes that do not affect the step, mostly hooks; groups and state are copied separately."""
 
 
 class Trial:
     """Lends small values to the parameters of an optimizer while it is entered.
 
-    The parameters themselves stay: what knows them by identity, name, ``id()`` or an attribute finds them.
-    Each :class:`Run` has values, gradients, state, options and attributes of its own.
+    The parameters themselves stay the same objects, so code that knows them by identity, name, ``id()`` or an
+    attribute finds them. Each :class:`Run` has its own values, gradients, state, options and attributes.
 
     Args:
-        optimizer: Left as it is.
-        chosen: The groups and positions of the parameters to step. The others get values too, no gradient.
-        parallel: Options with one value for each parameter of a group.
-        longest: Sides longer than this are shortened, those of state and other tensors alike.
-        with_state: Whether the chosen parameters have the state that they have in the optimizer.
+        optimizer: Not changed.
+        chosen: The groups and positions of the parameters to step. The others get values but no gradient.
+        parallel: Options with one value per parameter of a group.
+        longest: Sides longer than this are shortened, also those of state and other tensors.
+        with_state: Whether the chosen parameters keep the state that they have in the optimizer.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class Trial:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Lend the values; give back everything, random numbers included."""
+        """Lend the values, and restore everything on exit."""
         parameters = list(dict.fromkeys(parameters_of(self.optimizer)))
         gradients = [parameter.grad for parameter in parameters]
         attributes = [dict(vars(parameter)) for parameter in parameters]
         self._real = {parameter: parameter.data for parameter in parameters}
         with ExitStack() as stack:
             stack.enter_context(keep_versions(parameters))
-            stack.enter_context(torch.device("cpu"))  # where a step on the worker makes tensors, too
+            stack.enter_context(torch.device("cpu"))  # a step on the worker also creates tensors there
             stack.enter_context(torch.no_grad())
             try:
                 for parameter, real in self._real.items():
@@ -87,10 +87,10 @@ class Trial:
                     parameter.grad = gradient
 
     def run(self, *, raised: bool = True) -> Run:
-        """Return a copy of the optimizer, of the chosen parameters' values and of all that may change.
+        """Return a copy of the optimizer with copies of the chosen values and of all that may change.
 
         Args:
-            raised: Whether learning rates are raised to where any step shows.
+            raised: Whether learning rates are raised so that every step has a visible effect.
         """
         optimizer = self.optimizer
         memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters_of(optimizer)}
@@ -107,7 +107,7 @@ class Trial:
         groups = []
         for number, original in enumerate(optimizer.param_groups):
             if number not in positions and is_torchs_own(optimizer):
-                continue  # as in its steps
+                continue  # as in its partial steps
             part = part_of(original, positions[number], self.parallel)
             group = {key: value if key == "params" else copied(value) for key, value in part.items()}
             if raised:
@@ -126,14 +126,14 @@ class Trial:
         return Run(run, values, attributes, self.parallel, self._real)
 
     def _short_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor's beginning, the same for every tensor with sides of these sizes."""
+        """Return a copy of a tensor's beginning, cut in the same way for all tensors of one shape."""
         if tensor.layout is torch.strided:
             tensor = tensor[tuple(slice(side_of(size, self._longest)) for size in tensor.shape)]
         return tensor.detach().clone()
 
 
 class Run:
-    """One copy of the optimizer, and what it has for parameters and gradients.
+    """One copy of the optimizer, with its own values for parameters and gradients.
 
     Attributes:
         optimizer: The copy.
@@ -159,7 +159,7 @@ class Run:
     def step(
         self, gradients: Sequence[torch.Tensor | None], closure: Callable[[], Any] | None = None
     ) -> set[torch.Tensor]:
-        """Step all at once, each time with new gradients; return which other parameters were written."""
+        """Step all at once with new gradients; return the other parameters that were written."""
         with self._having_values():
             for parameter, gradient in zip(self.values, gradients, strict=True):
                 parameter.grad = None if gradient is None else gradient.clone()
@@ -168,10 +168,10 @@ class Run:
             return _written(before)
 
     def step_apart(self, gradients: Sequence[torch.Tensor], direction: int) -> set[torch.Tensor]:
-        """Step one parameter after the other; return which were written that were not to be stepped.
+        """Step one parameter after another; return those that were written although they were not stepped.
 
-        As in a backward pass: gradients lie where the last ones lay, as in a bucket. Other parameters have
-        gradients that are not averaged, in one direction; in the other one they have none.
+        As in a backward pass, gradients reuse the memory of the last ones, as in a bucket. Other parameters
+        have gradients that are not averaged yet in the reverse direction, and none in the forward direction.
         """
         strangers: set[torch.Tensor] = set()
         with self._having_values():
@@ -201,12 +201,12 @@ class Run:
 
 
 def side_of(size: int, longest: int) -> int:
-    """Return how long a side of this size is in a trial: not shorter than that of a smaller size."""
+    """Return the length in a trial of a side of this size; it never decreases with the size."""
     return size if size <= longest else longest + int(longest * math.log2(size / longest)) // 4
 
 
 def longest_side(parameters: Sequence[torch.Tensor]) -> int:
-    """Return up to which length sides keep it, so that a trial of these parameters is small."""
+    """Return the longest side to keep unshortened, so that a trial of these parameters is small."""
     for longest in (max((max(one.shape, default=1) for one in parameters), default=1), *_LONGEST_SIDES):
         sizes = (math.prod(side_of(size, longest) for size in one.shape) for one in parameters)
         if sum(sizes) <= _REAL_VALUES:
@@ -215,7 +215,7 @@ def longest_side(parameters: Sequence[torch.Tensor]) -> int:
 
 
 def own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the attributes that not every optimizer has."""
+    """Return the attributes that are specific to this optimizer."""
     return {key: value for key, value in optimizer.__dict__.items() if key not in _OF_EVERY_OPTIMIZER}
 
 
@@ -226,7 +226,7 @@ def shared_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
 
 
 def _with_zeros(values: torch.Tensor) -> torch.Tensor:
-    """Set every other value to zero: there the smallest step shows."""
+    """Set every other value to zero, where the smallest step is visible."""
     places = torch.arange(values.numel(), device=values.device)
     return values.masked_fill_((places % 2 == 1).view(values.shape), 0)
 
@@ -248,7 +248,7 @@ def _exchange_attributes(parameter: torch.Tensor, attributes: dict[str, Any]) ->
 
 
 def _contents(tensors: Iterable[torch.Tensor]) -> dict[torch.Tensor, tuple[int, torch.Tensor | None]]:
-    """Return versions, and values where operators on lists of tensors raise none: on accelerators."""
+    """Return versions and, on accelerators, where operators on lists raise no versions, also values."""
     return {
         tensor: (tensor_version(tensor), None if tensor.is_cpu else tensor.detach().clone())
         for tensor in tensors
@@ -265,10 +265,10 @@ def _written(contents: dict[torch.Tensor, tuple[int, torch.Tensor | None]]) -> s
 
 @contextlib.contextmanager
 def random_numbers_restored(parameters: Sequence[torch.Tensor], seed: int) -> Iterator[Callable[[], bool]]:
-    """Draw the random numbers of a seed, and leave the generators as they were.
+    """Seed the random generators, and restore them on exit.
 
     Yields:
-        What tells whether any were drawn.
+        A function that returns whether any random numbers were drawn.
     """
     devices = {parameter.device.index for parameter in parameters if parameter.device.type == "cuda"}
     generators = [torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)]

@@ -1,4 +1,4 @@
-"""Cached results of a trial, for as long as they hold."""
+"""Cached results of a trial, valid until the optimizer changes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Tried"]
 
 
 class Tried:
-    """An optimizer that steps per parameter, as far as a trial can tell; the rest is looked for in its steps.
+    """An optimizer that steps per parameter, as far as a trial can tell; its real steps are checked, too.
 
     Attributes:
-        parallel: The names of its options that have one value for each parameter.
-        checks: For the steps of its parts.
+        parallel: The names of its options that have one value per parameter.
+        checks: Checks for its partial steps.
 
     Args:
-        optimizer: Is tried.
+        optimizer: The optimizer to try.
         sparse: Those of its parameters that have sparse gradients.
 
     Raises:
@@ -38,12 +38,12 @@ class Tried:
         self.checks = PartChecks(optimizer, found.written)
 
     def renew(self) -> None:
-        """Try again if groups were added since, or options are turned on or off.
+        """Repeat the trial if groups were added or options turned on or off since.
 
         Raises:
-            UnsupportedOptimizerError: As it is now, it does not step per parameter.
+            UnsupportedOptimizerError: It no longer steps per parameter.
         """
-        if is_torchs_own(self._optimizer):  # whose options all keep to their parameter
+        if is_torchs_own(self._optimizer):  # its options never couple parameters
             return
         kind = kind_of(self._optimizer)
         if kind != self._kind:

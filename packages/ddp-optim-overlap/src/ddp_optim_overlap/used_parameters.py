@@ -1,4 +1,4 @@
-"""Which parameters of a bucket got a gradient on this rank, and whether the other ranks have to know."""
+"""Find out which parameters of a bucket got a gradient on this rank, and whether to tell other ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["UsedParameters"]
 
 
 class UsedParameters:
-    """Looks which parameters of a bucket got a gradient, if anybody asks.
+    """Finds out which parameters of a bucket got a gradient, if it matters.
 
     Args:
-        gradients: Knows it.
+        gradients: Tracks the gradients.
         unused_possible: Returns whether parameters may be left out of a backward pass.
-        always: Look even if they may not.
+        always: Find out even if none may be left out.
 
     Attributes:
         told: Whether the ranks tell each other in this pass.
@@ -33,14 +33,14 @@ class UsedParameters:
         self._always = always
 
     def begin(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self.told = self._unused_possible()
 
     def of(self, parameters: Sequence[torch.Tensor]) -> list[bool] | None:
-        """Return which of these got a gradient on this rank; ``None`` if nobody asks.
+        """Return which of these got a gradient on this rank; ``None`` if it does not matter.
 
         Raises:
-            ConfigError: One would count as unused because nobody has looked.
+            ConfigError: A parameter would count as unused because it was not watched.
         """
         if self.told and not self._gradients.watches(parameters):
             raise ConfigError(

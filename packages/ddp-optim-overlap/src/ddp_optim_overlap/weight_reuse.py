@@ -1,4 +1,4 @@
-"""Notice when a backward pass reads a parameter that it has already stepped."""
+"""Detect a backward pass that reads a parameter after stepping it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["WeightWatch"]
 
 
 class WeightWatch:
-    """Make every use of a stepped parameter in the rest of its backward pass an error.
+    """Makes every use of a stepped parameter in the rest of its backward pass an error.
 
     A checkpointed block runs its forward pass again inside the backward pass. If it reads a parameter
     without a gradient (``weight.detach()``, a module under ``no_grad``), that parameter may have been
     stepped by then, and the recomputed values are not those that the loss was computed from. autograd
     does not notice.
 
-    For that time the parameter gets a class whose every torch function raises.
+    Meanwhile the parameter gets a class whose torch functions all raise.
     """
 
     def __init__(self) -> None:
@@ -31,12 +31,12 @@ class WeightWatch:
         self._lock = threading.Lock()  # steps run on the worker, the end of the pass does not
 
     def begin(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self.end()
         self._watching = True
 
     def stepped(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Watch these until the backward pass ends."""
+        """Watch these parameters until the backward pass ends."""
         with self._lock:
             if self._watching:
                 for parameter in parameters:
@@ -44,7 +44,7 @@ class WeightWatch:
                     parameter.__class__ = _watched(type(parameter))
 
     def end(self) -> None:
-        """The backward pass has ended: give the parameters their class back."""
+        """End the backward pass: give the parameters their class back."""
         with self._lock:
             self._watching = False
             while self._classes:
@@ -64,7 +64,7 @@ _DESCRIPTIONS = {
     torch.Tensor.size,
     torch.Tensor.stride,
 }
-"""What may be asked of a stepped parameter: nothing here depends on its values."""
+"""Functions that are still allowed on a stepped parameter, because none depends on its values."""
 
 _watched_classes: dict[type, type] = {}
 

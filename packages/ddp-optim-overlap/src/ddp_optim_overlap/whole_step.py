@@ -1,4 +1,4 @@
-"""Steps of all buckets together: gradients are written back as they arrive, and stepped after the last."""
+"""Step all buckets together: averages are written back as they arrive, and stepped after the last one."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class WholeStep:
     """Steps everything at the end of ``backward()``, when DDP has written all averages into ``.grad``.
 
     Args:
-        stepper: Steps.
-        contents: Keeps what gradients were when they were used.
-        failure: Keeps the first error.
+        stepper: Steps the parameters.
+        contents: Records the gradients that were used.
+        failure: Records the first error.
     """
 
     def __init__(self, stepper: Stepper, contents: GradientContents, failure: FirstError) -> None:
         self._stepper, self._contents = stepper, contents
-        # A callback may be dropped last by Gloo's thread, which must not end its own process group.
+        # Gloo's thread may be the last to drop a callback, and must not destroy its own process group.
         self._failure = weakref.ref(failure)
         self._averages: list[torch.futures.Future[torch.Tensor]] = []
         self._buckets: list[tuple[BucketGradients, bool]] = []
 
     def begin(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self._averages, self._buckets = [], []
 
     def take(
@@ -69,7 +69,7 @@ class WholeStep:
         return averages
 
     def step(self, current: BackwardPass, device: torch.device) -> None:
-        """Step when ``backward()`` has nothing else left to do.
+        """Step, as the last action of ``backward()``.
 
         Raises:
             StepError: The step failed.
@@ -87,7 +87,7 @@ class WholeStep:
             current.count_step(range(current.buckets), time.perf_counter() - began, on_host=False)
 
     def keep_contents(self) -> None:
-        """Keep what gradients are after a step of all: what the buckets have, unless it was changed since."""
+        """Record the gradients after a whole step: those in the buckets, unless they were changed since."""
         for gradients, used in self._buckets:
             own = [parameter.grad for parameter in gradients.parameters]
             if used and not self._stepper.changes_gradients:
@@ -104,7 +104,7 @@ def _written(
     gradients: BucketGradients,
     reduced: torch.futures.Future[Any],
 ) -> torch.Tensor:
-    """Put the average of a bucket that is not stepped by itself where DDP looks for it."""
+    """Write the average of a bucket that is not stepped by itself to where DDP reads it."""
     try:
         gradients.write(reduced.value())
     except Exception as error:

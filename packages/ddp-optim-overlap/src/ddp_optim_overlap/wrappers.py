@@ -1,4 +1,4 @@
-"""The models and optimizers inside the wrappers of frameworks."""
+"""Find the models and optimizers inside the wrappers of frameworks."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def inner_ddp(model: object) -> DistributedDataParallel:
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that steps when ``optimizer.step()`` is called.
 
-    Wrappers such as Accelerate's and Lightning's have it as their ``optimizer`` and share its groups and its
-    state: they decide only whether it is called. One with groups or a state of its own does more, and is
-    returned as it is.
+    Wrappers such as Accelerate's and Lightning's hold it as their ``optimizer`` and share its groups and
+    state: they only decide whether to call it. A wrapper with groups or a state of its own does more, and is
+    returned unchanged.
 
     Raises:
-        ConfigError: The wrapper unscales gradients by a ``GradScaler`` of its own in ``step()``.
+        ConfigError: The wrapper unscales gradients with its own ``GradScaler`` in ``step()``.
     """
     inner = getattr(optimizer, "optimizer", None)
     if not isinstance(inner, torch.optim.Optimizer):

@@ -1,4 +1,4 @@
-"""Arguments of the collectives: refused before communication, or brought into the form that is needed."""
+"""Arguments of the collectives: checked before communication and normalized."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ __all__ = [
 ]
 
 Convention: TypeAlias = Literal["sum", "replicated"]
-"""What the total loss is: the sum of the ranks' losses, or one loss that all ranks compute."""
+"""How the total loss is counted: the sum of the ranks' losses, or one loss that all ranks compute."""
 
 
 def anchored(tensor: torch.Tensor, anchor: bool) -> torch.Tensor:
-    """Return the tensor, or if there is no gradient to give a copy that asks for one nobody reads."""
+    """Return the tensor; with ``anchor``, one without a gradient is replaced by one that needs one."""
     if not isinstance(anchor, bool):
         raise TypeError(f"anchor must be True or False, got {type(anchor).__name__}")
     if not anchor:
         return tensor
-    if torch.compiler.is_compiling() or function_transforms_active():  # on every rank, not on some
+    if torch.compiler.is_compiling() or function_transforms_active():  # refused on all ranks
         raise ValueError("anchor=True works neither under torch.compile nor under torch.func")
     differentiable = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach().requires_grad_() if differentiable and not tensor.requires_grad else tensor
 
 
 def is_replicated(grad: str) -> bool:
-    """Return which of the two conventions it is; raises if it is neither."""
+    """Return whether the convention is "replicated"; raises if ``grad`` is neither of the two."""
     if grad not in ("sum", "replicated"):
         raise ValueError(f"grad must be 'sum' or 'replicated', got {grad!r}")
     return grad == "replicated"
 
 
 def kind_of(name: str, grad: str) -> str:
-    """Return the kind of a linear collective whose transpose fits the convention."""
+    """Return the kind of linear collective whose transpose fits the convention."""
     return f"replicated {name}" if is_replicated(grad) else name
 
 
@@ -80,7 +80,7 @@ def root_in_group(
 
 
 def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise unless a result of some dtype and device can be written into a buffer."""
+    """Raise unless a result with the dtype and device of ``like`` can be written into a buffer."""
     check_tensor(label, buffer)
     if buffer.dtype != like.dtype or buffer.device != like.device:
         raise ValueError(
@@ -89,17 +89,17 @@ def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
     if buffer.is_contiguous():
         return
     if any(stride == 0 and length > 1 for stride, length in zip(buffer.stride(), buffer.shape, strict=True)):
-        raise ValueError(f"{label} is expanded: several of its elements are one place in memory")
+        raise ValueError(f"{label} is expanded: several of its elements share one place in memory")
 
 
 def filled(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Copy a result into the caller's buffer, which stays another tensor and may be used again."""
+    """Copy a result into the caller's buffer, which is not part of the graph and may be reused."""
     buffer.detach().copy_(result.detach())
     return result
 
 
 def checked_dim(ndim: int, dim: int) -> int:
-    """Return a dimension counted from the front; raises if there is none."""
+    """Return a dimension counted from the front; raises if there is no such dimension."""
     integers("dim", [dim])
     if not -ndim <= dim < ndim:
         raise IndexError(f"dim {dim} is out of range for a tensor of {ndim} dimensions")
@@ -107,7 +107,7 @@ def checked_dim(ndim: int, dim: int) -> int:
 
 
 def checked_sizes(label: str, length: int, sizes: Sequence[int] | None, who: Members) -> tuple[int, ...]:
-    """Return W lengths that add up to one, equal ones if none are given; raises if they do not."""
+    """Return W lengths that add up to ``length``, equal ones if none are given; raises if they do not."""
     sizes = integers(label, sizes) if sizes is not None else []
     if not sizes:
         if length % who.size:
@@ -119,7 +119,7 @@ def checked_sizes(label: str, length: int, sizes: Sequence[int] | None, who: Mem
 
 
 def sizes_of_others(label: str, own: int, sizes: Sequence[int], who: Members) -> tuple[int, ...]:
-    """Return W lengths of which one is this rank's own; raises if they are not."""
+    """Return W lengths, checked against this rank's own; raises if they do not fit."""
     sizes = integers(label, sizes)
     if len(sizes) != who.size or min(sizes) < 0:
         raise ValueError(f"{label} must be {who.size} lengths, got {list(sizes)}")
@@ -129,7 +129,7 @@ def sizes_of_others(label: str, own: int, sizes: Sequence[int], who: Members) ->
 
 
 def one_kind(label: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors; raises unless there are some, all of one dtype on one device."""
+    """Return the tensors as a list; raises if it is empty or they differ in dtype or device."""
     tensors = tensor_list(label, tensors)
     if len({(tensor.dtype, tensor.device) for tensor in tensors}) != 1:
         raise ValueError(f"{label} must be tensors of one dtype on one device, got {shapes(tensors)}")
@@ -139,7 +139,7 @@ def one_kind(label: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def one_for_each(
     label: str, entries: Sequence[torch.Tensor], who: Members, *, like: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Return W tensors of one shape, dtype and device: of ``like``, or of the first; raises otherwise."""
+    """Return W tensors with the shape, dtype and device of ``like``, or of the first; raises otherwise."""
     entries = tensor_list(label, entries)
     like = like if like is not None or not entries else entries[0]
     if (
@@ -156,7 +156,7 @@ def one_for_each(
 
 
 def check_own_part(outgoing: Sequence[int], incoming: Sequence[int], who: Members) -> None:
-    """Raise if what this rank keeps is not as long as the place for it."""
+    """Raise if the part that this rank keeps is not as long as its place in the output."""
     if outgoing[who.rank] != incoming[who.rank]:
         raise ValueError(
             f"rank {who.rank} of the group keeps {outgoing[who.rank]} of its input, and its output has "
@@ -165,5 +165,5 @@ def check_own_part(outgoing: Sequence[int], incoming: Sequence[int], who: Member
 
 
 def shapes(entries: Sequence[torch.Tensor]) -> str:
-    """Describe tensors in an error."""
+    """Describe tensors for an error message."""
     return ", ".join(f"{entry.dtype} {tuple(entry.shape)}" for entry in entries) or "none"

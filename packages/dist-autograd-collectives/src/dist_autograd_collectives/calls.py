@@ -1,4 +1,4 @@
-"""What a linear collective is called with, and which call its transpose is."""
+"""The arguments of a linear collective, and the call that is its transpose."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = [
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 Wait: TypeAlias = Callable[[], Tensors]
-"""A collective that has begun: waits for it and returns what this rank received."""
+"""Waits for a collective that was started, and returns what this rank received."""
 
 
 class Members(NamedTuple):
-    """Who takes part.
+    """The ranks that take part.
 
     Attributes:
-        group: The process group; ``None`` while ``torch.compile`` traces, which knows groups by name.
+        group: The process group; ``None`` while ``torch.compile`` traces: it knows groups by name.
         name: Its name.
         size: The number of ranks.
         rank: This rank in the group.
@@ -47,7 +47,7 @@ class Members(NamedTuple):
 
 
 def members(group: GroupLike) -> Members:
-    """Return who takes part; raises as :func:`dist_utils.resolve_group`."""
+    """Return the ranks that take part; raises as :func:`dist_utils.resolve_group` does."""
     resolved = resolve_group(group)
     if torch.compiler.is_compiling():
         return Members(None, resolved.group_name, dist.get_world_size(resolved), dist.get_rank(resolved))
@@ -64,7 +64,7 @@ _TRANSPOSES = {
     "reduce": "broadcast",
     "gather": "scatter",
     "scatter": "gather",
-    # The loss is one number that all ranks compute alike: nothing is added up over them.
+    # The loss is one number that every rank computes: nothing is summed over the ranks.
     "replicated all_reduce": "copy",
     "copy": "replicated all_reduce",
     "replicated all_gather": "own part",
@@ -75,27 +75,27 @@ _TRANSPOSES = {
 
 
 class Call(NamedTuple):
-    """Which collective, and everything that it needs beside its tensors.
+    """A collective, and everything that it needs besides its tensors.
 
-    A collective that has a part for each rank takes or returns the parts one after the other along dimension
-    0 of one tensor, or as W tensors, which saves a copy where they are apart anyway.
+    A collective with one part per rank takes or returns the parts either one after the other along dimension
+    0 of one tensor, or as W tensors, which saves a copy where they are separate anyway.
 
     Attributes:
         kind: ``"all_reduce"`` (sum), ``"all_gather"``, ``"reduce_scatter"`` (sum), ``"exchange"`` (all to
             all), ``"broadcast"`` from the root, ``"reduce"`` to the root (sum, zeros elsewhere),
-            ``"gather"`` to the root (elsewhere W tensors of zeros, or an empty one if they are joined),
-            ``"scatter"`` from the root (takes such tensors elsewhere), ``"copy"`` (nothing happens),
+            ``"gather"`` to the root (elsewhere W tensors of zeros, or one empty tensor if they are joined),
+            ``"scatter"`` from the root (elsewhere it takes such tensors), ``"copy"`` (no communication),
             ``"own part"`` of equal parts, ``"own if root"`` (zeros elsewhere). The ``"replicated"`` ones
             differ in their transpose.
         who: The ranks.
         title: The public function that this is a step of, for errors.
         root: A rank in the group.
-        input_splits: Of an exchange, and of a gather or scatter of joined parts: lengths along dimension 0
-            for each rank. None if all ranks' parts are equal.
+        input_splits: For an exchange, and for a gather or scatter of joined parts: lengths along dimension 0
+            for each rank. Empty if all ranks' parts are equal.
         output_splits: Likewise, from each rank.
-        separate_input: Whether the parts that are taken are W tensors.
-        separate_output: Whether the parts that are returned are.
-        number: Which of the group's public calls it belongs to, the same on all ranks; so in backward too.
+        separate_input: Whether the input parts are W tensors.
+        separate_output: Whether the output parts are W tensors.
+        number: The number of the public call within its group, the same on all ranks, also in backward.
         order: How often it was transposed: 1 in a first backward, 2 in the backward of that, and so on.
     """
 
@@ -112,19 +112,19 @@ class Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What happens: the kind, whatever its transpose."""
+        """The kind, without the convention for its transpose."""
         return self.kind.removeprefix("replicated ")
 
     def range_name(self, part: str = "") -> str:
-        """Return what a profiler calls it: the public function, and how often it was transposed.
+        """Return the name that a profiler shows: the public function, and how often it was transposed.
 
         Args:
-            part: Which part of it, if it is started early and waited for late.
+            part: A suffix for one part of the call, if it is started early and waited for late.
         """
         return f"dist_autograd_collectives::{self.title}{':backward' * self.order}{part}"
 
     def transposed(self) -> Call:
-        """Return the call whose map is the transpose of this one's."""
+        """Return the call whose linear map is the transpose of this one's."""
         return Call(
             _TRANSPOSES[self.kind],
             self.who,
@@ -143,7 +143,7 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = w
 
 
 def numbered(call: Call) -> Call:
-    """Return a call with the next number of its group."""
+    """Return the call with its group's next number."""
     group = call.who.group
     if group is None or call.who.size == 1:
         return call
@@ -154,21 +154,21 @@ def numbered(call: Call) -> Call:
 
 
 def splits_to_root(length: int, who: Members, root: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return input and output splits where every rank sends ``length`` to the root, and nothing else."""
+    """Return input and output splits with which every rank sends ``length`` to the root and nothing else."""
     to_root = tuple(length if rank == root else 0 for rank in range(who.size))
     from_all = (length if who.rank == root else 0,) * who.size
     return to_root, from_all
 
 
 def padded_parts(x: torch.Tensor, who: Members) -> torch.Tensor:
-    """Return all elements in W rows of one length, zeros at the end."""
+    """Return all elements in W rows of one length, padded with zeros at the end."""
     length = -(-x.numel() // who.size)
     padded = torch.nn.functional.pad(x.flatten(), (0, length * who.size - x.numel()))
     return padded.view(who.size, length)
 
 
 def parts_of(tensors: Tensors, call: Call) -> Tensors:
-    """Return what a call takes for each rank."""
+    """Return the input part for each rank."""
     if call.separate_input:
         return tensors
     if call.input_splits:

@@ -39,16 +39,16 @@ def all_reduce_coalesced(
 ) -> Step[Tensors]:
     """Reduce several tensors over all ranks at once: :func:`all_reduce` of each.
 
-    Gradient: as :func:`all_reduce`. A result that is not used counts as zeros.
+    Gradient: as for :func:`all_reduce`. A result that is not used counts as zeros.
 
     Args:
-        tensors: Of one dtype on one device; same shapes in the same order on all ranks.
+        tensors: Tensors of one dtype on one device; same shapes in the same order on all ranks.
         op: A ``ReduceOp`` or its name, as in ``"max"``.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
             computes the same loss and that is counted once.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Raises:
         TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
@@ -87,16 +87,16 @@ def all_gather_cat_coalesced(
 ) -> Step[Tensors]:
     """Concatenate each of several tensors over all ranks at once: :func:`all_gather_cat` of each.
 
-    Gradient: as :func:`all_gather_cat`. A result that is not used counts as zeros.
+    Gradient: as for :func:`all_gather_cat`. A result that is not used counts as zeros.
 
     Args:
-        tensors: Of one dtype on one device; same shapes in the same order on all ranks.
-        dim: Where they are joined.
+        tensors: Tensors of one dtype on one device; same shapes in the same order on all ranks.
+        dim: The dimension along which they are concatenated.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
             computes the same loss and that is counted once.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Raises:
         IndexError: A tensor has no such dimension.
@@ -141,16 +141,16 @@ def reduce_scatter_dim_coalesced(
 ) -> Step[Tensors]:
     """Reduce several tensors at once, a part of each for each rank: :func:`reduce_scatter_dim` of each.
 
-    Gradient: as :func:`reduce_scatter_dim`. A result that is not used counts as zeros.
+    Gradient: as for :func:`reduce_scatter_dim`. A result that is not used counts as zeros.
 
     Args:
-        tensors: Of one dtype on one device; same shapes in the same order on all ranks.
+        tensors: Tensors of one dtype on one device; same shapes in the same order on all ranks.
         op: A ``ReduceOp`` or its name, as in ``"max"``.
-        dim: Along which they are cut, into W equal parts.
+        dim: The dimension along which they are cut into W equal parts.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Raises:
         IndexError: A tensor has no such dimension.

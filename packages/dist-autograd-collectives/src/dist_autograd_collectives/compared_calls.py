@@ -1,4 +1,4 @@
-"""Whether the ranks' calls fit each other, compared before a collective if that is asked for."""
+"""Compare the ranks' calls before a collective, if the caller asks for it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dist_utils import GroupLike, TensorMismatchError, resolve_group
 from dist_utils.process_groups import TensorClaim, collective_device, require_same_tensors
 from dist_utils.torch_compat import all_gather_single, outside_function_transforms, transformed_as
 
-__all__ = ["agree", "agree_on_splits", "is_wanted", "problems_told"]
+__all__ = ["agree", "agree_on_splits", "is_wanted", "report_problems"]
 
 _VARIABLE = "DIST_AUTOGRAD_CHECK"
 
 
 class _Progress(threading.local):
-    """Whether this thread's call has come to the comparison."""
+    """Whether this thread's call has reached the comparison."""
 
     compared = True
 
@@ -37,15 +37,15 @@ def agree(
     uneven_dim: int | None = None,
     shapes: bool = True,
 ) -> None:
-    """Raise on every rank if the ranks' calls, or shapes, dtypes, transforms or needs of a gradient differ.
+    """Raise on every rank if the ranks' calls or their tensors differ in more than values.
 
     Args:
-        check: Whether to compare; ``None`` for what the environment says.
+        check: Whether to compare; ``None`` for what the environment variable says.
         who: The ranks.
-        arguments: What is called, and everything beside tensors that must be equal.
-        tensors: This rank's.
+        arguments: The function, and every argument besides tensors that must be equal.
+        tensors: This rank's tensors.
         uneven_dim: A dimension whose length may differ.
-        shapes: Whether any length must agree.
+        shapes: Whether shapes must be equal.
     """
     if not is_wanted(check):
         return
@@ -59,18 +59,18 @@ def agree(
 
 
 @contextlib.contextmanager
-def problems_told(group: GroupLike) -> Iterator[None]:
-    """If something raises here before :func:`agree`: tell the ranks that would wait for this one there."""
+def report_problems(group: GroupLike) -> Iterator[None]:
+    """If the body raises before :func:`agree`, tell the ranks that would wait for this one there."""
     _progress.compared = False
     try:
         yield
     except Exception as problem:
         if not _progress.compared:
-            _tell(problem, group)
+            _report(problem, group)
         raise
 
 
-def _tell(problem: Exception, group: GroupLike) -> None:
+def _report(problem: Exception, group: GroupLike) -> None:
     try:
         resolved = resolve_group(group)
     except (RuntimeError, TypeError, ValueError):  # nobody waits for a rank outside the group
@@ -82,7 +82,7 @@ def _tell(problem: Exception, group: GroupLike) -> None:
 def agree_on_splits(
     check: bool | None, who: Members, outgoing: Sequence[int], incoming: Sequence[int]
 ) -> None:
-    """Raise on every rank unless each rank expects as much from each as that one sends."""
+    """Raise on every rank unless each rank expects from every other as much as that one sends."""
     if not is_wanted(check) or who.size == 1:
         return
     group = resolve_group(who.group)
@@ -100,7 +100,7 @@ def agree_on_splits(
 
 
 def is_wanted(check: bool | None) -> bool:
-    """Return whether ranks compare their calls: as a user says, or the environment."""
+    """Return whether ranks compare their calls: as the caller says, else the environment variable."""
     if check is False:
         return False
     if torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""What keeps backward from waiting for a rank that never comes."""
+"""Tie unused outputs of collectives to the loss, so that no rank waits for another in backward."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["connect", "zeros_after"]
 
 
 def connect(loss: torch.Tensor, *outputs: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the loss, with outputs of collectives tied to it that it may not depend on.
+    """Return the loss, made to depend on outputs of collectives that it may not use.
 
     The backward of a collective is a collective: a rank that does not use an output never takes part, and
     the others wait for it until their timeout. A connected output gets a cotangent of zeros.
 
     Args:
         loss: Any tensor; its value does not change.
-        outputs: Of collectives, floating-point or complex: tensors, or tuples or lists of them.
+        outputs: Outputs of collectives, floating-point or complex: tensors, or tuples or lists of them.
 
     Raises:
         TypeError: Something is not a tensor.
@@ -45,9 +45,9 @@ def connect(loss: torch.Tensor, *outputs: torch.Tensor | Sequence[torch.Tensor])
 
 
 def zeros_after(received: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return zeros that are made from what a collective gave this rank, though no element of it is used.
+    """Return zeros that depend on what a collective gave this rank, though no element of it is used.
 
-    So its backward, which the other ranks wait for, runs on this rank, and no compiler leaves it out.
+    So its backward, which the other ranks wait for, runs on this rank, and no compiler optimizes it away.
     """
     wide = wide_dtype(like.dtype)
     zeros = torch.zeros_like(like, dtype=wide, memory_format=torch.contiguous_format, requires_grad=False)

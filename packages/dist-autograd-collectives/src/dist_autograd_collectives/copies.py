@@ -1,4 +1,4 @@
-"""Collectives that give ranks other ranks' tensors: all of them, or from or to one rank."""
+"""Collectives that copy tensors between ranks: from all, from one, or to one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dist_autograd_collectives.compared_calls import agree
 from dist_autograd_collectives.descriptions import describe, described, stand_in
 from dist_autograd_collectives.steps import Step, collective
 from dist_autograd_collectives.tensor_arguments import check_tensor
-from dist_autograd_collectives.transport import all_of_them, itself, sent
+from dist_autograd_collectives.transport import as_tuple, identity, sent
 from dist_utils import GroupLike
 
 __all__ = ["all_gather", "all_gather_base", "broadcast", "gather", "scatter"]
@@ -43,21 +43,21 @@ def broadcast(
     Gradient: sum over s of g_s at the source (its own g with ``grad="replicated"``), zeros elsewhere.
 
     Args:
-        tensor: At the source what is sent; elsewhere something of its shape and dtype.
+        tensor: At the source the tensor to send; elsewhere any tensor of its shape and dtype.
         src: The source's rank in WORLD.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         group_src: The source's rank in the group, instead of ``src``.
         grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
             computes the same loss and that is counted once.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Raises:
         ValueError: This rank or the source is not in the group, not exactly one of ``src`` and
             ``group_src`` is given, or ``grad`` is unknown. Before communication.
 
     Cost:
-        The tensor's bytes forward; backward twice that, or nothing with ``"replicated"``.
+        The tensor's bytes forward; twice that backward, or nothing with ``"replicated"``.
 
     Source:
         ``torch.distributed.nn.functional.broadcast``; torch's functional collectives have no gradient here.
@@ -68,7 +68,7 @@ def broadcast(
     kind = kind_of("broadcast", grad)
     tensor = anchored(tensor, anchor)
     agree(check, who, f"broadcast from {root}, {grad}", [tensor])
-    return sent([tensor], Call(kind, who, "broadcast", root), itself)
+    return sent([tensor], Call(kind, who, "broadcast", root), identity)
 
 
 @collective
@@ -91,7 +91,7 @@ def all_gather(
         grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
             computes the same loss and that is counted once.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Cost:
         W - 1 times the tensor's bytes forward and backward; with ``"replicated"`` nothing backward.
@@ -104,7 +104,7 @@ def all_gather(
     tensor = anchored(tensor, anchor)
     agree(check, who, f"all_gather, {grad}", [tensor])
     kind = kind_of("all_gather", grad)
-    return sent([tensor], Call(kind, who, "all_gather", separate_output=True), all_of_them)
+    return sent([tensor], Call(kind, who, "all_gather", separate_output=True), as_tuple)
 
 
 @collective
@@ -126,7 +126,7 @@ def all_gather_base(
         grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
             computes the same loss and that is counted once.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output_tensor``.
@@ -177,11 +177,11 @@ def gather(
         group_dst: The destination's rank in the group, instead of ``dst``.
         grad: Both conventions agree here.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Raises:
-        ValueError: This rank or the other one is not in the group, both ways to name that rank are used, or
-            ``grad`` is unknown. Before communication.
+        ValueError: This rank or the destination is not in the group, both ``dst`` and ``group_dst`` are
+            given, or ``grad`` is unknown. Before communication.
 
     Source:
         ``torch.distributed.nn.functional.gather``.
@@ -192,7 +192,7 @@ def gather(
     check_tensor("tensor", tensor)
     tensor = anchored(tensor, anchor)
     agree(check, who, f"gather to {root}", [tensor])
-    return sent([tensor], Call("gather", who, "gather", root, separate_output=True), all_of_them)
+    return sent([tensor], Call("gather", who, "gather", root, separate_output=True), as_tuple)
 
 
 @collective
@@ -212,20 +212,20 @@ def scatter(
     Gradient: at the source, entry r gets rank r's cotangent; lists of other ranks get zeros.
 
     Args:
-        tensors: At the source W tensors of one shape and dtype. Elsewhere such a list too, or ``None``.
+        tensors: At the source W tensors of one shape and dtype. Elsewhere such a list, too, or ``None``.
         src: The source's rank in WORLD; 0 if neither is given.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         group_src: The source's rank in the group, instead of ``src``.
-        like: Something of the shape and dtype that each rank gets. If it is given it must be on all
+        like: A tensor with the shape and dtype that each rank gets. If given, it must be given on all
             ranks; otherwise the source sends a description first (``torch.compile`` cannot trace that: there
             every rank needs a list or ``like``).
         grad: Both conventions agree here.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Raises:
-        ValueError: The list has not W entries of one shape and dtype, or is missing at the source; and as
-            :func:`broadcast`.
+        ValueError: The list does not have W entries of one shape and dtype, or is missing at the source; and
+            as for :func:`broadcast`.
 
     Cost:
         The list's bytes, and without ``like`` 256 bytes more for each rank.
@@ -240,13 +240,13 @@ def scatter(
     given = _entries_of_scatter(tensors, like, who, root)
     parts = [anchored(entry, anchor) for entry in given]
     header = described(given[0] if given and who.rank == root else None, who) if described_by_source else None
-    # Before the description, which a rank that has no like= waits for, and others do not send.
+    # Before the description: ranks without like= would wait for it in vain if the source has like=.
     agree(check, who, f"scatter from {root}{'' if described_by_source else ' with like='}", [])
     description = None
     if header is not None:
         description = describe(header, who, root)
         like = given[0] if given else stand_in(description()[0], who)
-    elif like is None:  # shapes that only another rank knows cannot be traced
+    elif like is None:  # torch.compile cannot trace shapes that only another rank knows
         if not given:
             raise ValueError("under torch.compile every rank needs a list of tensors, or like=")
         like = given[0]
@@ -257,12 +257,13 @@ def scatter(
         unread = [] if description is None else [description]
 
         def after_description(part: torch.Tensor) -> torch.Tensor:
-            while unread:  # for ranks without a list; it arrives with what it describes
+            while unread:  # needed by ranks without a list; it arrives with what it describes
                 unread.pop()()
             return part
 
         return sent(parts, Call("scatter", who, "scatter", root, separate_input=True), after_description)
-    from_root, nothing = splits_to_root(1, who, root)  # the other way round, and not at the root
+    # A scatter sends in the reverse direction; this rank has nothing to send.
+    from_root, nothing = splits_to_root(1, who, root)
     call = Call("scatter", who, "scatter", root, input_splits=nothing, output_splits=from_root)
     return sent(parts, call, lambda row: row.squeeze(0))
 

@@ -1,4 +1,4 @@
-"""What the source of a scatter tells ranks that do not know what they will get."""
+"""How the source of a scatter describes its tensors to ranks that do not know their shape."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, t
 _PLACES = {dtype: place for place, dtype in enumerate(_DTYPES)}
 
 _HEADER = 32
-"""Numbers of a description: dtype, device, how many dimensions, and up to 29 of them."""
+"""Length of a description: dtype, device, number of dimensions, and up to 29 dimensions."""
 
 
 def described(first: torch.Tensor | None, who: Members) -> torch.Tensor:
-    """Return the description of one of the tensors, or room for one; raises if it cannot be described."""
+    """Return a tensor's description, or zeros to receive one; raises if it cannot be described."""
     group = resolve_group(who.group)
     header: list[int] = []
     if first is not None:
@@ -33,16 +33,16 @@ def described(first: torch.Tensor | None, who: Members) -> torch.Tensor:
             raise ValueError(f"tensors on {first.device} cannot be sent: the group's backends serve {types}")
         header = [_PLACES[first.dtype], types.index(first.device.type), first.ndim, *first.shape]
     header += [0] * (_HEADER - len(header))
-    with outside_function_transforms():  # a fact about tensors, nothing to differentiate
-        # On a device that every rank expects it on.
+    with outside_function_transforms():  # it describes tensors; there is nothing to differentiate
+        # On the device where every rank expects it.
         return torch.tensor(header, dtype=torch.int64, device=collective_device(group))
 
 
 def describe(header: torch.Tensor, who: Members, root: int) -> Wait:
-    """Start to send what each rank will get; return what waits for it.
+    """Start to send the description to every rank; return a function that waits for it.
 
     Args:
-        header: Of the root, from :func:`described`.
+        header: The root's, from :func:`described`.
         who: The ranks.
         root: The source's rank in the group.
     """
@@ -58,7 +58,7 @@ def describe(header: torch.Tensor, who: Members, root: int) -> Wait:
 
 
 def stand_in(description: torch.Tensor, who: Members) -> torch.Tensor:
-    """Return an empty tensor of the kind that the source has described."""
+    """Return an uninitialized tensor as the source described it."""
     with outside_function_transforms():
         types = device_types(resolve_group(who.group))
         dtype, place, ndim, *shape = description.tolist()

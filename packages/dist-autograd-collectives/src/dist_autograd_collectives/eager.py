@@ -1,14 +1,15 @@
-"""The linear collectives as torch.distributed runs them, or faster.
+"""The linear collectives, run by torch.distributed or by messages where those are faster.
 
-On Gloo all but large broadcasts, and large sums of more than two ranks, are put together from messages
-between two ranks, which are faster than its own collectives, need no parts of one length, and never fill a
-buffer of another length. Measured in milliseconds on two cores, four ranks on loopback, Gloo's own against
-these, for 1 KiB and 32 MiB: all_gather 4.1 / 3.2 and 432 / 239, reduce_scatter 7.4 / 3.4 and 102 / 75, gather
-0.87 / 0.61 and 159 / 89; for 1 KiB all_reduce 5.6 / 3.4 and reduce 4.1 / 0.7; an exchange of 8 MiB 20.9 /
-20.2.
+On Gloo all of them consist of messages between two ranks, except large broadcasts and large sums over more
+than two ranks. Messages are faster than Gloo's own collectives, allow parts of unequal length, and never
+write into a buffer of another length. Measured in milliseconds on two cores, four ranks on loopback, Gloo's
+own / messages, for 1 KiB and 32 MiB: all_gather 4.1 / 3.2 and 432 / 239, reduce_scatter 7.4 / 3.4 and
+102 / 75, gather 0.87 / 0.61 and 159 / 89; for 1 KiB all_reduce 5.6 / 3.4 and reduce 4.1 / 0.7; an exchange
+of 8 MiB 20.9 / 20.2.
 
-Results are memory that is touched for the first time. Pages of 2 MiB halve what that takes (48 to 25 ms for
-64 MiB), but where a host takes a guest's free memory back it was 210 ms: they are not asked for.
+Results are written to freshly allocated memory, so its pages are touched for the first time. Pages of 2 MiB
+halve the time for that (48 to 25 ms for 64 MiB), but on a host that takes a guest's free memory back it
+rose to 210 ms, so they are not requested.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from dist_utils.torch_compat import all_gather_single, reduce_scatter_single
 __all__ = ["begin"]
 
 _SMALL_BYTES = 64 << 10
-"""Up to here Gloo's sums take longer than sending every rank's tensor to where the sum is wanted."""
+"""Up to this size Gloo's sums take longer than sending every rank's tensor to where the sum is needed."""
 
 _FEW_RANKS = 8
-"""Up to here a small broadcast is one message to each rank; Gloo's is a tree."""
+"""Up to this many ranks a small broadcast is one message to each rank; Gloo's broadcast is a tree."""
 
 _UNFILLED = bytes.fromhex("b1c6f9a2d75e0384")
-"""What a receiver of a large broadcast puts at the end of its tensor. The same on all ranks: what one
-of them has not received it passes on to others."""
+"""A receiver of a large broadcast writes this at the end of its tensor beforehand. The same on all ranks,
+because a rank that receives too little passes its own bytes on to others."""
 
 _IN_PLACE = ("broadcast", "all_reduce", "reduce")
 
@@ -54,11 +55,11 @@ def begin(tensors: Tensors, call: Call) -> Wait:
 
 
 def _large_broadcast(x: torch.Tensor, call: Call) -> Wait:
-    """Start a broadcast of bytes, and see whether they fill this rank's tensor: Gloo would not tell."""
+    """Start a broadcast of bytes, and check that they fill this rank's tensor, which Gloo does not."""
     data = x.flatten().view(torch.uint8)
     marker = torch.frombuffer(bytearray(_UNFILLED), dtype=torch.uint8)
     if call.who.rank == call.root:
-        begun, result = _in_place(data, call), x.clone()  # a copy of its own, made while it travels
+        begun, result = _in_place(data, call), x.clone()  # the copy is made while the data is sent
         return lambda: begun() and (result,)
     data = torch.empty_like(data)
     if data.numel() >= marker.numel():
@@ -78,22 +79,22 @@ def _large_broadcast(x: torch.Tensor, call: Call) -> Wait:
 
 
 def _in_place(result: torch.Tensor, call: Call) -> Wait:
-    """Start one of the backend's collectives that change ``result``; a broadcast only reads its source's."""
+    """Start one of the backend's in-place collectives; a broadcast only reads its source's ``result``."""
     name, who = call.name, call.who
-    work: Any  # of some torch versions' signatures it may be None
+    work: Any  # may be None according to some torch versions' signatures
     if name == "all_reduce":
         work = dist.all_reduce(result, group=who.group, async_op=True)
     elif name == "broadcast":
         work = dist.broadcast(result, group=who.group, group_src=call.root, async_op=True)
     else:
         work = dist.reduce(result, group=who.group, group_dst=call.root, async_op=True)
-        if who.rank != call.root:  # where a backend leaves parts of the sum
+        if who.rank != call.root:  # on these ranks a backend leaves partial sums
             return _after([work], lambda: (result.zero_(),), ())
     return _after([work], lambda: (result,), ())
 
 
 def _by_messages(tensors: Tensors, call: Call) -> Wait:
-    """Start a collective made of messages between two ranks; sums are made where they arrive."""
+    """Start a collective made of messages between two ranks; the receiver computes sums."""
     name, who, root, x = call.name, call.who, call.root, tensors[0]
     nothing: list[torch.Tensor | None] = [None] * who.size
     outgoing: Sequence[torch.Tensor | None]
@@ -106,16 +107,16 @@ def _by_messages(tensors: Tensors, call: Call) -> Wait:
         incoming = [mine if rank == root else None for rank in range(who.size)]
         return _messages(call, outgoing, incoming, lambda: (mine,))
     if name == "exchange":
-        rooms, results = _room(x, call)
-        return _messages(call, parts_of(tensors, call), rooms, lambda: results)
+        buffers, results = _exchange_buffers(x, call)
+        return _messages(call, parts_of(tensors, call), buffers, lambda: results)
     if name in ("gather", "reduce"):
         outgoing = [x if rank == root else None for rank in range(who.size)]
         if who.rank != root:
-            zeros = (torch.zeros_like(x),) if name == "reduce" else _nothing_gathered(x, call)
+            zeros = (torch.zeros_like(x),) if name == "reduce" else _gathered_elsewhere(x, call)
             return _messages(call, outgoing, nothing, lambda: zeros)
     else:
         outgoing = parts_of(tensors, call) if name == "reduce_scatter" else [x] * who.size
-    # From every rank the same as this one's own.
+    # Every rank sends a tensor like this one's own.
     own = outgoing[who.rank]
     assert own is not None
     if call.separate_output:
@@ -124,7 +125,7 @@ def _by_messages(tensors: Tensors, call: Call) -> Wait:
     if name in ("gather", "all_gather"):
         whole = own.new_empty(who.size * own.shape[0], *own.shape[1:])
         return _messages(call, outgoing, whole.view(who.size, *own.shape).unbind(0), lambda: (whole,))
-    # In rank order everywhere: the same bits on every rank. torch sums 16 bits in fp32.
+    # Summed in rank order everywhere, so every rank gets the same bits. torch sums 16-bit dtypes in fp32.
     if who.size == 2:
         other = torch.empty_like(own)
         pair = (own, other) if who.rank == 0 else (other, own)
@@ -156,15 +157,15 @@ def _part_of_scatter(tensors: Tensors, call: Call) -> torch.Tensor:
     return tensors[0].new_empty(call.output_splits[call.root], *tensors[0].shape[1:])
 
 
-def _nothing_gathered(x: torch.Tensor, call: Call) -> Tensors:
-    """Return what all but the root get in a gather."""
+def _gathered_elsewhere(x: torch.Tensor, call: Call) -> Tensors:
+    """Return the result of a gather on all ranks but the root."""
     if call.separate_output:
         return tuple(torch.zeros_like(x) for _ in range(call.who.size))
     return (x.new_empty(0, *x.shape[1:]),)
 
 
-def _room(x: torch.Tensor, call: Call) -> tuple[Sequence[torch.Tensor], Tensors]:
-    """Return memory for each part of an exchange, and the tensors that it belongs to."""
+def _exchange_buffers(x: torch.Tensor, call: Call) -> tuple[Sequence[torch.Tensor], Tensors]:
+    """Return a buffer for each part of an exchange, and the result tensors that they are part of."""
     if call.separate_output:
         apart = tuple(x.new_empty(length, *x.shape[1:]) for length in call.output_splits)
         return apart, apart
@@ -177,7 +178,7 @@ def _native(tensors: Tensors, call: Call) -> Wait:
     """Start the backend's own collective."""
     name, who, root, group, x = call.name, call.who, call.root, call.who.group, tensors[0]
     if name == "all_gather":
-        flat = x.new_empty(who.size * x.numel())  # flat: Gloo, for CUDA tensors, takes nothing else
+        flat = x.new_empty(who.size * x.numel())  # flat: for CUDA tensors Gloo accepts nothing else
         work = all_gather_single(flat, x.view(-1), group, async_op=True)
         if call.separate_output:
             return _after([work], lambda: flat.view(who.size, *x.shape).unbind(0), (x,))
@@ -192,7 +193,7 @@ def _native(tensors: Tensors, call: Call) -> Wait:
         into = [torch.empty_like(x) for _ in range(who.size)] if who.rank == root else None
         work = dist.gather(x, into, group=group, group_dst=root, async_op=True)
         if into is None:
-            nothing = _nothing_gathered(x, call)
+            nothing = _gathered_elsewhere(x, call)
             return _after([work], lambda: nothing, (x,))
         return _after([work], lambda: tuple(into) if call.separate_output else (torch.cat(into),), (x,))
     if name == "scatter":
@@ -210,7 +211,7 @@ def _native(tensors: Tensors, call: Call) -> Wait:
 
 
 def _after(works: Sequence[dist.Work | None], results: Callable[[], Tensors], sent: Tensors) -> Wait:
-    kept = [sent]  # until it is sent
+    kept = [sent]  # kept alive until it is sent
 
     def wait() -> Tensors:
         for work in works:

@@ -1,4 +1,4 @@
-"""Collectives in which every rank has something else for every other one."""
+"""Collectives in which each rank sends something different to each other rank."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def all_to_all(
     Gradient: the cotangents are sent back the same way.
 
     Args:
-        output_tensor_list: W tensors of the shapes that the ranks send to this one; filled.
+        output_tensor_list: W buffers with the shapes of the tensors that this rank receives; they are filled.
         input_tensor_list: W tensors.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Returns:
         New tensors that autograd sees, with the contents of ``output_tensor_list``.
 
     Raises:
-        ValueError: A list has not W entries of one dtype; or this rank is not in the group.
+        ValueError: A list does not have W entries of one dtype; or this rank is not in the group.
 
     Source:
         ``torch.distributed.nn.functional.all_to_all``.
@@ -111,14 +111,14 @@ def all_to_all_single(
     Gradient: the cotangents are sent back the same way.
 
     Args:
-        output: Where the received parts go, one after the other; filled.
-        input: What is split.
+        output: The buffer for the received parts, one after the other; it is filled.
+        input: The tensor to split.
         output_split_sizes: Lengths of the received parts; ``None``, on all ranks, for equal ones.
         input_split_sizes: Lengths of the sent parts; likewise.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output``.
@@ -169,15 +169,15 @@ def permute(
 
     Args:
         tensor: Same shape and dtype on all ranks.
-        perm: Pairs of a source and a destination, ranks in the group, the same pairs on all ranks. No rank is
-            a source twice, nor a destination twice; it may be neither.
+        perm: Pairs of a source and a destination (ranks in the group), the same on all ranks. No rank may be
+            a source twice or a destination twice; a rank may be neither.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Returns:
-        What this rank's source sent; zeros if it has none.
+        The tensor of this rank's source; zeros if it has none.
 
     Raises:
         ValueError: A rank is not in the group, or is a source or a destination twice; or this rank is not in
@@ -208,7 +208,7 @@ def permute(
     outgoing = tuple(int(rank == to) for rank in range(who.size))
     incoming = tuple(int(rank == source) for rank in range(who.size))
     row = tensor.unsqueeze(0)
-    # A rank that sends nothing takes part in backward all the same.
+    # A rank that sends nothing takes part in backward, too.
     parts = [row[:count] for count in outgoing]
     call = Call("exchange", who, "permute", 0, outgoing, incoming, separate_input=True)
 
@@ -219,7 +219,7 @@ def permute(
 
 
 def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return pairs of ranks; raises if it is something else."""
+    """Return the pairs of ranks; raises if ``perm`` is anything else."""
     if not isinstance(perm, (list, tuple)) or any(len(integers("perm", pair)) != 2 for pair in perm):
         raise TypeError(f"perm must be a list of pairs of ranks, got {perm!r}")
     return [(source, destination) for source, destination in perm]

@@ -1,4 +1,4 @@
-"""Errors of a collective that has begun, with the name of the function that the user called."""
+"""Errors of a collective that was started, with the name of the function that the user called."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["CollectiveError", "backend_config", "named"]
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed: in backward most often because other ranks never came to it."""
+    """A collective failed; in backward mostly because other ranks never reached it."""
 
 
-class named:  # noqa: N801 - a context manager; one of contextlib takes longer than what it surrounds
-    """Say in an error whose backward it is."""
+class named:  # noqa: N801 - a context manager; contextlib's takes longer than the code that it surrounds
+    """Name the collective in errors of its backward."""
 
     __slots__ = ("_call",)
 
@@ -28,7 +28,7 @@ class named:  # noqa: N801 - a context manager; one of contextlib takes longer t
         if error is None or not isinstance(error, RuntimeError):
             return
         start, call = "the backward of ", self._call
-        if isinstance(error, CollectiveError) and str(error).startswith(start):  # of a backward within
+        if isinstance(error, CollectiveError) and str(error).startswith(start):  # from a nested backward
             return
         raise CollectiveError(
             f"{start}{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - "
@@ -38,7 +38,7 @@ class named:  # noqa: N801 - a context manager; one of contextlib takes longer t
 
 
 def backend_config(call: Call) -> str:
-    """Return which backends the group of a call has, as in ``"cpu:gloo,cuda:nccl"``."""
+    """Return the backends of a call's group, for example ``"cpu:gloo,cuda:nccl"``."""
     try:
         return dist.get_backend_config(call.who.group)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:

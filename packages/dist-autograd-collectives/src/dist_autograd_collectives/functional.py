@@ -1,4 +1,4 @@
-"""The collectives of torch.distributed.nn.functional, with the gradient that calculus says."""
+"""The collectives of torch.distributed.nn.functional, with mathematically correct gradients."""
 
 from dist_autograd_collectives.copies import all_gather, all_gather_base, broadcast, gather, scatter
 from dist_autograd_collectives.exchanges import all_to_all, all_to_all_single

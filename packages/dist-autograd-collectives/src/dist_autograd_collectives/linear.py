@@ -1,9 +1,9 @@
-"""The linear collectives, each with its transpose: what every gradient in this package is made of.
+"""The linear collectives, each with its transpose: every gradient in this package consists of them.
 
 A collective that moves and adds numbers is a linear map of all ranks' inputs to all ranks' outputs. Its
-gradient is the transposed map, another collective of this list, and the transpose of that is itself again.
-So gradients of any order come from one autograd function, and nonlinear collectives get theirs by being put
-together from these and from torch's own operations.
+gradient is the transposed map, another collective of this list, whose transpose is the first one again.
+So one autograd function gives gradients of any order. Nonlinear collectives are composed of these and of
+torch's own operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from dist_autograd_collectives import eager, traced
 from dist_autograd_collectives.calls import Call, Tensors, Wait
 from dist_autograd_collectives.failures import named
-from dist_autograd_collectives.local import alone, needs_others
+from dist_autograd_collectives.local import local_result, needs_others
 from dist_utils.torch_compat import (
     function_transforms_active,
     graph_task_id,
@@ -37,66 +37,66 @@ def linear(tensors: Tensors, call: Call) -> Tensors:
 
 
 class Flight:
-    """A linear collective between its launch and its arrival, for autograd two operations.
+    """A linear collective that is started and waited for separately: two operations for autograd.
 
-    Backward runs them the other way round: the arrival's launches the transposed collective, and what was
-    computed between the two runs its backward before the launch's waits for it. Between them only an empty
-    tensor is handed on, so that nobody reads what has not arrived.
+    Backward reverses them: the backward of the wait launches the transposed collective, and the backward of
+    the launch waits for it, after the backward of whatever was computed between the two. Between them only an
+    empty tensor is passed on, so that nobody reads data that has not arrived.
 
-    It may arrive several times: a checkpoint runs what waits again. Each arrival launches a collective of its
-    own in backward, and what was launched first waits for all of them.
+    It may be waited for several times: a checkpoint runs the wait again. Each wait launches a collective of
+    its own in backward, and the backward of the launch waits for all of them.
     """
 
     wait: Wait | None = None
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.backwards: list[tuple[int, Flight]] = []  # and which backward pass each belongs to
+        self.backwards: list[tuple[int, Flight]] = []  # each with the backward pass that it belongs to
 
     def begin(self, tensors: Tensors) -> None:
-        """Begin what autograd does not see; :meth:`receive` waits for it."""
+        """Start the collective unseen by autograd; :meth:`receive` waits for it."""
         self.wait = _begin(tensors, self.call)
 
     def launch(self, tensors: Tensors) -> torch.Tensor:
-        """Begin; return what :meth:`arrive` wants."""
+        """Start the collective; return the token for :meth:`arrive`."""
         token: torch.Tensor = _Launch.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return token
 
     def arrive(self, token: torch.Tensor, receive: Wait | None = None) -> Tensors:
-        """Wait for the result, or take what was received already."""
+        """Wait for the result, or take one that was received already."""
         results: Tensors = _Arrive.apply(self, receive or self.receive, token)  # type: ignore[no-untyped-call]
         return results
 
     def receive(self) -> Tensors:
-        """Wait for what this rank receives, which may be done once."""
+        """Wait for what this rank receives; may be called once."""
         wait, self.wait = self.wait, None
         if wait is None:
             raise RuntimeError(f"{self.call.title} was waited for twice, or its backward ran in two threads")
         return wait()
 
     def __del__(self) -> None:
-        """Wait for what nobody waited for: other ranks' messages must not be left lying."""
+        """Wait if nobody did: other ranks' messages must not be left pending."""
         if self.wait is not None:
             self.wait()
 
 
 def _begin(tensors: Tensors, call: Call) -> Wait:
     """Start a collective on this rank's tensors."""
-    if any(map(is_batched_gradient, tensors)):  # of which torch runs the operator once for each
+    if any(map(is_batched_gradient, tensors)):  # torch runs the operator once per gradient of the batch
         batch = traced.linear(tensors, call)
         return lambda: batch
     inputs = tuple(tensor.contiguous().resolve_neg() for tensor in tensors)
     if not needs_others(call):
-        results = alone(inputs, call)
+        results = local_result(inputs, call)
         return lambda: results
     return eager.begin(inputs, call)
 
 
 def _save_something(ctx: Any, like: torch.Tensor) -> None:
-    """Make a checkpoint run the forward again on every rank, though no value is needed.
+    """Make a checkpoint rerun the forward on every rank, though no value is needed.
 
-    It runs only what comes before something that was saved; ranks that save different things would otherwise
-    not all come to the collective.
+    A checkpoint reruns only what precedes the last saved tensor; if ranks saved different tensors, not all of
+    them would reach the collective.
     """
     ctx.save_for_backward(like.new_empty(0))
 
@@ -113,7 +113,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
-        # Even if this rank needs no gradient: the others wait for it.
+        # Even if this rank needs no gradient, the others wait for it.
         with named(ctx.call):
             return None, *linear(cotangents, ctx.call.transposed())
 
@@ -123,7 +123,7 @@ class _Collective(torch.autograd.Function):
 
 
 class _TransformedCollective(_Collective):
-    """The same for ``torch.func``, whose form of a function costs 40 microseconds more each way."""
+    """The same for ``torch.func``, whose form of autograd function costs 40 microseconds more each way."""
 
     @staticmethod
     def forward(call: Call, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
@@ -141,7 +141,7 @@ class _TransformedCollective(_Collective):
         call: Call,
         *tensors: torch.Tensor,
     ) -> tuple[Tensors, tuple[int, ...]]:
-        # The batch goes last: collectives that have parts have them along dimension 0.
+        # The batch dimension goes last, because parts lie along dimension 0.
         pairs = zip(tensors, in_dims[1:], strict=True)
         batched = tuple(
             x.unsqueeze(-1).expand(*x.shape, info.batch_size) if dim is None else x.movedim(dim, -1)
@@ -164,7 +164,7 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, token: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
-        # Not those of a pass that raised before it came here, or that is still on its way.
+        # Not those of a backward pass that raised before it got here, or that is still running.
         this_pass = graph_task_id()
         backwards = [backward for number, backward in flight.backwards if number == this_pass]
         flight.backwards = [entry for entry in flight.backwards if entry[0] != this_pass]

@@ -1,4 +1,4 @@
-"""The linear collectives that need no other rank, and all of them in a group of one."""
+"""Linear collectives that need no other rank: some in any group, and all in a group of one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from dist_autograd_collectives.calls import Call, Tensors, parts_of
 
-__all__ = ["alone", "needs_others"]
+__all__ = ["local_result", "needs_others"]
 
 
 def needs_others(call: Call) -> bool:
@@ -14,8 +14,8 @@ def needs_others(call: Call) -> bool:
     return call.who.size > 1 and call.name not in ("copy", "own part", "own if root")
 
 
-def alone(tensors: Tensors, call: Call) -> Tensors:
-    """Return the result of a call that does not need others, as new tensors."""
+def local_result(tensors: Tensors, call: Call) -> Tensors:
+    """Return the result of a call that needs no other rank, as new tensors."""
     if call.name == "own part":
         return (parts_of(tensors, call)[call.who.rank].clone(),)
     if call.name == "own if root" and call.who.rank != call.root:

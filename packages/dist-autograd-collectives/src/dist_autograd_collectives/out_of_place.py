@@ -1,4 +1,4 @@
-"""Collectives along any dimension, without buffers, of equal or unequal parts."""
+"""Collectives along any dimension that need no output buffers, with equal or unequal parts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 Sizes: TypeAlias = Sequence[int] | Literal["auto"] | None
-"""Lengths of the ranks' parts: known, asked for, or equal."""
+"""Lengths of the ranks' parts: given, asked for (``"auto"``), or equal (``None``)."""
 
 
 @collective
@@ -56,22 +56,22 @@ def all_gather_cat(
     rank's cotangent.
 
     Args:
-        tensor: One dimension or more. Same shape but for ``dim``, and same dtype, on all ranks.
-        dim: Where they are joined.
+        tensor: One dimension or more. Same dtype and, except along ``dim``, same shape on all ranks.
+        dim: The dimension along which they are concatenated.
         sizes: Lengths of all ranks' tensors along ``dim``: ``None`` if they are equal, a list of W numbers if
             they are known, ``"auto"`` to ask the other ranks.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
             computes the same loss and that is counted once.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Returns:
         A tensor whose length along ``dim`` is the sum of all ranks'.
 
     Raises:
         IndexError: There is no such dimension.
-        ValueError: ``sizes`` are not W numbers, or not this rank's length at its place; or this rank is not
+        ValueError: ``sizes`` are not W numbers, or wrong for this rank's tensor; or this rank is not
             in the group.
 
     Cost:
@@ -79,7 +79,7 @@ def all_gather_cat(
         backward. ``"auto"`` adds an all-gather of one number, which the host waits for.
 
     Source:
-        ``torch.distributed._functional_collectives.all_gather_tensor``, which has equal sizes only.
+        ``torch.distributed._functional_collectives.all_gather_tensor``, which supports equal sizes only.
 
     Example:
         >>> tokens = all_gather_cat(mine, dim=1, sizes="auto")  # doctest: +SKIP
@@ -96,7 +96,7 @@ def all_gather_cat(
     call = Call(kind, who, "all_gather_cat")
     if sizes is None:
         return sent([rows], call, lambda whole: whole.movedim(0, dim))
-    lengths = lengths or _told([rows.shape[0]] * who.size, rows, who)
+    lengths = lengths or _exchange_lengths([rows.shape[0]] * who.size, rows, who)
     longest = max(lengths)
 
     def unpadded(whole: torch.Tensor) -> torch.Tensor:
@@ -123,12 +123,12 @@ def all_gather_stack(
 
     Args:
         tensor: Same shape and dtype on all ranks; may have no dimension.
-        dim: Of the result: the new one, of length W.
+        dim: The new dimension's position in the result; its length is W.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
             computes the same loss and that is counted once.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Raises:
         IndexError: The result has no such dimension.
@@ -162,19 +162,19 @@ def reduce_scatter_dim(
     anchor: bool = False,
     check: bool | None = None,
 ) -> Step[torch.Tensor]:
-    """Reduce all ranks' tensors and leave each rank its part along a dimension.
+    """Reduce all ranks' tensors and give each rank its part along a dimension.
 
-    Gradient of the part of rank s: as :func:`all_reduce`, with G the cotangent of rank s.
+    Gradient of the part of rank s: as for :func:`all_reduce`, with G the cotangent of rank s.
 
     Args:
         tensor: Same shape and dtype on all ranks.
         op: A ``ReduceOp`` or its name, as in ``"max"``.
-        dim: Along which it is cut.
+        dim: The dimension along which it is cut.
         sizes: Lengths of the W parts, the same on all ranks; ``None`` for equal ones.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Returns:
         This rank's part, whose length along ``dim`` is ``sizes[rank]``.
@@ -189,7 +189,7 @@ def reduce_scatter_dim(
         W - 1 times the bytes of the longest part, forward and backward.
 
     Source:
-        ``torch.distributed._functional_collectives.reduce_scatter_tensor``, whose gradient knows SUM only.
+        ``torch.distributed._functional_collectives.reduce_scatter_tensor``, whose gradient covers SUM only.
     """
     is_replicated(grad)
     who = members(group)
@@ -225,22 +225,22 @@ def all_to_all_dim(
 
     Args:
         tensor: Same dtype on all ranks.
-        split_dim: Along which it is split.
-        cat_dim: Along which the received parts are joined. If it is another one (from shards of a sequence to
-            shards of heads, say), ``input_sizes`` must be the same on all ranks.
+        split_dim: The dimension along which it is split.
+        cat_dim: The dimension along which the received parts are joined. If it is not ``split_dim`` (from
+            shards of a sequence to shards of heads, say), ``input_sizes`` must be the same on all ranks.
         input_sizes: Lengths of the sent parts along ``split_dim``; ``None`` for equal ones.
         output_sizes: Lengths of the received parts along ``cat_dim``: ``None`` if they are as long as the
             part that this rank keeps, W numbers, or ``"auto"`` to ask.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Raises:
         IndexError: There is no such dimension.
         ValueError: ``input_sizes`` do not add up to the length, or it cannot be divided by W;
-            ``output_sizes`` are not W lengths, or not what this rank keeps at its place; or this rank is not
-            in the group.
+            ``output_sizes`` are not W lengths, or wrong for the part that this rank keeps; or this rank is
+            not in the group.
 
     Cost:
         The bytes of the parts for others, forward and backward. ``"auto"`` adds an exchange of one number,
@@ -267,10 +267,10 @@ def all_to_all_dim(
     if output_sizes is None:
         received = (kept[cat_dim],) * who.size
     else:
-        received = known or _told(
+        received = known or _exchange_lengths(
             lengths if cat_dim == split_dim else (kept[cat_dim],) * who.size, tensor, who
         )
-    # What is split comes first, so that every part is one piece of memory.
+    # The split dimension goes first, so that every part is contiguous in memory.
     rows = tensor.movedim(split_dim, 0)
     row = math.prod(rows.shape[1:])
     shapes = [[*kept[:cat_dim], length, *kept[cat_dim + 1 :]] for length in received]
@@ -292,16 +292,16 @@ def all_to_all_dim(
 
 
 def _padded(rows: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a tensor with zeros after its rows, up to a length."""
+    """Return a tensor padded with rows of zeros to a length."""
     missing = length - rows.shape[0]
     if not missing:
         return rows
-    # torch.cat leaves an empty tensor out of the graph, and then this rank would not come to the backward.
+    # torch.cat leaves an empty tensor out of the graph; this rank would then not reach the backward.
     return torch.cat([rows, zeros_after(rows, rows.new_empty(missing, *rows.shape[1:]))])
 
 
 def _known_sizes(label: str, own: int, sizes: Sizes, who: Members) -> tuple[int, ...]:
-    """Return the sizes that were given, checked; none if there are none or they are to be asked for."""
+    """Return the given sizes, checked; empty if none were given or the ranks must be asked."""
     if sizes is None:
         return ()
     if isinstance(sizes, str) and sizes != "auto":
@@ -315,8 +315,8 @@ def _known_sizes(label: str, own: int, sizes: Sizes, who: Members) -> tuple[int,
     return ()
 
 
-def _told(lengths: Sequence[int], like: torch.Tensor, who: Members) -> tuple[int, ...]:
-    """Tell each rank a length, and return what each rank tells this one."""
+def _exchange_lengths(lengths: Sequence[int], like: torch.Tensor, who: Members) -> tuple[int, ...]:
+    """Send each rank a length, and return the lengths that the ranks send to this one."""
     telling = torch.tensor(lengths, dtype=torch.int64, device=like.device)
     (told,) = linear((telling,), Call("exchange", who, "sizes='auto'"))
     return tuple(told.tolist())

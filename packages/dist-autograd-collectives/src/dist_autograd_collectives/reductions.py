@@ -1,4 +1,4 @@
-"""Reduce operations: which there are, and how one rank reduces what it has of all ranks."""
+"""The reduce operations, and how one rank reduces the values that it received from all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dist_utils.finite_means import held_shares
 __all__ = ["ReduceOperation", "Reduction"]
 
 ReduceOperation: TypeAlias = ReduceOp | ReduceOp.RedOpType | str
-"""What is accepted as a reduce operation: ``ReduceOp.SUM``, ``"sum"``, ..."""
+"""Anything accepted as a reduce operation: ``ReduceOp.SUM``, ``"sum"``, ..."""
 
 _SUMS = ("SUM", "AVG", "PREMUL_SUM")
 _BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
@@ -26,8 +26,8 @@ class Reduction(NamedTuple):
     """A reduce operation.
 
     Attributes:
-        name: As torch spells it: ``"SUM"``.
-        factor: Of a ``PREMUL_SUM``.
+        name: In torch's spelling, for example ``"SUM"``.
+        factor: The factor of a ``PREMUL_SUM``.
     """
 
     name: str
@@ -35,20 +35,20 @@ class Reduction(NamedTuple):
 
     @classmethod
     def parse(cls, op: ReduceOperation, tensor: torch.Tensor) -> Reduction:
-        """Return what a user means.
+        """Return the operation that the caller named.
 
         Raises:
             TypeError: ``op`` is not a reduce operation, or does not work on the tensor's dtype.
         """
-        given: Any = op  # whatever it claims to be
+        given: Any = op  # not trusted to be what the annotation says
         factor = None
         if isinstance(given, str):
             name = given.upper()
-        elif isinstance(given, ReduceOp.RedOpType):  # ReduceOp.SUM is one
+        elif isinstance(given, ReduceOp.RedOpType):  # such as ReduceOp.SUM
             name = given.name
         elif isinstance(given, ReduceOp):
             operation: Any = given
-            state = operation.__getstate__()  # which it is, and the factor of a PREMUL_SUM
+            state = operation.__getstate__()  # the operation, and the factor of a PREMUL_SUM
             name, factor = state[0].name, state[1]
         else:
             name = repr(given)
@@ -68,11 +68,11 @@ class Reduction(NamedTuple):
 
     @property
     def is_sum(self) -> bool:
-        """Whether it is a sum of scaled inputs, which is linear."""
+        """Whether it is a sum of scaled inputs, and so linear."""
         return self.name in _SUMS
 
     def scaled(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """Return what this rank adds to a sum over so many ranks, which is finite if the mean is."""
+        """Return this rank's summand in a sum over ``size`` ranks, which is finite if the mean is."""
         if self.name == "PREMUL_SUM":
             factor: torch.Tensor = self.factor
             return tensor.to(factor.dtype) * factor.to(tensor.device)
@@ -83,13 +83,13 @@ class Reduction(NamedTuple):
         return _share(tensor, size) if tensor.is_floating_point() else tensor.to(torch.int64)
 
     def finished(self, total: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what a sum of scaled tensors is made into: of integers a mean, towards zero."""
+        """Return the result for a sum of scaled tensors; a mean of integers is rounded towards zero."""
         if self.name == "AVG" and not _has_fractions(total):
             return torch.div(total, size, rounding_mode="trunc").to(dtype)
         return total.to(dtype)
 
     def reduced(self, stacked: torch.Tensor) -> torch.Tensor:
-        """Reduce what is no sum over dimension 0, which has one entry per rank, in rank order."""
+        """Reduce over dimension 0, which has one entry per rank in rank order, if it is not a sum."""
         name, dtype = self.name, stacked.dtype
         if wide_dtype(dtype) != dtype and not (dtype is torch.uint64 and name in ("MAX", "MIN")):
             return self.reduced(stacked.to(wide_dtype(dtype))).to(dtype)
@@ -99,13 +99,13 @@ class Reduction(NamedTuple):
         if name in _BITWISE:
             return reduce(_BITWISE[name], stacked.unbind(0))
         extremum = torch.amax if name == "MAX" else torch.amin
-        if dtype is torch.uint64:  # no wider integer holds all of them: moved to where signs are in order
+        if dtype is torch.uint64:  # no wider integer exists: shifted so that signed order is unsigned order
             half = torch.iinfo(torch.int64).min
             return (extremum(stacked.view(torch.int64) ^ half, 0) ^ half).view(dtype)
         if not stacked.is_floating_point():
             return extremum(stacked, 0)
-        # Where there is a NaN it is the result, and its holders share the gradient; torch would give all
-        # inputs NaN. Elsewhere equal extrema share it.
+        # A NaN is the result, and the ranks that hold one share the gradient; torch would give all
+        # inputs NaN. Otherwise equal extrema share it.
         invalid = stacked.isnan()
         anywhere = invalid.any(0)
         share = invalid.sum(0).clamp(min=1).to(stacked.dtype)
@@ -114,17 +114,17 @@ class Reduction(NamedTuple):
 
 
 def _share(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return what is added up to a mean of so many tensors, which is finite if they are."""
+    """Return the summand for a mean of ``size`` tensors, which is finite if they are."""
     share = tensor.to(wide_dtype(tensor.dtype)) / size
     exact = share.detach()
     held = held_shares(exact, size)
-    # Rounding alone brings it out of range, and is no part of the derivative. Infinities stay.
+    # Only rounding moves it out of range, and that has no part in the derivative. Infinities stay.
     return share if held is exact else share + torch.where(held == exact, 0, held - exact)
 
 
 def _factor(given: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a factor in the dtype of what it multiplies; raises if it is no such number."""
-    # Not in the default dtype, which would round what is meant for float64.
+    """Return a factor in the dtype of the tensor it multiplies; raises if it does not fit."""
+    # Not in the default dtype, which would round a factor meant for float64.
     factor = given if isinstance(given, torch.Tensor) else torch.as_tensor(given, dtype=torch.float64)
     wide = wide_dtype(tensor.dtype)
     if (

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """A collective under way, from :func:`start`."""
+    """A running collective, returned by :func:`start`."""
 
     def __init__(self, first: Step[T]) -> None:
         self._title, self._number = first.call.title, first.call.number
@@ -38,15 +38,15 @@ class Handle(Generic[T]):
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         raise TypeError(
-            f"a handle of {self._title} cannot be copied: it is one part of a collective under way"
+            f"a handle of {self._title} cannot be copied: it belongs to a collective that is running"
         )
 
     def wait(self) -> T:
-        """Return the result, when it is there.
+        """Wait for the result and return it.
 
-        Every call returns the same tensors, until it is called in another mode: with gradients after one
-        without them, or when a checkpoint runs its function again. Then it returns a copy, which has its own
-        part in backward, and nothing is communicated again.
+        Every call returns the same tensors unless the mode has changed: with gradients after a call without
+        them, or when a checkpoint reruns its function. Then it returns a copy, which has its own part in
+        backward, and nothing is communicated again.
 
         Raises:
             RuntimeError: The collective failed, or ran into its timeout. Or it was started without gradients,
@@ -75,7 +75,7 @@ class Handle(Generic[T]):
 
     @staticmethod
     def _mode_now() -> tuple[object, ...]:
-        """Return what a result depends on beside what arrived: compared by identity."""
+        """Return what a result depends on besides the received tensors; compared by identity."""
         if torch.compiler.is_compiling():
             return ()
         return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), saved_tensor_hooks()
@@ -84,8 +84,8 @@ class Handle(Generic[T]):
         return flight.arrive(self._token, self._again if self._received else lambda: self._first(flight))
 
     def _first(self, flight: Flight) -> Tensors:
-        """Wait for what arrives, and keep it here: the flight lives as long as the graph."""
-        with torch.inference_mode(False):  # whose tensors no backward could use later
+        """Wait for the tensors and keep them here, because the flight lives as long as the graph."""
+        with torch.inference_mode(False):  # no backward could use inference tensors later
             received = flight.receive()
             self._received = [(x.detach(), _version(x)) for x in received]
         return received
@@ -100,7 +100,7 @@ class Handle(Generic[T]):
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place, if torch counts that."""
+    """Return how often a tensor was changed in place, if torch counts it."""
     return 0 if tensor.is_inference() else tensor_version(tensor)
 
 
@@ -108,26 +108,26 @@ def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle
     """Start a collective of this package and return at once, so that it overlaps what is computed next.
 
     In backward the roles change: the gradient's collective is launched where :meth:`Handle.wait` was called,
-    and waited for where ``start`` was, so that it overlaps the backward of what was computed between them.
+    and waited for where ``start`` was, so that it overlaps the backward of the computation between them.
 
     Args:
         function: A collective of this package, as in ``start(all_gather, x)``.
-        args: Its arguments. Tensors must not be changed in place before the result is there.
+        args: Its arguments. Tensors must not be changed in place before the result has arrived.
         kwargs: Its keyword arguments.
 
     Returns:
         A handle whose :meth:`Handle.wait` returns what ``function(*args, **kwargs)`` would. All ranks must
-        start, and wait for, the same collectives in the same order. A handle that is dropped is waited for.
-        It may be waited for within a checkpoint of either kind, or several times.
+            start, and wait for, the same collectives in the same order. A dropped handle is waited for before
+            it is freed. It may be waited for several times, also inside a checkpoint of either kind.
 
     Raises:
-        TypeError: ``function`` is none of this package's collectives; and as the function itself.
+        TypeError: ``function`` is not a collective of this package; and what the function itself raises.
 
     Cost:
-        What the function costs. Of those that need two collectives one after the other (MAX, MIN and
-        PRODUCT for all ranks) the second one runs in ``wait``. Under ``torch.compile``, where the compiler
-        decides when to wait, and under ``torch.func`` it is the function itself. The handle keeps what
-        arrived: drop it after its last ``wait``.
+        The cost of the function. Where that takes two collectives in sequence (MAX, MIN and
+        PRODUCT for all ranks), the second one runs in ``wait``. Under ``torch.compile``, where the compiler
+        decides when to wait, and under ``torch.func`` it is the function itself. The handle keeps the
+        received tensors: drop it after its last ``wait``.
 
     Example:
         >>> handle = start(all_gather, keys)  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""What a collective function consists of: something to send, how, and what is made of what arrives."""
+"""The steps of a collective function: tensors to send, how to send them, and how to use the result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import torch
 
 from dist_autograd_collectives.calls import Call, Tensors, numbered
-from dist_autograd_collectives.compared_calls import is_wanted, problems_told
+from dist_autograd_collectives.compared_calls import is_wanted, report_problems
 from dist_autograd_collectives.linear import linear
 from dist_autograd_collectives.local import needs_others
 
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 @dataclass
 class Step(Generic[T]):
-    """A linear collective in the making of a result.
+    """One linear collective on the way to a result.
 
     Attributes:
-        tensors: What this rank sends.
-        call: How.
-        after: Makes the result of what this rank receives, or the next step.
+        tensors: The tensors that this rank sends.
+        call: The collective that sends them.
+        after: Turns what this rank receives into the result, or into the next step.
     """
 
     tensors: Tensors
@@ -37,7 +37,7 @@ class Step(Generic[T]):
 
 
 def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
-    """Make a public function of one that returns its first step: it takes all of them."""
+    """Turn a function that returns its first step into a public function that runs all steps."""
 
     @functools.wraps(plan)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -49,10 +49,10 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
         if torch.compiler.is_compiling():
             return plan(*args, **kwargs)
         options: dict[str, Any] = {**kwargs}
-        options["check"] = is_wanted(options.get("check"))  # asked once
+        options["check"] = is_wanted(options.get("check"))  # the environment is read once per call
         if options["check"]:
-            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}  # whatever they are
-            with problems_told(given.get("group")):
+            given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}  # not checked yet
+            with report_problems(given.get("group")):
                 first = plan(*args, **options)
         else:
             first = plan(*args, **options)
@@ -70,13 +70,13 @@ def collective(plan: Callable[P, Step[T]]) -> Callable[P, T]:
 
 
 def _backward_needs_others(step: Step[Any]) -> bool:
-    """Return whether the gradient of a local step is a collective; if not, a rank may take the step alone."""
+    """Return whether the gradient of a local step is a collective; if not, a rank may run it alone."""
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in step.tensors)
     return differentiable and needs_others(step.call.transposed())
 
 
 def completed(result: T | Step[T], number: int) -> T:
-    """Take all steps that are left of the call with this number."""
+    """Run the remaining steps of the call with this number."""
     while isinstance(result, Step):
         call = result.call if result.call.number == number else result.call._replace(number=number)
         result = result.after(*linear(result.tensors, call))

@@ -1,4 +1,4 @@
-"""Collectives that reduce, and the copy whose gradient is reduced."""
+"""Collectives that reduce, and ``copy_to_group``, whose gradient is a reduction."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dist_autograd_collectives.connecting import zeros_after
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction
 from dist_autograd_collectives.steps import Step, collective
 from dist_autograd_collectives.tensor_arguments import check_tensor
-from dist_autograd_collectives.transport import itself, reduced_for_all, reduced_for_each, sent
+from dist_autograd_collectives.transport import identity, reduced_for_all, reduced_for_each, sent
 from dist_utils import GroupLike
 
 __all__ = ["all_reduce", "copy_to_group", "reduce", "reduce_scatter"]
@@ -51,27 +51,27 @@ def all_reduce(
     - PRODUCT: G times the product of the other ranks' values, exact with zeros.
 
     Args:
-        tensor: Any dtype the operation knows. Same shape and dtype on all ranks; any strides.
+        tensor: Any dtype that the operation supports. Same shape and dtype on all ranks; any strides.
         op: A ``ReduceOp`` or its name, as in ``"max"``.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
             computes the same loss and that is counted once.
-        anchor: Take part in backward even if ``tensor`` needs no gradient here. For when only some ranks'
-            tensors need one: without it the others wait for this rank, which never comes.
-        check: Compare first what the ranks call and with what: one all-gather of 33 bytes. ``None`` for
-            what the environment variable ``DIST_AUTOGRAD_CHECK`` says (``1`` for yes). Nothing is compared
+        anchor: Take part in backward even if ``tensor`` needs no gradient here. Use it if only some ranks'
+            tensors need one: without it the others would wait for this rank, which never comes.
+        check: Compare the ranks' functions and arguments first: one all-gather of 33 bytes. ``None``: only
+            if the environment variable ``DIST_AUTOGRAD_CHECK`` is set (to ``1``, say). Nothing is compared
             while ``torch.compile`` traces.
 
     Raises:
         TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
         ValueError: This rank is not in the group, or ``grad`` is unknown. Before communication.
         TensorMismatchError: With ``check``: on every rank, if the ranks' calls do not fit each other.
-        CollectiveError: In backward, with the function's name, if that collective fails: other ranks never
-            came to it, say.
+        CollectiveError: In backward, with the function's name, if that collective fails, for
+            example because other ranks never reached it.
 
     Cost:
-        Forward and backward each 2 (W - 1) / W of the tensor's bytes; backward of sums with
-        ``"replicated"`` nothing.
+        Forward and backward each 2 (W - 1) / W times the tensor's bytes; sums with ``"replicated"``
+        send nothing backward.
 
     Source:
         ``torch.distributed.nn.functional.all_reduce``, wrong for MAX, MIN and PRODUCT.
@@ -85,7 +85,7 @@ def all_reduce(
     tensor = anchored(tensor, anchor)
     title = f"all_reduce({reduction.name})"
     agree(check, who, f"{title}, {grad}", [tensor])
-    return reduced_for_all(tensor, who, reduction, title, itself, replicated=replicated)
+    return reduced_for_all(tensor, who, reduction, title, identity, replicated=replicated)
 
 
 @collective
@@ -102,23 +102,23 @@ def reduce(
 ) -> Step[torch.Tensor]:
     """Reduce a tensor over all ranks to rank ``dst``; the others get zeros.
 
-    Gradient: as :func:`all_reduce`, with G the cotangent of ``dst``. The other ranks' outputs are
+    Gradient: as for :func:`all_reduce`, with G the cotangent of ``dst``. The other ranks' outputs are
     constants.
 
     Args:
-        tensor: Any dtype the operation knows. Same shape and dtype on all ranks; any strides.
+        tensor: Any dtype that the operation supports. Same shape and dtype on all ranks; any strides.
         dst: The destination's rank in WORLD.
         op: A ``ReduceOp`` or its name, as in ``"max"``.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         group_dst: The destination's rank in the group, instead of ``dst``.
         grad: Both conventions agree here: only one rank has the result.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Raises:
         TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
-        ValueError: This rank or the other one is not in the group, both ways to name that rank are used, or
-            ``grad`` is unknown. Before communication.
+        ValueError: This rank or the destination is not in the group, not exactly one of ``dst`` and
+            ``group_dst`` is given, or ``grad`` is unknown. Before communication.
 
     Cost:
         About the tensor's bytes twice forward, once backward.
@@ -163,23 +163,23 @@ def reduce_scatter(
 ) -> Step[torch.Tensor]:
     """Reduce the ``r``-th tensors of all ranks' lists to rank ``r``.
 
-    Gradient of entry s: as :func:`all_reduce`, with G the cotangent of rank s.
+    Gradient of entry s: as for :func:`all_reduce`, with G the cotangent of rank s.
 
     Args:
-        output: Of the shape of each entry; filled.
+        output: A buffer with the shape of each entry; it is filled.
         input_list: W tensors of one shape and dtype.
         op: A ``ReduceOp`` or its name, as in ``"max"``.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: Both conventions agree here: the results differ between ranks.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output``.
 
     Raises:
         TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
-        ValueError: The list has not W entries of the output's shape; or this rank is not in the group.
+        ValueError: The list does not have W entries of the output's shape; or this rank is not in the group.
 
     Source:
         ``torch.distributed.nn.functional.reduce_scatter``, whose gradient ignores ``op``.
@@ -205,8 +205,8 @@ def copy_to_group(
 ) -> Step[torch.Tensor]:
     """Return a copy, whose gradient is summed over the ranks.
 
-    For a value that is identical on all ranks, with which each rank computes its own part: the
-    entry of a tensor-parallel layer. Its exit is ``all_reduce(..., grad="replicated")``.
+    For a value that is identical on all ranks and from which each rank computes its own part: the entry of a
+    tensor-parallel layer. The exit of that layer is ``all_reduce(..., grad="replicated")``.
 
     Gradient: sum over s of g_s, on every rank.
 
@@ -214,7 +214,7 @@ def copy_to_group(
         tensor: The same on all ranks.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: what ``DIST_AUTOGRAD_CHECK`` says.
+        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
 
     Raises:
         ValueError: This rank is not in the group, or ``grad`` is unknown. Before communication.
@@ -229,4 +229,4 @@ def copy_to_group(
     check_tensor("tensor", tensor)
     tensor = anchored(tensor, anchor)
     agree(check, who, "copy_to_group", [tensor])
-    return sent([tensor], Call("copy", who, "copy_to_group"), itself)
+    return sent([tensor], Call("copy", who, "copy_to_group"), identity)

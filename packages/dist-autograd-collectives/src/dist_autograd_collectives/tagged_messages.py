@@ -1,10 +1,10 @@
-"""Messages between two ranks on Gloo, under a tag that says what they are.
+"""Messages between two ranks on Gloo, under a tag that identifies the call, shape and dtype.
 
-Gloo fills the front of a buffer with a message that is too short, in silence, and ends the process if one is
-too long. Under such a tag a message never meets a buffer of another shape or dtype, or of another collective,
-also where ranks take part in different ones of the same size: both wait for what does not come, and raise at
-the group's timeout. A length sent with each message would tell them at once, but small messages took 0.17 to
-0.3 ms with it, in place of 0.10 (1 KiB between two ranks).
+Gloo silently fills only the front of a buffer if a message is too short, and ends the process if it is too
+long. With these tags a message never meets a buffer of another shape, dtype or collective, even where ranks
+take part in different collectives of the same size: both wait for a message that does not come, and raise at
+the group's timeout. A length sent with each message would reveal the mismatch at once, but with it small
+messages took 0.17 to 0.3 ms instead of 0.10 (1 KiB between two ranks).
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from dist_autograd_collectives.failures import CollectiveError
 __all__ = ["exchange"]
 
 _TAG = 1 << 30
-"""Added to all tags: so that they never meet a user's own ``send`` and ``recv``."""
+"""Added to all tags, so that they never match a user's own ``send`` and ``recv``."""
 
 
 def exchange(
     call: Call, outgoing: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor | None]
 ) -> Callable[[], None]:
-    """Start sending to and receiving from every rank in the group; return what waits for it.
+    """Start sending to and receiving from every rank in the group; return a function that waits for it.
 
     Args:
-        call: Whose messages they are.
-        outgoing: What each rank gets, contiguous; empty tensors and ``None`` need no message.
-        incoming: Contiguous tensors to be filled with what each rank sends; likewise.
+        call: The call that the messages belong to.
+        outgoing: The contiguous tensor for each rank; an empty tensor or ``None`` needs no message.
+        incoming: The contiguous tensor to fill with each rank's message; likewise.
 
     Raises:
-        CollectiveError: When waited for: a message did not come, or did not go, until the group's timeout.
+        CollectiveError: When waited for: a message was not received or sent within the group's timeout.
     """
     who, group = call.who, call.who.group
     assert group is not None
 
-    tags: dict[tuple[int, ...], int] = {}  # most messages of a call have one shape
+    tags: dict[tuple[int, ...], int] = {}  # most messages of a call have the same shape
     works: list[dist.Work] = []
-    # Receives first: with sends first two hosts took turns on a duplex link, 1.9 instead of 1.05 s.
+    # Receives first: with sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
     for parts, step, message in ((incoming, -1, group.recv), (outgoing, 1, group.send)):
-        for distance in range(1, who.size):  # not all to the same one at once
+        for distance in range(1, who.size):  # so that not all ranks send to the same one at once
             rank = (who.rank + step * distance) % who.size
             part = parts[rank]
             if part is not None and part.numel():
@@ -56,7 +56,7 @@ def exchange(
     mine, own = incoming[who.rank], outgoing[who.rank]
     if mine is not None and own is not None:
         mine.copy_(own)
-    kept = [outgoing]  # until it is sent
+    kept = [outgoing]  # kept alive until it is sent
 
     def wait() -> None:
         try:
@@ -70,8 +70,8 @@ def exchange(
 
 
 def _tag(tensor: torch.Tensor, call: Call) -> int:
-    """Return 30 bits that other messages share by chance only, the same in every process."""
-    shape = tuple(length for length in tensor.shape if length != 1)  # a row is what it is a row of
+    """Return 30 bits that other messages share only by chance, the same in every process."""
+    shape = tuple(length for length in tensor.shape if length != 1)  # a row may be received as a matrix
     return _TAG + hash((_kind(call.title, call.name, tensor.dtype), call.number, call.order, shape)) % _TAG
 
 
@@ -86,7 +86,7 @@ def _explained(
     incoming: Sequence[torch.Tensor | None],
     error: RuntimeError,
 ) -> str:
-    """Say which messages this rank was part of, since one of another call is never met."""
+    """Describe this rank's messages, because one of another call never arrives."""
     sent, expected = (
         [0 if part is None else part.nbytes for part in parts] for parts in (outgoing, incoming)
     )

@@ -13,7 +13,7 @@ __all__ = ["check_tensor", "integers", "tensor_list"]
 
 
 def check_tensor(label: str, given: Any) -> None:
-    """Raise unless it is a dense tensor with values, or one that a transform or a compiler makes."""
+    """Raise unless it is a dense tensor with memory, or one made by a transform or a compiler."""
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{label} must be a tensor, got {_named(given)}")
     if given.layout is not torch.strided:
@@ -22,7 +22,7 @@ def check_tensor(label: str, given: Any) -> None:
         raise TypeError(
             f"{label} must be a dense tensor, got a {'nested' if given.is_nested else 'quantized'} one"
         )
-    if type(given).__name__ == "DTensor":  # by name: its module takes long to load
+    if type(given).__name__ == "DTensor":  # by name: importing its module takes long
         raise TypeError(f"{label} must be a tensor of this rank, got a DTensor: see its to_local()")
     if not _has_memory(given):
         raise ValueError(f"{label} has no memory: its storage was freed")
@@ -35,7 +35,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def tensor_list(label: str, given: Any) -> list[torch.Tensor]:
-    """Return a list of dense tensors; raises if it is none."""
+    """Return a list of dense tensors; raises if it is anything else."""
     if not isinstance(given, (list, tuple)):
         raise TypeError(f"{label} must be a list or tuple of tensors, got {_named(given)}")
     for index, entry in enumerate(given):
@@ -50,7 +50,7 @@ def integers(label: str, given: Any) -> list[Any]:
     if isinstance(given, str):
         raise TypeError(f"{label} must be integers, got {given!r}")
     try:
-        # Symbolic ones, of torch.compile, stay what they are.
+        # Symbolic integers of torch.compile stay symbolic.
         return [size if isinstance(size, torch.SymInt) else operator.index(size) for size in given]
     except TypeError as error:
         raise TypeError(f"{label} must be integers, got {given!r}") from error

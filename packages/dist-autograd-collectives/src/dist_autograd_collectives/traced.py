@@ -9,14 +9,14 @@ import torch
 
 from dist_autograd_collectives.calls import Call, Members, Tensors, padded_parts, splits_to_root
 from dist_autograd_collectives.connecting import zeros_after
-from dist_autograd_collectives.local import alone, needs_others
+from dist_autograd_collectives.local import local_result, needs_others
 from dist_autograd_collectives.storage_dtypes import GLOO_DTYPES
 from dist_utils.torch_compat import linear_operator, traceable_collectives
 
 __all__ = ["linear"]
 
 _SMALL_BYTES = 64 << 10
-"""Up to here a sum for one rank is sent as a sum for all: twice the bytes, but one message less."""
+"""Up to this size a sum for one rank is run as a sum for all: twice the bytes, but one message less."""
 
 
 def linear(tensors: Tensors, call: Call) -> Tensors:
@@ -27,7 +27,7 @@ def linear(tensors: Tensors, call: Call) -> Tensors:
         whole = torch.cat(tensors) if call.separate_input else tensors[0]
         received = _traced(whole, _joined(call, call.input_splits, call.output_splits))
         return torch.split(received, list(call.output_splits)) if call.separate_output else (received,)
-    # All parts have one shape here. They become rows.
+    # Here all parts have the same shape; they become rows.
     to_root, from_all = splits_to_root(1, call.who, call.root)
     at_root = call.who.rank == call.root
     if call.name == "scatter":
@@ -78,7 +78,7 @@ def _call(
 
 def _compute(tensor: torch.Tensor, *arguments: Any) -> torch.Tensor:
     call, x = _call(*arguments), tensor.contiguous()
-    return _run(x, call) if needs_others(call) else alone((x,), call)[0]
+    return _run(x, call) if needs_others(call) else local_result((x,), call)[0]
 
 
 def _transposed(*arguments: Any) -> tuple[Any, ...]:
@@ -91,7 +91,7 @@ _operator = linear_operator(
     _compute,
     _transposed,
 )
-"""One operator for all of them: transforms that are compiled too then find its rules (see its maker)."""
+"""One operator for all collectives, so that compiled transforms find its rules (see linear_operator)."""
 
 
 def _run(x: torch.Tensor, call: Call) -> torch.Tensor:
@@ -99,14 +99,14 @@ def _run(x: torch.Tensor, call: Call) -> torch.Tensor:
         return _run_as_it_is(x, call)
     if call.name in ("all_reduce", "reduce", "reduce_scatter"):
         return _sum_of_others(x, call)
-    # What is only moved is moved as bytes, which every backend knows: one dimension more, at the end.
+    # Data that is only moved goes as bytes, which every backend supports: one more dimension, at the end.
     data = x.unsqueeze(-1).view(torch.uint8)
     moved = _run_as_it_is(data, call)
     return moved.view(x.dtype).squeeze(-1)
 
 
 def _sum_of_others(x: torch.Tensor, call: Call) -> torch.Tensor:
-    """Sum a dtype that the backend does not know, in one that it does; integers wrap around as they do."""
+    """Sum a dtype that the backend lacks in a wider one; integers wrap around as usual."""
     wide = torch.float32 if x.dtype.is_floating_point else torch.int64
     return _run_as_it_is(x.to(wide), call).to(x.dtype)
 
@@ -123,7 +123,7 @@ def _run_as_it_is(x: torch.Tensor, call: Call) -> torch.Tensor:
         return _send(traceable_collectives.all_gather_into_tensor, x, who.size, who.name)
     if name == "reduce_scatter":
         return _send(traceable_collectives.reduce_scatter_tensor, x, "sum", who.size, who.name)
-    # A gather and a scatter too: the traceable collectives have neither.
+    # Also a gather or a scatter: the traceable collectives have neither.
     return _exchange(x, call.input_splits, call.output_splits, who)
 
 
@@ -141,7 +141,7 @@ def _exchange(
 
 
 def _reduce(x: torch.Tensor, who: Members, root: int) -> torch.Tensor:
-    """Sum to one rank, in two steps, which send as little: the traceable collectives have no reduce."""
+    """Sum to one rank in two steps that send as few bytes: the traceable collectives have no reduce."""
     if x.numel() * x.element_size() <= _SMALL_BYTES:  # nbytes cannot be traced with symbolic shapes
         total = _send(traceable_collectives.all_reduce, x, "sum", who.name)
     else:

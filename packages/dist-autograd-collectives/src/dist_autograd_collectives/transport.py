@@ -1,4 +1,4 @@
-"""Steps that several functions are made of: tensors of any dtype, stride and shape, and reductions."""
+"""Steps that several functions share: tensors of any dtype, stride and shape, and reductions."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from dist_autograd_collectives.calls import Call, Members, Tensors, padded_parts
 from dist_autograd_collectives.reductions import Reduction
 from dist_autograd_collectives.steps import Step
 
-__all__ = ["all_of_them", "itself", "joined", "pieces", "reduced_for_all", "reduced_for_each", "sent"]
+__all__ = ["as_tuple", "identity", "joined", "pieces", "reduced_for_all", "reduced_for_each", "sent"]
 
 T = TypeVar("T")
 
 
 def sent(tensors: Sequence[torch.Tensor], call: Call, after: Callable[..., T | Step[T]]) -> Step[T]:
-    """Send tensors of one dtype; complex ones as real and imaginary parts, which every backend knows."""
+    """Send tensors of one dtype; complex ones as real and imaginary parts, which every backend supports."""
     if not tensors[0].is_complex():
         return Step(tuple(tensors), call, after)
-    # Not view_as_real: gradients of any stride come back through this.
+    # Not view_as_real, because gradients may come back with any strides.
     real = tuple(torch.stack((tensor.real, tensor.imag), -1) for tensor in tensors)
     return Step(real, call, lambda *received: after(*(torch.complex(x[..., 0], x[..., 1]) for x in received)))
 
@@ -44,8 +44,8 @@ def reduced_for_each(
 ) -> Step[T]:
     """Reduce the ``r``-th of W tensors of one shape to rank ``r``.
 
-    What is no sum is reduced where it ends, from all ranks' parts: the bytes of a ring, and torch's own
-    gradients.
+    Anything but a sum is reduced at its destination, from all ranks' parts: that sends as many bytes as a
+    ring, and uses torch's own gradients.
     """
     if op.is_sum:
         call, dtype = Call("reduce_scatter", who, title, separate_input=True), parts[0].dtype
@@ -83,18 +83,18 @@ def reduced_for_all(
     return reduced_for_each(padded_parts(tensor, who).unbind(0), who, op, title, then_for_all)
 
 
-def itself(result: torch.Tensor) -> torch.Tensor:
-    """Return what arrived: nothing is left to do."""
+def identity(result: torch.Tensor) -> torch.Tensor:
+    """Return the received tensor unchanged."""
     return result
 
 
-def all_of_them(*results: torch.Tensor) -> Tensors:
-    """Return what arrived, if it is several tensors."""
+def as_tuple(*results: torch.Tensor) -> Tensors:
+    """Return the received tensors as a tuple."""
     return results
 
 
 def pieces(flat: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-    """Return parts of a flat tensor, views that may be changed in place: those of torch.split may not."""
+    """Return parts of a flat tensor, as views that may be changed in place, unlike those of torch.split."""
     found, start = [], 0
     for length in lengths:
         found.append(flat.narrow(0, start, length))
