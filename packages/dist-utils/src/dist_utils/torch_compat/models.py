@@ -40,13 +40,14 @@ def parameter_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def register_comm_hook(
     ddp: DistributedDataParallel, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
 ) -> None:
-    """Register a communication hook, and change nothing in a model that takes no more hooks.
+    """Register a communication hook, and change nothing in a model that accepts no more hooks.
 
-    As after ``_register_builtin_comm_hook``, which leaves no trace in Python: ``ddp.register_comm_hook``
-    raises RuntimeError then, and keeps the hook in its list. No public name for that up to torch 2.15.
+    A model accepts none after ``_register_builtin_comm_hook``, which leaves no trace in Python:
+    ``ddp.register_comm_hook`` then raises RuntimeError, but keeps the hook in its list. No public name for
+    that up to torch 2.15.
 
     Raises:
-        RuntimeError: The model has a hook.
+        RuntimeError: The model already has a hook.
     """
     before = list(ddp._comm_hooks)  # noqa: SLF001
     try:
