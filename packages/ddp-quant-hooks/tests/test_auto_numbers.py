@@ -4,7 +4,7 @@ import pytest
 
 from ddp_quant_hooks.auto_choice import (
     Assignment,
-    another_round_tells,
+    another_round_helps,
     best_by_size,
     clearly_slower,
     fastest,
@@ -67,10 +67,10 @@ def test_a_candidate_that_is_slower_by_more_than_chance_gets_no_more_turns():
 
 
 def test_another_round_is_for_what_is_open_and_matters():
-    assert another_round_tells([A, B], [_around(1.0, 0.95)] * 4)  # of which A is chosen
-    assert not another_round_tells([A, B], [_around(1.0, 0.95, noise=0.001)] * 4)
-    assert not another_round_tells([A, B], [_around(1.0, 0.99, noise=0.001)] * 4)
-    assert not another_round_tells([A, B], [])
+    assert another_round_helps([A, B], [_around(1.0, 0.95)] * 4)  # of which A is chosen
+    assert not another_round_helps([A, B], [_around(1.0, 0.95, noise=0.001)] * 4)
+    assert not another_round_helps([A, B], [_around(1.0, 0.99, noise=0.001)] * 4)
+    assert not another_round_helps([A, B], [])
 
 
 def test_who_left_in_a_fast_moment_is_not_taken_for_fast():

@@ -126,7 +126,7 @@ def test_buckets_of_64_kib_are_averaged_exactly_and_the_first_of_ddp_never():
     assert sizes[-1] <= 1 << 20
 
 
-_TOLD = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "GROUP_RANK")
+_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "GROUP_RANK")
 
 
 @pytest.mark.parametrize(
@@ -141,8 +141,8 @@ _TOLD = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SI
     ],
 )
 def test_hosts_of_equal_size_are_known_from_the_launcher(monkeypatch, told, found):
-    for name in _TOLD:
+    for name in _VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in zip(_TOLD, told, strict=False):
+    for name, value in zip(_VARIABLES, told, strict=False):
         monkeypatch.setenv(name, str(value))
     assert hosts.ranks_per_host(24) == found

@@ -1,7 +1,7 @@
 """The GPU kernels as text for NVRTC, and compiled: no GPU is needed for any of this.
 
-Each program has one kernel, for one dtype, format, block size and number of messages. What was compiled
-is kept on disk, for all processes of a user.
+Each program has one kernel, for one dtype, format, block size and number of messages. Compiled code is kept
+on disk, for all processes of a user.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class GpuProgram:
     """One kernel, as C++ text.
 
     Attributes:
-        file: Of the kernel, in ``csrc``.
+        file: The kernel's file in ``csrc``.
         call: The kernel with its template's arguments.
-        work: The type of what it works on, its only parameter.
-        threads: Of a thread block.
+        work: The type of its only parameter.
+        threads: The number of threads in a thread block.
         blocks_at_a_time: Blocks, or channels' pieces, that a thread block works on.
-        checks: What must be true for the numbers here to be the kernel's, in C++.
+        checks: A C++ condition that is true if the numbers here are the kernel's.
     """
 
     file: str
@@ -71,7 +71,7 @@ class GpuProgram:
     checks: str
 
     def entry(self, name: str = "kernel") -> str:
-        """Return the kernel's definition under a name, to put behind its file's text."""
+        """Return the kernel's definition under a name, to append to its file's text."""
         declaration = f"void {name}(const __grid_constant__ {self.work} work)"
         return (
             f"namespace {Path(self.file).stem} {{\n"
@@ -88,7 +88,7 @@ class GpuProgram:
 
 @functools.cache
 def source(file: str) -> str:
-    """Return a file of ``csrc`` with what it includes of ours in the place of its first mention."""
+    """Return a file of ``csrc`` with our own includes expanded where they first occur."""
     seen: set[str] = set()
 
     def include(match: re.Match[str]) -> str:
@@ -104,7 +104,7 @@ def source(file: str) -> str:
     return "#define FOUR_AT_A_TIME\n" + expand(file)
 
 
-@functools.cache  # asked for at every launch
+@functools.cache  # called at every launch
 def block_program(
     kernel: str,
     layout: Layout,
@@ -123,8 +123,8 @@ def block_program(
         layout: Of the messages.
         dtype: Of the values that are encoded or decoded.
         new_layout: Of the message that ``reduce`` writes.
-        aligned: All tensors and messages start at multiples of 16 bytes.
-        shards: How many there are.
+        aligned: Whether all tensors and messages start at multiples of 16 bytes.
+        shards: The number of shards.
         ranks: How many messages are averaged.
         residual_dtype: Of the residuals of ``encode`` and ``reduce``.
     """
@@ -150,7 +150,7 @@ def block_program(
 
 
 def lanes_of_team(block: int, unit: int) -> int:
-    """Return how many lanes have a block, in units of ``unit`` values of each half."""
+    """Return how many lanes share a block, in units of ``unit`` values of each half."""
     units, lanes = block // 2 // unit, 1
     while lanes < units and (lanes < _WARP or block > lanes * _MOST_VALUES):
         lanes *= 2
@@ -164,7 +164,8 @@ def affine_program(kernel: str, dtype: torch.dtype, *, aligned: bool = True, ran
     Args:
         kernel: Its name there.
         dtype: Of the values.
-        aligned: Tensors and messages start at multiples of 16 bytes, and channels at multiples of 4 values.
+        aligned: Whether tensors and messages start at multiples of 16 bytes, and channels at multiples of 4
+            values.
         ranks: How many messages are averaged.
     """
     arguments = f"{_VALUES[dtype]}, {_CPP[aligned]}" + (f", {ranks}" if kernel == "decode" else "")
@@ -180,12 +181,12 @@ def affine_pieces(values: int, channel: int) -> int:
 
 
 def channels_are_short(channel: int) -> bool:
-    """Tell whether one thread block can have a whole channel."""
+    """Return whether one thread block can process a whole channel."""
     return channel <= _AFFINE_PIECE
 
 
 def cache_folder() -> Path | None:
-    """Return where compiled kernels are kept: :data:`CACHE_VARIABLE`, or in the user's cache, if any."""
+    """Return where compiled kernels are kept: :data:`CACHE_VARIABLE`, or the user's cache folder, if any."""
     chosen, root = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
     if chosen:
         return Path(chosen)
@@ -210,7 +211,7 @@ def compile_program(
         ImportError: ``cuda-core`` is not installed.
         Exception: NVRTC is not there, or does not know the architecture: cuda-core's errors.
     """
-    # Optional: only who compiles needs them.
+    # Optional dependencies, needed only to compile.
     from cuda.core import Program, ProgramOptions  # noqa: PLC0415
 
     from ddp_quant_hooks.kernels.gpu_cache import open_cache  # noqa: PLC0415

@@ -18,7 +18,7 @@ class Claim(NamedTuple):
 
     Attributes:
         node: A name that the ranks of a node share.
-        gpu: What tells its GPU from others of the node; empty: it has none.
+        gpu: What identifies its GPU within the node; empty: it has none.
         nccl: Whether it has joined with NCCL.
     """
 
