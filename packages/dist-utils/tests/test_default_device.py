@@ -1,5 +1,4 @@
-"""torch's default device changes nothing: tensors are exchanged on the device that the group's backend
-needs."""
+"""torch's default device changes nothing: tensors are exchanged on a device of the group's backend."""
 
 import pytest
 import torch

@@ -103,9 +103,7 @@ def test_what_was_allocated_can_be_freed():
             assert free_storage(tensor)
             assert not data_ptr_allocated(tensor)
         assert alloc_storage(tensor, (8,))
-        with pytest.raises(
-            ValueError, match="does not cover exactly"
-        ):  # not the memory that the tensor was given
+        with pytest.raises(ValueError, match="does not cover exactly"):  # not the memory it was given
             free_storage(tensor[:1])
 
 

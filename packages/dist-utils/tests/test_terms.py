@@ -98,7 +98,7 @@ def _threads(rank):
     return names
 
 
-def test_threads_come_to_two_groups_in_any_order():
+def test_threads_use_two_groups_in_any_order():
     first, second = run_ranks(_threads, 2)
     assert first == second
     assert first[0] != first[1]

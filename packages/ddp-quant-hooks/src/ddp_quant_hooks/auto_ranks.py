@@ -17,7 +17,7 @@ from dist_utils.torch_compat import group_timeout
 __all__ = ["AutoRanks"]
 
 _SOON = timedelta(seconds=30)
-"""Ranks that have just received the same verdict all come within this time."""
+"""Ranks that have just received the same verdict all call again within this time."""
 
 
 class AutoRanks:

@@ -43,8 +43,8 @@ class BoundModel:
 
         A state without a process group takes the model's. The model is not kept alive.
 
-        If two backward passes of the model end and the state's hook has got no bucket, a warning says so: the
-        hook is not registered with this module, or the framework that was told to do so has ignored it.
+        If two backward passes of the model end and the state's hook has received no bucket, a warning says
+        so: the hook is not registered with this module, perhaps because a framework ignored it.
 
         Args:
             ddp: The ``DistributedDataParallel`` module whose gradients are averaged.

@@ -62,7 +62,7 @@ class BackwardPass:
         self.discarded = False
         self._buckets = 0
         self._last_index = -1
-        # Reentrant checkpointing runs backward passes inside of the pass; a bucket may come in any of them.
+        # Reentrant checkpointing runs backward passes inside of the pass; a bucket may arrive in any of them.
         self._ended_well: dict[int, bool] = {}
         self._surrounding_ended_well: bool | None = None  # None: not looked for yet
         self.outcome = Outcome()
@@ -127,7 +127,7 @@ class BackwardPass:
 
     @property
     def outside_of_backward(self) -> bool:
-        """Whether its buckets come from outside of autograd, which then cannot tell its end."""
+        """Whether its buckets come from outside of autograd, which then does not report its end."""
         return -1 in self._ended_well
 
     @property

@@ -134,7 +134,7 @@ class Route:
         return plan_levels(group.size(), count, self.ranks_per_host(group))
 
     def ranks_per_host(self, group: dist.ProcessGroup) -> int:
-        """Return how many consecutive ranks are on a host, as far as that is known and matters."""
+        """Return how many consecutive ranks are on a host, if that is known and matters."""
         if self._chosen is not None or not depends_on_hosts(group.size()):
             return 1
         return hosts.ranks_per_host(group.size())

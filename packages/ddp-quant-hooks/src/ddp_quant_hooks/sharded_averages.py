@@ -71,7 +71,7 @@ class _Hook:
         self._module = module
         self._not_averaged: torch.Tensor | None = None
         self._in_flight: torch.futures.Future[torch.Tensor] | None = None
-        self._written: torch.Tensor | None = None  # by what is in flight
+        self._written: torch.Tensor | None = None  # by the exchange in flight
 
     def __call__(self, reduced: torch.Tensor) -> None:
         """Average what was reduced, in place, or keep it for a later micro-batch."""

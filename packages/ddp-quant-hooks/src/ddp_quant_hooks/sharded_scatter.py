@@ -53,7 +53,7 @@ def reduce_scatter_class(
             op: Any,
             async_op: bool = False,
         ) -> None:
-            """Reduce the module's gradients, and return when they are there."""
+            """Reduce the module's gradients, and return when that is done."""
             del group, async_op  # the state has its own; FSDP does not wait for a result
             if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
                 raise ValueError(

@@ -47,7 +47,7 @@ class _CheckedCache(FileStreamProgramCache):  # type: ignore[misc] # has no type
 def open_cache(folder: Path) -> FileStreamProgramCache | None:
     """Return the cache in a folder; ``None``, with a line in the log, if there can be none.
 
-    The folder is made if need be, for this user alone. One that another user could write is not used:
+    The folder is made if necessary, for this user alone. One that another user could write is not used:
     checksums detect damage, not code that somebody put there.
     """
     try:

@@ -181,7 +181,7 @@ def main() -> int:
         return 2
     try:
         run(options, place)
-    except Exception as error:  # noqa: BLE001 - every rank tells what ended it
+    except Exception as error:  # noqa: BLE001 - every rank reports its error
         sys.stderr.write(f"rank {place.rank}: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
         leave_after_error()

@@ -39,7 +39,7 @@ def choose_device(node: str, *, wanted: str, nccl: bool) -> torch.device:
         ValueError: GPUs are wanted, and a rank has none, or NCCL would have to share one; on every rank.
 
     Cost:
-        Collective: every rank tells the others what it has.
+        Collective: the ranks exchange what they have.
     """
     if wanted == "cpu":
         return torch.device("cpu")

@@ -79,7 +79,7 @@ def _start(
     for rank, _ in incoming + outgoing:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is out of range for a group of {size} ranks")
-        if rank == me:  # Gloo would fail in its own words, after it has posted what came before
+        if rank == me:  # Gloo would fail with another error, after posting earlier messages
             raise ValueError(f"rank {rank} is this one: messages are for other ranks")
     tags = {nbytes: _tag(tag, nbytes) for nbytes in {tensor.nbytes for _, tensor in incoming + outgoing}}
     if all(tensor.device.type == "cpu" for _, tensor in incoming + outgoing):

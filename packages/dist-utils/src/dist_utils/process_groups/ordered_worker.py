@@ -1,4 +1,4 @@
-"""Jobs that communicate, one at a time and in the same order on every rank, beside the caller."""
+"""Run jobs that communicate, one at a time, in the same order on all ranks, without blocking the caller."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class OrderedWorker:
 
     * On CPU tensors: one thread and one private process group, made for the first job. The private
       group keeps the jobs' collectives apart from those that DDP issues meanwhile on its own group.
-    * On an accelerator whose backend enqueues its collectives, such as NCCL: nothing runs beside the
-      caller. The job is enqueued at once on one side stream, on the group itself, without any host
+    * On an accelerator whose backend enqueues its collectives, such as NCCL: nothing runs concurrently with
+      the caller. The job is enqueued at once on one side stream, on the group itself, without any host
       synchronization.
     * On an accelerator with Gloo, whose collectives block: on the thread as on CPU, with a side stream.
 
@@ -259,8 +259,8 @@ class OrderedWorker:
             if self._own_error is None:
                 try:
                     with torch_compat.profiler_range(name):
-                        # The future records the side stream here, and makes the stream of whoever waits for
-                        # it wait.
+                        # The future records the side stream here, for which the stream of a waiter then
+                        # waits.
                         done.set_result(job(self._process_group))
                 except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
                     drop_frames(error)  # this frame holds the future, which will hold a copy of the error

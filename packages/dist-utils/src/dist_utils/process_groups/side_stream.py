@@ -1,4 +1,4 @@
-"""Streams beside the caller's, on which jobs are enqueued, and the futures of their results."""
+"""Side streams, on which jobs are enqueued, and the futures of their results."""
 
 from __future__ import annotations
 

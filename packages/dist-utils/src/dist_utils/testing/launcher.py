@@ -73,9 +73,9 @@ def run_ranks(
         fn: A function that the new process can import: defined at the top level of a module.
         world_size: Number of ranks, at least 1.
         *args: Passed on to ``fn``; must pickle.
-        backend: The backend of the default process group, which is there when ``fn`` is called. With
-            ``"nccl"`` rank r uses GPU r (where ranks may share GPUs: r modulo their number, see
-            :func:`nccl_can_run`). ``None``: no process group.
+        backend: The backend of the default process group, which exists when ``fn`` is called. With ``"nccl"``
+            rank r uses GPU r (where ranks may share GPUs: r modulo their number, see :func:`nccl_can_run`).
+            ``None``: no process group.
         timeout: Seconds until every process is killed; more where other work keeps the machine busy
             (:func:`patience`), because a rank that waits for a core does not hang.
         group_timeout: Seconds that a collective may take. By default as long as the ranks may run: no

@@ -82,8 +82,8 @@ def outermost_root() -> torch.Tensor | None:
 def after_surrounding_backward(callback: Callable[[], None]) -> bool:
     """Call ``callback`` when the outermost backward pass around this thread's has ended without an error.
 
-    Like :func:`after_backward`, for the outermost pass, which goes on when the passes inside it are over. It
-    accepts callbacks only while its own nodes run, so the callback is queued by the next node after the
+    Like :func:`after_backward`, for the outermost pass, which continues when the passes inside it are over.
+    It accepts callbacks only while its own nodes run, so the callback is queued by the next node after the
     function whose backward began the inner pass. No public name up to torch 2.15.
 
     Returns:

@@ -74,8 +74,8 @@ def replicated_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
     """Return the ``DistributedDataParallel`` by which ``replicate()`` averages a module's gradients.
 
     ``torch.distributed._composable.replicate`` makes it in the first ``forward()``; it is made now if that is
-    still to come, which communicates as making such a model does. It has the module's parameters, in a list,
-    and not the module. No public name up to torch 2.15.
+    still to come, which communicates like making such a model. It has the module's parameters, in a list, and
+    not the module. No public name up to torch 2.15.
 
     Returns:
         ``None`` if the module was not given to ``replicate()``.
