@@ -1,4 +1,4 @@
-"""Error feedback from pass to pass: the rounding errors of a step are added to the next one."""
+"""Error feedback from pass to pass: the rounding errors of a step that counts are added to the next one."""
 
 from __future__ import annotations
 

@@ -99,11 +99,11 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
     they are added to earlier ones, have another dtype than the reduction, are offloaded, or a post-accumulate
     hook takes them. On GPUs the stream of FSDP's all-reduce waits, and with NCCL the host does not.
 
-    One ``backward()`` is one step, with error feedback: not inside of ``state.step()``. Of several
-    micro-batches none is averaged during ``set_requires_gradient_sync(False)`` or
-    ``set_requires_all_reduce(False)``, and the last one averages their sum. With the latter, what was reduced
-    waits beside the gradients, which stay as they are; if a pass fails, or FSDP's ``reset_iter_state()`` is
-    called, it is dropped, and the step starts over.
+    With error feedback, one ``backward()`` is one step; it must not be inside ``state.step()``. With several
+    micro-batches, nothing is averaged during ``set_requires_gradient_sync(False)`` or
+    ``set_requires_all_reduce(False)``, and the last one averages their sum. With the latter, reduced
+    gradients are kept apart from ``.grad``, which stays as it is; if a pass fails, or FSDP's
+    ``reset_iter_state()`` is called, they are dropped, and the step starts over.
 
     Args:
         model: An FSDP module, or a module that contains some, after ``fully_shard`` has been applied to all

@@ -62,7 +62,7 @@ class BackwardPass:
         self.discarded = False
         self._buckets = 0
         self._last_index = -1
-        # Reentrant checkpointing runs backward passes inside of the pass; a bucket may arrive in any of them.
+        # Reentrant checkpointing runs backward passes inside the pass; a bucket may arrive in any of them.
         self._ended_well: dict[int, bool] = {}
         self._surrounding_ended_well: bool | None = None  # None: not looked for yet
         self.outcome = Outcome()
