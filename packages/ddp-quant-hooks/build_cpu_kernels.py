@@ -1,7 +1,7 @@
 """Compile the CPU kernels while a wheel or an editable install is built.
 
 Without a compiler the wheel is a pure one, whose kernels are torch operators. ``DDP_QUANT_HOOKS_BUILD``
-says otherwise: ``require`` makes a missing compiler an error, ``skip`` makes a pure wheel on purpose.
+changes that: ``require`` makes a missing compiler an error, ``skip`` makes a pure wheel on purpose.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FLAGS = [
     *("-std=c++17", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"),
     # One rounding per operator, on every processor.
     "-ffp-contract=off",
-    # Neither changes a result; without them no comparison of floats becomes vector code.
+    # Neither changes a result; without them comparisons of floats are not vectorized.
     *("-fno-math-errno", "-fno-trapping-math"),
-    # Loops over half a block of 32 are unrolled, and then made vectors of badly, otherwise (GCC 12).
+    # Otherwise loops over half a block of 32 are unrolled, and then vectorized badly (GCC 12).
     *("-fno-tree-slp-vectorize", "--param", "max-completely-peel-times=8"),
 ]
 
@@ -41,7 +41,7 @@ def compile_library(
 
     Raises:
         OSError: There is no compiler.
-        subprocess.CalledProcessError: It refuses; its messages are in ``stderr``.
+        subprocess.CalledProcessError: It fails; its messages are in ``stderr``.
     """
     chosen = os.environ.get("CXX")
     compilers = [chosen] if chosen else ["c++", "g++", "clang++"]
@@ -82,7 +82,7 @@ class CpuKernels(BuildHookInterface[Any]):
             if wanted == "require":
                 raise RuntimeError(f"{error}\n{getattr(error, 'stderr', '')}") from error
             if editable:
-                in_sources.unlink(missing_ok=True)  # of other sources than these
+                in_sources.unlink(missing_ok=True)  # built from other sources than these
             self.app.display_warning(f"the {version} wheel has no CPU kernels: {error}")
             return
         build_data["pure_python"] = False
@@ -91,7 +91,7 @@ class CpuKernels(BuildHookInterface[Any]):
             build_data["force_include"][str(library)] = LIBRARY
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
-        """Remove what was made for a wheel that is written now."""
+        """Remove the files of a wheel that has been written."""
         del version, build_data, artifact_path
         if getattr(self, "made", None) is not None:
             shutil.rmtree(self.made, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What the tests of the state that chooses share: a model in training, and candidates that are slow."""
+"""Shared by the tests of AutoState: a model in training, and candidates that are slow."""
 
 import time
 
@@ -11,11 +11,11 @@ from ddp_quant_hooks import AutoState, QuantizedAllreduceState, auto_hook, quant
 from dist_utils.testing import call_in_backward
 
 SECONDS = 0.04
-"""Of what is slow on purpose: many times what a step takes."""
+"""The delay of slow candidates: many times the duration of a step."""
 
 
 def slowed(hook, seconds):
-    """Return a hook that takes so many seconds more, or as many as a function of the bucket's bytes says."""
+    """Return a hook that takes ``seconds`` longer; they may be a function of the bucket's bytes."""
 
     def slow_hook(state, bucket):
         time.sleep(seconds(bucket.buffer().nbytes) if callable(seconds) else seconds)
@@ -79,7 +79,7 @@ class Training:
             self.optimizer.step()
 
     def until_chosen(self, most=100):
-        """Train until there is a choice; return it with the step in which it came."""
+        """Train until there is a choice; return it with the step in which it was made."""
         before = self.state.choice
         while self.state.choice is before and self.steps < most:
             self.step()

@@ -1,7 +1,7 @@
 // Runs a GPU kernel's text on the CPU, thread by thread, and refuses what a GPU would leave undefined.
 //
-// Put before the text. Every thread of a thread block is a fibre that runs until it has to wait for others: at a
-// shuffle for its warp, at a barrier for its thread block.
+// Included before the text. Every thread of a thread block is a fiber that runs until it has to wait for
+// others: at a shuffle for its warp, at a barrier for its thread block.
 
 #include <cmath>
 #include <csetjmp>
@@ -77,7 +77,7 @@ static void resume(unsigned thread) {
     setcontext(&fibre.entry);
 }
 
-// Exchanges the values of a warp whose threads all wait for that. Returns whether they did.
+// Exchanges the values of a warp if all its threads wait for that. Returns whether they did.
 static bool shuffle_warp(unsigned first) {
     int waiting = 0;
     for (unsigned lane = 0; lane < kWarp; ++lane) waiting += fibres[first + lane].state == kAtShuffle;

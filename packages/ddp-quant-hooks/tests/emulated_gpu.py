@@ -1,6 +1,6 @@
 """The CUDA backend with an emulated GPU: all of it but the launch itself, on CPU tensors.
 
-The text that NVRTC gets is compiled by the C++ compiler behind ``emulated_gpu.h``, and runs thread by thread.
+The C++ compiler compiles ``emulated_gpu.h`` followed by the text for NVRTC, and it runs thread by thread.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ co
 FLAGS = (
     *("-std=c++17", "-O1", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE"),
     *("-ffp-contract=off", "-fno-strict-aliasing"),
-    # What a GPU faults on, or C++ leaves open.
+    # Find what makes a GPU fault, or what C++ leaves undefined.
     *("-fsanitize=alignment,bounds,shift,signed-integer-overflow", "-fno-sanitize-recover=all"),
 )
 

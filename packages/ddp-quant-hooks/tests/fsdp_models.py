@@ -1,4 +1,4 @@
-"""What the tests of FSDP2 share: a small model, ways to shard it, and training runs."""
+"""Shared by the tests of FSDP2: a small model, ways to shard it, and training runs."""
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ needs_reset = pytest.mark.skipif(
     reason="FSDP cannot go on after an error in this torch (no FSDPModule.reset_iter_state)",
 )
 EXACT = 1 << 40
-"""``min_bytes`` of a state that sends all values as they are."""
+"""``min_bytes`` of a state that sends all values without compression."""
 
 
 class Net(torch.nn.Module):
-    """Rows that two ranks share unevenly, a parameter of the root, and a layer that can be used twice."""
+    """Rows that two ranks divide unevenly, a parameter of the root, and a layer that can be used twice."""
 
     def __init__(self, *, twice=False):
         super().__init__()
@@ -61,7 +61,7 @@ def state_between(mesh, **options):
 
 
 def batch(step):
-    """Return another batch on every rank and in every step."""
+    """Return a different batch for every rank and step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(4, 37, generator=generator)
 
@@ -95,7 +95,7 @@ def train(net, steps, *, first=0, accumulate=None, optimizer=None):
 
     Args:
         net: The model.
-        steps: How many.
+        steps: The number of steps.
         first: The number of the first.
         accumulate: The method that holds back synchronization, if each step has two micro-batches.
         optimizer: Of the model; plain SGD with momentum if not given.

@@ -64,7 +64,7 @@ Case random_case(int64_t most) {
     return one;
 }
 
-// What a kernel writes, with an instruction set and a number of threads.
+// The output of a kernel, with an instruction set and a number of threads.
 Bytes run_case(const Case& one, int kernel, int instruction_set, int threads) {
     Bytes tensor = one.tensor, new_residual(one.residual.size(), 7);
     Bytes message(static_cast<size_t>(one.message_bytes(kernel == 0 ? one.format : one.new_format)), 7);
@@ -112,7 +112,8 @@ int main(int count, char** arguments) {
                 for (int threads : {1, 4}) {
                     Bytes written = run_case(one, kernel, set, threads);
                     if (expected.empty()) expected = written;
-                    // Which NaN a processor makes of two is said nowhere: decoded garbage is not compared.
+                    // It is not specified which NaN a processor makes from two of them: decoded garbage is
+                    // not compared.
                     if (kernel != 2 && written != expected) {
                         std::fprintf(stderr, "case %lld: kernel %d differs with %s and %d threads\n",
                                      static_cast<long long>(number), kernel, quant_instruction_set(set), threads);

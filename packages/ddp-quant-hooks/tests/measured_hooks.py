@@ -1,4 +1,4 @@
-"""Made-up measurements for tests of what is concluded from them."""
+"""Made-up measurements for tests of the conclusions."""
 
 from ddp_quant_hooks.measure import Beside, Exchange, HookTimes, Link
 
@@ -26,7 +26,7 @@ def exchange(size, seconds, *, cpu, sent, error=1e-3, lost=0.0, beside=None):
 
 
 def hooks_on(gbit, *, work=None, world=2, fixed=2e-4, lost=0.1):
-    """Return hooks between hosts: what the wire takes or the processor works, whichever is longer.
+    """Return hooks between hosts; an exchange takes the time of the wire or of the processor if longer.
 
     ``work`` is processor seconds for a MiB of the bucket, by name; sending takes 0.5 ns a byte besides.
     """

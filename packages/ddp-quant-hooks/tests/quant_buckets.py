@@ -1,4 +1,4 @@
-"""What the hook tests share: states by name, and what a hook must give, computed in one process."""
+"""Shared by the hook tests: states by name, and the expected result of a hook, computed in one process."""
 
 import inspect
 
@@ -26,7 +26,7 @@ LEAVES_OUT_BUCKETS = {
     "find_unused_parameters": True,
     **({"skip_all_reduce_unused_params": True} if _CAN_LEAVE_OUT else {}),
 }
-"""Options of DDP that leave out buckets which no rank uses, where torch can do that (not in 2.6)."""
+"""Options with which DDP leaves out buckets that no rank uses, if torch supports that (not in 2.6)."""
 
 
 def make_state(name, group=None, **options):

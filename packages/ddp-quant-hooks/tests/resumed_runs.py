@@ -1,4 +1,4 @@
-"""What the tests of saving and loading share: a run that goes on, and one that is stopped and resumed."""
+"""Shared by the tests of saving and loading: a run that continues, and one that is stopped and resumed."""
 
 import copy
 import io
@@ -13,7 +13,7 @@ from dist_utils.testing import same_bits
 
 
 class Net(torch.nn.Module):
-    """No size is a multiple of a block; parameters are used in another order than they are registered in."""
+    """No size is a multiple of a block; parameters are not used in the order of their registration."""
 
     def __init__(self):
         super().__init__()
@@ -32,7 +32,7 @@ class Net(torch.nn.Module):
 
 
 def complex_if_sent():
-    """Return what parameters may be of: DDP broadcasts them, and Gloo takes no complex ones in torch 2.6."""
+    """Return the dtype of parameters: complex if DDP can broadcast it, which Gloo cannot in torch 2.6."""
     try:
         dist.broadcast(torch.zeros(1, dtype=torch.complex64), 0)
     except RuntimeError:
@@ -84,14 +84,14 @@ class Run:
 def resumed(checkpoint, make_state, *, load=True, **options):
     """Return a new run that starts from a checkpoint."""
     run = Run(make_state, weights=checkpoint["model"], **options)
-    run.optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))  # it would use the very tensors
+    run.optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))  # it would use the same tensors
     if load:
         run.state.load_state_dict(checkpoint["residuals"])
     return run
 
 
 def difference_after_resume(make_state, *, before=3, after=3, other=None, **options):
-    """Return the step after which a resumed run first differs from one that went on; None if none."""
+    """Return the step after which a resumed run first differs from one that continued; None if none."""
     run = Run(make_state, **options)
     for number in range(before):
         run.step(number)

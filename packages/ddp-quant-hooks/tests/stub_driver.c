@@ -1,4 +1,4 @@
-/* In the place of NVIDIA's driver: says what it is told to launch. */
+/* Replaces NVIDIA's driver: prints what it is told to launch. */
 
 #include <stdint.h>
 #include <stdio.h>

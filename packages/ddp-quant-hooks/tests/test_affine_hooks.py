@@ -1,4 +1,4 @@
-"""PyTorch's 8-bit numbers: its results where they are right, and right where they are not."""
+"""PyTorch's 8-bit numbers: its results where they are correct, and correct results where they are not."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def _hooks(rank):
                 expected = reference(cast, channel).to(dtype)
                 rounding = torch.finfo(dtype).eps
                 torch.testing.assert_close(run(cast), expected, rtol=rounding, atol=rounding * 2.0**-10)
-            # Any scale is as good as any other: powers of two change no number.
+            # All scales are equivalent: powers of two change no number.
             for power in (-120, -60, 60, 100):
                 scaled = run([values * 2.0**power for values in noise])
                 torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""A state that chooses: the right candidate or one for each size, and the same on all ranks."""
+"""AutoState chooses the right candidate, or one for each size, identical on all ranks."""
 
 import gc
 import logging
@@ -18,7 +18,7 @@ from dist_utils.testing import grad_bucket, run_ranks
 
 
 def _trained(rank, candidates, *, late=0.0, steps=4, options=None, **kwargs):
-    """Train until the choice and some steps more; return what came of it."""
+    """Train until the choice and some steps more; return the results."""
     state = AutoState(candidates=candidates, **kwargs)
     training = Training(state, late=late, **(options or {}))
     choice, step = training.until_chosen()
@@ -79,7 +79,7 @@ def test_all_ranks_choose_the_fastest_in_the_same_step(world_size):
 
 
 def _other_clock(rank):
-    """Let the clock of rank 1 jump in every pass of the candidate that is fast by all other clocks."""
+    """Make the clock of rank 1 jump in every pass of the candidate that is fast by all other clocks."""
     real, jumps = time.perf_counter, [0.0]
     time.perf_counter = lambda: real() + jumps[0]
 
@@ -168,7 +168,7 @@ def _ways_to_train(rank):
     return {name: (choice.candidate, step, weights) for name, (choice, step, weights) in found.items()}
 
 
-def test_the_ways_of_ddp_do_not_confuse_the_trial():
+def test_modes_of_ddp_do_not_confuse_the_trial():
     first, second = run_ranks(_ways_to_train, 2, timeout=120)
     assert {name: candidate for name, (candidate, _, _) in first.items()} == dict.fromkeys(first, "fast")
     assert first.keys() == second.keys()
@@ -178,7 +178,7 @@ def test_the_ways_of_ddp_do_not_confuse_the_trial():
 
 
 def _afterwards(rank):
-    """Return what is left some steps after the choice, and whether the bits are those of the candidate."""
+    """Return what remains some steps after the choice, and whether the bits are those of the candidate."""
     four = QuantizedAllreduceState(min_bytes=0, bits=4)
     state = AutoState(
         candidates={
@@ -197,7 +197,7 @@ def _afterwards(rank):
     while state.choice is None and training.steps < 100:
         before = training.weights()
         training.step()
-    with torch.no_grad():  # the reference makes the step of the choice, and all that follow
+    with torch.no_grad():  # the reference makes the step of the choice, and all later ones
         torch.nn.utils.vector_to_parameters(before, reference.ddp.parameters())
     hooks[0] = own, quantized_allreduce_hook
     reference.steps = training.steps - 1
@@ -216,7 +216,7 @@ def _afterwards(rank):
 
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
-def test_after_the_choice_all_is_as_with_the_candidate_alone(world_size):
+def test_after_the_choice_a_state_works_like_the_candidate_alone(world_size):
     for left, equal, idle in run_ranks(_afterwards, world_size, timeout=60):
         assert left == ("4 bits", 0, 2)  # the thread of the candidate, and of the reference
         assert equal == [True] * 6  # with residuals, which began at zero

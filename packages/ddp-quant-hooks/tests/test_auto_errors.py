@@ -1,4 +1,4 @@
-"""A state that chooses, where something is wrong: an error on every rank."""
+"""AutoState when something is wrong: an error on every rank."""
 
 import os
 import pickle
@@ -15,7 +15,7 @@ from dist_utils.torch_compat import default_store
 
 TWO = {"a": (None, allreduce_hook), "b": (None, allreduce_hook)}
 LEAST = 17
-"""Passes that a trial of two candidates takes at least."""
+"""The fewest passes for a trial of two candidates."""
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_wrong_options_are_refused(options, error, named):
         AutoState(**options)
 
 
-def test_pickled_it_has_its_options_and_says_so():
+def test_a_pickled_state_has_only_its_options_and_warns():
     state = AutoState(candidates=TWO, max_error=0.5, look_again_every=7, most_passes=50)
     with pytest.warns(UserWarning, match="options only"):
         copy = pickle.loads(pickle.dumps(state))
@@ -68,7 +68,7 @@ def _ends_in_an_error(state, bucket):
 
 
 def _differences(rank):
-    """Return what every rank is told; each time the next model begins in order."""
+    """Return the error on every rank; each time, the next model works."""
     alone = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
     found = {}
     for name, state in {
@@ -171,7 +171,7 @@ def test_after_an_error_and_close_the_trial_starts_over():
 
 
 def _some_have_chosen(rank):
-    """Let rank 0 fail in the first pass after the trial, to which the others do not come."""
+    """Let rank 0 fail in the first pass after the trial, which the others do not reach."""
     fails = []
 
     def hook(_, bucket):
@@ -207,18 +207,18 @@ def test_ranks_that_failed_before_and_after_the_choice_all_try_again():
 
 
 class _Own:
-    """The state of a candidate that is not of this project."""
+    """The state of a candidate from another project."""
 
     options = object()
 
 
 def _elsewhere(rank):
-    """Train in a group of some ranks, then in WORLD, and then in the WORLD that follows."""
+    """Train in a group of some ranks, then in WORLD, and then in a new WORLD."""
     pair = dist.new_group([0, 1])
     outcomes = []
     if rank < 2:
         state = AutoState(max_error=None)
-        assert state.trying  # asked before it knows the model's group
+        assert state.trying  # before it knows the model's group
         training = Training(state, process_group=pair)
         outcomes.append(_error_of(training, steps=6))
         state.close()
@@ -239,7 +239,7 @@ def _elsewhere(rank):
     return outcomes
 
 
-def test_it_goes_to_the_models_group_and_to_the_next_world():
+def test_a_state_uses_the_models_group_and_then_a_new_world():
     for outcomes in run_ranks(_elsewhere, 3, timeout=60):
         assert set(outcomes) == {None}, outcomes
 

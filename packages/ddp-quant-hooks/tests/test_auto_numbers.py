@@ -1,10 +1,10 @@
-"""What a state that chooses makes of times: functions of numbers, the same on all ranks."""
+"""AutoState's conclusions from times: functions of numbers that are identical on all ranks."""
 
 import pytest
 
 from ddp_quant_hooks.auto_choice import (
     Assignment,
-    another_round_tells,
+    another_round_helps,
     best_by_size,
     clearly_slower,
     fastest,
@@ -24,12 +24,12 @@ A, B, C = (Assignment(name) for name in "abc")
         ([0.95, 1.0], A),
     ],
 )
-def test_fewer_bytes_must_gain_more_than_nothing(seconds, best):
+def test_fewer_bytes_need_a_real_gain(seconds, best):
     rounds = [{contender: [one] * 3 for contender, one in zip((A, B), seconds, strict=True)}] * 3
     assert fastest([A, B], rounds) == best
 
 
-def test_a_gain_within_the_noise_is_none():
+def test_a_gain_within_the_noise_does_not_count():
     noisy = [0.80, 0.985, 1.17]
     quiet = [0.984, 0.985, 0.986]
     assert fastest([A, B], [{A: [1.0] * 3, B: noisy}] * 4) == A
@@ -66,19 +66,19 @@ def test_a_candidate_that_is_slower_by_more_than_chance_gets_no_more_turns():
     assert clearly_slower([A, B, C], [_around(1.0, 1.02, 1.1, noise=0.01)]) == set()
 
 
-def test_another_round_is_for_what_is_open_and_matters():
-    assert another_round_tells([A, B], [_around(1.0, 0.95)] * 4)  # of which A is chosen
-    assert not another_round_tells([A, B], [_around(1.0, 0.95, noise=0.001)] * 4)
-    assert not another_round_tells([A, B], [_around(1.0, 0.99, noise=0.001)] * 4)
-    assert not another_round_tells([A, B], [])
+def test_another_round_is_made_only_if_the_result_is_open_and_matters():
+    assert another_round_helps([A, B], [_around(1.0, 0.95)] * 4)  # A is chosen
+    assert not another_round_helps([A, B], [_around(1.0, 0.95, noise=0.001)] * 4)
+    assert not another_round_helps([A, B], [_around(1.0, 0.99, noise=0.001)] * 4)
+    assert not another_round_helps([A, B], [])
 
 
-def test_who_left_in_a_fast_moment_is_not_taken_for_fast():
+def test_a_candidate_that_left_in_a_fast_period_does_not_count_as_fast():
     """B, twice as slow as A, had its turns before everything became three times as slow."""
     rounds = [_around(1.0, 2.0)] * 2 + [_around(3.0)] * 3
     seconds = {contender: step.seconds for contender, step in typical_steps([A, B], rounds).items()}
     assert seconds == pytest.approx({A: 3.0, B: 6.0})
-    late = [_around(1.0)] * 2 + [_around(3.0, 6.0)] * 3  # nor who came late for slow
+    late = [_around(1.0)] * 2 + [_around(3.0, 6.0)] * 3  # and a latecomer not for slow
     seconds = {contender: step.seconds for contender, step in typical_steps([A, B], late).items()}
     assert seconds == pytest.approx({A: 3.0, B: 6.0})
 
@@ -91,7 +91,7 @@ def test_each_size_gets_the_shortest_exchange_and_ties_the_more_exact_one():
 
 
 class _OneRank:
-    """Gives back its own numbers; errors and times are not measured here."""
+    """Returns its own numbers; errors and times are not measured here."""
 
     def __init__(self):
         self.values = 0
@@ -109,7 +109,7 @@ class _OneRank:
 
 @pytest.mark.parametrize("most", [100, 40])
 @pytest.mark.parametrize("count", [2, 4, 6])
-def test_there_is_a_choice_within_so_many_passes(count, most):
+def test_a_choice_is_made_within_the_limit_of_passes(count, most):
     names = [str(number) for number in range(count)]
     most = max(most, least_passes(count))
     trial = Trial(names, Assignment("0"), 0.1, most, _OneRank()).run()

@@ -1,4 +1,4 @@
-"""A choice in checkpoints: a run that is resumed has the bits of one that went on."""
+"""A choice in checkpoints: a resumed run has the bits of one that continued."""
 
 import copy
 
@@ -12,7 +12,7 @@ from ddp_quant_hooks import AutoState, auto_hook
 from dist_utils.testing import run_ranks, same_bits
 
 MANY = 10_000
-"""Bytes: some buckets have more, others fewer."""
+"""Bytes of a bucket: some have more, others fewer."""
 
 CHOSEN = {
     "4 bits": {"4 bits": {}, "exact": SECONDS},
@@ -23,7 +23,7 @@ CHOSEN = {
         "8 bits": lambda nbytes: 0.0 if nbytes < MANY else SECONDS,
     },
 }
-"""The seconds of candidates, by what is chosen of them."""
+"""The delays of candidates, by the choice that they lead to."""
 
 
 def _maker(seconds):
@@ -38,7 +38,7 @@ def _maker(seconds):
 
 
 def _difference(make_state, **options):
-    """Return the choice, and the step after which a resumed run first differs from one that goes on."""
+    """Return the choice, and the step after which a resumed run first differs from one that continues."""
     options = {"hook": auto_hook, "bucket_cap_mb": 0.012, **options}
     run = Run(make_state, **options)
     before = 0
@@ -94,7 +94,7 @@ def test_a_resumed_choice_is_the_uninterrupted_run(world_size, models):
 
 
 def _in_the_middle(rank):
-    def make():  # two rounds, however busy the machine is
+    def make():  # two rounds, even on a busy machine
         return AutoState(candidates={"slow": exact(SECONDS), "fast": quantized()}, most_passes=27)
 
     run = Training(make())

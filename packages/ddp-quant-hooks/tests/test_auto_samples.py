@@ -1,4 +1,4 @@
-"""What a state that chooses knows of its candidates' errors, and that ``max_error`` keeps what it says."""
+"""AutoState measures its candidates' errors, and keeps the limit ``max_error``."""
 
 import torch
 from auto_runs import SECONDS, Net, Training, exact, quantized
@@ -8,7 +8,7 @@ from ddp_quant_hooks import AutoState, auto_hook
 from dist_utils.testing import run_ranks
 
 FOUR_BITS = 0.06, 0.2
-"""What they show for the gradients here, without residuals."""
+"""The errors for the gradients here, without residuals."""
 
 
 class _Embeddings(torch.nn.Module):
@@ -24,7 +24,7 @@ class _Embeddings(torch.nn.Module):
 
 
 def _chosen(net, loss, *, slow=SECONDS / 2, **options):
-    """Return the choice between full precision, which is slow, and 4 bits; each step has another loss."""
+    """Return the choice between slow full precision and 4 bits; every step has a different loss."""
     four = quantized(bits=4, error_feedback="none")
     state = AutoState(candidates={"exact": exact(slow), "4 bits": four}, **options)
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.005)
@@ -54,7 +54,7 @@ def _samples(rank):
     return tokens, scaled, nothing
 
 
-def test_who_is_too_wrong_is_not_chosen_whatever_the_gradients():
+def test_a_candidate_with_too_large_errors_is_never_chosen():
     for tokens, scaled, nothing in run_ranks(_samples, 2, timeout=120):
         for name, errors, why in (tokens, *scaled.values()):
             assert name == "exact", why

@@ -1,7 +1,7 @@
 """A callback must not own the process group: one of Gloo's threads may drop it last.
 
-The group's end would join that very thread, and abort the process: "Resource deadlock avoided". That takes a
-peer that dies at the right moment, so what every callback keeps alive is looked at instead.
+The group's end would join that same thread, and abort the process: "Resource deadlock avoided". To provoke
+that, a peer must die at the right moment, so these tests examine what every callback keeps alive instead.
 """
 
 import gc
@@ -18,14 +18,14 @@ from dist_utils.testing import grad_bucket, run_ranks
 
 
 def _kept_alive(callback):
-    """Return all objects that a callback keeps alive, but for modules and classes, which live anyway."""
+    """Return all objects that a callback keeps alive, except modules and classes, which live anyway."""
     kept, todo = {}, [callback]
     while todo:
         one = todo.pop()
         if id(one) in kept or isinstance(one, (type, types.ModuleType)):
             continue
         kept[id(one)] = one
-        if isinstance(one, types.FunctionType):  # whose globals are a module's
+        if isinstance(one, types.FunctionType):  # its globals are a module's
             todo += [one.__closure__, one.__defaults__, one.__kwdefaults__, one.__dict__]
         else:
             todo += gc.get_referents(one)
@@ -33,7 +33,7 @@ def _kept_alive(callback):
 
 
 def _groups_of_callbacks(rank):
-    """Return for each way of a bucket how many callbacks it had, and how many of them own a group."""
+    """Return, for each way of averaging a bucket, the number of callbacks, and of those that own a group."""
     seen, way, real_then = {}, "", torch._C.Future.then
 
     def then(future, callback):
@@ -45,7 +45,7 @@ def _groups_of_callbacks(rank):
     bucket = grad_bucket([torch.ones(3)])
     feedback = {"error_feedback": "both", "min_bytes": 12_000}  # one bucket is not quantized
     run = Run(state_maker(**feedback), bucket_cap_mb=0.012)
-    for number in range(2):  # after which buckets stay as they are
+    for number in range(2):  # then buckets stay as they are
         run.step(number)
     checkpoint = run.save()
     torch._C.Future.then = then

@@ -1,4 +1,4 @@
-"""Calls that name no state: after an error, which every rank has had, they can be made again."""
+"""Calls without a state: after an error on every rank, they can be made again."""
 
 from datetime import timedelta
 
@@ -17,7 +17,7 @@ def _total(rank):
 
 
 def _unequal_first_calls(rank):
-    """What fails is the agreement on which the state's thread would have been made."""
+    """The agreement fails before the state's thread is made."""
     with pytest.raises(AgreementError, match="10 values"):
         all_reduce(torch.ones(9 + rank))
     return _total(rank)
@@ -28,7 +28,7 @@ def test_a_first_call_that_differs_between_ranks_does_not_end_all_calls():
 
 
 def _late(rank, limit):
-    """A rank comes so late to a call that the other one has given up; both begin anew at the same call."""
+    """A rank is so late for a call that the other one has given up; both start over at the same call."""
     assert _total(rank) == [3.0]
     store = torch_compat.default_store()
     if rank:
@@ -37,7 +37,7 @@ def _late(rank, limit):
     with pytest.raises(RuntimeError):
         started.wait()
     store.set("given up", "")
-    with pytest.raises(RuntimeError):  # what came after the failed call fails too, until one has raised here
+    with pytest.raises(RuntimeError):  # calls after the failed one fail too, until one has raised here
         _total(rank)
     return _total(rank)
 

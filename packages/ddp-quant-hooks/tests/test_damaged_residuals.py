@@ -1,4 +1,4 @@
-"""Residuals that were damaged, cut off or made up: a typed error and no change, or all that is in them."""
+"""Damaged, truncated or forged residuals: a typed error and no change, or everything in them is loaded."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ def junk(random):
 
 
 def places(saved, path=()):
-    """Yield the path of everything in nested dicts, lists and tuples."""
+    """Yield the path of every item in nested dicts, lists and tuples."""
     yield path
     if isinstance(saved, (dict, list, tuple)):
         for key, value in list(saved.items() if isinstance(saved, dict) else enumerate(saved)):
@@ -38,7 +38,7 @@ def places(saved, path=()):
 
 
 def changed(saved, path, change):
-    """Return a copy in which the thing at a path is another one; ``change`` may also raise ``KeyError``."""
+    """Return a copy with the item at a path replaced; ``change`` may also raise ``KeyError``."""
     if not path:
         return change(saved)
     key, *rest = path
@@ -64,7 +64,7 @@ def drop(_):
 
 
 def slightly(random):
-    """Return what makes something a little wrong: another number, dtype, length, order or name."""
+    """Return a function that makes an item slightly wrong: another number, dtype, length, order or name."""
 
     def change(value):
         if isinstance(value, torch.Tensor):
@@ -104,7 +104,7 @@ def mutants(saved, random):
             cut = random.choice([len(data), len(data), random.randrange(len(data))])
             try:
                 wrong = torch.load(io.BytesIO(bytes(data[:cut])), weights_only=True)
-            except Exception:  # noqa: BLE001 - torch raises nearly anything of such bytes
+            except Exception:  # noqa: BLE001 - torch raises nearly anything for such bytes
                 continue
         else:
             for _ in range(random.choice([1, 1, 1, 2, 5])):
@@ -163,7 +163,7 @@ def _damaged(rank, seed):
     for number in range(3):
         run.step(number)
     refused = [loads_all_or_nothing(run.state, run.save()["residuals"], some)]
-    run.step(3)  # the ranks loaded the same again: they go on
+    run.step(3)  # all ranks loaded the same again, so they can continue
     tensors = QuantizedAllreduceState(error_feedback="both", min_bytes=0)
     for _ in range(2):
         all_reduce([torch.randn(300), torch.randn(70, 3)], dist.ReduceOp.AVG, tensors, key="change")
@@ -184,7 +184,7 @@ def _auto():
 
 @settings(
     deadline=None, derandomize=True, database=None, max_examples=1, phases=[Phase.explicit, Phase.generate]
-)  # an example is a launch: too long to look for smaller ones
+)  # every example is a launch: shrinking takes too long
 @given(seed=st.integers(0, 2**63))
 def test_damaged_residuals_are_refused_or_loaded_whole(seed):
     for refused in run_ranks(_damaged, 2, seed, timeout=120):

@@ -1,4 +1,4 @@
-"""Residuals: what a step lost is in a later one; a skipped step leaves none; none is misapplied."""
+"""Residuals: later steps make up for rounding errors; a skipped step leaves none; none is misapplied."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_a_step_that_is_not_finite_touches_no_residual():
 
 
 def _mixed(rank):
-    """A bucket that is averaged without compression has the NaN: the quantized ones' residuals stay."""
+    """The NaN is in a bucket that is averaged without compression: the residuals of quantized ones stay."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(60, 60), torch.nn.Linear(60, 10))
     model = DistributedDataParallel(net, bucket_cap_mb=0.002)

@@ -1,4 +1,4 @@
-"""FSDP2 with averages between nodes in few bits: what native HSDP computes, to the precision of the bits."""
+"""FSDP2 with averages between nodes in few bits: the results of native HSDP, to the precision of the bits."""
 
 import time
 from datetime import timedelta
@@ -28,7 +28,7 @@ from dist_utils.testing import patience, run_ranks, same_on_all_ranks
 
 pytestmark = needs_hooks
 HALF_STEPS = {8: 1 / 254, 4: 1 / 14}
-"""Of the largest magnitude of a block: its values become integers up to 127 or 7."""
+"""As a fraction of a block's largest magnitude: values become integers up to 127 or 7."""
 
 
 SHARDING = {
@@ -103,7 +103,7 @@ def _after_removal(_):
 
 
 def _divided_by_a_factor(_):
-    """A factor divides the sum over all ranks; without one it is their number."""
+    """A factor divides the sum over all ranks; without one, the number of ranks does."""
     mesh = nodes_and_shards()
     nets = [sharded(mesh), _hooked(mesh, state_between(mesh, min_bytes=EXACT))]
     for net in nets:
@@ -149,7 +149,7 @@ def _taken_in_backward(_):
 
 
 def _memory_is_given_back(_):
-    """Nothing but a parameter keeps its gradient, when the threads that averaged it have let go."""
+    """Only a parameter keeps its gradient alive, once the threads that averaged it have released it."""
     net = _hooked(nodes_and_shards())
     backward(net, 0)
     memory = [StorageWeakRef(parameter.grad.to_local().untyped_storage()) for parameter in net.parameters()]
@@ -186,7 +186,7 @@ def _largest(tensor, group):
 def _few_bits(_):
     """A rank's value is off by half a step of its block, so a mean by the mean of them.
 
-    A gradient goes with those of its module, so the block's largest magnitude is the module's at most.
+    A gradient shares blocks with those of its module, so a block's largest magnitude is the module's at most.
     """
     mesh, ratios = nodes_and_shards(), {}
     between = mesh["node"].get_group()
@@ -220,7 +220,7 @@ def test_8_and_4_bits_stay_within_half_a_step():
 
 
 def _replicas(_):
-    """One rank in each node: what DistributedDataParallel does, through FSDP2."""
+    """One rank in each node: data parallelism as in DistributedDataParallel, through FSDP2."""
     mesh = nodes_and_shards(1)
     group = mesh["node"].get_group()
     ddp = torch.nn.parallel.DistributedDataParallel(Net().to(mesh.device_type))
@@ -247,7 +247,7 @@ def test_a_mesh_of_one_rank_is_data_parallelism_and_two_models_share_a_backward(
 def _beside_backward(rank):
     """Rank 1 begins its second pass when rank 0 has handed over a module: nothing may wait for it there."""
     net = _hooked(nodes_and_shards(1))
-    backward(net, 0)  # in which the ranks agree
+    backward(net, 0)  # here the ranks agree
     store = torch_compat.default_store()
 
     def go_on(_):
@@ -256,7 +256,7 @@ def _beside_backward(rank):
     def wait(_):
         store.wait(["rank 0 goes on"], timedelta(seconds=60))
 
-    # Gradients come to the layers in turn, from the last one.
+    # The layers get gradients in turn, from the last one.
     layer, what = (net.layers[1], go_on) if rank == 0 else (net.layers[2], wait)
     layer.register_forward_hook(lambda *args: args[2].register_hook(what) and None)
     net.zero_grad()

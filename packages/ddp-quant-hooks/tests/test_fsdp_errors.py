@@ -1,4 +1,4 @@
-"""FSDP2 where averages in few bits are not what was meant: errors on every rank, before communication."""
+"""Wrong uses of averages in few bits under FSDP2: errors on every rank, before communication."""
 
 import os
 import warnings
@@ -90,7 +90,7 @@ def test_replicate_is_refused():
 
 
 def _different_ranks(rank):
-    """One rank's model is another one, or is no FSDP model: all hear of it."""
+    """One rank has a different model, or no FSDP model: all ranks raise."""
     mesh = nodes_and_shards(1)
     net = sharded(mesh["shard"], cut=(rank,))
     _refused(
@@ -103,13 +103,13 @@ def _different_ranks(rank):
     net = sharded(mesh["shard"]) if rank else Net()
     error = AgreementError if rank else ValueError
     _refused(error, "applied neither to the model", quantize_all_reduce, net, state_between(mesh))
-    sizes = (20, 30) if rank else (30, 20)  # as many values in another shape
+    sizes = (20, 30) if rank else (30, 20)  # the same number of values in another shape
     net = fsdp.fully_shard(torch.nn.Linear(*sizes, bias=False), mesh=mesh["shard"])
     _refused(AgreementError, r"module '\(model\)' is", quantize_all_reduce, net, state_between(mesh))
 
 
 def _unfit_states(_):
-    """Options that do not go with FSDP, a second state, and a model that is gone."""
+    """Options that FSDP does not support, a second state, and a model that is gone."""
     mesh, flat = nodes_and_shards(1), init_device_mesh("cpu", (2,))
     flat_tensor = "exact_1d does not work: FSDP hands over.* one flat tensor"
     net, wide = sharded(mesh["shard"]), sharded(flat)
@@ -118,7 +118,7 @@ def _unfit_states(_):
     _refused(ValueError, flat_tensor, quantize_reduce_scatter, wide, exact_1d)
     grid = HierarchicalAllreduceState(mesh=mesh)
     _refused(TypeError, "supports no hierarchical state", quantize_reduce_scatter, wide, grid)
-    wide.unshard()  # all its parameters are there, in another form
+    wide.unshard()  # it still has all its parameters, in another form
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         first = quantize_reduce_scatter(wide, QuantizedAllreduceState(flat))
@@ -133,7 +133,7 @@ def _unfit_states(_):
     ddp.register_comm_hook(of_ddp, quantized_allreduce_hook)
     backward(ddp, 0)
     _refused(ValueError, "residuals of a DistributedDataParallel", quantize_all_reduce, net, of_ddp)
-    # A handle takes away what it has given, and nothing else.
+    # A handle removes what it has added, and nothing else.
     calls = []
     handle = quantize_all_reduce(net, state := state_between(mesh))
     net.layers[0].set_all_reduce_hook(calls.append)
@@ -143,11 +143,11 @@ def _unfit_states(_):
     for _ in range(2):
         other = sharded(mesh["shard"])
         quantize_all_reduce(other, state)
-        del other  # whose parts refer to each other
+        del other  # its parts refer to each other
 
 
 def _sharded_too_late(_):
-    """What fully_shard takes afterwards would not be averaged."""
+    """Modules sharded afterwards would not be averaged."""
     mesh, flat = nodes_and_shards(1), init_device_mesh("cpu", (2,))
     averaged, scattered = Net(), Net()
     fsdp.fully_shard(averaged.layers[2], mesh=mesh["shard"])
@@ -167,12 +167,12 @@ def _unfit(rank):
 
 
 @needs_hooks
-def test_unfit_states_are_refused_and_handles_keep_to_their_own():
+def test_unfit_states_are_refused_and_handles_remove_only_their_own():
     run_ranks(_unfit, 2, timeout=60)
 
 
 class _Halves(torch.nn.Module):
-    """What tensor parallelism cuts in two."""
+    """A module that tensor parallelism cuts in two."""
 
     def __init__(self, mesh):
         super().__init__()
@@ -182,7 +182,7 @@ class _Halves(torch.nn.Module):
 
 
 def _tensor_parallel(_):
-    """Ranks with other parts of a tensor are not those that average it."""
+    """Ranks that hold different parts of a tensor must not average it."""
     mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("node", "shard", "tensor"))
     other_parts = r"module '\(model\)' is .*\(0, 0\) of \(1, 2\).* on .*\(0, 1\) of \(1, 2\)"
     for group in (mesh["tensor"], None):

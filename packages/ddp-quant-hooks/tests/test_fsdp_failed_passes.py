@@ -1,4 +1,4 @@
-"""FSDP2 after a pass that failed: what it left behind changes nothing, whatever switch was on."""
+"""FSDP2 after a failed pass: what that left behind changes nothing, with any options."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ class Failing(torch.autograd.Function):
 
 
 class Net(torch.nn.Module):
-    """Layers with a place in the middle where backward can fail; perhaps under reentrant checkpoints."""
+    """Layers with a place in the middle where backward can fail; optionally under reentrant checkpoints."""
 
     def __init__(self, mesh, *, reentrant=False):
         super().__init__()
@@ -84,7 +84,7 @@ def _accumulated(net):
 
 
 def _interrupted_sums(_):
-    """A step begins again after its second micro-batch failed: in the sum, in the average, or in forward."""
+    """A step starts over after its second micro-batch failed: in the sum, in the average, or in forward."""
     mesh = nodes_and_shards(1)
     results = []
     for averaged, forward in ((False, False), (True, False), (False, True)):
@@ -116,7 +116,7 @@ def _zeroed_gradients(_):
 
 
 def _keys(_):
-    """Under reentrant checkpoints the passes inside of one that failed are not those of the next."""
+    """Under reentrant checkpoints, the passes inside a failed one do not count for the next one."""
     mesh = nodes_and_shards(1)
     net, state = Net(mesh["shard"], reentrant=True), state_between(mesh, bits=4)
     quantize_all_reduce(net, state)

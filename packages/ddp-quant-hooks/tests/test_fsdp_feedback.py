@@ -1,4 +1,4 @@
-"""Error feedback under FSDP2: steps, uses of a module, micro-batches, and going on from a checkpoint."""
+"""Error feedback under FSDP2: steps, uses of a module, micro-batches, and resuming from a checkpoint."""
 
 import copy
 
@@ -40,7 +40,7 @@ def _scattering(mesh, **net_options):
 
 
 def _resumed(make, mesh, accumulate):
-    """Train five steps at once, with a stop after two, and without residuals then; return the results."""
+    """Train five steps: in one go, with a stop after two, and then without residuals; return the results."""
     net, _ = make(mesh)
     wanted = train(net, 5, accumulate=accumulate, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
     net, state = make(mesh)
@@ -58,7 +58,7 @@ def _resumed(make, mesh, accumulate):
 
 
 def _files_of_other_shards(mesh):
-    """They have as many values, and the same rank in the state's group."""
+    """They have the same number of values, and the same rank in the state's group."""
     net, state = _averaging(mesh)
     backward(net, 0)
     everyone = [None] * dist.get_world_size()
@@ -75,7 +75,7 @@ def _files_of_other_shards(mesh):
 
 
 def _file_of_other_names(mesh):
-    """A module of the model that was saved is the model now."""
+    """A module of the saved model is now the whole model."""
     net, state = _averaging(mesh)
     backward(net, 0)
     layer = fully_shard(torch.nn.Sequential(torch.nn.Linear(37, 37)), mesh=mesh["shard"])
@@ -132,7 +132,7 @@ def _mean_of_many_steps(_):
 
 def test_feedback_makes_up_for_what_a_step_has_lost():
     for none, both in run_ranks(_mean_of_many_steps, 2, timeout=100):
-        # What is lost in all is at most what the last step lost: an eighth of it in the mean.
+        # The total loss is at most that of the last step: an eighth of it in the mean.
         assert both < none / 4
 
 
@@ -182,7 +182,7 @@ def _fail(_):
 
 
 class Checkpointed(torch.nn.Module):
-    """Layers whose forward passes are repeated in passes of their own; the first one is used twice."""
+    """Layers whose forward passes are recomputed in passes of their own; the first layer is used twice."""
 
     def __init__(self, mesh, *, reentrant):
         super().__init__()
@@ -215,7 +215,7 @@ def _with_checkpoints(_):
             assert _names(state) == {"layers.0", "layers.1"} | ({"layers.0#2"} if reentrant else set())
             assert state.statistics.quantised_buckets == 3 * len(_names(state))
     exact_reentrant, reentrant, exact, plain = map(gradients, nets)
-    # The same sums in another order, and nothing lost to an exchange that FSDP adds to meanwhile.
+    # The same sums in another order, and nothing lost when FSDP adds to a tensor during its exchange.
     for one, other in zip(exact_reentrant, exact, strict=True):
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
     return not all_equal(reentrant, exact) and not all_equal(plain, exact)

@@ -1,4 +1,4 @@
-"""FSDP2's other switches and what is used with it: each with the bits of native HSDP in full precision."""
+"""FSDP2's other options and companions: each gives the bits of native HSDP in full precision."""
 
 import torch
 from fsdp_models import (
@@ -118,7 +118,7 @@ def _switches(_):
 
 
 class _Halves(torch.nn.Module):
-    """What tensor parallelism cuts in two."""
+    """A module that tensor parallelism cuts in two."""
 
     def __init__(self, mesh, shards):
         super().__init__()

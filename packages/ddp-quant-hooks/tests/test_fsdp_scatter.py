@@ -34,7 +34,7 @@ def _few_bits(_):
     mesh = init_device_mesh("cpu", (4,))
     native = sharded(mesh)
     backward(native, 0)
-    # A rank's own gradients, before anything is reduced: those of a model that nobody shares.
+    # A rank's own gradients, before anything is reduced: those of an unsharded model.
     own = sharded(init_device_mesh("cpu", (4, 1), mesh_dim_names=("alone", "one"))["one"])
     backward(own, 0)
     bound = _largest_sum(max(gradient.abs().max() for gradient in gradients(own)))
@@ -49,13 +49,13 @@ def _few_bits(_):
             for ours, exact in zip(gradients(net), gradients(native), strict=True)
             if ours.numel()
         ]
-        assert 0 < max(errors) <= half_step * bound * (1 + 1e-5)  # which covers roundings in fp32
+        assert 0 < max(errors) <= half_step * bound * (1 + 1e-5)  # the factor covers roundings in fp32
         shares[bits] = state.statistics.bytes_sent / state.statistics.bytes_of_allreduce
     return shares
 
 
 def _full_precision(_):
-    """Of two ranks' sums, and over the shards of a mesh for HSDP: what FSDP itself computes."""
+    """Sums of two ranks, and over the shards of a mesh for HSDP: the bits of FSDP itself."""
     results = []
     for mesh, options in (
         (nodes_and_shards(), {}),

@@ -1,4 +1,4 @@
-"""The CUDA backend's logic without a GPU: its launches and its kernels' text, on an emulated one."""
+"""The CUDA backend's logic without a GPU: its launches and its kernels, on an emulated GPU."""
 
 import importlib
 
@@ -136,7 +136,7 @@ def test_shards_of_one_tensor_are_cut_by_their_addresses(gpu, count, kept, monke
 
 @pytest.mark.parametrize("ranks", [9, pytest.param(100, marks=pytest.mark.exhaustive), 600])
 def test_any_number_of_ranks(gpu, ranks):
-    """Some 500 messages fit into a launch; of more, torch's operators make the mean."""
+    """About 500 messages fit into a launch; for more, torch's operators compute the mean."""
     layout, values = Layout("int8", 64), torch.randn(ranks, 150)
     messages = [torch.zeros(layout.message_bytes(150), dtype=torch.uint8) for _ in range(ranks)]
     for row, message in zip(values, messages, strict=True):
@@ -177,7 +177,7 @@ def test_a_tensor_of_more_elements_than_32_bits_count(gpu):
 
 def test_more_thread_blocks_than_a_gpu_launches_are_refused(gpu):
     class Huge:
-        """As long as no tensor here can be."""
+        """Longer than any tensor here can be."""
 
         dtype = torch.float32
 
@@ -194,7 +194,7 @@ def test_more_thread_blocks_than_a_gpu_launches_are_refused(gpu):
 # ---- PyTorch's 8-bit numbers ----
 
 CHANNELS = {1: 200, 3: 400, 512: 2000, 777: 2003, 8192: 9000, 8193: 9001, 20000: 9003}
-"""Values of a channel, and how many values in all."""
+"""Values per channel, and the total number of values."""
 
 
 def _affine_inputs(dtype, length):
@@ -238,7 +238,7 @@ def test_affine_kernels_give_the_bits_of_torchs_operators(gpu, dtype, channels):
                 mean, expected = torch.zeros(length, dtype=dtype), torch.zeros(length, dtype=dtype)
                 gpu.affine_decode(theirs[:ranks], channel, mean)
                 affine.decode_mean(theirs[:ranks], layout, expected)
-                nan = expected.isnan()  # torch's arithmetic makes any NaN of a NaN
+                nan = expected.isnan()  # torch's arithmetic may turn a NaN into any other NaN
                 assert torch.equal(mean.isnan(), nan), (channel, name, ranks)
                 assert same_bits(mean[~nan], expected[~nan]), (channel, name, ranks)
 

@@ -1,4 +1,4 @@
-"""What the CUDA backend tells the driver, by way of cuda-bindings, without a driver of NVIDIA's."""
+"""The CUDA backend's calls of the driver through cuda-bindings, without NVIDIA's driver."""
 
 import os
 import shutil
@@ -75,7 +75,7 @@ def test_grids_streams_and_arguments_reach_the_driver(tmp_path):
     first, *launches, error = done.stdout.splitlines()
     address = f"0x{first}"
     rows = [line.split() for line in launches[:-1]]
-    # kernel, grid, threads of a thread block, shared memory, stream, no extra, then what the work begins with
+    # kernel, grid, threads of a thread block, shared memory, stream, no extra, then the beginning of the work
     always = {"kernel": "0xabc", "depth": "1", "rows": "1", "layers": "1", "shared": "0", "stream": "0x1234"}
     for row in rows:
         assert [row[0], row[3], row[5], row[6], row[7], row[8], row[9]] == [*always.values(), "1"]

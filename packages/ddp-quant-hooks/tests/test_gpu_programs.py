@@ -1,4 +1,4 @@
-"""The GPU kernels as programs: NVRTC compiles all of them, well, and once; no GPU is needed."""
+"""The GPU kernels as programs: NVRTC compiles all of them, to good code, and once; no GPU is needed."""
 
 import io
 import logging
@@ -27,7 +27,7 @@ def _every_program():
     for dtype, (kind, block) in product(DTYPES, FORMATS.items()):
         yield block_program("encode", Layout(kind, block), dtype=dtype, shards=2)
         yield block_program("decode", Layout(kind, block), dtype=dtype, ranks=2)
-    for kind, block in FORMATS.items():  # where memory starts anywhere
+    for kind, block in FORMATS.items():  # with memory at any address
         layout = Layout(kind, block)
         yield block_program("encode", layout, dtype=torch.float32, aligned=False)
         yield block_program("reduce", layout, new_layout=layout, ranks=2, aligned=False)
@@ -104,7 +104,7 @@ def test_every_kernel_compiles_and_keeps_everything_in_registers(architecture):
 
 
 def _assembly(program):
-    """Return a program as PTX, which cuda-core compiles only where there is a driver."""
+    """Return a program as PTX, which cuda-core compiles only with a driver."""
     from cuda.bindings import nvrtc  # noqa: PLC0415 - optional
 
     _, compiled = nvrtc.nvrtcCreateProgram(program.text.encode(), b"kernel.cu", 0, [], [])
@@ -147,7 +147,7 @@ def test_memory_is_read_and_written_several_words_at_a_time():
 
 @pytest.mark.usefixtures("_compiler")
 def test_arithmetic_that_the_launch_relies_on_is_the_kernels_own():
-    """A program asserts the numbers that Python computes: others do not compile."""
+    """A program asserts the numbers that Python computes: wrong ones do not compile."""
     layout = Layout("int8", 128)
     right = block_program("encode", layout, dtype=torch.float32)
     wrong = type(right)(**{**vars(right), "checks": right.checks.replace("kTeams == 8", "kTeams == 16")})
@@ -157,7 +157,7 @@ def test_arithmetic_that_the_launch_relies_on_is_the_kernels_own():
 
 
 def _seconds(program):
-    began = time.thread_time()  # not of the machine's other work
+    began = time.thread_time()  # without the machine's other work
     code = compile_program(program, "sm_90")
     return code, time.thread_time() - began
 
@@ -238,7 +238,7 @@ def test_without_cuda_core_it_says_how_to_get_it(monkeypatch, caplog):
     assert len(caplog.messages) == 1
 
 
-def test_a_text_includes_nothing():
+def test_a_program_includes_nothing():
     for file in ("block_kernels.cu", "affine_kernels.cu"):
         assert '#include "' not in source(file)
         assert source(file).count("BLOCK_MATH uint32_t bits_of(") == 1, "each file once"

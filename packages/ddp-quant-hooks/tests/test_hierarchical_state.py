@@ -1,4 +1,4 @@
-"""Nodes: full precision inside, few bits between, the same bits everywhere."""
+"""Nodes: full precision inside, few bits between them, identical bits on all ranks."""
 
 import copy
 import statistics
@@ -58,13 +58,13 @@ def _grid(rank, nodes, local):
     assert same_on_all_ranks(result)
     assert result[500].isnan()
     ddp_quant_hooks.plans._CHUNK_ELEMENTS = 100_000  # little padding, few headers
-    run_hook(state, bucket, _inputs(100_000)[rank])  # ranks that wait to agree ask the store again and again
+    run_hook(state, bucket, _inputs(100_000)[rank])  # while ranks wait to agree, they poll the store
     counts = []
     for _ in range(5):
         before = tcp_bytes_sent()
         run_hook(state, bucket, _inputs(100_000)[rank])
         counts.append(tcp_bytes_sent() - before)
-    sent = statistics.median(counts)  # on a busy machine one of them may count what belongs to another
+    sent = statistics.median(counts)  # on a busy machine one of them may include traffic of another
     # Inside a node (L - 1) / L of fp32 each way; between nodes 1 / L of what a flat exchange sends.
     values_inside = 2 * (local - 1) / local * 4
     between = {1: 0, 2: 1, 4: 1.5}[nodes] * (1 + 4 / 128) / local
@@ -114,7 +114,7 @@ def _trains(rank):
     def step(*, poison=False):
         x = torch.randn(3, 60, generator=torch.Generator().manual_seed(rank))
         if poison and rank == 0:
-            x[0, 0] = torch.nan  # in one column of the weight's gradient: some ranks' shards have none of it
+            x[0, 0] = torch.nan  # in one column of a gradient, not in all shards
         model(x).square().sum().backward()
         mine = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""The hooks on GPU tensors: several ranks on one GPU over Gloo, and NCCL where it can be had."""
+"""The hooks on GPU tensors: several ranks on one GPU over Gloo, and NCCL where it can run."""
 
 import os
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gpu
 
 
 def _start(rank, world_size, backend):
-    """Join a group whose ranks share the GPUs that there are."""
+    """Join a group whose ranks share the available GPUs."""
     torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(backend, rank=rank, world_size=world_size)
 
@@ -100,7 +100,7 @@ MODES = {
 
 
 def _trains(rank, world_size, backend, mode):
-    """Train on the GPU, and beside it on the CPU with the mean that the CPU's kernels would have made."""
+    """Train on the GPU, and in parallel on the CPU with the mean that the CPU's kernels compute."""
     _start(rank, world_size, backend)
     on_host = dist.new_group(backend="gloo")
     net = _Net().cuda()
@@ -112,7 +112,7 @@ def _trains(rank, world_size, backend, mode):
     means = {}
 
     def hook(state: QuantizedAllreduceState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        # Gradients of all ranks before they are averaged: the values that the hook is given.
+        # Gradients of all ranks before they are averaged: the input of the hook.
         own = bucket.buffer().cpu()
         everyone = [torch.empty_like(own) for _ in range(world_size)]
         dist.all_gather(everyone, own, group=on_host)
@@ -141,7 +141,7 @@ def _trains(rank, world_size, backend, mode):
             if gradient is None or id(parameter) not in means:
                 continue
             expected = means[id(parameter)].view_as(twin[place])
-            if mode != "scaler":  # which unscales in place
+            if mode != "scaler":  # it unscales in place
                 assert same_bits(gradient.cpu(), expected), (step, place)
             twin[place] -= 0.1 * expected / (scale if mode == "scaler" else 1)
         optimizer.zero_grad()
@@ -168,7 +168,7 @@ def _does_not_wait(rank, world_size, backend):
     bucket = grad_bucket([torch.ones(3, device="cuda")])
     state = make_state("feedback both")
     values = _values(rank).cuda()
-    for _ in range(3):  # connections, kernels and scratch memory are there afterwards
+    for _ in range(3):  # then connections, kernels and scratch memory exist
         run_hook(state, bucket, values.clone())
     torch.cuda.synchronize()
     again = values.clone()
@@ -212,9 +212,9 @@ def test_the_hook_can_be_captured_in_a_graph():
 
 
 def _feedback(rank, world_size, backend):
-    """Several steps with error feedback, beside a state on the CPU.
+    """Several steps with error feedback, compared with a state on the CPU.
 
-    The GPU makes one step more, which is not finite: it must leave no trace, without the host being asked.
+    The GPU makes one more step, which is not finite: it must leave no trace, without a wait on the host.
     """
     _start(rank, world_size, backend)
     on_host = dist.new_group(backend="gloo")
@@ -239,7 +239,7 @@ def test_error_feedback_has_the_bits_of_the_cpu_and_forgets_failed_steps(world_s
 
 
 def _plain(rank, world_size, backend):
-    """Buckets that travel without compression: small, fp64, sparse, and parameters of one dimension."""
+    """Buckets that are sent without compression: small, fp64, sparse, and parameters of one dimension."""
     _start(rank, world_size, backend)
     state = QuantizedAllreduceState(exact_1d=True, error_feedback="shard")
     bucket = grad_bucket([torch.ones(3, device="cuda")])
@@ -248,7 +248,7 @@ def _plain(rank, world_size, backend):
         "small": torch.full((100,), rank + 1.0, device="cuda"),
         "fp64": torch.full((10**6,), rank + 1.0, device="cuda", dtype=torch.float64),
     }.items():
-        torch.cuda._sleep(10**7)  # the gradient is not there yet when the hook is called
+        torch.cuda._sleep(10**7)  # the gradient is not computed yet when the hook is called
         values.mul_(2)
         found[name] = run_hook(state, bucket, values).unique().tolist()
     for name, hook in {"fp16": fp16_compress_hook, "allreduce": allreduce_hook}.items():
@@ -257,7 +257,7 @@ def _plain(rank, world_size, backend):
     net = torch.nn.Sequential(torch.nn.Embedding(5, 3, sparse=True), torch.nn.LayerNorm(3)).cuda()
     model = DistributedDataParallel(net)
     model.register_comm_hook(state, quantized_allreduce_hook)
-    if backend == "nccl":  # which sums no sparse tensors, without a hook neither
+    if backend == "nccl":  # it cannot sum sparse tensors, with or without a hook
         with pytest.raises(RuntimeError, match="sparse"):
             model(torch.tensor([rank], device="cuda")).sum().backward()
         return found

@@ -1,4 +1,4 @@
-"""A rank that sends anything, under the right tags and of the right lengths, to its peers."""
+"""A rank sends arbitrary bytes to its peers, with the right tags and lengths."""
 
 import os
 import pickle
@@ -34,7 +34,7 @@ OPTIONS = [
 
 
 def _send_garbage(generator):
-    """Make this process send random bytes in the place of messages, from now on."""
+    """Make this process send random bytes instead of messages from now on."""
 
     def spoiled(kernel, place):
         def call(*arguments, **named):
@@ -115,7 +115,7 @@ def _peers(rank, seed):
 
 few = settings(
     deadline=None, derandomize=True, database=None, max_examples=1, phases=[Phase.explicit, Phase.generate]
-)  # an example is a launch: too long to look for smaller ones
+)  # every example is a launch: shrinking takes too long
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -126,7 +126,7 @@ def test_garbage_for_messages_writes_only_what_a_message_would(world_size, seed)
 
 
 class EndsTheProcess:
-    """Whoever unpickles it, ends."""
+    """Ends any process that unpickles it."""
 
     def __reduce__(self):
         return os._exit, (17,)
@@ -157,7 +157,7 @@ def _residuals_of_peers(rank, seed):
         with pytest.raises(ValueError, match="announced"):
             sent_residuals.gather(group, own, 0)
     sent_residuals.all_gather_plain = tell
-    for data in ([_pickled()] * 2, []):  # from which a rank is left out
+    for data in ([_pickled()] * 2, []):  # leaves a rank out
         match = "announced" if not data else "rank 1 sent data that are not saved residuals"
         with pytest.raises(ValueError, match=match):
             sent_residuals.scatter(group, data if rank == HOSTILE else [], HOSTILE)

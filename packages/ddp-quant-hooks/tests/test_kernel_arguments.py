@@ -1,4 +1,4 @@
-"""What the kernels refuse: alike on every backend, before anything is written."""
+"""Arguments that the kernels refuse, in the same way on every backend, before anything is written."""
 
 import importlib
 
@@ -25,7 +25,7 @@ def backend(request, monkeypatch):
 
 
 class _Memory:
-    """Named tensors of 8 KiB of memory, from which cases are made."""
+    """Named tensors in 8 KiB of memory, for making cases."""
 
     def __init__(self):
         self.bytes = torch.arange(32_768, dtype=torch.int64).to(torch.uint8)
@@ -138,7 +138,7 @@ def test_messages_start_at_whole_numbers(backend, shift):
         lambda: kernels.affine_encode(values, _misaligned(AFFINE.message_bytes, shift), AFFINE),
         lambda: kernels.affine_decode([_misaligned(AFFINE.message_bytes, shift)], AFFINE, values),
     ]
-    # An address that is right, at an offset of the storage that is not.
+    # A valid address at an invalid offset in the storage.
     odd = np.zeros(BYTES + 16, dtype=np.uint8)
     first = (-odd.ctypes.data - shift) % 4
     storage = torch.from_numpy(odd[first:])

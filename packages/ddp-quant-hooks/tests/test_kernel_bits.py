@@ -60,7 +60,7 @@ def inputs_to_rotate(dtype, length):
 
 
 def inputs_of(layout, dtype, length):
-    """Yield what shows the bits of a layout."""
+    """Yield inputs that show the bits of a layout."""
     yield from inputs(dtype, length)
     if layout.rotate:
         yield from inputs_to_rotate(dtype, length)
@@ -102,7 +102,7 @@ def everything(backend, layout, dtype, name, values):
                 message(result),
                 sevens(before.dtype),
             )
-            if kind == layout.format:  # in the place of one of them, as the hook does
+            if kind == layout.format:  # written over one of them, as in the hook
                 in_place = gathered[-1].clone()
                 backend.reduce([*gathered[:-1], in_place], layout, length, Outgoing(in_place), result)
                 out[f"in place {ranks}"] = in_place
@@ -115,7 +115,7 @@ def everything(backend, layout, dtype, name, values):
 @pytest.mark.parametrize(
     ("instruction_set", "dtype"),
     [
-        # Each set once and each dtype once; the other pairs are for the exhaustive check.
+        # Each instruction set once and each dtype once; the other pairs are for the exhaustive check.
         pytest.param(one, dtype, marks=() if place == number % 3 else pytest.mark.exhaustive)
         for number, one in enumerate(SETS)
         for place, dtype in enumerate(kernels.VALUE_DTYPES)

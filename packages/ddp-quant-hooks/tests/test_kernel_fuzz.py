@@ -1,6 +1,6 @@
-"""The kernels on anything: the same bits from all that compute on the CPU, and nothing written but results.
+"""The kernels on any input: all backends on the CPU give the same bits, and write nothing but results.
 
-Every buffer lies between guard bytes, or ends where its memory does, which a sanitizer sees.
+Every buffer lies between guard bytes, or ends where its memory does, where a sanitizer sees overruns.
 """
 
 import importlib
@@ -40,8 +40,8 @@ class Guarded:
     """A buffer between guard bytes.
 
     Args:
-        before: How many, in steps of 4 bytes: what messages and fp32 values may start at.
-        after: How many.
+        before: The number of guard bytes, in steps of 4: messages and fp32 values may start there.
+        after: The number of guard bytes.
     """
 
     def __init__(self, before, after):
@@ -67,7 +67,7 @@ blocks = st.one_of(
 
 
 def layout_of(numbers, block_size, rotate):
-    """Return a layout whose blocks are rotated if that is asked for and can be."""
+    """Return a layout whose blocks are rotated if requested and possible."""
     return Layout(numbers, block_size, rotate and can_rotate(numbers, block_size))
 
 
@@ -79,7 +79,7 @@ lengths = st.one_of(st.integers(0, 300), st.integers(0, 9000))
 
 
 def any_values(count, dtype, generator, kind):
-    """Return values of any bits; of any magnitude; or such that some are halfway between two numbers."""
+    """Return values of any bits, of any magnitude, or some that are halfway between two numbers."""
     width = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     bits = torch.randint(-(2**31), 2**31, (count,), generator=generator).to(width).view(dtype)
     if kind == "bits":
@@ -120,7 +120,7 @@ def encoded_and_decoded(buffer, values, other, layout, new_layout, ranks, residu
 
 
 def kernels_shards(count, ranks, layout):
-    """Return how many values each shard has: whole blocks, spread as evenly as can be."""
+    """Return the number of values in each shard: whole blocks, distributed as evenly as possible."""
     total = layout.blocks(count)
     bounds = [min(total * rank // ranks * layout.block_size, count) for rank in range(ranks + 1)]
     return [high - low for low, high in pairwise(bounds)]
@@ -157,7 +157,7 @@ def test_all_that_compute_on_the_cpu_write_the_same(
 
 
 def any_message(buffer, layout, count, generator):
-    """Return bytes that no kernel has written: scales of any bits, numbers that encoding never makes."""
+    """Return bytes that no kernel would write: scales of any bits, and numbers that encoding never makes."""
     message = buffer(layout.message_bytes(count))
     message.copy_(torch.randint(0, 256, message.shape, generator=generator, dtype=torch.uint8))
     scales = layout.scales(message, count)
@@ -167,7 +167,7 @@ def any_message(buffer, layout, count, generator):
 
 
 def read_messages(buffer, layout, new_layout, ranks, count, seed):
-    """Read the same bytes, in guarded buffers, as messages; return what came of them."""
+    """Read the same bytes, in guarded buffers, as messages; return the results."""
     generator = torch.Generator().manual_seed(seed)
     messages = [any_message(buffer, layout, count, generator) for _ in range(ranks)]
     before = [message.clone() for message in messages]
@@ -196,7 +196,7 @@ def test_any_bytes_are_read_as_a_message_and_write_nothing_else(
         with computed_by(backend):
             ours = read_messages(Guarded(buffer.before // 4 - 16, buffer.after), *case)
         for mine, theirs in zip([*ours[0], ours[3]], [*means, joined], strict=True):
-            # Which NaN it is that a processor makes of two of them is not said anywhere.
+            # It is not specified which NaN a processor makes from two of them.
             assert torch.equal(mine.nan_to_num(1.5), theirs.nan_to_num(1.5)), name
             assert torch.equal(mine.isnan(), theirs.isnan()), name
         assert same_bits(ours[1], reduced), name

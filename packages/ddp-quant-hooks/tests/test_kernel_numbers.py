@@ -1,4 +1,4 @@
-"""What the kernels promise about numbers, whatever computes them."""
+"""The kernels' promises about numbers, for every backend."""
 
 from pathlib import Path
 
@@ -110,7 +110,7 @@ def test_a_mean_of_rotated_blocks_and_others_is_near_the_exact_one():
         decoded(messages, 12800, layout),
         [decoded([message], 12800, layout) for message in messages],
     )
-    # Of fp32 sums of four, each rounded a few times relative to the largest value.
+    # For fp32 sums of four, each rounded a few times relative to the largest value.
     torch.testing.assert_close(
         mean, torch.stack(alone).double().mean(0).float(), rtol=0, atol=1e-6 * values.abs().max()
     )
@@ -143,7 +143,7 @@ def test_what_cannot_be_rotated_is_refused():
 @pytest.mark.parametrize(("kind", "unit"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e37])
 def test_16_bits_lose_no_range(kind, unit, scale):
-    """Relative to the block's scale, so 1e37 fits fp16. Below 2^-14 of it fp16 counts in steps of 2^-24."""
+    """Relative to the block's scale 1e37 fits fp16, which has steps of 2^-24 below 2^-14 of the scale."""
     layout = Layout(kind, 128)
     values = torch.randn(1280, generator=torch.Generator().manual_seed(0)) * scale
     message, first = torch.empty(layout.message_bytes(1280), dtype=torch.uint8), encoded(values)
@@ -192,7 +192,7 @@ def test_what_is_not_finite_makes_its_block_nan_and_touches_no_residual(special,
 @pytest.mark.parametrize("dtype", RESIDUAL_DTYPES)
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
 def test_values_and_residuals_add_up_over_many_steps(dtype, scale):
-    """What is not sent in one step is sent in a later one: nothing is lost but the last residual."""
+    """Rounding errors of one step are sent in a later one: nothing is lost but the last residual."""
     generator = torch.Generator().manual_seed(0)
     residual, lost = torch.zeros(1000, dtype=dtype), torch.empty(1000, dtype=dtype)
     sent, meant = torch.zeros(1000, dtype=torch.float64), torch.zeros(1000, dtype=torch.float64)
@@ -216,14 +216,15 @@ def test_values_and_residuals_add_up_over_many_steps(dtype, scale):
         assert error.max() < in_fp32
     else:
         assert (error <= rounded + in_fp32).all()
-        # They point in all directions: what adds up is far less than the sum, a few times a root of squares.
+        # They point in all directions: they add up to far less than their sum, a few times the root of
+        # squares.
         assert (error <= 4 * squares.sqrt() + in_fp32).all()
         assert error.max() > in_fp32
 
 
 @pytest.mark.parametrize("default", [torch.float64, torch.bfloat16, torch.float16])
 def test_the_default_dtype_changes_no_bit(default):
-    """Of torch's operators, which PyTorch's numbers use on every CPU."""
+    """For torch's operators, which compute PyTorch's numbers on every CPU."""
     values = torch.randn(3, 500, generator=torch.Generator().manual_seed(0)) * torch.tensor(
         [[1.0], [1e30], [3e37]]
     )

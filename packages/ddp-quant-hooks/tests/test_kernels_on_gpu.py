@@ -1,4 +1,4 @@
-"""The CUDA kernels on a GPU: the CPU's bits, on streams and in graphs, with no wait."""
+"""The CUDA kernels on a GPU: the bits of the CPU, on streams and in graphs, without blocking."""
 
 import os
 import shutil
@@ -23,13 +23,13 @@ INT8 = Layout("int8", 128)
 
 @pytest.fixture(scope="module")
 def gpu():
-    """Return the kernels of GPU 0. Where they do not work, that is what is wrong."""
+    """Return the kernels of GPU 0. If they do not work, the tests fail here."""
     found = cuda_kernels_for(torch.device("cuda", 0))
     assert found is not None, kernels.describe()
     return found
 
 
-# One test for each, side by side with pytest-xdist: it compiles some thirty programs, of a second each.
+# One test for each, in parallel with pytest-xdist: each compiles about thirty programs, a second each.
 @pytest.mark.parametrize("layout", [*LAYOUTS, Layout("int8", 4096)], ids=str)
 @pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES)
 def test_blocks_have_the_bits_of_the_cpu(gpu, dtype, layout):
@@ -190,8 +190,8 @@ def test_compute_sanitizer_finds_nothing(gpu, tool):
         "    kernels.affine_decode([message, message], layout, values)\n"
         "    assert torch.allclose(values, torch.ones_like(values)), values\n"
     )
-    del gpu  # compiled and cached: the sanitizer need not watch that
-    # Calls that ask the driver for what it has not are no errors of the kernels.
+    del gpu  # compiled and cached, so that the sanitizer need not watch compilation
+    # Calls that query the driver for missing features are not errors of the kernels.
     options = ["--tool", tool, "--error-exitcode", "9", "--report-api-errors", "no"]
     done = subprocess.run(
         [sanitizer, *options, sys.executable, "-W", "ignore", "-c", program],
@@ -199,7 +199,10 @@ def test_compute_sanitizer_finds_nothing(gpu, tool):
         capture_output=True,
         text=True,
         timeout=600,
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # every tensor's bounds are watched
+        env={
+            **os.environ,
+            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        },  # so that every tensor's bounds are watched
     )
     if "Device not supported" in done.stdout + done.stderr:
         pytest.skip("compute-sanitizer does not support this machine")

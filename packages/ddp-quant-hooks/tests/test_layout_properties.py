@@ -1,4 +1,4 @@
-"""Where values are cut: every value is in one chunk, shard and piece, for any lengths."""
+"""Every value is in exactly one chunk, shard and piece, for any lengths."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ lengths = st.one_of(st.integers(0, 5000), st.integers(0, 1 << 40))
 @few
 @given(lengths, st.integers(1, 1 << 24), blocks)
 def test_chunks_cover_everything_once_at_block_boundaries(length, most, block):
-    most = max(most, length >> 10)  # else they are too many for a test
+    most = max(most, length >> 10)  # otherwise there are too many for a test
     spans = cut(length, most, block)
     assert (spans[0].start, spans[-1].stop) == (0, length)
     assert all(before.stop == after.start for before, after in pairwise(spans))

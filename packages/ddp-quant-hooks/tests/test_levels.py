@@ -1,4 +1,4 @@
-"""Many ranks in levels: fewer messages, as many bytes, the same bits on all ranks."""
+"""Many ranks in levels: fewer messages, the same number of bytes, identical bits on all ranks."""
 
 import copy
 import pickle
@@ -79,7 +79,7 @@ def _bits(rank, all_levels):
 
 
 def _checks_of_one(state, bucket, rank):
-    """NaN, bytes that were sent, several plain tensors as one."""
+    """Check NaN, the bytes sent, and several plain tensors as one."""
     world_size = dist.get_world_size()
     values = 128 * 24 * world_size  # whole blocks for each shard of each level
     broken = _inputs(values)
@@ -112,7 +112,7 @@ def _sums_over_steps(rank, sizes):
 
 
 def _trains(rank, sizes):
-    """Save after some steps, load into a new state, and go on: the bits of the run that went on."""
+    """Save after some steps, load into a new state, and continue with the bits of an uninterrupted run."""
 
     def made(state):
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ def _trains(rank, sizes):
 
 
 def _by_default(rank):
-    """Small buckets are averaged exactly; what was saved when fewer were says how to go on."""
+    """Small buckets are averaged exactly; an older file, from when fewer were, says how to go on."""
     bucket = grad_bucket([torch.ones(3)])
     state = QuantizedAllreduceState(**FEEDBACK)
     for values, quantized in ((1 << 14, 0), (1 << 17, 1)):
@@ -153,7 +153,7 @@ def _by_default(rank):
     assert state.min_bytes == 1 << 19
     model = torch.nn.Linear(3, 3)
     saved = {**QuantizedAllreduceState(min_bytes=65536, **FEEDBACK).state_dict(model)}
-    del saved["levels"]  # there was no choice
+    del saved["levels"]  # older files have no such option
     with pytest.raises(ValueError, match=r"of min_bytes 65536, but here it is 524288.*give min_bytes=65536"):
         QuantizedAllreduceState(**FEEDBACK).load_state_dict(saved, model)
     QuantizedAllreduceState(min_bytes=65536, **FEEDBACK).load_state_dict(saved, model)

@@ -1,4 +1,4 @@
-"""Very many steps of many small buckets with a slow rank: no hang, and nothing grows."""
+"""A large number of steps of many small buckets with a slow rank: no hang, and nothing grows."""
 
 import os
 import random

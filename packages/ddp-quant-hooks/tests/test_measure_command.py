@@ -1,4 +1,4 @@
-"""The measuring command and its function on real ranks: what comes out, and errors on every rank."""
+"""The measuring command and its function on real ranks: results, and errors on every rank."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def _environ(**more):
 
 
 def _outcomes(*commands):
-    """Run commands side by side; return the exit code, what it said and what it complained of, of each."""
+    """Run commands in parallel; return the exit code, standard output and standard error of each."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [subprocess.Popen(command, env=environ, **pipes) for command, environ in commands]
     try:
@@ -94,7 +94,8 @@ def test_torchrun_starts_it_and_rank_0_alone_reports(tmp_path):
         "8 bits": values + 4 * values // 128,
         "4 bits": values // 2 + 4 * values // 32,
     }
-    # Half of the last place, in the L2 norm, is less than 2^-9 for bf16; int8 and int4 have 127 and 7 steps.
+    # Half a unit in the last place, in the L2 norm, is less than 2^-9 for bf16; int8 and int4 have 127 and 7
+    # steps.
     bounds = {"fp32": (0.0, 1e-6), "bf16": (1e-3, 4e-3), "8 bits": (4e-3, 1e-2), "4 bits": (0.05, 0.15)}
     for name, (low, high) in bounds.items():
         assert low <= small[name]["relative_error"] <= high, name
@@ -135,7 +136,7 @@ def test_a_report_that_cannot_be_written_is_refused_before_measuring(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_rank_does_not_wait_for_ever_for_who_is_not_rank_0():
+def test_a_rank_does_not_wait_forever_for_a_server_that_is_not_rank_0():
     with socket.create_server(("127.0.0.1", 0)) as mute:
         options = ["--rank", "1", "--world-size", "2", "--timeout", "1"]
         options += ["--master-addr", "127.0.0.1", "--master-port", str(mute.getsockname()[1])]
@@ -240,7 +241,7 @@ def _measured_in_a_grid(rank):
         measure(device="nothing" if rank == 1 else "cpu")
     torch.set_num_threads(1)
     shares = []
-    # In a program that is about to evaluate in double precision, and draws the same numbers on all ranks.
+    # As in a program that evaluates in double precision, and draws the same random numbers on all ranks.
     torch.set_default_dtype(torch.float64)
     random, threads = torch.get_rng_state(), _threads()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What is concluded from measurements: advice, estimates of steps, predictions. Made-up measurements."""
+"""Conclusions from made-up measurements: advice, estimates of steps, predictions."""
 
 import dataclasses
 
@@ -192,9 +192,10 @@ def test_ranks_of_a_node_share_its_link():
     size = SIZES[-1]
     # Around a ring one rank of a node sends to the next node: 2 * 63 / 64 instead of 2 * 7 / 8 of the bytes.
     assert packed["fp32"][size] == pytest.approx(alone["fp32"][size] * 63 / 64 * 8 / 7, rel=0.1)
-    # By levels, the first of them inside nodes, each rank of a node sends an eighth of what one alone does.
+    # In levels, the first of them inside nodes, each rank of a node sends an eighth of what a single rank
+    # does.
     assert packed["8 bits"][size] == pytest.approx(alone["8 bits"][size], rel=0.1)
-    # A grid sends as much between nodes, and fp32 inside.
+    # A grid sends the same amount between nodes, and fp32 inside.
     assert alone["8 bits"][size] < packed["8 bits between nodes"][size] < packed["fp32"][size]
     assert packed["4 bits between nodes"][size] < packed["8 bits between nodes"][size]
 

@@ -1,4 +1,4 @@
-"""How the measuring command finds out which rank it is, by options, torchrun or Slurm, and its device."""
+"""How the measuring command finds its rank, by options, torchrun or Slurm, and its device."""
 
 import pytest
 
@@ -71,7 +71,7 @@ def test_first_of_slurms_hosts(hosts, first):
         ({}, {}, "torchrun --standalone --nproc-per-node 2 -m ddp_quant_hooks.measure"),
         ({}, {"rank": 0, "world_size": 2}, r"nothing says MASTER_ADDR \(--master-addr\)\. Start"),
         ({"RANK": "0", "MASTER_ADDR": "a"}, {}, "nothing says WORLD_SIZE"),
-        # In a batch script, which srun has not started: there is one process only.
+        # In a batch script, which srun has not started, there is only one process.
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "a"}, {}, "srun --nodes 2"),
         ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, {}, "at least two ranks, the world size is 1"),
         ({**TORCHRUN, "RANK": "8"}, {}, "rank 8 is out of range for a world size of 8"),

@@ -1,4 +1,4 @@
-"""The kernels as torch operators: right schemas, and kept whole by ``torch.compile``."""
+"""The kernels as torch operators: correct schemas, and kept whole by ``torch.compile``."""
 
 import importlib
 
@@ -16,7 +16,7 @@ OPERATORS = torch.ops.ddp_quant_hooks
 
 @pytest.fixture(params=["best", "torch_ops"])
 def backend(request, monkeypatch):
-    """The backend that runs here, and the one that is always there."""
+    """The backend in use here, and the one that always exists."""
     if request.param == "torch_ops":
         module = importlib.import_module("ddp_quant_hooks.kernels.operators")
         monkeypatch.setattr(module, "backend_for", lambda _: torch_ops)
@@ -72,7 +72,7 @@ def test_torch_compile_keeps_them_in_one_graph_with_the_same_bits(backend):
         assert torch.equal(ours, eager)
 
 
-# What each operator writes, by its place among the arguments of :func:`_arguments`.
+# The positions of the arguments of :func:`_arguments` that each operator writes.
 WRITTEN = [(1, 5), (1,), (3,), (3,), (3,), (1,), (2,)]
 
 
@@ -105,7 +105,7 @@ def test_autograd_sees_what_they_write(number, backend):
 
 def test_a_gradient_through_an_overwritten_result_is_an_error(backend):
     leaf = torch.randn(1000, requires_grad=True)
-    result = leaf.exp()  # whose gradient needs the result
+    result = leaf.exp()  # its gradient needs the result
     with torch.no_grad():
         kernels.decode([_message()], LAYOUT, result)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

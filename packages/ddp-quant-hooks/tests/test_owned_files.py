@@ -1,4 +1,4 @@
-"""Machine code that another user could have written is not run: a chosen library, the GPU programs' cache."""
+"""Machine code that another user could have written is not run: a chosen library, and cached GPU programs."""
 
 import os
 import shutil
@@ -47,7 +47,7 @@ def test_a_library_that_others_may_write_is_refused(library, mode):
     library.parent.chmod(mode)
     with pytest.raises(ForeignFileError, match="mine can be written by other users"):
         CpuKernels()
-    library.parent.chmod(mode | stat.S_ISVTX)  # as /tmp is
+    library.parent.chmod(mode | stat.S_ISVTX)  # like /tmp
     assert CpuKernels().available
 
 
@@ -104,7 +104,7 @@ def _entry(cache):
 
 
 def test_the_cache_is_made_for_its_user_alone(cache, caplog):
-    before = os.umask(0)  # nothing is left to what the user has chosen
+    before = os.umask(0)  # the user's own setting must not matter
     try:
         code = compiled()
         assert compiled() == code
@@ -120,7 +120,7 @@ def test_the_cache_is_made_for_its_user_alone(cache, caplog):
 def test_a_cache_that_others_may_write_is_not_used(cache, caplog):
     code = compiled()
     entry = _entry(cache)
-    cache.chmod(0o755)  # as earlier versions made it
+    cache.chmod(0o755)  # as made by earlier versions
     for path in (cache, cache / "entries", entry.parent, entry):
         mode = stat.S_IMODE(path.stat().st_mode)
         path.chmod(0o777)

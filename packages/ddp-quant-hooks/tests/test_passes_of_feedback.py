@@ -32,7 +32,7 @@ def _own(state):
 
 
 class Branches(torch.nn.Module):
-    """A trunk and two heads, of which a step uses some."""
+    """A trunk and two heads, some of which a step uses."""
 
     def __init__(self):
         super().__init__()
@@ -78,8 +78,8 @@ def _branches(rank):
                     largest[key] = max(largest[key], mean.abs().max().item())
                     sums[key] += value.grad
                 value.grad = other.grad = None
-        # Of 4 bits, half a step of a block is 1/14 of its largest value, which with what is fed back is at
-        # most 8/7 of the gradient's; on a rank it can be some times the mean's. It is lost once on the rank
+        # With 4 bits, half a step of a block is 1/14 of its largest value. With the residual, that is at most
+        # 8/7 of the gradient's, and on a rank it can be several times the mean's. It is lost once on the rank
         # and, with three ranks, once in the mean.
         errors[name] = max(
             ((sums[key] - exact[key]).abs().max() / largest[key]).item() for key in sums if largest[key]
@@ -159,7 +159,7 @@ def _raises(rank):
                 assert all(
                     torch.equal(old, row["shard"]) for old, row in zip(shards, after["buckets"], strict=True)
                 )
-        # The next pass begins from there, whatever comes late of the dead one. DDP itself cannot go on.
+        # The next pass begins from there, whatever the dead one still does. DDP itself cannot go on.
         net.switch["raises"] = False
         del ddp, step
         gc.collect()
@@ -190,7 +190,7 @@ def test_a_backward_that_raises_leaves_residuals_and_may_be_saved_at_once(world_
 
 
 def _raises_in_new_buckets(rank):
-    """The pass that fails is the first in rebuilt buckets: what belongs to the old ones is still there."""
+    """The failed pass is the first in rebuilt buckets: what belongs to the old ones is still there."""
     torch.manual_seed(0)
     net, state = Layers(), make_state("feedback both")
     ddp = _wrap(net, state, bucket_cap_mb=0.03)
@@ -224,7 +224,7 @@ def test_a_pass_that_raises_in_new_buckets_leaves_the_old_ones():
 
 
 def _raises_where_buckets_are_left_out(rank):
-    """The pass that fails has had bucket 0; the next one begins with a later bucket."""
+    """The failed pass has had bucket 0; the next one begins with a later bucket."""
     torch.manual_seed(0)
 
     class Net(Branches):
@@ -272,7 +272,7 @@ def _nested(rank):
         state = make_state("feedback both")
         ddp = _wrap(net, state, bucket_cap_mb=0.03)
         poison = {"on": False}
-        # In the gradient of the first layer, whose bucket is the last, on one rank.
+        # On one rank, in the gradient of the first layer, whose bucket is the last.
         net.layers[0].bias.register_hook(
             lambda grad, poison=poison: grad * torch.nan if poison["on"] and rank == 1 else grad
         )
@@ -302,7 +302,7 @@ def test_reentrant_checkpoints_make_one_step():
 
 
 def _in_turns(rank):
-    """Heads that are used in turns share a bucket with a layer that always is: nothing is lost of them."""
+    """Heads used in turns share a bucket with a layer that is always used: nothing of them is lost."""
     found = {}
     for case, options in {
         "together": {},
@@ -337,7 +337,7 @@ def _in_turns(rank):
 
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_feedback_keeps_what_ddp_throws_away_of_unused_parameters(world_size):
-    """Without that the error grows with the steps: 0.4 and 0.8 of a gradient after 200 of them."""
+    """Without that, the error grows with the steps: 0.4 and 0.8 of a gradient after 200 of them."""
     for found in run_ranks(_in_turns, world_size, timeout=150):
         assert max(found.values()) < 0.2, found
 
@@ -378,7 +378,7 @@ def test_a_rank_with_gradients_in_plain_buckets_only_keeps_unused_residuals():
 
 
 class FirstRaises(Layers):
-    """Raises behind all parameters, where every bucket has come and the passes inside are over."""
+    """Raises after all parameters, when every bucket has arrived and the passes inside are over."""
 
     def forward(self, x):
         return super().forward(call_in_backward(x, partial(_raise_if_told, self.first)))
@@ -387,7 +387,7 @@ class FirstRaises(Layers):
 
 
 def _raises_around(rank):
-    """The pass around those of reentrant checkpoints raises; on the next try all is well."""
+    """The pass around those of reentrant checkpoints raises; the next try succeeds."""
     steps = []
     for reentrant in (True, False):
         torch.manual_seed(0)
@@ -425,7 +425,7 @@ def test_an_error_around_reentrant_checkpoints_leaves_residuals():
 
 
 def _static_graph_of_several_types(rank):
-    """In its first pass all buckets come with index 0, when the gradients are all there."""
+    """In its first pass all buckets arrive with index 0, when all gradients are there."""
     torch.manual_seed(0)
     net = Layers(dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float32))
     state = make_state("feedback both")
@@ -457,7 +457,7 @@ def _discards(rank):
             ddp(_data(number, 90)).square().mean().backward()
             if number == 3:
                 if rank == 0:
-                    state.state_dict()  # asking changes nothing
+                    state.state_dict()  # reading changes nothing
                 state.discard_step()
                 state.discard_step()
             else:
@@ -491,7 +491,7 @@ def test_a_discarded_step_never_was(world_size):
 
 
 def _several_losses(rank):
-    """Two losses of one iteration, added up without no_sync, and one graph that is used twice."""
+    """Two losses of one iteration, accumulated without no_sync, and one graph that is used twice."""
     torch.manual_seed(0)
     net, state = Layers(), make_state("feedback both")
     ddp = _wrap(net, state, bucket_cap_mb=0.03)
@@ -508,7 +508,7 @@ def _several_losses(rank):
     between = state.state_dict()
     assert between["steps"] == passes + 1
     assert not same_bits(before, between["own"])
-    loss.backward()  # DDP averages once for each forward: nothing is sent, nothing lost
+    loss.backward()  # DDP averages once per forward: nothing is sent, nothing lost
     after = state.state_dict()
     assert after["steps"] == passes + 1
     assert same_bits(between["own"], after["own"])
@@ -547,7 +547,7 @@ def _no_copies(rank):
     for number in range(5):
         step(wraps[0], number)
         assert addresses() == first
-    # Another cap, then each in turn: residuals follow the parameters, nothing is left behind.
+    # Another bucket cap, then each in turn: residuals follow the parameters, nothing is left behind.
     sizes = set()
     for number in range(6):
         before = _own(state)
@@ -575,7 +575,7 @@ def test_residuals_are_copied_only_when_buckets_change_and_never_pile_up():
 
 
 def _late_jobs(rank):
-    """A dead pass has jobs that end, with a NaN, while the next pass is under way."""
+    """Jobs of a dead pass end, with a NaN, while the next pass is under way."""
     torch.manual_seed(0)
     net, state = Layers(), make_state("feedback both")
     ddp = _wrap(net, state, bucket_cap_mb=0.03)

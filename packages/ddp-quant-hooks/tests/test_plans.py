@@ -1,4 +1,4 @@
-"""In which levels many ranks average: counted from the plans that the exchanges follow."""
+"""The levels in which many ranks average: counts from the plans that the exchanges follow."""
 
 import math
 from itertools import pairwise
@@ -40,7 +40,7 @@ WORLDS = [
 
 
 def _counted(levels, values, rank):
-    """Return how many messages a rank sends of a bucket, and how many values they have."""
+    """Return how many messages a rank sends for a bucket, and how many values they have."""
     messages = sent = 0
     for chunk in cut(values, chunk_values(levels, on_streams=False), BLOCK):
         own, wholes = levels.shards(chunk, rank, BLOCK), [chunk]
@@ -49,7 +49,7 @@ def _counted(levels, values, rank):
             messages += 2 * (size - 1)
             sent += (
                 len(whole) - len(shard) + (size - 1) * len(shard)
-            )  # what the others own, and this one's mean
+            )  # what the others own, and this rank's mean
     return messages, sent
 
 
@@ -94,7 +94,7 @@ def test_ranks_of_a_row_agree_on_it_and_shards_cover_the_chunk_once(sizes):
     assert parts[0][0] == chunk.start
     assert parts[-1][1] == chunk.stop
     assert all(left[1] == right[0] for left, right in pairwise(parts))
-    for rank, rows in seen.items():  # in every level the ranks that exchange have one shard to cut
+    for rank, rows in seen.items():  # in every level, the ranks that exchange cut the same shard
         for level in range(1, len(sizes)):
             own = levels.shards(chunk, rank, BLOCK)[level - 1]
             assert all(levels.shards(chunk, peer, BLOCK)[level - 1] == own for peer in rows[level])
@@ -108,7 +108,7 @@ def test_the_first_levels_stay_inside_of_hosts():
     assert plan_levels(64, BUCKET, 5) == plan_levels(64, BUCKET)
 
 
-def test_small_groups_are_cut_as_ever_and_larger_ones_in_longer_chunks():
+def test_small_groups_keep_their_chunks_and_larger_ones_have_longer_chunks():
     for ranks in (2, 4, 8, 16, 20):
         assert chunk_values(Levels((ranks,)), on_streams=False) == 5 << 18
     for ranks in (21, 64, 120):
@@ -126,7 +126,7 @@ def test_buckets_of_64_kib_are_averaged_exactly_and_the_first_of_ddp_never():
     assert sizes[-1] <= 1 << 20
 
 
-_TOLD = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "GROUP_RANK")
+_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "GROUP_RANK")
 
 
 @pytest.mark.parametrize(
@@ -134,15 +134,15 @@ _TOLD = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SI
     [
         ((24, 11, 8, 3, 3, 1), 8),
         ((20, 11, 8, 3, 3, 1), 1),  # a host has fewer
-        ((24, 11, 8, 2, 3, 1), 1),  # ranks are numbered otherwise
-        ((48, 11, 8, 3, 6, 1), 1),  # the group is of some of them
+        ((24, 11, 8, 2, 3, 1), 1),  # ranks are numbered differently
+        ((48, 11, 8, 3, 6, 1), 1),  # the group has only some of them
         ((24, 11, 8, 3, "three", 1), 1),
         ((), 1),
     ],
 )
 def test_hosts_of_equal_size_are_known_from_the_launcher(monkeypatch, told, found):
-    for name in _TOLD:
+    for name in _VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    for name, value in zip(_TOLD, told, strict=False):
+    for name, value in zip(_VARIABLES, told, strict=False):
         monkeypatch.setenv(name, str(value))
     assert hosts.ranks_per_host(24) == found

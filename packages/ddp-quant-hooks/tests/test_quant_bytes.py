@@ -25,7 +25,7 @@ def _bytes(rank):
     }
     runs["fp32"] = lambda values: run_hook(None, bucket, values, allreduce_hook)
     for name, run in runs.items():
-        run(torch.ones(1000))  # connects
+        run(torch.ones(1000))  # makes connections
         counts = []
         for _ in range(3):
             dist.barrier()
@@ -33,7 +33,7 @@ def _bytes(rank):
             run(torch.randn(ELEMENTS))
             dist.barrier()
             counts.append(tcp_bytes_sent() - before)
-        sent[name] = statistics.median(counts)  # on a loaded machine the kernel may retransmit in one of them
+        sent[name] = statistics.median(counts)  # a busy machine may retransmit in one
     counted = {name: state.statistics.bytes_sent / 3 for name, state in states.items()}
     return sent, counted
 

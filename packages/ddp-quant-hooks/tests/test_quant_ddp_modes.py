@@ -26,7 +26,7 @@ HOOKS = {
 
 
 class Net(torch.nn.Module):
-    """Three layers, one of them only used on odd ranks if ``skip``."""
+    """Three layers, one of them used only on odd ranks if ``skip``."""
 
     def __init__(self, *, skip=False):
         super().__init__()
@@ -76,7 +76,7 @@ def _gradients(hook, *, group=None, steps=3, accumulate=1, skip=False, join=Fals
 
 
 def _error(result, reference, world_size):
-    """Return the largest error, as a share of what rounding may cost.
+    """Return the largest error, as a fraction of the bound for rounding.
 
     A block's values on a rank are at most W times their mean, since all have one sign. Half a step of
     that range is lost on the way to a mean, half a step of the mean's on the way back.

@@ -79,7 +79,7 @@ def test_survivors_raise_within_the_timeout_and_keep_their_parameters(hook):
 
 
 def _kernel_fails(rank):
-    """A kernel fails on one rank alone: there the error says so, elsewhere there is one too."""
+    """A kernel fails on one rank only: there the error says so, and the other ranks get an error, too."""
     net, trained, state, step = _model("feedback both")
     step()
     step()
@@ -91,7 +91,7 @@ def _kernel_fails(rank):
         if rank == 1:
             raise MemoryError("no room for a kernel")
         if rank == 0:
-            time.sleep(0.5)  # it begins to send when rank 1 is gone, and rank 2 waits for this one first
+            time.sleep(0.5)  # it starts to send when rank 1 is gone, and rank 2 waits for this rank first
         real(*arguments, **options)
 
     exchanges.kernels.encode_shards = broken
@@ -109,10 +109,10 @@ def _kernel_fails(rank):
     for name, old in residuals["own"].items():
         assert torch.equal(old, after["own"][name]), "the step was not made"
     if rank == 1 and not torch_compat.GROUPS_END_WITHOUT_GIL:
-        time.sleep(GROUP_TIMEOUT - 1)  # there the peers learn of it at their timeout
+        time.sleep(GROUP_TIMEOUT - 1)  # there, the peers notice only at their timeout
     state.close()
     dist.barrier()
-    # A fresh start, on a model that has not lost its place in a backward pass.
+    # A fresh start, on a model that was not interrupted in a backward pass.
     model = DistributedDataParallel(torch.nn.Linear(50, 50))
     model.register_comm_hook(state, quantized_allreduce_hook)
     model(torch.ones(1, 50)).sum().backward()
@@ -127,7 +127,7 @@ def test_a_kernel_error_reaches_every_rank_and_leaves_parameters_and_residuals(w
 
 
 def _counts_differ(rank):
-    """The last kernel fails on one rank alone, which has counted less; a fresh start samples alike."""
+    """The last kernel fails on one rank only, whose count is lower; after a fresh start all sample alike."""
     bucket, state = grad_bucket([torch.ones(3)]), make_state("int8", sample_every=2)
     real, failing = exchanges.kernels.decode_shards, rank == 1
 
@@ -154,7 +154,7 @@ def test_ranks_that_have_counted_differently_sample_the_same_buckets():
 
 
 def _failure_beside_the_exchange(rank):
-    """What is averaged beside the quantized part fails: the step is not made, and no residual changes."""
+    """The part of a bucket that is averaged exactly fails: the step is not made, and no residual changes."""
     gradients = [torch.randn(20, 30, generator=torch.Generator().manual_seed(rank)), torch.ones(20)]
     bucket = grad_bucket(gradients)
     state = make_state("feedback both", exact_1d=True)
@@ -178,7 +178,7 @@ def test_a_failure_beside_the_exchange_leaves_residuals():
 
 
 def _plain_fails(rank):
-    """What is too small to be quantized, until a peer dies."""
+    """Buckets too small to be quantized, until a peer dies."""
     state, bucket = QuantizedAllreduceState(), grad_bucket([torch.ones(3)])
     quantized_allreduce_hook(state, bucket).wait()
     all_reduce(torch.ones(3), dist.ReduceOp.SUM, state)

@@ -19,7 +19,7 @@ from dist_utils.testing import grad_bucket, run_ranks
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
 STEPS = 3
 
-# By name: the hook, and what makes its state.
+# By name: the hook, and the function that makes its state.
 FLAT = {
     "int8": (quantized_allreduce_hook, lambda: make_state("feedback both")),
     "int4": (quantized_allreduce_hook, lambda: make_state("int4", error_feedback="both")),
@@ -48,7 +48,7 @@ def _run(hook, state, dtype):
     half = inputs.shape[1] // 2
     bucket = grad_bucket([torch.ones(1, half), torch.ones(inputs.shape[1] - half)])
     for step in range(STEPS):
-        # What the first step loses is added at the very end of the range in the next.
+        # The next step adds the first one's residual at the very end of the range.
         mine = inputs[rank].clone() if step else inputs[rank] * 0.506
         if step == 2:
             mine.copy_(inputs[0, -1].expand_as(mine))
@@ -79,13 +79,13 @@ def _grids(rank, nodes, local):
         for bits in (8, 4):
             state = HierarchicalAllreduceState(mesh=mesh, bits=bits, min_bytes=0, error_feedback="both")
             seen[dtype, bits] = _run(quantized_allreduce_hook, state, dtype)
-    # The values of a user: the second step adds what the first has lost to the largest value.
+    # The second step adds the residual of the first one to the largest value.
     state = HierarchicalAllreduceState(mesh=mesh, min_bytes=0, error_feedback="both")
     bucket = grad_bucket([torch.ones(512, dtype=torch.float16)])
     for values in ([65504.0] + [33152.0] * 511, [65504.0] * 512):
         result = run_hook(state, bucket, torch.tensor(values, dtype=torch.float16))
     seen["reported"] = result.tolist() == [65504.0] * 512
-    # An infinity is still seen: as itself inside a node, as NaN between nodes.
+    # An infinity stays visible: as itself inside a node, as NaN between nodes.
     broken = torch.ones(512, dtype=torch.float16)
     broken[7] = torch.inf
     seen["infinity"] = not run_hook(state, bucket, broken)[7].isfinite().item()

@@ -1,4 +1,4 @@
-"""A state that is bound to a model whose hook is not registered says so; one in use does not."""
+"""A bound state warns if its hook is not registered with the model; a state in use does not."""
 
 import warnings
 
@@ -10,7 +10,7 @@ from dist_utils.testing import run_ranks
 
 
 def _ignored(state, hook, model, arguments):
-    """Be a framework that takes a hook and does nothing with it."""
+    """Act as a framework that accepts a hook and does nothing with it."""
 
 
 def _registered(state, hook, model, arguments):

@@ -1,4 +1,4 @@
-"""The averaged bucket: the bits that the formula gives, in place, on 2, 3 and 4 ranks."""
+"""The averaged bucket has the bits of the formula, in place, on 2, 3 and 4 ranks."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def _bits(rank):
         finite = all(bool(values.isfinite().all()) for values in inputs)
         assert bool(expected.isfinite().all()) == finite, name
         if not finite:
-            # The block of the value, and no other, on every rank.
+            # NaN in the block of the value, and in no other, on every rank.
             assert expected.isnan().nonzero().flatten().tolist() == list(range(384, 512)), name
         if name in {"zeros", "constant", "largest"}:
             assert torch.equal(expected, inputs[0]), name
@@ -99,7 +99,7 @@ def test_chunks_in_flight_change_no_bit_and_reuse_their_memory(world_size):
 
 
 def _paths(rank):
-    """Return what the state counted for buckets that travel in different ways."""
+    """Return the state's statistics for buckets that are averaged in different ways."""
     bucket = grad_bucket([torch.ones(3)])
     world_size = dist.get_world_size()
     state = QuantizedAllreduceState(min_bytes=1000)

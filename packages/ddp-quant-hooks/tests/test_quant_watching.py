@@ -1,4 +1,4 @@
-"""What a profiler and the statistics show of the hooks."""
+"""What a profiler and the statistics show about the hooks."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from dist_utils.torch_compat import every_thread
 
 
 def _watch(rank):
-    """Return what a backward pass of several buckets has counted, and its ranges: names and threads."""
+    """Return the counts of a backward pass with several buckets, and its ranges: names and threads."""
     torch.manual_seed(rank)
     quantized = QuantizedAllreduceState(min_bytes=0, sample_every=1)
     found = []

@@ -1,4 +1,4 @@
-"""Ranks that were given different hooks or options: an error on every rank before anything travels."""
+"""Ranks with different hooks or options: an error on every rank before anything is sent."""
 
 import time
 
@@ -33,13 +33,13 @@ OPTIONS = [
 
 
 def _error(hook, state, bucket, values):
-    """Return the text of the error that the hook's future has; the values must be as they were."""
+    """Return the text of the error in the hook's future; the values must be unchanged."""
     before = values.clone()
     bucket.set_buffer(values)
     with pytest.raises(RuntimeError) as caught:
         hook(state, bucket).wait()
     assert torch.equal(values, before), "nothing was averaged"
-    return str(caught.value).partition("\n")[0]  # without where
+    return str(caught.value).partition("\n")[0]  # without the traceback
 
 
 def _different_options(rank):
@@ -69,7 +69,7 @@ def test_a_different_option_raises_on_every_rank_and_is_named(world_size):
 
 
 def _different_hooks(rank):
-    """Another hook, another dtype of bucket, another number of values, flat and hierarchical."""
+    """A different hook, bucket dtype or number of values, and flat versus hierarchical."""
     bucket, values = grad_bucket([torch.ones(3)]), torch.arange(3000.0) + rank
     mesh = init_device_mesh("cpu", (2, 2))
     few = QuantizedAllreduceState(min_bytes=0)
@@ -134,7 +134,7 @@ def test_a_model_trains_on_after_the_error():
 
 
 def _one_rank_without(rank, state):
-    """The hook on rank 0 alone: there the error names who did not come; the others' collective ends."""
+    """The hook on rank 0 only: its error names the missing ranks; the collective of the others ends."""
     model = DistributedDataParallel(torch.nn.Linear(200, 200))
     if rank == 0 and state:
         model.register_comm_hook(QuantizedAllreduceState(), quantized_allreduce_hook)

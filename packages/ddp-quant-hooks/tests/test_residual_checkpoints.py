@@ -228,7 +228,7 @@ def test_complex_parameters_have_residuals_twice_as_long():
 
 
 def _other_buckets(rank):
-    """Another bucket cap: a rank's own residuals follow the parameters, those of shards cannot."""
+    """With another bucket cap, a rank's own residuals follow the parameters; those of shards cannot."""
     lines = Lines()
     run = _trained()
     assert lines.about("dropped the residuals of the shards") == 1, "of the one bucket of the first step"
@@ -247,7 +247,7 @@ def _other_buckets(rank):
         again.step(5)
         again.state.close()
 
-    # In the same run, back to the checkpoint: as a run that was stopped there.
+    # In the same run, back to the checkpoint: like a run that was stopped there.
     first = {name: lost.clone() for name, lost in run.state.state_dict()["own"].items()}
     for number in (4, 5):
         run.step(number)
@@ -263,13 +263,13 @@ def test_own_residuals_follow_parameters_into_other_buckets():
 
 
 def _not_in_saved_buckets(rank):
-    """What cannot be averaged in the saved buckets is averaged in those that are there; the log says so."""
+    """Gradients that do not fit the saved buckets are averaged in the actual ones; the log says so."""
     lines = Lines()
     text = "averaged in other buckets than the saved run's"
     run = _trained(use=True, find_unused_parameters=True)
     checkpoint = run.save()
     found = []
-    # A parameter that does not come: frozen now, also with a static graph, where DDP waits at once.
+    # A missing parameter: frozen now, also with a static graph, where DDP waits at once.
     for options in ({}, {"static_graph": True}):
 
         class Frozen(Run):
@@ -296,7 +296,7 @@ def _not_in_saved_buckets(rank):
         same = again.weights()
         dist.broadcast(same, 0)
         assert torch.equal(same, again.weights())
-    # Whole buckets that no rank uses do not come; the others are still those of the saved run.
+    # Whole buckets that no rank uses do not arrive; the others are still those of the saved run.
     options = LEAVES_OUT_BUCKETS
     results = []
     run = _trained(use=lambda number: number < 3, **options)
@@ -374,7 +374,7 @@ def _gathers(rank):
     before = run.state.state_dict()
 
     def all_raise(call, kind, match, on):
-        """``kind`` where it is seen, and elsewhere an error that says why; nothing changes."""
+        """``kind`` is raised where the problem is, and elsewhere an error that says why; nothing changes."""
         with pytest.raises((kind, TensorMismatchError), match=match) as caught:
             call()
         assert isinstance(caught.value, kind) == (rank in on), caught.value
@@ -416,7 +416,7 @@ def _channels_last(rank):
         state = QuantizedAllreduceState(bits=4, min_bytes=0).bind(ddp)
         ddp.register_comm_hook(state, quantized_allreduce_hook)
         if saved:
-            with torch.device("meta"):  # torch's default device decides nothing
+            with torch.device("meta"):  # torch's default device must not matter
                 state.load_state_dict(saved["rows"])
         else:
             ddp(torch.randn(2, 4, 5, 5) + rank).square().mean().backward()

@@ -37,7 +37,7 @@ MODELS = {
 def _resumes(rank):
     found = {}
     for name, options in STATES.items():
-        # All models for the two that matter most; one with several buckets for the others.
+        # All models for the two most important options; one with several buckets for the others.
         models = MODELS if name in {"int8 both", "int4 shard"} else {"plain": MODELS["plain"]}
         for kind, model in models.items():
             found[name, kind] = difference_after_resume(state_maker(**options), **model)
@@ -61,7 +61,7 @@ def _resumes_on_nodes(rank):
         for feedback in ("both", "shard")
         for kind in ("plain", "static graph")
     }
-    across = init_device_mesh("cpu", (4, 1))  # with shards, which two nodes do not make
+    across = init_device_mesh("cpu", (4, 1))  # with shards, which two nodes would not have
     nodes["shards"] = difference_after_resume(
         lambda: HierarchicalAllreduceState(mesh=across, min_bytes=0, error_feedback="both"), **MODELS["plain"]
     )
@@ -103,7 +103,7 @@ class Complex(Net):
 
 
 class Reentrant(Net):
-    """Buckets come in backward passes that run inside of the pass."""
+    """Buckets arrive in backward passes inside the pass."""
 
     def forward(self, x, *, use):
         x = self.norm(x)
@@ -113,7 +113,7 @@ class Reentrant(Net):
 
 
 def _nets(rank):
-    """In the first pass of a static graph all buckets come as bucket 0, none as the last."""
+    """In the first pass of a static graph all buckets arrive as bucket 0, none as the last."""
     make = state_maker(error_feedback="both")
     found = [
         difference_after_resume(make, net=net, use=False, bucket_cap_mb=0.012, **options)
@@ -125,7 +125,7 @@ def _nets(rank):
             (Reentrant, {"static_graph": True}),
         )
     ]
-    # Buckets that no rank uses do not come.
+    # Buckets that no rank uses do not arrive.
     options = LEAVES_OUT_BUCKETS
     found += [
         difference_after_resume(make, use=use, bucket_cap_mb=0.012, **options)
@@ -141,8 +141,8 @@ def test_types_checkpoints_and_unused_parameters_change_no_bit():
 def _joins(rank):
     """Ranks with less data, or none, take part outside of backward().
 
-    With none on rank 0, whose order of gradients DDP takes to rebuild the buckets, it rebuilds them
-    otherwise than in the saved run: then only the first step is the same.
+    DDP rebuilds buckets in rank 0's order of gradients. Without data on rank 0, it rebuilds them differently
+    than in the saved run: then only the first step is the same.
     """
     found = []
     for batches in ((2, 3), (0, 1)):
@@ -165,7 +165,7 @@ def test_ranks_that_have_joined_resume_in_the_same_way():
 
 
 def _first_step_fails(rank, limit):
-    """The first pass after loading is as any other: an error on every rank, and nothing changes."""
+    """The first pass after loading is like any other: an error on every rank, and nothing changes."""
     make = state_maker(error_feedback="both")
     run = Run(make, bucket_cap_mb=0.012)
     for number in range(3):
@@ -190,7 +190,7 @@ def _first_step_fails(rank, limit):
     # A fresh start, without the file: the saved buckets are still those of the first pass.
     state, net = again.state, again.ddp.module
     if rank == 1 and not torch_compat.GROUPS_END_WITHOUT_GIL:
-        time.sleep(limit - 1)  # there the peers learn of it at their timeout
+        time.sleep(limit - 1)  # there, the peers notice only at their timeout
     state.close()
     dist.barrier()
     del again  # DDP cannot go on; a new one can

@@ -1,4 +1,4 @@
-"""For what the same bits come out again: runs, threads, instruction sets, releases of torch."""
+"""Identical bits across runs, threads, instruction sets and releases of torch."""
 
 import hashlib
 import importlib
@@ -14,7 +14,7 @@ from ddp_quant_hooks.kernels.cpu import CpuKernels, library_path
 from dist_utils.testing import run_ranks
 
 LARGE = (1 << 20) + 77
-"""Values: enough for several threads of a kernel."""
+"""The number of values: enough for several threads of a kernel."""
 SMALL = 5_003
 STEPS = 3
 OPERATORS = importlib.import_module("ddp_quant_hooks.kernels.operators")
@@ -33,11 +33,11 @@ DIGESTS = {
         "fp16 back": ("568264d66d364207", "f5e11470ac1dd410", "0f4aea23e655b2aa"),
     },
 }
-"""Of means and residuals on each rank, by the number of ranks: of torch 2.6.0, 2.13.0 and 2.15.0."""
+"""Digests of means and residuals on each rank, by the number of ranks: for torch 2.6.0, 2.13.0 and 2.15.0."""
 
 
 def values(rank, step, count):
-    """Return values of which some blocks are rotated and some are not.
+    """Return values with blocks that are rotated and blocks that are not.
 
     They do not depend on torch's random numbers, which may change with its releases.
     """
@@ -47,7 +47,7 @@ def values(rank, step, count):
 
 
 def averages(rank, count, **options):
-    """Return the means of some steps, and what they have lost, as one digest."""
+    """Return the means of some steps, and their residuals, as one digest."""
     state = QuantizedAllreduceState(**{"min_bytes": 0, "error_feedback": "both", **options})
     digest = hashlib.sha256()
     for step in range(STEPS):
@@ -62,7 +62,7 @@ def averages(rank, count, **options):
 
 
 def _sums(mean):
-    """Return a few bytes that another bit would change."""
+    """Return a few bytes that depend on every bit."""
     bits = mean.view({2: torch.int16, 4: torch.int32}[mean.element_size()]).to(torch.int64)
     return str((bits.sum().item(), (bits * torch.arange(1, len(bits) + 1)).sum().item())).encode()
 
@@ -72,7 +72,7 @@ def computed_by(backend):
 
 
 def _threads_and_sets(rank):
-    """Every rank for itself computes with another number of threads and another instruction set."""
+    """Every rank uses a different number of threads and a different instruction set."""
     backends = [*map(CpuKernels, SETS), torch_ops]
     seen = set()
     for number, threads in enumerate((1, 2, 4, 7)):
@@ -131,6 +131,6 @@ def _known(rank):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_release_of_torch_gives_the_bits_that_are_written_here(world_size):
-    """Of wire version 2: who changes them, changes what ranks of other releases get."""
+    """For wire version 2: changing them changes what ranks with other releases receive."""
     found = run_ranks(_known, world_size)
     assert {name: tuple(one[name] for one in found) for name in OPTIONS} == DIGESTS[world_size]

@@ -1,4 +1,4 @@
-"""Futures of calls on plain tensors: complete in the order of the calls; no call comes in a callback."""
+"""Futures of calls on plain tensors complete in the order of the calls; callbacks cannot make calls."""
 
 import itertools
 
@@ -26,7 +26,7 @@ def _callbacks(rank):
     state, completed = QuantizedAllreduceState(min_bytes=0), []
     calls = {(name, kind): call for kind in KINDS for name, call in _calls(state, KINDS[kind]).items()}
     for call in calls.values():
-        call().wait()  # from now on all ranks know that they agree on it: none waits for another one
+        call().wait()  # from now on the call is known: no rank waits for another one
     if rank == 1:
         default_store().wait(["callbacks are there"])
         for call in calls.values():

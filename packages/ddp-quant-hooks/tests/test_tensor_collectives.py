@@ -48,7 +48,7 @@ def _tensors(rank):
 
 
 def _exact(tensors, op):
-    """Return sums or means in fp64, and what the ranks' largest magnitudes come to, by dtype."""
+    """Return sums or means in fp64, and the same for the ranks' largest magnitudes, by dtype."""
     ranks = 1 if op == SUM else dist.get_world_size()
     largest = {}
     for dtype in {tensor.dtype: None for tensor in tensors}:
@@ -67,7 +67,7 @@ def _exact(tensors, op):
 
 
 def _errors(rank):
-    """Return what is further from the exact result than rounding allows."""
+    """Return the cases that are further from the exact result than rounding allows."""
     bad = []
     for name, options in STATES.items():
         for op in (SUM, AVG):
@@ -245,8 +245,8 @@ def _refusals(rank):
     refused(TypeError, "ReduceOp.SUM or ReduceOp.AVG, got 'mean'", all_reduce, ones, "mean", state)
     refused(TypeError, "got ProcessGroup", all_reduce, ones, AVG, dist.group.WORLD)
     refused(TypeError, "key must be a string", all_reduce, ones, AVG, state, key=1)
-    refused(ValueError, "a key must say", all_reduce, ones, AVG, feedback)
-    refused(ValueError, "a key must say", reduce_scatter_tensor, ones[:50], torch.ones(100), AVG, feedback)
+    refused(ValueError, "a key must name", all_reduce, ones, AVG, feedback)
+    refused(ValueError, "a key must name", reduce_scatter_tensor, ones[:50], torch.ones(100), AVG, feedback)
     refused(ValueError, "has 100 elements, .* 2 .* 3 of output", reduce_scatter_tensor, torch.ones(3), ones)
     refused(ValueError, "output is of torch.float64", reduce_scatter_tensor, torch.ones(50).double(), ones)
     refused(ValueError, "output must be contiguous", reduce_scatter_tensor, torch.ones(5, 10).t(), ones)
@@ -279,7 +279,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent():
 
 
 def _differ(rank):
-    """Ranks that call differently learn of it, and can begin anew."""
+    """Ranks that call differently get an error, and can start over."""
     cases = {
         "op is": lambda: all_reduce(torch.ones(9), (SUM, AVG)[rank], make()),
         "key is": lambda: all_reduce(torch.ones(9), AVG, make(), key="ab"[rank]),

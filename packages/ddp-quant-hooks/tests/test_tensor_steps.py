@@ -33,7 +33,7 @@ def _step(state, rank, step, keys=("a", "bb")):
 
 
 def _unbiased(rank):
-    """What a step loses is added to the next one's: the mean over steps comes near, in any order of keys."""
+    """A step's rounding errors are added to the next: the mean over steps converges, in any order of keys."""
     value = _values(rank, 0, "a")
     exact = value.clone()
     dist.all_reduce(exact)
@@ -153,7 +153,7 @@ def _resumes(rank):
     for options in ({}, {"error_feedback": "shard"}, {"bits": 8, "error_feedback": "both"}):
         state = make(**options)
         with pytest.raises(ValueError, match="needs the model"):
-            state.state_dict()  # nothing has come yet
+            state.state_dict()  # nothing was averaged yet
         for step in range(2):
             _step(state, rank, step)
         saved = state.state_dict()
@@ -197,7 +197,7 @@ class Doubled(torch.autograd.Function):
 
 
 def _passes_are_steps(rank, function):
-    """All calls of one backward() are a step, also in passes inside of it; one that fails does not count."""
+    """All calls of one backward() are a step, even in passes inside it; one that fails does not count."""
 
     def run(step, state, *, fails=False):
         x = _values(rank, step, "a").requires_grad_()
@@ -218,7 +218,7 @@ def _passes_are_steps(rank, function):
 
 
 class Inner(torch.autograd.Function):
-    """Begins a pass inside of the pass, as reentrant checkpoints do, in which values are averaged."""
+    """Begins a pass inside the pass, like reentrant checkpoints, and averages values in it."""
 
     @staticmethod
     def forward(ctx, x, state, key):

@@ -1,4 +1,4 @@
-"""Ranks with other buckets in their hooks, or late ones: an error on every rank before anything is sent."""
+"""Ranks whose hooks get different buckets, or that are late: an error everywhere before anything is sent."""
 
 import time
 from datetime import timedelta
@@ -49,7 +49,7 @@ def _wrap(hook, **options):
 
 
 def _differ(rank):
-    """Whatever differs is named: options, hooks, buckets; also if each was seen before, in other models."""
+    """Whatever differs is named: options, hooks, buckets; even if other models have used them before."""
     for title, bits in (("a", 8), ("b", 8), ("a", 4)):
         _step(_wrap(_hook_of(title, bits=bits)))
     messages = []
@@ -78,7 +78,7 @@ def test_what_differs_between_ranks_is_named_on_every_rank(world_size):
 
 
 def _swapped(rank):
-    """Around one net all ranks have used one hook and then another; now they use both at once."""
+    """All ranks have used two hooks in turn around one network; now some ranks use one and some the other."""
     net = _model(1)
 
     def step(title):
@@ -100,7 +100,7 @@ def test_hooks_that_were_used_one_after_another_are_not_taken_for_each_other():
 
 
 def _late(rank, limit):
-    """A rank that comes when the others have given up: the rest of their pass is not what it waits for."""
+    """A rank that comes after the others have given up must not be matched with the rest of their pass."""
     ddp = _wrap(_hook_of("hook"), bucket_cap_mb=0.03, find_unused_parameters=True)
     if rank == 1:
         default_store().wait(["given up"], timedelta(seconds=10 * limit))
@@ -139,7 +139,7 @@ def _hook_inside_of_a_hook(state, bucket):
 
 
 def _known(rank):
-    """What is known is not asked again: one rank alone returns."""
+    """A known bucket is not compared again: one rank alone returns."""
     parameter = torch.nn.Parameter(torch.ones(3))
     require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
     second = torch.nn.Parameter(torch.ones(3))
@@ -154,15 +154,15 @@ def _known(rank):
     with pytest.raises(RuntimeError, match="values in the bucket is 3 on rank 0, 4 on rank 1"):
         require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter, index=1))
     require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
-    if rank == 0:  # so may other buckets of it that are known; the failure is forgotten
+    if rank == 0:  # other known buckets of it pass, too; the failure is forgotten
         require_same_bucket(None, "hook", {"bits": 8}, _Bucket(second, index=1))
-    # Two hooks in turns, outside of backward passes, are asked once each.
+    # Two hooks in turns, outside of backward passes, are compared once each.
     require_same_bucket(None, "one", {}, _Bucket(parameter))
     require_same_bucket(None, "two", {}, _Bucket(parameter))
     if rank == 0:
         require_same_bucket(None, "one", {}, _Bucket(parameter))
     dist.barrier()
-    # So are the questions of hooks inside of hooks, in backward passes.
+    # So are hooks inside hooks, in backward passes.
     asked = []
     same_buckets.require_same_terms = lambda group, title, terms: asked.append(title)
     ddp = _wrap(_hook_inside_of_a_hook)
@@ -173,12 +173,12 @@ def _known(rank):
     assert asked == ["outer", "inner"] * first_and_rebuilt
 
 
-def test_a_bucket_is_asked_for_once():
+def test_a_bucket_is_compared_once():
     run_ranks(_known, 2)
 
 
 def _joined(rank):
-    """A rank without data answers as the others do, while buckets are rebuilt; then all go on."""
+    """A rank without data takes part in the comparisons while buckets are rebuilt; then all go on."""
     net = _model(3)
     for steps in (1 + 2 * rank, 2):
         ddp = DistributedDataParallel(net, bucket_cap_mb=0.001)
@@ -189,5 +189,5 @@ def _joined(rank):
     return torch.stack([parameter.grad.sum() for parameter in net.parameters()]).isfinite().all().item()
 
 
-def test_a_joined_rank_is_asked_what_the_others_are():
+def test_a_joined_rank_takes_part_in_the_comparisons():
     assert run_ranks(_joined, 2, group_timeout=patience(5.0)) == [True, True]

@@ -1,4 +1,4 @@
-"""A hook that gets no bucket of its model: a warning, once, and only where buckets were due."""
+"""A hook that gets no bucket from its model: one warning, and only if buckets were expected."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from dist_utils.testing import run_ranks
 
 
 class _Net(torch.nn.Module):
-    """Two layers, the first of which is reentrantly checkpointed if asked for."""
+    """Two layers; the first is checkpointed reentrantly on request."""
 
     def __init__(self, *, reentrant=False):
         super().__init__()
@@ -27,7 +27,7 @@ class _Net(torch.nn.Module):
 
 
 def _pass(ddp):
-    """Run a backward pass; return what it has warned of."""
+    """Run a backward pass; return its warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ddp(torch.ones(2, 4, requires_grad=True)).sum().backward()

@@ -1,4 +1,4 @@
-"""Helpers for tests: equal to the bit, on one rank and on all, and a call in the middle of backward."""
+"""Helpers for tests: bitwise equality on one rank and on all ranks, and a call in the middle of backward."""
 
 import pytest
 import torch

@@ -61,7 +61,7 @@ trees = st.recursive(st.one_of(tensors, atoms), containers_of, max_leaves=25)
 
 
 def parts(obj):
-    """Take a container apart by other means than the walker: type, details, and what is inside."""
+    """Take a container apart without using the walker: type, details and contents."""
     if isinstance(obj, deque):
         return obj.maxlen, list(obj)
     if isinstance(obj, (list, tuple, set)):
@@ -110,7 +110,7 @@ def test_nothing_changed_means_the_same_object(tree):
 @settings(deadline=None, max_examples=300)
 @given(trees)
 def test_sharing_is_kept(tree):
-    """What one object was is one object again: the pairs (old, new) are a function both ways."""
+    """Each old object becomes one new object: the pairs (old, new) are a function both ways."""
     forwards, backwards, alive = {}, {}, []
 
     def pair(old, new):

@@ -1,4 +1,4 @@
-"""Every kind of container keeps its type, its attributes and its identity; nothing is lost in silence."""
+"""Every kind of container keeps its type, its attributes and its identity; nothing is lost silently."""
 
 import dataclasses
 import enum
@@ -296,7 +296,7 @@ def test_an_object_with_a_state_that_a_copy_would_lose_is_refused():
 
 
 class Delegating:
-    """Has slots, and answers for everything else with what it wraps."""
+    """Has slots, and delegates everything else to the object that it wraps."""
 
     __slots__ = ("inner", "unset")
 
@@ -475,7 +475,7 @@ def test_what_is_shared_stays_shared_and_each_tensor_is_seen_once():
 
 def test_temporary_children_are_not_mistaken_for_each_other():
     class Fresh:
-        """Makes new tensors whenever it is looked at: their addresses repeat unless they are kept."""
+        """Makes new tensors at every access: their addresses repeat unless they are kept."""
 
         def __init__(self, number):
             self.number = number
@@ -712,7 +712,7 @@ def test_under_compile_strict_finds_what_is_out_of_reach():
 
 
 class Chained(ChainMap):
-    """Has an attribute too."""
+    """Has an attribute as well."""
 
 
 def test_chain_maps_are_walked_map_by_map():

@@ -1,4 +1,4 @@
-"""On inputs where PyTorch's own functions are right the results are theirs."""
+"""Results equal those of PyTorch's own functions on inputs that those handle correctly."""
 
 import dataclasses
 from collections import OrderedDict, namedtuple
@@ -21,7 +21,7 @@ class Sample:
 
 
 def batches():
-    """What PyTorch's functions handle rightly, on every version in the matrix."""
+    """Inputs that PyTorch's functions handle correctly in every version of the matrix."""
     x, y = torch.arange(3.0), torch.arange(4)
     return {
         "tensor": x,

@@ -1,4 +1,4 @@
-"""torch's default device decides nothing here: what is exchanged lies where the group's backend wants it."""
+"""torch's default device changes nothing: tensors are exchanged on a device of the group's backend."""
 
 import pytest
 import torch
@@ -24,5 +24,5 @@ def _elsewhere(rank):
 
 
 def test_the_default_device_may_be_one_without_memory():
-    """As where modules are made before they have memory: ``with torch.device("meta")``."""
+    """As in code that makes modules before they have memory: ``with torch.device("meta")``."""
     assert run_ranks(_elsewhere, 2) == [([{"rank": 0}, {"rank": 1}], True, [1.0] * 3, True)] * 2

@@ -1,4 +1,4 @@
-"""Everything moves to the device, by the side stream where there is one."""
+"""Everything moves to the device, on the side stream if there is one."""
 
 import dataclasses
 from collections import Counter, defaultdict, deque
@@ -60,7 +60,7 @@ def test_arguments_that_share_a_tensor_share_it_on_the_device():
 
 
 class Recorder:
-    """Stands for an accelerator's module where there is none, and writes down what happens in order."""
+    """Replaces the module of an accelerator, and records what happens in order."""
 
     def __init__(self):
         self.events = []
@@ -94,7 +94,7 @@ class RecordedStream:
 
 
 class Recorded(torch.Tensor):
-    """A CPU tensor that writes down its copies and who uses it."""
+    """A CPU tensor that records its copies and the streams that use it."""
 
     recorder: Recorder
 

@@ -17,7 +17,7 @@ def test_side_stream_copies_arrive_before_they_are_used(pinned):
     for _ in range(5):
         (moved,) = recursive_to(sources, "cuda", True)
         sums = [tensor.sum() for tensor in moved]
-        del moved  # whose memory the next round may get only when the sums are done
+        del moved  # the next round may reuse its memory only when the sums are done
         assert [total.item() for total in sums] == [value * float(1 << 22) for value in range(8)]
 
 

@@ -55,7 +55,7 @@ def test_only_shares_at_the_end_of_the_range_change(dtype, world_size):
     unrounded = torch.tensor([largest, -largest, 1.0], dtype=torch.float64) / world_size
     hold_shares(shares, world_size, unrounded=unrounded)
     assert shares[:2].tolist() == [limit, -limit]
-    beyond = torch.tensor([largest / world_size * 1.5], dtype=dtype)  # no rounding makes that of the range
+    beyond = torch.tensor([largest / world_size * 1.5], dtype=dtype)  # more than any rounding of the range
     assert torch.equal(held_shares(beyond, world_size), beyond)
 
 
@@ -71,7 +71,7 @@ def test_sums_of_rounded_shares_overflow_only_if_the_exact_sum_does(dtype, world
     assert out[:4].tolist() == [largest, -largest, largest, torch.inf]
     assert out[4].isnan()
     assert out[5] == 1.0
-    assert out[6].isinf() or dtype == torch.bfloat16  # which has nearly all of fp32's range
+    assert out[6].isinf() or dtype == torch.bfloat16  # it has nearly all of fp32's range
     again = held_sum(total, world_size, dtype).to(dtype)
     assert torch.equal(again.view(torch.int16), out.view(torch.int16))
     ordinary = torch.randn(1000)

@@ -1,4 +1,4 @@
-"""Buckets for tests of hooks hold what was asked for."""
+"""Buckets for tests of hooks hold the given gradients."""
 
 import pytest
 import torch

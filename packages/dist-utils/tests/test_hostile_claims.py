@@ -1,4 +1,4 @@
-"""Claims and descriptions that another process has made up: a typed error, and nothing is executed."""
+"""Claims and descriptions forged by another process: a typed error, and nothing is executed."""
 
 import os
 import pickle
@@ -27,7 +27,7 @@ HOSTILE = 1
 
 
 class EndsTheProcess:
-    """Whoever unpickles it, ends."""
+    """Ends any process that unpickles it."""
 
     def __reduce__(self):
         return os._exit, (17,)
@@ -39,7 +39,7 @@ TEXTS = [
     b"[1,2,3]", b"[[],[],[]]", b'["a",["b"],"c"]', b'["a",{"b":[1]},""]', b'[["a"],"",""]',
     b'[[["a","b","c"]],1,2]',
 ]  # fmt: skip
-"""What stands for a claim."""
+"""Texts in place of a claim."""
 
 plain = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text()),

@@ -1,4 +1,4 @@
-"""Errors that are kept tell where they were raised, and keep nothing alive."""
+"""Stored errors show where they were raised, and keep nothing alive."""
 
 import builtins
 import sys
@@ -43,7 +43,7 @@ def _keeps_its_error(held):
         _in_inner_function(held)
     except ValueError as error:
         kept = error
-        raise kept  # noqa: B904 - it is the same
+        raise kept  # noqa: B904 - it is the same error
 
 
 def _from_another(held):
@@ -89,8 +89,8 @@ def _raised(way):
     raise AssertionError("nothing was raised")
 
 
-def _told(error):
-    """Return what is printed of an error, but for the marks below its lines."""
+def _printed(error):
+    """Return the printed form of an error, without the marks below its lines."""
     lines = "".join(traceback.format_exception(type(error), error, error.__traceback__)).splitlines()
     return [line for line in lines if not set(line.strip(" |")) <= set("^~")]
 
@@ -99,10 +99,10 @@ def _told(error):
 def test_an_error_without_frames_tells_the_same_lines_and_holds_nothing(way):
     error, watched = _raised(way)
     assert watched() is not None
-    before = _told(error)
+    before = _printed(error)
     drop_frames(error)
     assert watched() is None, "at once, without the garbage collector"
-    assert _told(error) == before
+    assert _printed(error) == before
     assert any("raise ValueError" in line for line in before)
 
 
@@ -121,7 +121,7 @@ class _OddError(Exception):
         super().__init__(f"{one} and {other}")
 
 
-def test_a_like_error_shares_no_frames_and_tells_the_same():
+def test_a_copied_error_shares_no_frames_and_keeps_its_text():
     def fail():
         held.append(None)
         raise KeyError("missing")
@@ -157,7 +157,7 @@ class _ExitsError(Exception):
 
 
 class _KeptError(Exception):
-    """Made in a way of its own, and still to be had again."""
+    """Has its own constructor, and can still be copied."""
 
     def __init__(self, *, code):
         super().__init__(f"code {code}")
@@ -170,7 +170,7 @@ def test_no_method_of_an_error_gets_in_the_way():
     assert (type(again), str(again), again.code) == (_KeptError, "code 7", 7)
 
 
-def test_like_errors_of_long_and_of_circular_chains():
+def test_copies_of_long_and_circular_chains():
     assert str(same_error(_SilentError())) == "_SilentError"
     first = last = ValueError(0)
     for number in range(1, 5000):

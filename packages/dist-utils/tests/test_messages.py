@@ -12,13 +12,13 @@ from dist_utils.testing import run_ranks
 
 
 def _start_through_host(group, *, receives, sends, tag=0):
-    """Start as for an accelerator in a Gloo group; here the CPU plays the accelerator."""
+    """Start messages as for an accelerator in a Gloo group; the CPU stands in for the accelerator."""
     incoming, outgoing = ([(rank, t) for rank, t in some if t.numel()] for some in (receives, sends))
     return messages._through_host(group, incoming, outgoing, tag, torch.device("cpu"))
 
 
 def _exchanged(rank, world_size, start):
-    """Every rank sends ``length`` values of its own to each peer, for a length of the peer's."""
+    """Every rank sends values of its own to each peer; their number depends on the peer."""
     group, peers = dist.group.WORLD, [peer for peer in range(world_size) if peer != rank]
     results = []
     for repeat in range(3):
@@ -38,7 +38,7 @@ def _exchanged(rank, world_size, start):
 @pytest.mark.parametrize("start", [start_messages, _start_through_host])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_everybody_gets_what_everybody_sent(world_size, start):
-    """Rank 0 gets nothing: empty tensors are no messages."""
+    """Rank 0 gets nothing: empty tensors are not sent."""
     for rank, results in enumerate(run_ranks(_exchanged, world_size, world_size, start)):
         for repeat, found in enumerate(results):
             assert found == {
@@ -73,7 +73,7 @@ def test_gloo_runs_on_the_host_for_every_device():
 def _a_peer_is_gone(rank, start):
     if rank == 1:
         return "gone"
-    with pytest.raises(RuntimeError):  # noqa: PT012 - from the start, or from waiting
+    with pytest.raises(RuntimeError):  # noqa: PT012 - raised by the start, or by waiting
         for work in start(dist.group.WORLD, receives=[(1, torch.zeros(5))], sends=[(1, torch.zeros(5))]):
             work.wait()
     return "told"
@@ -92,7 +92,7 @@ def test_old_paths_work_and_name_the_new_ones(old, new):
 
 
 def _of_another_length(rank, length):
-    """Return what is in a tensor that no message of its length comes to."""
+    """Return the contents of a tensor for which no message of its length arrives."""
     sent, received = torch.ones(1000), torch.zeros(length)
     works = start_messages(
         dist.group.WORLD,

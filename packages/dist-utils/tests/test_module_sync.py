@@ -1,4 +1,4 @@
-"""Modules are compared on every rank, and end bitwise equal to the source's."""
+"""Modules are compared on every rank, and end up bitwise equal to the source's."""
 
 import time
 
@@ -28,7 +28,7 @@ class Everything(torch.nn.Module):
         super().__init__()
         random = torch.Generator().manual_seed(seed)
         draw = lambda *shape: torch.randn(shape, generator=random)  # noqa: E731
-        self.linear = torch.nn.Linear(300, 400)  # the weight is large enough to travel by itself
+        self.linear = torch.nn.Linear(300, 400)  # the weight is large enough for a message of its own
         self.frozen = torch.nn.Parameter(draw(3), requires_grad=False)
         self.tied = self.linear.bias
         self.scalar = torch.nn.Parameter(draw())
@@ -62,7 +62,7 @@ class Everything(torch.nn.Module):
 
 def _sparse(draw):
     dense = draw(4, 4)
-    return dense * (dense > 0)  # another number of elements for every seed
+    return dense * (dense > 0)  # a different number of elements for every seed
 
 
 def _states(module):
@@ -120,7 +120,7 @@ def _dense(module):
 
 
 def _made_in_inference_mode(rank):
-    """Return how many tensors differ from the source's, where any or all ranks made theirs that way."""
+    """Return how many tensors differ from the source's if some or all ranks made theirs in inference mode."""
     differing = []
     for who in ([0, 1], [0], [1]):
         tensors, wanted = (_dense(Everything(seed)) for seed in (rank, 0))
@@ -136,7 +136,7 @@ def test_modules_made_in_inference_mode_are_synchronized_too():
 
 
 class _Wrapped(torch.Tensor):
-    """A subclass that handles its memory itself, as quantized and distributed ones do."""
+    """A subclass that handles its own memory, like quantized and distributed tensors."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -289,7 +289,7 @@ class Logger:
 
 
 class Renamed(torch.nn.Module):
-    """The same parameters, registered in another order or tied otherwise on every rank."""
+    """The same parameters, registered in a different order or tied differently on each rank."""
 
     def __init__(self, names):
         super().__init__()
@@ -306,7 +306,7 @@ def _with_buffers(**buffers):
 
 
 def _one_in_another(rank):
-    """Buffers of the same kinds, but one rank has the second one inside of the first."""
+    """Buffers of the same kinds, but on one rank the second one lies inside the first."""
     whole = torch.arange(6.0) + 10 * rank
     return _with_buffers(whole=whole, part=whole[2:4] if rank else torch.full((2,), 7.0))
 
@@ -315,7 +315,7 @@ GROUP_TIMEOUT = 50.0
 
 
 def _one_sided(rank):
-    """Ranks that differ in what a comparison of shapes does not see, or of which one cannot take part."""
+    """Ranks that differ in more than shapes, or one rank that cannot take part."""
     linear = torch.nn.Linear(2, 2)
     elsewhere = {
         "lazy": torch.nn.LazyLinear(2),
@@ -345,20 +345,20 @@ def _one_sided(rank):
     )
     seen["seconds"] = time.monotonic() - began
 
-    # Without the comparison, on modules that are alike.
+    # Without the comparison, on matching modules.
     module = Everything(rank)
     sync_module_states(module, None, BUCKET, 0, (), verify=False)
     sync_params_and_buffers(None, list(module.parameters()), BUCKET, 0, verify=False)
     seen["unverified"] = not _differing(_states(module), _states(Everything(0)))
 
-    # A write into a tensor's own memory is one that autograd notices.
+    # Autograd notices a write into a tensor's own memory.
     weight = torch.nn.Parameter(torch.full((300, 300), 1.0 + rank))
     x = torch.ones(300, requires_grad=True)
     loss = (weight @ x).sum()
     sync_params_and_buffers(None, [weight], BUCKET, 0)
     seen["version"] = _caught(RuntimeError, loss.backward)
 
-    # What overlaps in the same way on all ranks may.
+    # Tensors may overlap if they do so in the same way on all ranks.
     base = torch.arange(6.0) + 10 * rank
     module = _with_buffers(base=base, part=base[2:4], columns=base.view(3, 2)[:, 1])
     sync_module_states(module, None, BUCKET, 0, ())

@@ -1,4 +1,4 @@
-"""Jobs of several collectives: in order, beside the caller, and with an error on every rank if one fails."""
+"""Jobs of several collectives: in order, concurrent with the caller, an error on every rank if one fails."""
 
 import gc
 import os
@@ -63,7 +63,7 @@ def test_jobs_run_in_order_beside_the_callers_own_collectives():
 
 
 def _ends(rank):
-    """The thread ends when the worker is garbage, on close, and on destroy_process_group."""
+    """The thread ends when the worker is garbage collected, on close, and on destroy_process_group."""
     seen = {}
 
     def double(group):
@@ -95,7 +95,7 @@ def _ends(rank):
     destroyed = OrderedWorker(name="destroyed")
     destroyed.submit(double).wait()
     dist.barrier()
-    time.sleep(0.2)  # torch 2.6 can deadlock if its threads are still at work (torch_compat)
+    time.sleep(0.2)  # torch 2.6 can deadlock if its threads are still busy (torch_compat)
     dist.destroy_process_group()
     gc.collect()
     seen["destroyed"] = _wait_for_end_of_threads("destroyed")
@@ -110,7 +110,7 @@ def test_no_thread_outlives_its_worker_or_the_process_group():
 
 
 def _unequal_ranks(rank):
-    """Workers made and dropped in turn, on a group of ranks that have different numbers of groups."""
+    """Workers made and dropped in turn, on ranks with different numbers of groups."""
     dist.new_group([0, 2])  # ranks 0 and 2 now have one more than rank 1
     pair = dist.new_group([0, 1])
     if rank == 2:
@@ -220,7 +220,7 @@ def test_wherever_a_job_fails_the_peers_hear_of_it():
 
 
 def _raised_again(rank):
-    """Raise what a job has raised, and what a job raises too, in frames that hold the worker."""
+    """Raise a job's error again, in a caller and in another job, in frames that hold the worker."""
     freed = []
     for _ in range(2):
         worker, own = OrderedWorker(), ValueError("no job today")
@@ -238,7 +238,7 @@ def _raised_again(rank):
             worker.submit(fail).wait()
         assert worker.error is worker.error
         again(worker, own)
-        worker.wait()  # the thread lets go of the job a moment after its future has ended
+        worker.wait()  # the thread releases the job a moment after its future is complete
         alive = weakref.ref(worker)
         del worker, own, fail
         gc.collect()
@@ -251,7 +251,7 @@ def test_errors_that_are_raised_again_keep_no_worker():
 
 
 class _StubbornError(Exception):
-    """No method of it works."""
+    """All its methods fail."""
 
     def __reduce__(self):
         raise SystemExit(3)
@@ -341,7 +341,7 @@ def _error_reaches_ddp(rank):
     """A job's error must raise in backward: DDP's reducer waits for the future in C++."""
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     worker = OrderedWorker()
-    # The error ends the private group: of a rank that still connects it, connecting fails.
+    # The error ends the private group; on a rank that is still connecting, connecting fails.
     worker.submit(lambda group: dist.barrier(group=group)).wait()
     dist.barrier()
 

@@ -16,7 +16,7 @@ def _start(rank, world_size, backend):
 
 
 def _sums(rank, world_size, backend):
-    """Submit behind work that takes long; read what the job made right behind it."""
+    """Submit a job after long work, and read its result right after it."""
     _start(rank, world_size, backend)
     worker, values = OrderedWorker(), torch.zeros(1 << 20, device="cuda")
 
@@ -35,7 +35,7 @@ def _sums(rank, world_size, backend):
     values += rank + 1.0
     future = worker.submit(sum_twice, device="cuda")
     waiting = not torch.cuda.current_stream().query()
-    result = future.wait() * 2  # on this stream, with no wait of the host's in between
+    result = future.wait() * 2  # on this stream, without a wait on the host
     found = result.unique().tolist()
 
     def fail(group):
@@ -86,7 +86,7 @@ def _exchanged(rank, world_size, backend):
     peer, own = 1 - rank, torch.zeros(1 << 20, device="cuda")
     received = torch.zeros_like(own)
     torch.cuda._sleep(10**8)
-    own += rank + 1.0  # not there yet when the message is started
+    own += rank + 1.0  # not computed yet when the message is started
     group = dist.group.WORLD
     for work in start_messages(group, receives=[(peer, received)], sends=[(peer, own)]):
         work.wait()

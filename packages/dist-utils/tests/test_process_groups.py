@@ -1,4 +1,4 @@
-"""One name for a group, and ranks inside and outside it."""
+"""Naming a process group, and converting between group ranks and global ranks."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What a profiler shows of jobs on an OrderedWorker, and what ranges are while none runs."""
+"""How a profiler shows jobs of an OrderedWorker, and what ranges do while no profiler runs."""
 
 import threading
 
@@ -17,7 +17,7 @@ def _add(group):
 
 
 def _threads_of_jobs(config):
-    """Profile a job with a name and one without; return on which threads their ranges are shown."""
+    """Profile a job with a name and one without; return the threads on which their ranges are shown."""
     with OrderedWorker(name="mine") as worker:
         worker.submit(_add).wait()
         with profile(experimental_config=config) as profiler:

@@ -1,4 +1,4 @@
-"""Ranks that return, raise, die and hang: what the caller gets to see."""
+"""Ranks that return, raise, die and hang, as the caller sees them."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ from dist_utils.testing import (
 
 
 class Custom(Exception):  # noqa: N818
-    """Does not survive pickling: its __init__ wants two arguments."""
+    """Does not survive pickling: its __init__ takes two arguments."""
 
     def __init__(self, first, second):
         super().__init__(f"{first} {second}")
@@ -73,7 +73,7 @@ def test_an_error_that_does_not_pickle_keeps_its_name_and_text():
 
 
 class Unpickled(Exception):  # noqa: N818
-    """Is something else when it is unpickled."""
+    """Becomes something else when unpickled."""
 
     def __reduce__(self):
         return str, ("text",)
@@ -206,7 +206,7 @@ def _timeout_of_group(rank):
 
 
 def test_no_collective_gives_up_before_the_launcher():
-    """Which waits for ranks that get no core, at most thirty times as long."""
+    """The launcher waits up to thirty times as long for ranks that get no core."""
     assert run_ranks(_timeout_of_group, 1, timeout=20.0) == [600.0]
     assert run_ranks(_timeout_of_group, 1, timeout=20.0, group_timeout=7.0) == [7.0]
 

@@ -1,4 +1,4 @@
-"""Calls on plain tensors that all ranks make alike: they ask each other once, and not again."""
+"""Identical calls on plain tensors on all ranks: the ranks compare them once, and not again."""
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from dist_utils.torch_compat import default_store
 
 
 def _keys_in_store():
-    """Return how many there are when all ranks have come here: they ask each other through the store."""
+    """Return the number of keys when all ranks are here: comparisons go through the store."""
     dist.barrier()
     keys = default_store().num_keys()
     dist.barrier()
@@ -30,5 +30,5 @@ def _steps_of_many_calls(rank, calls):
 
 
 @pytest.mark.parametrize("calls", [30, pytest.param(1100, marks=pytest.mark.exhaustive)])
-def test_a_step_of_many_calls_asks_nothing_when_it_comes_again(calls):
+def test_a_repeated_step_of_many_calls_compares_nothing(calls):
     assert run_ranks(_steps_of_many_calls, 2, calls) == [0, 0]

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps of a model's modules, and hooks of DDP that FSDP1 calls."""
+"""FSDP2's records of a model's modules, and DDP hooks that FSDP1 calls."""
 
 import inspect
 

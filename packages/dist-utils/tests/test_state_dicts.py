@@ -71,7 +71,7 @@ def test_the_metadata_of_modules_is_renamed():
 
 
 def test_copies_of_a_state_dict_that_share_its_metadata_are_untouched():
-    """A load_state_dict hook gets such a copy; to rename there must not reach the user's state dict."""
+    """A load_state_dict hook gets such a copy; renaming there must not change the user's state dict."""
 
     class Wrapper(torch.nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Memory is given back and taken again, and never under another tensor's feet."""
+"""Memory is freed and allocated again, and never taken from another tensor."""
 
 import subprocess
 import sys
@@ -103,7 +103,7 @@ def test_what_was_allocated_can_be_freed():
             assert free_storage(tensor)
             assert not data_ptr_allocated(tensor)
         assert alloc_storage(tensor, (8,))
-        with pytest.raises(ValueError, match="does not cover exactly"):  # not what the tensor was given
+        with pytest.raises(ValueError, match="does not cover exactly"):  # not the memory it was given
             free_storage(tensor[:1])
 
 

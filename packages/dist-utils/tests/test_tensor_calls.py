@@ -1,4 +1,4 @@
-"""Which lists of plain tensors can be written in place: those in which no place is written twice."""
+"""Lists of plain tensors can be written in place if no memory is written twice."""
 
 import pytest
 import torch

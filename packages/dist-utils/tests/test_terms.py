@@ -1,4 +1,4 @@
-"""Ranks compare what must be alike before they communicate: an error on every rank, never a hang."""
+"""Ranks compare what must be identical before they communicate: an error on every rank, never a hang."""
 
 import os
 import signal
@@ -65,7 +65,7 @@ def test_every_rank_hears_the_same_difference_and_the_next_attempt_is_a_new_one(
 
 
 def _first_is_missing(rank):
-    """The rank that reads all claims is the one that does not come; later all come."""
+    """The rank that reads all claims is the one that is missing; later all take part."""
     start = time.monotonic()
     missing = _caught("hook", timeout=timedelta(seconds=0.5)) if rank else ""
     seconds = time.monotonic() - start
@@ -82,7 +82,7 @@ def test_the_first_rank_may_be_the_one_that_is_missing():
 
 
 def _threads(rank):
-    """Two threads of a rank, two groups, begun in another order on each rank: none waits for the other."""
+    """Two threads per rank use two groups in different orders on each rank: none blocks another."""
     groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
     names = [None, None]
 
@@ -98,14 +98,14 @@ def _threads(rank):
     return names
 
 
-def test_threads_come_to_two_groups_in_any_order():
+def test_threads_use_two_groups_in_any_order():
     first, second = run_ranks(_threads, 2)
     assert first == second
     assert first[0] != first[1]
 
 
 def _another_life(rank, port):
-    """The default group ends and begins again on the same store, in the same process."""
+    """The default group is destroyed and made again on the same store, in the same process."""
     names = []
     for _ in range(2):
         store = dist.PrefixStore("job", dist.TCPStore("127.0.0.1", port, is_master=False))
@@ -126,7 +126,7 @@ def test_a_second_process_group_on_the_same_store_agrees_again():
 
 
 def _restarted(rank, attempt):
-    """What a dead attempt has left in the store of the job does not count for the next one."""
+    """Keys that a dead attempt left in the job's store do not affect the next attempt."""
     store = dist.distributed_c10d._get_default_store()
     if rank == 0:  # as if the attempt before had ended in the middle of its first round
         store.set(f"dist_utils/terms/0/{dist.group.WORLD.group_name}:0/0/1", '["hook", {}, ""]')
@@ -139,7 +139,7 @@ def _restarted(rank, attempt):
         return missing, time.monotonic() - start, require_same_terms(None, "hook")
 
 
-def test_a_restarted_job_does_not_take_the_dead_attempts_word():
+def test_a_restarted_job_ignores_keys_of_the_dead_attempt():
     (missing, _, name), (_, _, other) = run_ranks(_restarted, 2, 1)
     assert "ranks [1] did not" in missing
     assert name == other
@@ -156,7 +156,7 @@ def test_one_rank_agrees_with_itself():
 
 
 def _store_stops(rank, port, limit):
-    """Agree, and once more when the machine with the store does not answer any more."""
+    """Agree, and try again when the machine with the store no longer answers."""
     server = 0
     if rank == 0 and (server := os.fork()) == 0:
         keeper = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
@@ -175,7 +175,7 @@ def _store_stops(rank, port, limit):
         began = time.monotonic()
         text = _caught("after")
         seconds = time.monotonic() - began
-        dist.barrier()  # the other rank may still ask
+        dist.barrier()  # the other rank may still need the store
         return text, seconds
     finally:
         if server:

@@ -1,4 +1,4 @@
-"""The same calls on every supported torch."""
+"""Calls that work alike on every supported torch."""
 
 import operator
 import warnings

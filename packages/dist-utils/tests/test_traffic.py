@@ -43,7 +43,7 @@ def test_a_rank_that_has_returned_stays_connected_to_the_others():
 
 
 def test_bytes_that_wait_for_the_receiver_count_as_sent():
-    """Or the last messages of one step would be counted in the next."""
+    """Otherwise the last messages of one step would be counted in the next."""
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()) as sender,

@@ -1,4 +1,4 @@
-"""How a worker begins: ranks agree first, a failed beginning prevents no other, threads may race."""
+"""How a worker starts: ranks agree first, a failed start prevents no later one, threads may race."""
 
 import threading
 import time
@@ -50,7 +50,7 @@ def test_workers_with_different_terms_start_on_no_rank(world_size):
 
 
 def _missing_rank(rank, late, limit):
-    """One rank does not come to the first job; then all start anew, as after an error."""
+    """One rank does not submit the first job; then all start again, as after an error."""
     message = ""
     if rank != late:
         worker = OrderedWorker(name="hook")
@@ -58,7 +58,7 @@ def _missing_rank(rank, late, limit):
         message = _error_of(worker.submit(_sum))
         assert time.monotonic() - start < 7 * limit
         worker.close()
-    store = default_store()  # a barrier of the group would end at its timeout
+    store = default_store()  # not a barrier, which has the group's timeout
     if rank != late:
         store.set(f"failed on {rank}", "")
     store.wait([f"failed on {other}" for other in range(3) if other != late], timedelta(seconds=10 * limit))
@@ -102,7 +102,7 @@ def test_threads_may_submit_the_first_job_at_once():
 
 
 def _waits(rank):
-    """wait() returns behind the jobs so far: well or not, on a closed worker too."""
+    """wait() returns after all jobs so far, failed or not, even on a closed worker."""
     done = []
 
     def slow(group):
@@ -128,7 +128,7 @@ def test_waiting_for_the_jobs_so_far():
 
 
 def _two_threads_cross(rank):
-    """Each thread has a group of its own; the ranks' threads begin in another order."""
+    """Each thread has a group of its own; the threads start in a different order on each rank."""
     groups, totals = [dist.new_group([0, 1]) for _ in range(2)], {}
 
     def work(index):

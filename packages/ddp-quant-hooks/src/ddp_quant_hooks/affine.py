@@ -1,6 +1,6 @@
 """PyTorch's 8-bit numbers: an affine map of each channel's range, which includes zero, to 0..255.
 
-``q = round(x / scale) + zero_point`` with ``scale = (highest - lowest) / 255``, for every rank its own. A
+``q = round(x / scale) + zero_point`` with ``scale = (highest - lowest) / 255``, separately on every rank. A
 message is ``[q of all channels][scale of each][zero point of each]``.
 """
 
@@ -18,17 +18,17 @@ __all__ = ["AffineLayout", "decode_mean", "encode"]
 
 _ALIGNMENT = 16
 _VALUES_AT_ONCE = 1 << 17
-"""Values that are computed in one go, so that temporaries stay small."""
+"""The most values that are processed at once, so that temporaries stay small."""
 
 
 @dataclass(frozen=True)
 class AffineLayout:
-    """How a message lies.
+    """The layout of a message.
 
     Args:
-        values: How many there are.
+        values: Number of values.
         channel: Values per channel; the last may be shorter.
-        dtype: The dtype of the parameters, and of what is computed: fp32, or fp64 for fp64 values.
+        dtype: The dtype of the parameters and of the computation: fp32, or fp64 for fp64 values.
 
     Raises:
         TypeError: An argument is of another type.
@@ -52,7 +52,7 @@ class AffineLayout:
 
     @property
     def channels(self) -> int:
-        """How many channels there are."""
+        """The number of channels."""
         return -(-self.values // self.channel)
 
     @property
@@ -63,10 +63,10 @@ class AffineLayout:
     def message_bytes(self) -> int:
         """The length of a message."""
         length = self._payload_bytes + 2 * self.channels * self.dtype.itemsize
-        return -(-length // _ALIGNMENT) * _ALIGNMENT  # the next message behind it is aligned too
+        return -(-length // _ALIGNMENT) * _ALIGNMENT  # so that the next message is aligned too
 
     def payload(self, message: torch.Tensor) -> torch.Tensor:
-        """Return the numbers, uint8."""
+        """Return the quantized values, uint8."""
         return message[: self.values]
 
     def parameters(self, message: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class AffineLayout:
         return message[self._payload_bytes : self._payload_bytes + length].view(self.dtype).view(2, -1)
 
     def pieces(self) -> list[tuple[slice, slice]]:
-        """Cut into what is computed in one go, whole channels or a part of one.
+        """Cut the values into pieces that are processed at once: whole channels, or part of one.
 
         Returns slices of the values, and of the channels that they are in.
         """
@@ -104,7 +104,7 @@ class AffineLayout:
         ]
 
     def rows(self, values: torch.Tensor) -> torch.Tensor:
-        """Return a piece's channels as rows; zeros fill the last, and change no range."""
+        """Return a piece's channels as rows; zeros pad the last row, and change no range."""
         width = min(self.channel, values.numel())
         return pad(values, (0, -values.numel() % width)).view(-1, width)
 
@@ -125,7 +125,7 @@ def decode_mean(messages: Sequence[torch.Tensor], layout: AffineLayout, values: 
     """Write the mean of the messages' values to flat ``values``. A channel that is not finite is NaN."""
     parameters = torch.stack([layout.parameters(message) for message in messages]).unsqueeze(3)
     # A sum of finite values must not overflow.
-    one = parameters.new_ones(())  # two plain numbers would be of the default dtype
+    one = parameters.new_ones(())  # two Python numbers would give the default dtype
     shrink = torch.where(parameters[:, 0].amax(0) >= 2.0**90, 2.0**-20, one)
     ranks = torch.full_like(shrink, len(messages))
     limits = torch.finfo(values.dtype)
@@ -156,7 +156,7 @@ def _parameters(lowest: torch.Tensor, highest: torch.Tensor) -> tuple[torch.Tens
     width = highest - lowest
     # The difference of finite numbers can overflow.
     scale = torch.where(width.isinf(), highest / levels - lowest / levels, width / levels)
-    # Among the smallest numbers a quotient may be rounded down by a lot: the range must fit.
+    # Rounding may make a subnormal quotient much too small, but the range must fit.
     too_small = (scale * levels < width) & (scale < torch.finfo(lowest.dtype).smallest_normal)
     scale = torch.where(too_small, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
     scale = torch.where(width == 0, 1.0, scale)

@@ -1,4 +1,4 @@
-"""Counterparts of PyTorch's quantization hooks: each rank's values, quantized once, to every other rank."""
+"""Counterparts of PyTorch's quantization hooks: each rank quantizes its values once and sends them to all."""
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
@@ -50,10 +50,10 @@ def quantization_pertensor_hook(
         RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
-        One all-gather; for GPU tensors in a Gloo group the caller waits for it. Every rank sends its
-        values to all others: W - 1 bytes a value, against 8 (W - 1) / W of a ring all-reduce in fp32. A
-        quarter of it at two ranks, half at four, and more than it from eight ranks on. W + 1 bytes a value
-        of memory; Gloo takes about as much again.
+        One all-gather; for GPU tensors in a Gloo group the caller waits for it. Every rank sends its values
+        to all others: W - 1 bytes a value, against 8 (W - 1) / W of a ring all-reduce in fp32. That is a
+        quarter at two ranks, half at four, and more from eight ranks on. W + 1 bytes a value of memory; Gloo
+        takes about as much again.
 
     Source:
         ``torch.distributed.algorithms.ddp_comm_hooks.quantization_hooks.quantization_pertensor_hook``. The
@@ -75,7 +75,7 @@ def quantization_perchannel_hook(
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         bucket: From DDP. A sparse one is averaged without compression.
-        bucket_size: Values per channel. (DDP calls a hook with two arguments: give a plain function of
+        bucket_size: Values per channel. (DDP calls a hook with two arguments: register a plain function of
             your own that passes a third.)
 
     Returns:
@@ -129,7 +129,7 @@ def _average(
         message = torch.zeros(layout.message_bytes, dtype=torch.uint8, device=values.device)
         kernels.affine_encode(values, message, layout)
         if buffer.device.type != "cpu" and runs_on_host(group, buffer.device):
-            # Gloo's futures know nothing of streams: on the host, and now.
+            # Gloo's futures know nothing of streams, so this runs on the host and blocks.
             on_host = message.cpu()
             from_all = on_host.new_empty(group.size() * on_host.numel())
             all_gather_single(from_all, on_host, group)
@@ -137,7 +137,8 @@ def _average(
             return completed_future(buffer)
         gathered = message.new_empty(group.size() * message.numel())
         work: Any = all_gather_single(gathered, message, group, async_op=True)
-        # Dropped last by one of Gloo's threads, a callback must not own the group, whose end waits for them.
+        # One of Gloo's threads may be the last to drop the callback, which must not own the group: the
+        # group's end waits for these threads.
         world_size = group.size()
 
         def restore(done: torch.futures.Future[Any]) -> torch.Tensor:

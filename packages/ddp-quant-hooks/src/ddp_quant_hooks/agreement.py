@@ -1,4 +1,4 @@
-"""The comparison of the ranks' options and buckets before they average something new."""
+"""Compare the ranks' options and buckets before they average something new."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Agreement"]
 class Agreement:
     """Compares buckets and calls of a state with those of the other ranks.
 
-    Does not know the state, which could not become garbage at once.
+    Holds no reference to the state, so that the state is freed as soon as its owner drops it.
 
     Args:
         name: The name of the state's class.
 
     Attributes:
-        first: What is averaged when the state's worker makes its private group, for that one's terms.
+        first: What is averaged when the state's worker makes its private group, for the terms compared then.
     """
 
     def __init__(self, name: str) -> None:
@@ -30,14 +30,14 @@ class Agreement:
         self.first = ""
 
     def on_bucket(self, worker: OrderedWorker, bucket: Bucket) -> None:
-        """Compare, before a bucket that is new, what must be identical on all ranks.
+        """Compare, before a new bucket, what must be identical on all ranks.
 
         Args:
             worker: The worker of the state.
             bucket: The bucket.
 
         Raises:
-            AgreementError: Something differs, or a rank does not come.
+            AgreementError: Something differs, or a rank does not take part.
         """
         buffer = bucket.buffer()
         self.first = f"{buffer.numel()} values of {buffer.dtype}"
@@ -50,7 +50,7 @@ class Agreement:
         terms: Mapping[str, object],
         tensors: Sequence[torch.Tensor],
     ) -> None:
-        """As :meth:`on_bucket`, before a call on plain tensors.
+        """Like :meth:`on_bucket`, before a call on plain tensors.
 
         Args:
             worker: The worker of the state.
@@ -59,6 +59,6 @@ class Agreement:
             tensors: The tensors of the call.
         """
         what = [(tensor.numel(), tensor.dtype, tensor.device.type) for tensor in tensors]
-        told = f"{what[0][0]} values of {what[0][1]}" + (f" and {len(what) - 1} more" if what[1:] else "")
-        self.first = f"{call}() of {told}"
+        summary = f"{what[0][0]} values of {what[0][1]}" + (f" and {len(what) - 1} more" if what[1:] else "")
+        self.first = f"{call}() of {summary}"
         require_same_call(worker.process_group, call, {**terms, "tensors": what, "state": worker.agree()})

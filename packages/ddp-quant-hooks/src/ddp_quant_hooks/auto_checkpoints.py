@@ -1,4 +1,4 @@
-"""The choice in checkpoints, with the residuals of what was chosen."""
+"""Save and load the choice, with the residuals of the chosen candidates."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class AutoCheckpoints(BoundModel):
     @property
     @abstractmethod
     def candidates(self) -> Mapping[str, Candidate]:
-        """What is chosen from, by name."""
+        """The candidates, by name."""
 
     @property
     @abstractmethod
     def passes(self) -> AutoPasses:
-        """Which candidate has which backward pass."""
+        """The backward passes, each with its candidate."""
 
     @abstractmethod
     def close(self) -> None:
@@ -48,11 +48,12 @@ class AutoCheckpoints(BoundModel):
     def state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
         """Return the choice and the residuals of this rank that go with it, for :meth:`load_state_dict`.
 
-        Every rank has its own: save one file for each. During a trial only the fact that there is one is
-        saved. Of candidates from other projects only the name is saved; save what their states keep yourself.
+        Every rank has its own: save one file for each. During a trial, only the fact that one is running is
+        saved. For candidates from other projects only the name is saved; save the contents of their states
+        yourself.
 
         Args:
-            model: Whose gradients were averaged, as ``DistributedDataParallel`` module or without its
+            model: The model whose gradients were averaged, with or without its ``DistributedDataParallel``
                 wrapper; ``None`` after :meth:`bind`.
 
         Returns:
@@ -80,12 +81,12 @@ class AutoCheckpoints(BoundModel):
         }
 
     def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
-        """Load the choice that another run, or this one, has saved. On every rank.
+        """Load the choice that another run, or this one, has saved. Call it on every rank.
 
-        Training goes on with the bits of the run that was saved, if what was chosen is of this project. For
-        that the first pass after it (the first two if the second comes in the same buckets) is averaged in
-        the buckets that the saved run had: see :meth:`QuantizedAllreduceState.load_state_dict`. A run that
-        was saved during a trial tries again from the beginning.
+        Training continues bitwise as in the saved run, if the chosen candidates belong to this project. For
+        that, the first pass after loading (the first two if the second has the same buckets) is averaged in
+        the buckets of the saved run: see :meth:`QuantizedAllreduceState.load_state_dict`. A run that was
+        saved during a trial tries again from the beginning.
 
         Ends threads and private groups, as :meth:`close` does.
 
@@ -114,7 +115,7 @@ class AutoCheckpoints(BoundModel):
         known = self._parameters_of(model, "load_state_dict")
         if "choice" in state and state["choice"] is None:
             self.close()
-            self.passes.try_anew()
+            self.passes.try_again()
             return
         model = model if model is not None or self._model is None else self._model()
         try:
@@ -151,7 +152,7 @@ class AutoCheckpoints(BoundModel):
 
 
 def _choice(saved: Any) -> Choice:
-    """Return a choice as it was saved. Raises ``KeyError`` or ``TypeError`` if that is something else."""
+    """Return a saved choice. Raises ``KeyError`` or ``TypeError`` if ``saved`` is something else."""
     saved = dict_of(saved, object, "choice")
     if not isinstance(saved["candidate"], str) or not isinstance(saved["why"], str):
         raise TypeError(f"candidate and why must be strings, got {saved!r:.200}")

@@ -13,33 +13,34 @@ __all__ = [
     "Choice",
     "Round",
     "Typical",
-    "another_round_tells",
+    "another_round_helps",
     "best_by_size",
     "clearly_slower",
     "fastest",
-    "told",
+    "log_line",
     "typical_steps",
 ]
 
 _LEAST_GAIN, _MOST_GAIN = 0.01, 0.02
-"""By what part a contender of fewer bytes must be faster: more than the noise, within these bounds."""
+"""The fraction by which a contender with fewer bytes must be faster: the noise, within these bounds."""
 
 _SERVICE_GAIN = 0.1
-"""The same for the exchange of one bucket: times of single exchanges scatter more than those of steps."""
+"""The same for the exchange of one bucket: single exchanges are noisier than steps."""
 
 _FAR, _LEAST_ROUNDS = 1.25, 2
-"""A contender that takes so many times as long as the fastest one, in each of so many rounds or more, gets no
-more turns. A busy moment may last for a turn and slow one contender only, but hardly so in two rounds."""
+"""A contender that takes this many times as long as the fastest one, in each of at least this many rounds,
+gets no more turns. A busy moment may slow down one contender's whole turn, but hardly in two rounds."""
 
 _MATTERS = 0.03
-"""Who is slower by less, is as good."""
+"""Contenders that are slower by a smaller fraction are as good."""
 
 _SURE = 4.0
-"""So many standard errors slower is slower. Few steps tell little of their spread: three were not enough."""
+"""A contender is slower if it is so by this many standard errors. Few steps say little about their spread:
+three were not enough."""
 
 _MEDIAN_NOISE = 1.4826 * 1.2533
-"""From the median distance to the median of normal numbers to the standard error of their median, but for
-the root of their count."""
+"""Converts the median absolute deviation of normal numbers to the standard error of their median, except for
+the square root of their count."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Assignment:
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return "by size" if self.by_size else self.default
 
     @property
@@ -69,7 +70,7 @@ class Assignment:
         return dict(self.by_size).get(size, self.default) if self.by_size else self.default
 
     def part(self, name: str) -> tuple[bool, frozenset[int]]:
-        """Return which buckets are a candidate's: all but these, or these."""
+        """Return which buckets a candidate averages: with ``True`` all except these sizes, else these."""
         others = self.default == name
         return others, frozenset(size for size, here in self.by_size if (here == name) != others)
 
@@ -81,9 +82,9 @@ class Choice:
     Attributes:
         candidate: The candidate for buckets of any size that is not in ``by_size``.
         by_size: The names of candidates by bytes of a bucket; empty if one averages all.
-        seconds: Seconds of a whole step for each candidate that was tried; ``"by size"`` is one candidate for
-            each size.
-        errors: The largest relative error that was measured of each candidate.
+        seconds: Seconds of a whole step for each candidate that was tried; ``"by size"`` stands for one
+            candidate per size.
+        errors: The largest relative error that was measured for each candidate.
         why: The text that was logged about the choice.
     """
 
@@ -100,7 +101,7 @@ class Choice:
 
 
 Round: TypeAlias = Mapping[Assignment, Sequence[float]]
-"""The seconds of each contender's timed steps, when all had their turns."""
+"""The seconds of each contender's timed steps in one round of turns."""
 
 
 class Typical(NamedTuple):
@@ -116,11 +117,11 @@ class Typical(NamedTuple):
 
 
 def typical_steps(contenders: Sequence[Assignment], rounds: Iterable[Round]) -> dict[Assignment, Typical]:
-    """Return the typical step of each contender that has timed ones.
+    """Return the typical step of each contender that has timed steps.
 
-    How slow a round was, tells the least disturbed of those that had turns in the most rounds. So what makes
-    the whole machine or network slower for a while does not count, whoever was not there in that round, nor
-    does a busy moment that one contender has met.
+    The slowness of a round is that of the least disturbed contender among those with turns in the most
+    rounds. So a slow period of the whole machine or network does not count, even if some contenders had no
+    turn in that round; nor does a busy moment that slowed only one contender.
     """
     rounds = list(rounds)
     turns = {contender: sum(bool(one.get(contender)) for one in rounds) for contender in contenders}
@@ -152,11 +153,11 @@ def typical_steps(contenders: Sequence[Assignment], rounds: Iterable[Round]) -> 
 
 
 def fastest(contenders: Sequence[Assignment], rounds: Iterable[Round]) -> Assignment:
-    """Return the first contender that none is faster than by more than the noise.
+    """Return the first contender that no other beats by more than the noise.
 
     Args:
         contenders: The most exact one first.
-        rounds: All of them.
+        rounds: All rounds.
     """
     typical = typical_steps(contenders, rounds)
     if not typical:
@@ -190,8 +191,8 @@ def clearly_slower(contenders: Sequence[Assignment], rounds: Sequence[Round]) ->
     return found
 
 
-def another_round_tells(contenders: Sequence[Assignment], rounds: Sequence[Round]) -> bool:
-    """Return whether some contender may well be faster than the choice by what matters."""
+def another_round_helps(contenders: Sequence[Assignment], rounds: Sequence[Round]) -> bool:
+    """Return whether some contender may be faster than the choice by more than a negligible difference."""
     typical = typical_steps(contenders, rounds)
     if not typical:
         return False
@@ -230,7 +231,7 @@ def best_by_size(
     return Assignment(chosen[max(chosen)], tuple(chosen.items()))
 
 
-def told(
+def log_line(
     assignment: Assignment,
     seconds: Mapping[str, float],
     errors: Mapping[str, float],

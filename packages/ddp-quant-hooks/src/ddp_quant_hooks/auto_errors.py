@@ -1,4 +1,4 @@
-"""How far a candidate's average of one bucket is from the exact mean."""
+"""The error of a candidate's average of one bucket, relative to the exact mean."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ErrorSample"]
 
 
 class ErrorSample:
-    """The relative error of one bucket's average, in the L2 norm. Knows no state and no group."""
+    """The relative error of one bucket's average, in the L2 norm. Holds no state and no group."""
 
     def __init__(self) -> None:
         self._exact: torch.Tensor | None = None
@@ -26,7 +26,7 @@ class ErrorSample:
     def average(
         self, worker: OrderedWorker, buffer: torch.Tensor, average: Callable[[], torch.futures.Future[Any]]
     ) -> torch.futures.Future[Any]:
-        """Average a bucket, and measure the error by one exact all-reduce of it beside that.
+        """Average a bucket, and measure the error with one exact all-reduce of it in addition.
 
         Args:
             worker: For the all-reduce.
@@ -50,8 +50,8 @@ class ErrorSample:
 
     def _compare(self, summed: torch.futures.Future[torch.Tensor], done: torch.futures.Future[Any]) -> Any:
         averaged = done.value()
-        # No rank waits for this thread here: the all-reduce was submitted before the average, on all of them.
-        # (A future of both would know no streams.)
+        # No rank waits for this thread here, because all submitted the all-reduce before the average. (A
+        # combined future would know no streams.)
         exact = summed.wait()
         mean = averaged[0] if isinstance(averaged, (list, tuple)) else averaged
         finite = exact.isfinite().all()

@@ -1,4 +1,4 @@
-"""The hook of a state that chooses: one bucket, from ``backward()`` to the candidate that averages it."""
+"""The hook for a state that chooses: one bucket, from ``backward()`` to the candidate that averages it."""
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
@@ -17,7 +17,7 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
 
     Args:
         state: Candidates and choice; one state for each model.
-        bucket: From DDP, of a dtype and layout that the candidates take.
+        bucket: From DDP, of a dtype and layout that the candidates accept.
 
     Returns:
         The candidate's future, or one with its value. At world size 1 it is complete.

@@ -16,10 +16,10 @@ from ddp_quant_hooks.candidates import Candidate
 from ddp_quant_hooks.wire_format import is_integer
 from dist_utils import resolve_group
 
-__all__ = ["AutoOptions", "checked_candidates", "told_candidates"]
+__all__ = ["AutoOptions", "checked_candidates", "described_candidates"]
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-"""In the ``repr`` of an object of somebody's class, other ones on other ranks."""
+"""An address in an object's ``repr``, which differs between ranks."""
 
 _DEFAULT_COUNT = 4
 """The number of candidates, if none are given."""
@@ -27,14 +27,14 @@ _DEFAULT_COUNT = 4
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """Options of :class:`AutoState`, which says what they mean."""
+    """Options of :class:`AutoState`; see there for their meaning."""
 
     max_error: float | None
     look_again_every: int
     most_passes: int
 
     def require_fit(self, candidates: Mapping[str, Candidate] | None) -> None:
-        """Raise ``TypeError`` or ``ValueError`` if one is of another type or out of range."""
+        """Raise ``TypeError`` or ``ValueError`` if an option has the wrong type or is out of range."""
         if self.max_error is not None:
             given: object = self.max_error
             if not isinstance(given, (int, float)) or isinstance(given, bool):
@@ -53,7 +53,7 @@ class AutoOptions:
 
 
 def checked_candidates(candidates: object) -> dict[str, Candidate]:
-    """Return what a user has given as candidates.
+    """Return a user's candidates after checking them.
 
     Raises:
         TypeError: It is not a mapping of names to pairs of a state and a hook.
@@ -73,8 +73,10 @@ def checked_candidates(candidates: object) -> dict[str, Candidate]:
     return checked
 
 
-def told_candidates(candidates: Mapping[str, Candidate], group: dist.ProcessGroup) -> list[tuple[str, str]]:
-    """Return candidates as all ranks compare them: names, hooks, kinds of states and their options.
+def described_candidates(
+    candidates: Mapping[str, Candidate], group: dist.ProcessGroup
+) -> list[tuple[str, str]]:
+    """Describe candidates for the comparison of ranks: names, hooks, kinds of states and their options.
 
     Raises:
         ValueError: One averages over other ranks than those of ``group``.
@@ -84,11 +86,11 @@ def told_candidates(candidates: Mapping[str, Candidate], group: dist.ProcessGrou
         own = _ranks_of(candidate.state)
         if own is not None and own != ranks:
             raise ValueError(f"candidate {name!r} averages over ranks {own}, not over {ranks}")
-    return [(name, _told(candidate)) for name, candidate in candidates.items()]
+    return [(name, _described(candidate)) for name, candidate in candidates.items()]
 
 
 def _ranks_of(state: object) -> list[int] | None:
-    """Return over which ranks a candidate averages, as far as its state tells."""
+    """Return the ranks over which a candidate averages, if its state shows them."""
     group = getattr(state, "process_group", state)
     if group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)):
         ranks: list[int] = dist.get_process_group_ranks(resolve_group(group))
@@ -96,10 +98,10 @@ def _ranks_of(state: object) -> list[int] | None:
     return None
 
 
-def _told(candidate: Candidate) -> str:
+def _described(candidate: Candidate) -> str:
     state, hook = candidate
     name = getattr(hook, "__qualname__", type(hook).__qualname__)
-    if state is None or isinstance(state, (dist.ProcessGroup, DeviceMesh)):  # whose ranks were looked at
+    if state is None or isinstance(state, (dist.ProcessGroup, DeviceMesh)):  # its ranks were checked
         return f"{name}()"
     options = _ADDRESS.sub("", str(getattr(state, "options", "")))
     return f"{name}({type(state).__name__} {options})"

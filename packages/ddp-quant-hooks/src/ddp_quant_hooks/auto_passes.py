@@ -31,11 +31,11 @@ BucketLayout = list[tuple[int, list["weakref.ref[torch.Tensor]"]]]
 """The buckets of a pass in their order: bytes and parameters of each."""
 
 _PASSES_UNTIL_IDLE = 2
-"""So many passes after the choice every rank has ended its last exchange with any other candidate."""
+"""This many passes after the choice, every rank has ended its last exchange with other candidates."""
 
 
 def bucket_bytes(buffer: torch.Tensor) -> int:
-    """Return the size of a bucket; 0 of a sparse one, which is averaged without compression."""
+    """Return the size of a bucket; 0 for a sparse one, which is averaged without compression."""
     return 0 if buffer.is_sparse else buffer.numel() * buffer.element_size()
 
 
@@ -43,11 +43,11 @@ class RunningPass:
     """A backward pass that is running.
 
     Attributes:
-        seen: What tells which buckets belong to it, and whether it ended well.
+        seen: Knows which buckets belong to it, and whether it ended well.
         trial: What is measured in it, during a trial.
-        held: Where its buckets wait, if it is averaged in those of a saved run.
+        held: Holds its buckets, if it is averaged in those of a saved run.
         failure: Why none of its buckets is averaged.
-        layout: The buckets that have come.
+        layout: The buckets so far.
     """
 
     def __init__(self) -> None:
@@ -65,18 +65,18 @@ class CandidateError(RuntimeError):
 class AutoPasses:
     """Counts backward passes, and averages the buckets of each with the candidate whose turn it is.
 
-    Does not know the state, which could not become garbage at once.
+    Holds no reference to the state, so that the state is freed as soon as its owner drops it.
 
     Args:
         candidates: By name.
-        ranks: All of them.
+        ranks: The communication between the ranks.
         options: The options of the state.
 
     Attributes:
-        choice: The latest one.
-        assignment: Which candidate averages what now.
-        since_choice: How many passes there were after the one of the choice.
-        began: Whether there was a pass, after what was loaded last.
+        choice: The latest choice.
+        assignment: The current candidate for each bucket.
+        since_choice: The number of passes since the choice.
+        began: Whether a pass has begun since the last load.
     """
 
     def __init__(self, candidates: Mapping[str, Candidate], ranks: AutoRanks, options: AutoOptions) -> None:
@@ -100,7 +100,7 @@ class AutoPasses:
 
     @property
     def layout(self) -> BucketLayout:
-        """The buckets of the last pass that has ended well."""
+        """The buckets of the last pass that ended well."""
         running = self._running
         if running is not None and running.held is None and running.seen.complete:
             return running.layout
@@ -119,7 +119,7 @@ class AutoPasses:
         )
         self._trial, self._trial_began = trial.run(), False
 
-    def try_anew(self) -> None:
+    def try_again(self) -> None:
         """Forget the choice."""
         self.choice = None
         self._resumption = None
@@ -127,7 +127,7 @@ class AutoPasses:
         self.start_over()
 
     def go_on_with(self, choice: Choice, since_choice: int, layout: BucketLayout) -> None:
-        """Go on from another run's choice, in its buckets."""
+        """Continue from another run's choice, in its buckets."""
         self._trial, self._running, self._failure = None, None, None
         self.began = False
         self.choice = choice
@@ -136,10 +136,10 @@ class AutoPasses:
         self._resumption = Resumption(parameters) if layout else None  # type: ignore[arg-type] # they live
 
     def start_over(self) -> None:
-        """Forget an error, and a trial that was not over: it starts over."""
+        """Forget an error, and restart an unfinished trial."""
         self._failure, self._running = None, None
         if self.trying:
-            # An error may have come when ranks were at different turns.
+            # An error may have occurred when ranks were at different turns.
             first = Assignment(next(iter(self._candidates)))
             self.assignment = first if self.choice is None else self.choice.assignment
             self.begin_trial()
@@ -149,7 +149,8 @@ class AutoPasses:
         """Return the pass that a bucket belongs to; the first bucket of a pass begins it.
 
         Raises:
-            RuntimeError: The ranks have not agreed, now or before; for every bucket until :meth:`start_over`.
+            RuntimeError: The ranks have not agreed, now or before. Raised for every bucket until
+                :meth:`start_over`.
         """
         task, running = torch_compat.graph_task_id(), self._running
         if running is None or not running.seen.includes(task, bucket.index()):
@@ -209,7 +210,7 @@ class AutoPasses:
                 self._resumption.ended(ended.held)
         if self._resumption is not None and self._resumption.over:
             self._resumption = None
-        ended.held = None  # which refers to the pass
+        ended.held = None  # it refers to the pass
 
     def _advance(self, running: RunningPass) -> None:
         every = self._options.look_again_every
@@ -227,7 +228,7 @@ class AutoPasses:
                 self._choose(over.value)
             else:
                 self._trial_began = True
-                # A sample is of what one pass loses, so without what earlier ones have lost.
+                # A sample measures the error of one pass, without residuals of earlier ones.
                 self._use(running.trial.assignment, anew=running.trial.sampled is not None)
 
     def _choose(self, choice: Choice) -> None:
@@ -238,15 +239,15 @@ class AutoPasses:
             _log.info("AutoState: %s", choice.why)
 
     def _free(self) -> None:
-        """End what only the trial has needed."""
+        """Close what only the trial needed."""
         used = [candidate for _, candidate in self.used]
         close_states(list(self._candidates.values()), but=used)
         self._ranks.rest()
 
     def _use(self, assignment: Assignment, *, anew: bool = False) -> None:
-        """Let other candidates average. Residuals of those whose buckets change, or of all, are dropped.
+        """Switch candidates, and drop the residuals of those whose buckets change, or of all.
 
-        When a candidate comes again, what it lost in its last pass is of a gradient of long ago.
+        By a candidate's next turn, its residuals belong to a gradient from long ago.
         """
         before, self.assignment = self.assignment, assignment
         for name in before.names | assignment.names:

@@ -1,4 +1,4 @@
-"""What the ranks exchange during a trial."""
+"""The communication between ranks during a trial."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from dist_utils.torch_compat import group_timeout
 __all__ = ["AutoRanks"]
 
 _SOON = timedelta(seconds=30)
-"""In which all ranks come that have just got the same verdict."""
+"""Ranks that have just received the same verdict all call again within this time."""
 
 
 class AutoRanks:
-    """The ranks that choose together. Does not know the state, which could not become garbage at once.
+    """The ranks that choose together.
+
+    Holds no reference to the state, so that the state is freed as soon as its owner drops it.
 
     Args:
         group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up when used.
@@ -41,28 +43,29 @@ class AutoRanks:
 
     @property
     def worker(self) -> OrderedWorker:
-        """Where they exchange times and exact means; made at first use, by :meth:`agree`."""
+        """The worker for exchanges of times and exact means; made at first use, by :meth:`agree`."""
         if self._worker is None:
             self._worker = OrderedWorker(self.process_group, name=self._name)
         return self._worker
 
     @property
     def moved(self) -> bool:
-        """Whether these ranks have agreed in a group that WORLD is no more."""
+        """Whether these ranks have agreed in a former WORLD group."""
         return self._agreed_in is not None and self._agreed_in() is not self.process_group
 
     def agree(
-        self, terms: Callable[[], Mapping[str, object]], try_anew: Callable[[], None] | None = None
+        self, terms: Callable[[], Mapping[str, object]], try_again: Callable[[], None] | None = None
     ) -> None:
         """Compare, once, what must be identical on all ranks.
 
         Args:
-            terms: Returns that, by name.
-            try_anew: Called, on all ranks, if they differ, before they are compared again: an error may have
-                come when some had made their choice and others not. ``None``: they must not differ.
+            terms: Returns what must be identical, by name.
+            try_again: If the ranks differ, called on all of them before they are compared again: an error may
+                have occurred when some had made their choice and others had not. ``None``: a difference is an
+                error.
 
         Raises:
-            AgreementError: Something is not, or a rank does not come.
+            AgreementError: Something differs, or a rank does not take part.
             Exception: What ``terms`` raises; the other ranks get an ``AgreementError``.
         """
         if self._agreed_in is not None:
@@ -73,19 +76,19 @@ class AutoRanks:
         try:
             self._worker.agree()
         except AgreementError:
-            if failed_before or try_anew is None or not self._all_try_anew():
+            if failed_before or try_again is None or not self._all_try_again():
                 raise
-            try_anew()
+            try_again()
             self._worker = OrderedWorker(group, name=self._name, terms=terms)
             self._worker.agree()
         self._agreed_in = weakref.ref(group)
 
-    def _all_try_anew(self) -> bool:
-        """Return whether every rank comes here, soon after it was told that the ranks differ."""
+    def _all_try_again(self) -> bool:
+        """Return whether every rank calls this, soon after it was told that the ranks differ."""
         group = self.process_group
         timeout = min(_SOON, group_timeout(group, collective_device(group)) or _SOON)
         try:
-            require_same_terms(group, f"{self._name}, which tries anew,", timeout=timeout)
+            require_same_terms(group, f"{self._name}, which tries again,", timeout=timeout)
         except AgreementError:
             return False
         return True
@@ -94,13 +97,13 @@ class AutoRanks:
         """Return the bytes of the buckets of a pass, if all ranks have the same.
 
         Raises:
-            AgreementError: They have not, or a rank does not come.
+            AgreementError: They differ, or a rank does not take part.
         """
         require_same_terms(self.process_group, f"{self._name}'s trial", {"bytes of buckets": list(sizes)})
         return sizes
 
     def largest(self, values: Sequence[float]) -> Largest:
-        """Begin to compare numbers with those of the other ranks."""
+        """Start to find the largest of each number over all ranks."""
         return Largest(self.worker, values)
 
     def rest(self) -> None:
@@ -110,17 +113,17 @@ class AutoRanks:
             self._worker = None
 
     def close(self) -> None:
-        """As :meth:`rest`; and what must be identical on all ranks is compared again."""
+        """Like :meth:`rest`; also, the ranks are compared again before the next use."""
         self.rest()
         self._agreed_in = None
 
 
 class Largest:
-    """Numbers on their way to all ranks and back: of each, the largest.
+    """The largest of each number over all ranks, while it is being found.
 
     Args:
         worker: For the exchange.
-        values: The values of this rank; as many on all ranks.
+        values: The values of this rank; the same number of them on all ranks.
     """
 
     def __init__(self, worker: OrderedWorker, values: Sequence[float]) -> None:
@@ -134,10 +137,10 @@ class Largest:
             arrived.append(Arriving(there))
             return there
 
-        self._own, self._arrived = own, arrived  # alive until they are there
+        self._own, self._arrived = own, arrived  # alive until the result arrives
         self._done = worker.submit(job, device=device, name="auto_hook:slowest_rank")
 
     def read(self) -> list[float]:
-        """Return the numbers, when they have come."""
+        """Wait for the numbers and return them."""
         self._done.wait()
         return self._arrived[0].read()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks.auto_checkpoints import AutoCheckpoints
 from ddp_quant_hooks.auto_choice import Choice
-from ddp_quant_hooks.auto_options import AutoOptions, checked_candidates, told_candidates
+from ddp_quant_hooks.auto_options import AutoOptions, checked_candidates, described_candidates
 from ddp_quant_hooks.auto_passes import AutoPasses, RunningPass, close_states
 from ddp_quant_hooks.auto_ranks import AutoRanks
 from ddp_quant_hooks.auto_trial import PASSES_BEFORE_CHOICE
@@ -43,7 +43,7 @@ class AutoState(AutoCheckpoints):
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up
             when used.
         candidates: Pairs of a state and a hook by name, as ``register_comm_hook`` takes them, the most exact
-            one first; each state for this alone. ``None``: fp32, bf16, 8 and 4 bits of this project.
+            one first; no state is used elsewhere. ``None``: fp32, bf16, 8 and 4 bits of this project.
         max_error: Candidates whose averages have a larger relative error, in the L2 norm, are not chosen.
             Measured on buckets of the trial, with one exact all-reduce for each sample. ``None``: not
             measured, any may be chosen. The default, 0.03, admits 8 bits, which show 0.007 for Gaussian
@@ -60,8 +60,8 @@ class AutoState(AutoCheckpoints):
 
     All ranks must have the same candidates and options: they are compared before the first bucket.
 
-    At a change of candidates, and when one is chosen, the residuals of those concerned are dropped: so the
-    quantization error of one pass is not fed back. The first rank logs the choice at ``INFO``.
+    When candidates change, and when one is chosen, the residuals of those concerned are dropped: the
+    quantization error of one pass is then not fed back. The first rank logs the choice at ``INFO``.
 
     Without a process group of more than one rank there is nothing to choose, and nothing is done.
 
@@ -100,14 +100,14 @@ class AutoState(AutoCheckpoints):
 
     @property
     def candidates(self) -> Mapping[str, Candidate]:
-        """What is chosen from, by name."""
+        """The candidates, by name."""
         if self._candidates is None:
             self._candidates = self._given or default_candidates(self._group)
         return self._candidates
 
     @property
     def choice(self) -> Choice | None:
-        """What was chosen and why; ``None`` before. During a later trial it is still the earlier one."""
+        """The latest choice and its reasons; ``None`` before the first one."""
         return None if self._passes is None else self._passes.choice
 
     @property
@@ -117,38 +117,38 @@ class AutoState(AutoCheckpoints):
 
     @property
     def passes(self) -> AutoPasses:
-        """Which candidate has which backward pass; made at first use."""
+        """The backward passes, each with its candidate; made at first use."""
         if self._passes is None:
             self._passes = AutoPasses(self.candidates, self.ranks, self.options)
         return self._passes
 
     @property
     def ranks(self) -> AutoRanks:
-        """All of them; made at first use."""
+        """The communication between the ranks; made at first use."""
         if self._ranks is None:
             self._ranks = AutoRanks(self._group, type(self).__name__)
         return self._ranks
 
     def remember(self, ddp: DistributedDataParallel) -> None:
-        """Know a model, here and in the candidates' states."""
+        """Remember a model, here and in the candidates' states."""
         of_all_ranks = self._group is None
         super().remember(ddp)
         if of_all_ranks and self.process_group is not resolve_group(None):
-            self._passes = self._ranks = None  # somebody has asked for them before
+            self._passes = self._ranks = None  # they were made for WORLD
             self._candidates = None
         for candidate in self.candidates.values():
             if isinstance(candidate.state, ResidualCheckpoints):
                 candidate.state.remember(ddp)
 
     def begin_bucket(self, bucket: Bucket) -> RunningPass:
-        """Return the backward pass of a bucket that has come.
+        """Return the backward pass that a new bucket belongs to.
 
         Raises:
             RuntimeError: The ranks have not agreed.
         """
         if self.ranks.moved:  # the process groups were destroyed and made again
             self.close()
-        self.ranks.agree(self._terms, self._try_anew if self.passes.began else None)
+        self.ranks.agree(self._terms, self._try_again if self.passes.began else None)
         return self.passes.begin_bucket(bucket)
 
     def refuse_capture(self, buffer: torch.Tensor) -> None:
@@ -165,7 +165,7 @@ class AutoState(AutoCheckpoints):
             )
 
     def discard_step(self) -> None:
-        """Say that no optimizer step will use the gradients of the last ``backward()``.
+        """Declare that no optimizer step will use the gradients of the last ``backward()``.
 
         See :meth:`QuantizedAllreduceState.discard_step`.
         """
@@ -189,13 +189,13 @@ class AutoState(AutoCheckpoints):
             (name, state) for name, (state, _) in self.passes.used if isinstance(state, ResidualCheckpoints)
         ]
 
-    def _try_anew(self) -> None:
+    def _try_again(self) -> None:
         _log.info("AutoState: the ranks stopped at different passes, some with a choice: all try again")
-        self.passes.try_anew()
+        self.passes.try_again()
 
     def _terms(self) -> dict[str, object]:
         return {
-            "candidates": told_candidates(self.candidates, self.process_group),
+            "candidates": described_candidates(self.candidates, self.process_group),
             **asdict(self.options),
             "choice": None if self.choice is None else self.choice.assignment,
             "trying": self.trying,

@@ -1,4 +1,4 @@
-"""When things happen in a backward pass: by the host's clock, or by events of an accelerator."""
+"""Times in a backward pass: by the host's clock, or by events of an accelerator."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Arriving", "Mark", "PassTimes"]
 
 
 class Mark:
-    """A moment: now, or when the current stream of an accelerator gets there. Taking it waits for nothing.
+    """A point in time: now, or when an accelerator's current stream gets there. Making one does not block.
 
     Args:
-        device: Whose moment.
+        device: The device whose time is recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,12 +28,12 @@ class Mark:
             self._event.record(accelerator.current_stream(device))
 
     def wait(self) -> None:
-        """Return when it is past."""
+        """Return when that time is past."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float | None:
-        """Return the seconds between two moments, ``None`` for those of different devices. Waits for both."""
+        """Return the seconds between two marks, ``None`` for marks of different devices. Waits for both."""
         if self._device != earlier._device:
             return None
         if self._event is None:
@@ -44,7 +44,7 @@ class Mark:
 
 
 class Arriving:
-    """A small tensor on its way to the host, from the current stream.
+    """A small tensor that is being copied to the host on the current stream.
 
     Args:
         values: The tensor.
@@ -57,13 +57,13 @@ class Arriving:
         self._there = Mark(values.device)
 
     def read(self) -> list[float]:
-        """Return the values, when they have come."""
+        """Wait for the values and return them."""
         self._there.wait()
         return [float(value) for value in self._host.view(-1)]
 
 
 class _Exchange(NamedTuple):
-    """One bucket's, with the size of the bucket."""
+    """The exchange of one bucket, with the bucket's size in bytes."""
 
     size: int
     handed_over: Mark
@@ -71,11 +71,11 @@ class _Exchange(NamedTuple):
 
 
 class PassTimes:
-    """The times of one backward pass. Knows no state and no group: callbacks of exchanges write into it.
+    """The times of one backward pass. Holds no state and no group, as callbacks of exchanges write into it.
 
     Attributes:
-        began: When its first bucket came.
-        ended: When the first bucket of the next pass came, so that optimizer and forward are in between.
+        began: When its first bucket arrived.
+        ended: When the first bucket of the next pass arrived, so that optimizer and forward are included.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class PassTimes:
     def watch(
         self, size: int, handed_over: Mark, device: torch.device, averaged: torch.futures.Future[Any]
     ) -> torch.futures.Future[Any]:
-        """Return a future of what ``averaged`` gives, and note when it came.
+        """Return a future with the result of ``averaged``, and record when that arrived.
 
         Args:
             size: Bytes of the bucket.
@@ -110,9 +110,9 @@ class PassTimes:
         return None if self.began is None or self.ended is None else self.ended.seconds_since(self.began)
 
     def services(self) -> dict[int, float]:
-        """Return for buckets of each size the median seconds that one took.
+        """Return the median seconds that a bucket of each size took.
 
-        From when it was handed over, or its predecessor had ended, until it had ended itself.
+        Each is timed from when it was handed over or, if later, its predecessor ended, until it ended itself.
         """
         found: dict[int, list[float]] = {}
         previous: _Exchange | None = None

@@ -1,7 +1,7 @@
 """The trial: candidates in turns, backward pass by backward pass, until one is chosen.
 
-What happens in which pass depends on nothing but the count of passes and on numbers that all ranks have
-agreed on. So every rank comes to the same choice, at the same pass.
+What happens in a pass depends only on the count of passes and on numbers that all ranks have agreed on. So
+every rank makes the same choice, in the same pass.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Protocol
 from ddp_quant_hooks.auto_choice import (
     Assignment,
     Choice,
-    another_round_tells,
+    another_round_helps,
     best_by_size,
     clearly_slower,
     fastest,
-    told,
+    log_line,
     typical_steps,
 )
 from ddp_quant_hooks.auto_errors import ErrorSample
@@ -31,18 +31,18 @@ _WARM_UP = 3
 graph)."""
 
 _TIMED = 3
-"""Passes of a turn that are timed. One comes before them, in which what is new is made, compared and
+"""Timed passes of a turn. An untimed one precedes them, in which anything new is made, compared and
 sampled."""
 
 _BETWEEN = 2
 """Passes after a round: one until an accelerator is past the last timed one, one to compare times."""
 
 _ROUNDS = 4
-"""In which every contender has a turn, the first one first in one round and last in the next. More where they
-leave it open, as long as there are passes left."""
+"""Rounds in which every contender has a turn, in alternating order. More follow while the result is open and
+passes are left."""
 
 PASSES_BEFORE_CHOICE = 100
-"""At most."""
+"""The default limit of a trial."""
 
 _NOT_MEASURED = -math.inf
 
@@ -57,24 +57,24 @@ def _round_passes(contenders: int) -> int:
 
 
 class Largest(Protocol):
-    """Numbers that are being compared with the other ranks'."""
+    """The largest of each number over all ranks, while it is being found."""
 
     def read(self) -> Sequence[float]:
-        """Return for each the largest of any rank, when they have come."""
+        """Wait for the numbers and return them."""
 
 
 class Ranks(Protocol):
-    """What the ranks exchange during a trial."""
+    """The communication between ranks during a trial."""
 
     def agreed_sizes(self, sizes: Sequence[int]) -> Sequence[int]:
         """Return the bytes of the buckets of a pass, in their order, if all have the same."""
 
     def largest(self, values: Sequence[float]) -> Largest:
-        """Begin to compare numbers with those of the other ranks."""
+        """Start to find the largest of each number over all ranks."""
 
 
 class TrialPass:
-    """What is done and measured in one pass.
+    """The candidates and measurements of one pass.
 
     Attributes:
         assignment: Which candidate averages what.
@@ -99,8 +99,8 @@ class Trial:
         names: The names of the candidates, the most exact one first.
         meanwhile: What averages before the first turn.
         max_error: Candidates of a larger error are left out; ``None``: errors are not measured.
-        most_passes: After how many there must be a choice.
-        ranks: All of them.
+        most_passes: The number of passes after which a choice must be made.
+        ranks: The communication between the ranks.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class Trial:
         self._left_out: dict[str, str] = {}
 
     def run(self) -> Generator[TrialPass, Sequence[int], Choice]:
-        """Yield each pass as it begins, and return the choice when the first one begins after the trial.
+        """Yield each pass as it begins, and return the choice when the first pass after the trial begins.
 
-        It is sent the bytes of the buckets of the last pass.
+        The caller sends the bytes of the buckets of the last pass.
         """
         uniform = [Assignment(name) for name in self._names]
         if len(uniform) == 1:
@@ -135,14 +135,14 @@ class Trial:
         for _ in range(_WARM_UP):
             sizes = yield self._pass(self._meanwhile)
         self._sizes = self._ranks.agreed_sizes(sizes)
-        yield from self._round(uniform, timed=0)  # also makes what each needs, and shows which are too wrong
+        yield from self._round(uniform, timed=0)  # also sets up each one, and finds too large errors
         contenders = self._without_too_large_errors(uniform)
         while len(contenders) > 1 and self._another_round(contenders):
             yield from self._round(contenders, timed=_TIMED)
             contenders = self._without_too_large_errors(contenders)
             far = clearly_slower(contenders, self._steps)
             contenders = [contender for contender in contenders if contender not in far]
-            if len(self._steps) == 2:  # there was one timed round: now sizes can be told apart
+            if len(self._steps) == 2:  # one timed round: now sizes can be compared
                 contenders = self._with_mix(contenders)
         return self._choice(fastest(self._with_known_errors(contenders), self._steps))
 
@@ -151,7 +151,7 @@ class Trial:
         return TrialPass(assignment, timed=timed, sampled=sampled)
 
     def _another_round(self, contenders: Sequence[Assignment]) -> bool:
-        wanted = len(self._steps) - 1 < _ROUNDS or another_round_tells(contenders, self._steps)
+        wanted = len(self._steps) - 1 < _ROUNDS or another_round_helps(contenders, self._steps)
         return wanted and self._passes + _round_passes(len(contenders)) <= self._most_passes
 
     def _round(
@@ -173,7 +173,7 @@ class Trial:
         self._note(contenders, timed, iter(largest.read()))
 
     def _sampled_in(self, number: int) -> int | None:
-        """Return which bucket is sampled in a round: the largest one, then the next; no sparse one."""
+        """Return which bucket is sampled in a round: the largest one, then the next; never a sparse one."""
         dense = [place for place, size in enumerate(self._sizes) if size]
         if self._max_error is None or not dense:
             return None
@@ -183,10 +183,10 @@ class Trial:
     def _measured(
         self, contenders: Sequence[Assignment], turns: dict[Assignment, list[TrialPass]], timed: int
     ) -> list[float]:
-        """Return this rank's numbers of a round, of which the largest of all ranks counts.
+        """Return this rank's numbers of a round. Of each, the largest over all ranks counts.
 
-        The times of single exchanges are negative: those of the rank that came last count. The times of the
-        others have in them how long they waited for it.
+        The times of single exchanges are negated, so that those of the rank that came last count: the times
+        of the others include their wait for it.
         """
         values: list[float] = []
         for contender in contenders:
@@ -202,7 +202,7 @@ class Trial:
         return values
 
     def _note(self, contenders: Sequence[Assignment], timed: int, values: Iterator[float]) -> None:
-        """Take over all ranks' numbers of a round, in the order of :meth:`_measured`."""
+        """Record all ranks' numbers of a round, in the order of :meth:`_measured`."""
         steps: dict[Assignment, list[float]] = {}
         for contender in contenders:
             error = next(values)
@@ -231,7 +231,7 @@ class Trial:
         return left or [self._closest()]
 
     def _with_known_errors(self, contenders: list[Assignment]) -> list[Assignment]:
-        """Leave out whom no sample has measured: gradients were not finite in every one of them."""
+        """Leave out contenders without a measured error: none of their samples had finite gradients."""
         if self._max_error is None:
             return contenders
         known = [one for one in contenders if one.names <= self._errors.keys()]
@@ -241,7 +241,7 @@ class Trial:
         return known or [self._closest()]
 
     def _closest(self) -> Assignment:
-        """Return the candidate of the smallest error that is known, or else the most exact one."""
+        """Return the candidate with the smallest known error, or else the most exact one."""
         closest = min(self._errors, key=lambda name: self._errors[name], default=self._names[0])
         self._left_out.pop(closest, None)
         why = f"{closest} has the smallest error" if self._errors else "no finite sample has shown any error"
@@ -262,7 +262,7 @@ class Trial:
         tried = dict.fromkeys(contender for one in self._steps for contender in one)
         typical = typical_steps(list(tried), self._steps)
         seconds = {contender.name: steps.seconds for contender, steps in typical.items()}
-        why = told(chosen, seconds, self._errors, self._left_out, self._passes)
+        why = log_line(chosen, seconds, self._errors, self._left_out, self._passes)
         return Choice(chosen.default, dict(chosen.by_size), seconds, dict(self._errors), why)
 
 

@@ -1,4 +1,4 @@
-"""Average one bucket in few bits, as planned: a job for the state's worker."""
+"""Average one bucket in few bits, as decided: a job for the state's worker."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Averaged", "average"]
 
 
 class Averaged(NamedTuple):
-    """What averaging a bucket took.
+    """The result of averaging a bucket.
 
     Attributes:
         bytes_sent: By this rank.
-        error: Relative to the exact mean, if that was measured.
+        error: The error relative to the exact mean, if it was measured.
     """
 
     bytes_sent: int
@@ -39,9 +39,10 @@ def average(
 
     Args:
         group: The process group whose ranks average.
-        decision: On the bucket.
-        route: The way of its values.
-        failed: Told whether a value of the mean is not finite, as flags; ``None`` if nobody asks.
+        decision: The decision about the bucket.
+        route: The route of its values.
+        failed: Called with flags that say whether a value of the mean is not finite; ``None`` if that is not
+            needed.
     """
     values, exact = decision.values, decision.exact
     assert values is not None
@@ -64,7 +65,7 @@ def average(
 
 
 def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> int:
-    """Sum ``values`` in place, and return what that sends."""
+    """Sum ``values`` in place, and return the bytes sent."""
     dist.all_reduce(values, group=group)
     return ring_bytes(values.nbytes, group.size())
 

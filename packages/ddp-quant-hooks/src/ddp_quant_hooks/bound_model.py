@@ -43,8 +43,8 @@ class BoundModel:
 
         A state without a process group takes the model's. The model is not kept alive.
 
-        If two backward passes of the model end and the state's hook has got no bucket, a warning says so: the
-        hook is not registered with this module, or the framework that was told to do so has ignored it.
+        If two backward passes of the model end and the state's hook has received no bucket, a warning says
+        so: the hook is not registered with this module, perhaps because a framework ignored it.
 
         Args:
             ddp: The ``DistributedDataParallel`` module whose gradients are averaged.
@@ -60,12 +60,12 @@ class BoundModel:
             >>> ddp.register_comm_hook(state.bind(ddp), quantized_allreduce_hook)  # doctest: +SKIP
         """
         self.remember(ddp)
-        self.bucket_came()  # or nothing is expected of an earlier model any more
+        self.bucket_came()  # or no bucket of an earlier model is expected any more
         self._watch = BucketWatch(ddp, type(self).__name__)
         return self
 
     def remember(self, ddp: DistributedDataParallel) -> None:
-        """Know a model as :meth:`bind` does, without a warning if it brings no bucket.
+        """Remember a model as :meth:`bind` does, without a warning if no bucket arrives.
 
         Raises:
             TypeError, ValueError: As :meth:`bind`.
@@ -79,7 +79,7 @@ class BoundModel:
             self._bound_names[parameter] = name
 
     def bucket_came(self) -> None:
-        """Notice a bucket of the model, before anything is done with it: the hook is in use."""
+        """Note that a bucket of the model has arrived, so the hook is in use."""
         if self._watch is not None:
             self._watch.end()
             self._watch = None

@@ -36,18 +36,18 @@ class ResidualCheckpoints(BoundModel):
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
-        """Return what must be equal where residuals are saved and where they are loaded."""
+        """Return what must be equal when residuals are saved and when they are loaded."""
 
     @abstractmethod
     def _lengths(self, count: int, device: torch.device) -> tuple[int, int, int]:
-        """Return what :data:`ddp_quant_hooks.saved.Lengths` says."""
+        """Return the lengths described at :data:`ddp_quant_hooks.saved.Lengths`."""
 
     @abstractmethod
     def wait_for_jobs(self) -> None:
-        """Return when all jobs so far have run, whatever came out."""
+        """Return when all jobs so far have run, with or without an error."""
 
     def discard_step(self) -> None:
-        """Say that no optimizer step will use the gradients of the last ``backward()``.
+        """Declare that no optimizer step will use the gradients of the last ``backward()``.
 
         The residuals become what they were before that pass. Call this, on every rank, where the loop skips
         ``optimizer.step()``, or where something raises between ``backward()`` and it. A step with a value
@@ -67,9 +67,9 @@ class ResidualCheckpoints(BoundModel):
         the last successful ``backward()`` left.
 
         Args:
-            model: Whose gradients were averaged, as ``DistributedDataParallel`` module or without its
+            model: The model whose gradients were averaged, with or without its ``DistributedDataParallel``
                 wrapper. Residuals are saved by the names of its parameters. ``None`` after :meth:`bind`, and
-                for those of plain tensors, which are saved by their keys.
+                for residuals of plain tensors, which are saved by their keys.
 
         Returns:
             Tensors on the CPU, numbers and strings in dicts, lists and tuples, which ``torch.load`` reads
@@ -90,15 +90,15 @@ class ResidualCheckpoints(BoundModel):
         return {**self._identity(), **written, "keys": keys, "places": self.places}
 
     def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
-        """Load the residuals that another run, or this one, has saved. On every rank.
+        """Load the residuals that another run, or this one, has saved. Call it on every rank.
 
         Training continues bitwise as in the run that was saved. For that, the first pass after loading (the
         first two if the second has the same buckets) is averaged in the buckets of the saved run, one after
         another when all gradients are there, because a new ``DistributedDataParallel`` begins with other
-        buckets. A run must have had those buckets, which come in its second step (in its third with a static
-        graph), before it is saved. If the buckets differ later, too, because of another ``bucket_cap_mb``, a
-        rank's own residuals follow the parameters; those of shards are dropped with a line in the log.
-        Residuals in fp32, which releases up to 0.6 have saved, are rounded to bf16.
+        buckets. A run can be saved once it has reached its final buckets, in its second step (in its third
+        with a static graph). If the buckets also differ later, because of another ``bucket_cap_mb``, a rank's
+        own residuals follow the parameters; those of shards are dropped with a line in the log. Residuals in
+        fp32, which releases up to 0.6 have saved, are rounded to bf16.
 
         Ends the private group, as :meth:`close` does.
 
@@ -155,7 +155,7 @@ class ResidualCheckpoints(BoundModel):
         See :meth:`load_state_dict`.
 
         Args:
-            gathered: On ``src`` what was gathered. What other ranks give does not matter.
+            gathered: What was gathered, on ``src``. Ignored on other ranks.
             model: As for :meth:`state_dict`.
             src: The rank that has it, in WORLD.
 
@@ -212,10 +212,10 @@ class ResidualCheckpoints(BoundModel):
         return replace(read, keys=None if keys is None else known, places=places)
 
     def take_over(self, checked: SavedResiduals, *, in_saved_buckets: bool = True) -> None:
-        """Go on from what :meth:`checked` returned.
+        """Continue from what :meth:`checked` returned.
 
         Args:
-            checked: Of this state.
+            checked: Residuals that this state has checked.
             in_saved_buckets: See :meth:`ddp_quant_hooks.feedback.Feedback.load`.
         """
         self.wait_for_jobs()
@@ -226,7 +226,7 @@ class ResidualCheckpoints(BoundModel):
         self.close()  # the ranks compare what they have loaded when they make the next private group
 
     def _agreement_terms(self) -> dict[str, str]:
-        """Return what of the residuals must be identical on all ranks, for when a private group is made."""
+        """Return what must be identical on all ranks about residuals when a private group is made."""
         loaded = self.feedback.loaded
         if loaded is None:
             return {"loaded residuals": "none"}

@@ -1,4 +1,4 @@
-"""Cut a bucket into the chunks that are on the wire one after another, and each chunk into shards."""
+"""Cut a bucket into chunks that are sent one after another, and each chunk into shards."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shards(chunk: Span, count: int, block_size: int) -> list[Span]:
 
 
 def shard_lengths(length: int, count: int, block_size: int) -> list[int]:
-    """Return how long the shards of a chunk of ``length`` elements are."""
+    """Return the lengths of the shards of a chunk of ``length`` elements."""
     return [high - low for low, high in pairwise(_bounds(length, count, block_size))]
 
 

@@ -1,4 +1,4 @@
-"""How one bucket is averaged: decided on the caller's thread, where all ranks' buckets come in one order."""
+"""How one bucket is averaged: decided on the caller's thread, in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ class Decision:
     """How one bucket is averaged, the same way on every rank.
 
     Attributes:
-        quantized: In few bits; otherwise without compression, and the rest is of no meaning.
-        values: The values of the bucket; ``None`` of a sparse one.
+        quantized: Whether it is sent in few bits. If not, it is averaged without compression, and the rest
+            has no meaning.
+        values: The values of the bucket; ``None`` for a sparse one.
         label: See :meth:`ddp_quant_hooks.routes.Route.average`.
         exact: Parts of the bucket to average without compression.
         kept: Its residuals.
-        sampled: Measure its error.
+        sampled: Whether its error is measured.
     """
 
     quantized: bool
@@ -47,7 +48,7 @@ class Decisions:
     Args:
         options: The options of the state.
         route: The route of its values.
-        residuals: What its buckets have lost.
+        residuals: The residuals of its buckets.
     """
 
     def __init__(self, options: Options, route: Route, residuals: Residuals) -> None:
@@ -81,7 +82,7 @@ class Decisions:
         return Decision(True, values, exact, kept, sampled, label)
 
     def start_over(self) -> None:
-        """Sample the next quantized bucket: after an error ranks may not have come equally far."""
+        """Sample the next quantized bucket: at an error, ranks may have been at different buckets."""
         self._quantized = 0
 
     def _residuals_of(

@@ -1,4 +1,4 @@
-"""Parameters whose gradients are averaged without compression, beside the bucket that they are in."""
+"""Parameters whose gradients are averaged without compression, apart from the rest of their bucket."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How one chunk is averaged: encoded, sent, reduced, sent, decoded, with a pause wherever it would wait.
 
-An exchange is a generator. It yields after it has started to send, and takes up what has arrived when it
-is resumed; meanwhile other chunks are computed and sent (see :func:`take_turns`).
+An exchange is a generator. It yields after it has started to send, and processes what has arrived when it is
+resumed; meanwhile other chunks are computed and sent (see :func:`take_turns`).
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def take_turns(
     ranks do the same in the same order.
 
     Args:
-        exchanges: Start an exchange with the scratch that it is given.
-        scratches: Unused ones; grows to as many as are needed at a time.
+        exchanges: Functions that start an exchange with the given scratch.
+        scratches: Unused ones; the list grows to as many as are needed at a time.
         device: The device of the scratches.
     """
     waiting = iter(exchanges)
@@ -108,11 +108,11 @@ def average_quantized(
 
     Two ranks send each other all values (one shot): as many bytes as through an owner, and rounded once.
     Among more ranks each one averages one shard, and all get all averages (two shots): 2 (W - 1) / W of the
-    chunk. Levels send as many bytes in fewer messages, and round the averages of a row once more on the way
-    to the other rows.
+    chunk. With levels, ranks send the same number of bytes in fewer messages, and the averages of a row are
+    rounded once more on the way to the other rows.
 
     Args:
-        scratch: Room for messages.
+        scratch: Memory for messages.
         values: The chunk.
         wire: The format in which it is sent.
         index: The index of the chunk, identical on all ranks.
@@ -159,16 +159,16 @@ def _messages_of_mean(
 ) -> Generator[None, None, tuple[list[torch.Tensor], list[int]]]:
     """Average over all ranks of ``links``; return a message of each shard's mean, and the shards' lengths.
 
-    A rank averages its shard in its row. If there are rows of rows, that mean is sent as values of its own,
-    over the ``links`` after the first; the resulting bits, which all ranks get, are forwarded.
+    A rank averages its shard in its row. With further levels, that mean is averaged like values of its own,
+    over the ``links`` after the first; the resulting bits are forwarded to all ranks as they are.
 
     Args:
         values: Values of this rank, or means of its row.
         wire: The format in which they are sent.
         links: To the rows that are not averaged yet.
-        scratch: Room for messages.
+        scratch: Memory for messages.
         tag: The tag of the first messages; the next number is the tag of the answers.
-        lost: The residual of ``values``, and where in it they begin.
+        lost: The residual of ``values``, and where it begins.
         shard_start: Where the residual of their means begins.
     """
     link, *between = links
@@ -218,8 +218,8 @@ def average_inside(
     """Average a flat chunk in full precision inside a node, and each rank's shard of it ``between`` nodes.
 
     The sum is in fp32, or in the values' own dtype if that is wider. ``between`` is called with the scratch
-    and ``values=`` the mean of this rank's shard. ``failed`` as in :class:`Wire`: a rank
-    sees only its own shard between nodes, but all must decide the same whether a step is finite.
+    and ``values=`` the mean of this rank's shard. ``failed`` as in :class:`Wire`: a rank sees only its own
+    shard between nodes, but all must agree on whether a step is finite.
     """
     spans = shards(Span(0, values.numel()), link.size, block_size)
     parts = [values[span.start : span.stop] for span in spans]
@@ -256,7 +256,7 @@ def _encode(
 def report_not_finite(
     wire: Wire, messages: Sequence[torch.Tensor], layout: Layout, lengths: Sequence[int]
 ) -> None:
-    """Tell who asks whether a value of the messages is not finite."""
+    """Report whether a value of the messages is not finite, if that is needed."""
     if wire.failed is not None:
         flags = [
             layout.scales(message, length).isnan().any()

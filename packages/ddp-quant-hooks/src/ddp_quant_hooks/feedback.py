@@ -1,4 +1,4 @@
-"""Error feedback from pass to pass: what a step lost is added to the next, if there was such a step."""
+"""Error feedback from pass to pass: the rounding errors of a step that counts are added to the next one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Feedback:
     the user has not discarded it.
 
     Args:
-        residuals: What is kept.
+        residuals: The residuals of the state.
     """
 
     def __init__(self, residuals: Residuals) -> None:
@@ -44,7 +44,7 @@ class Feedback:
     ) -> BackwardPass:
         """Return the pass that a bucket belongs to; the first of a pass finishes the one before.
 
-        On the caller's thread, with every bucket that DDP hands over.
+        Call it on the caller's thread, with every bucket that DDP hands over.
 
         Args:
             bucket: The bucket.
@@ -52,7 +52,7 @@ class Feedback:
             wait: Returns when all jobs so far have run.
         """
         if not self.residuals.wanted:
-            return BackwardPass()  # of which nothing is asked
+            return BackwardPass()  # a placeholder: nothing is kept
         self._refuse_other_kind(BackwardPass)
         task, running = torch_compat.graph_task_id(), self._pass
         if running is None or not running.includes(task, bucket.index()):
@@ -85,7 +85,8 @@ class Feedback:
     def begin_tensors(self, wait: Callable[[], None]) -> TensorStep:
         """Return the step that a call on plain tensors belongs to.
 
-        That is the open one; else, inside ``backward()``, that pass; else the call is a step of its own.
+        That is the open step; otherwise, inside ``backward()``, that pass; otherwise the call is a step of
+        its own.
         """
         if not self.residuals.wanted:
             return TensorStep()
@@ -98,23 +99,23 @@ class Feedback:
         return running
 
     def discard(self) -> None:
-        """Let the last pass change nothing."""
+        """Discard the last pass: it changes no residuals."""
         if self._pass is not None:
             self._pass.discarded = True
 
     @property
     def steps(self) -> int:
-        """How many passes there were that count, the last one included."""
+        """The number of passes that count, including the last one."""
         return self._steps + (self._pass is not None and self._pass.counts)
 
     @property
     def of_tensors(self) -> bool:
-        """Whether plain tensors are averaged, and no buckets."""
+        """Whether plain tensors are averaged, not buckets."""
         return self._kind is TensorStep
 
     @property
     def of_buckets(self) -> bool:
-        """Whether a model's buckets are averaged, and no plain tensors."""
+        """Whether a model's buckets are averaged, not plain tensors."""
         return self._kind is BackwardPass
 
     @property
@@ -124,11 +125,11 @@ class Feedback:
 
     @property
     def ended_well(self) -> bool:
-        """Whether there is no pass that is running, or that has failed."""
+        """Whether no pass is running and the last one has not failed."""
         return self._pass is None or self._pass.complete
 
     def losses(self) -> Callable[[Residual], torch.Tensor | None]:
-        """Return what tells the losses of the last pass that counts. All jobs must have run."""
+        """Return a function that gives a residual as of the last pass that counts. All jobs must have run."""
         ended = self._pass
         turned: set[int] = set()
         if ended is not None and ended.counts:
@@ -145,12 +146,12 @@ class Feedback:
         self.loaded, self._pass, self._resumption = None, None, None
 
     def load(self, saved: SavedResiduals, *, in_saved_buckets: bool = True) -> None:
-        """Go on from what another run has saved.
+        """Continue from what another run has saved.
 
         Args:
-            saved: By that run.
-            in_saved_buckets: Average the first passes in that run's buckets, whatever buckets come. If not,
-                those buckets do come.
+            saved: The residuals of that run.
+            in_saved_buckets: Average the first passes in that run's buckets, whatever buckets DDP hands over.
+                If not, the caller hands over those buckets.
         """
         self.residuals.load(saved.own, saved.buckets)
         self.loaded, self._steps, self._pass = saved, saved.steps, None
@@ -178,7 +179,7 @@ class Feedback:
             self._resumption.ended(ended.held)
         if self._resumption is not None and self._resumption.over:
             self._resumption = None
-        ended.held = None  # which refers to the pass
+        ended.held = None  # it refers to the pass
 
 
 def _residuals_of(ended: BackwardPass) -> Iterator[Residual]:

@@ -1,4 +1,4 @@
-"""FSDP2: gradients of ``fully_shard`` averaged between nodes, or reduced and scattered, in few bits."""
+"""FSDP2: average gradients of ``fully_shard`` between nodes, or reduce and scatter them, in few bits."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["Handle", "quantize_all_reduce", "quantize_reduce_scatter"]
 _handles: weakref.WeakKeyDictionary[QuantizedAllreduceState, weakref.ref[Handle]] = (
     weakref.WeakKeyDictionary()
 )
-"""What a state is used for. A handle lives as long as the model."""
+"""The handle of each state in use. A handle lives as long as the model."""
 
 
 class Handle:
-    """What :func:`quantize_all_reduce` or :func:`quantize_reduce_scatter` has done to a model.
+    """The changes that :func:`quantize_all_reduce` or :func:`quantize_reduce_scatter` made to a model.
 
     Attributes:
         keys: Names of the model's FSDP modules, in the model's order, under which residuals are kept.
@@ -65,7 +65,7 @@ class Handle:
             del _handles[self._state]
 
     def _require_all(self) -> None:
-        """Raise if ``fully_shard`` was applied to modules since, or residuals of others were loaded. Once."""
+        """Raise, once, if ``fully_shard`` was applied to more modules or residuals of others were loaded."""
         model = self._model()
         if model is None or self._complete:
             return
@@ -87,7 +87,7 @@ class Handle:
 
 
 def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:
-    """Average between nodes, with 8 or 4 bits a value, what FSDP has reduced inside a node.
+    """Average between nodes, with 8 or 4 bits a value, the gradients that FSDP has reduced inside a node.
 
     For models that ``fully_shard`` has sharded over the ranks of a node, or over this rank alone (a mesh of
     one rank, for plain data parallelism). The result is that of native HSDP, which has a mesh of two
@@ -95,18 +95,18 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
 
     Every module that ``fully_shard`` was applied to sends its gradients as soon as they are reduced inside
     the node. On CPUs they are sent while backward goes on, and waited for when it ends; no hook should read
-    gradients before. A module waits for its own at once if they are not views of what was reduced: they are
-    added to earlier ones, have another dtype than the reduction, are offloaded, or a post-accumulate hook
-    takes them. On GPUs the stream of FSDP's all-reduce waits, and with NCCL the host does not.
+    gradients before. A module waits for its own gradients at once if they are not views of what was reduced:
+    they are added to earlier ones, have another dtype than the reduction, are offloaded, or a post-accumulate
+    hook takes them. On GPUs the stream of FSDP's all-reduce waits, and with NCCL the host does not.
 
-    One ``backward()`` is one step, with error feedback: not inside of ``state.step()``. Of several
-    micro-batches none is averaged during ``set_requires_gradient_sync(False)`` or
-    ``set_requires_all_reduce(False)``, and the last one averages their sum. With the latter, what was reduced
-    waits beside the gradients, which stay as they are; if a pass fails, or FSDP's ``reset_iter_state()`` is
-    called, it is dropped, and the step starts over.
+    With error feedback, one ``backward()`` is one step; it must not be inside ``state.step()``. With several
+    micro-batches, nothing is averaged during ``set_requires_gradient_sync(False)`` or
+    ``set_requires_all_reduce(False)``, and the last one averages their sum. With the latter, reduced
+    gradients are kept apart from ``.grad``, which stays as it is; if a pass fails, or FSDP's
+    ``reset_iter_state()`` is called, they are dropped, and the step starts over.
 
     Args:
-        model: An FSDP module, or a module with such inside: when ``fully_shard`` has been applied to all
+        model: An FSDP module, or a module that contains some, after ``fully_shard`` has been applied to all
             of them. Neither on a mesh for HSDP nor from ``replicate()``. Parameters outside of them are not
             averaged, as in FSDP; a warning names them.
         state: Its process group joins the ranks with the same shards on all nodes. One for each model.
@@ -116,13 +116,13 @@ def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) 
 
     Raises:
         TypeError: An argument is of another type.
-        ValueError: There is no FSDP module; one averages between nodes itself or has an all-reduce hook;
-            the state is used for a model, has ``exact_1d`` or the residuals of other shards, or its group has
-            other ranks of this node. The other ranks of the group get an AgreementError.
-        AgreementError: The ranks of the group have other models, or different shards, also those of tensor
-            parallelism.
+        ValueError: There is no FSDP module; one averages between nodes itself or has an all-reduce hook; the
+            state is already used for a model, has ``exact_1d`` or the residuals of other shards, or its group
+            has other ranks of this node. The other ranks of the group get an AgreementError.
+        AgreementError: The ranks of the group have different models or different shards, including those of
+            tensor parallelism.
         RuntimeError: This torch has no ``FSDPModule.set_all_reduce_hook`` (2.6). ``backward()`` raises it
-            when a peer fails: the state must be closed then, on every rank.
+            when a peer fails: then close the state on every rank.
 
     Cost:
         Collective, over the store. Each ``backward()`` takes what :func:`ddp_quant_hooks.all_reduce` takes
@@ -154,7 +154,7 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
 
     Args:
         model: As for :func:`quantize_all_reduce`, on a mesh with shards; for HSDP too.
-        state: Its process group has the ranks that FSDP shards over. One for each model; no hierarchical
+        state: Its process group has the ranks that FSDP shards over. One for each model; not a hierarchical
             one.
 
     Returns:
@@ -190,7 +190,7 @@ def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceSta
 
 
 def _in_use(state: QuantizedAllreduceState) -> bool:
-    """Return whether a model uses the state. FSDP's modules refer to each other: a deleted one may linger."""
+    """Return whether a model uses the state. FSDP's modules are in cycles: a deleted one may linger."""
     handle = _handles.get(state)
     if handle is not None and handle() is not None:
         gc.collect()

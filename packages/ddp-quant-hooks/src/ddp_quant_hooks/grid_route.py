@@ -1,4 +1,4 @@
-"""Exchanges in a grid of nodes: in full precision inside a node, in few bits between nodes."""
+"""Averages in a grid of nodes: in full precision inside a node, in few bits between nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["GridRoute"]
 
 
 class GridRoute(Route):
-    """Every rank sends to those of its node, and its shard to those with its place on other nodes.
+    """Every rank exchanges with its node, and its shard with the ranks in its place on other nodes.
 
     Args:
         options: The options of the state.
@@ -33,7 +33,7 @@ class GridRoute(Route):
         transport: As for :class:`Route`.
     """
 
-    own_in_buckets = True  # of shards, which a node's ranks share out
+    own_in_buckets = True  # own residuals are those of a rank's shards inside its node
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class GridRoute(Route):
     ) -> None:
         super().__init__(options, transport)
         self._inside, self._across = list(inside), list(across)
-        # Not the group itself: its owner ends it by letting go of it.
+        # Not the group itself: its owner ends it by dropping the last reference.
         self._agreed_on: weakref.ref[dist.ProcessGroup] | None = None
 
     def average(
@@ -55,7 +55,7 @@ class GridRoute(Route):
         failed: Callable[[torch.Tensor], None] | None,
         label: int = 0,
     ) -> int:
-        """As :meth:`Route.average`; the first time in a group its ranks see whether they are a grid."""
+        """Like :meth:`Route.average`; the first time in a group, its ranks check that they are a grid."""
         if self._agreed_on is None or self._agreed_on() is not group:
             self._require_grid(group, values.device)
             self._agreed_on = weakref.ref(group)
@@ -70,21 +70,21 @@ class GridRoute(Route):
         return inside.bytes_sent + wire.bytes_sent
 
     def levels(self, group: dist.ProcessGroup, count: int) -> Levels:  # noqa: ARG002 - the nodes are known
-        """As :meth:`Route.levels`, of nodes."""
+        """Like :meth:`Route.levels`, of nodes."""
         return self._chosen or plan_levels(len(self._across), -(-count // len(self._inside)))
 
     def ranks_per_host(self, group: dist.ProcessGroup) -> int:  # noqa: ARG002
-        """As :meth:`Route.ranks_per_host`: the user has told."""
+        """Like :meth:`Route.ranks_per_host`: the user has given the nodes."""
         return 1
 
     def require_fit(self, group: dist.ProcessGroup) -> None:  # noqa: ARG002
-        """As :meth:`Route.require_fit`, of nodes."""
+        """Like :meth:`Route.require_fit`, of nodes."""
         self._require_product(len(self._across), "nodes")
 
     def spans(
         self, group: dist.ProcessGroup, count: int, device: torch.device
     ) -> tuple[list[Span], list[Span]]:
-        """As :meth:`Route.spans`."""
+        """Like :meth:`Route.spans`."""
         me, levels = group.rank(), self.levels(group, count)
         place, node = self._inside.index(me), self._across.index(me)
         chunks = self._chunks(group, count, device)

@@ -34,7 +34,8 @@ class HierarchicalAllreduceState(QuantizedAllreduceState):
 
     Raises:
         TypeError, ValueError: As :class:`QuantizedAllreduceState`; or the groups are not a grid of
-            ``process_group``. What only all ranks together can see raises in the first ``backward()``.
+            ``process_group``. Errors that only all ranks together can see are raised in the first
+            ``backward()``.
 
     Does not pickle: its groups belong to this job.
 

@@ -1,4 +1,4 @@
-"""The hook to use: what happens to one bucket, from ``backward()`` to the averaged gradient."""
+"""The main hook: what happens to one bucket, from ``backward()`` to the averaged gradient."""
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.

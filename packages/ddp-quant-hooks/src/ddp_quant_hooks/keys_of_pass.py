@@ -14,7 +14,7 @@ class KeysOfPass:
     """Gives each use of a module in a backward pass a key of its own, the same in every pass.
 
     Attributes:
-        last_ended_well: Whether the pass before the present one did.
+        last_ended_well: Whether the pass before the current one ended well.
     """
 
     def __init__(self) -> None:
@@ -23,9 +23,9 @@ class KeysOfPass:
         self._pass: TensorStep | None = None
 
     def begin(self) -> bool:
-        """Note that a module is used now. Return whether that begins another pass.
+        """Note a use of a module. Return whether that begins another pass.
 
-        Passes inside of a pass, as reentrant checkpoints make them, belong to it.
+        Passes inside a pass, which reentrant checkpoints make, belong to it.
         """
         task = torch_compat.graph_task_id()
         another = self._pass is None or not self._pass.takes(task)

@@ -14,7 +14,7 @@ __all__ = ["Link", "Transport"]
 
 
 class Transport:
-    """Carries messages by the process group; simulations record them in a subclass instead."""
+    """Carries messages over the process group; simulations record them in a subclass instead."""
 
     def on_host(self, group: dist.ProcessGroup, device: torch.device) -> bool:
         """Return whether the host itself sends tensors of ``device``."""
@@ -28,7 +28,7 @@ class Transport:
         sends: Sequence[tuple[int, torch.Tensor]],
         tag: int,
     ) -> Sequence[Arrival]:
-        """As :func:`dist_utils.start_messages`."""
+        """See :func:`dist_utils.start_messages`."""
         return start_messages(group, receives=receives, sends=sends, tag=tag)
 
 
@@ -38,9 +38,9 @@ class Link:
     Args:
         group: The group whose connections are used.
         ranks: Ranks in the group that take part, in the order in which they own shards; this rank too.
-        name: Tells apart several links of one group; the same on all ranks.
-        label: What the messages are about; the same on all ranks. On Gloo those of another label wait for
-            the timeout.
+        name: Distinguishes several links of one group; identical on all ranks.
+        label: What the messages are about; identical on all ranks. On Gloo, ranks with different labels wait
+            for each other until the timeout.
         transport: Carries the messages.
 
     Attributes:
@@ -65,7 +65,7 @@ class Link:
         self._transport = transport or Transport()
         self.size = len(self._ranks)
         self.index = self._ranks.index(group.rank())
-        # The next one first, so that not everybody sends to the same one.
+        # The next rank first, so that not all ranks send to the same one.
         self._peers = [(self.index + step) % self.size for step in range(1, self.size)]
         self.bytes_sent = 0
 

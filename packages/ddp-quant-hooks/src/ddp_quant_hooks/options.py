@@ -20,7 +20,7 @@ ErrorFeedback: TypeAlias = Literal["none", "shard", "both"]
 
 @dataclass(frozen=True)
 class Options:
-    """What a user has chosen, with the defaults filled in; see ``QuantizedAllreduceState``."""
+    """A user's options, with the defaults filled in; see ``QuantizedAllreduceState``."""
 
     bits: Literal[8, 4]
     block_size: int
@@ -33,7 +33,7 @@ class Options:
     levels: tuple[int, ...] | None
 
     def least_bytes(self, ranks: int) -> int:
-        """Return how many bytes a bucket must have to be sent in few bits, among so many ranks."""
+        """Return how many bytes a bucket must have to be sent in few bits, with this number of ranks."""
         by_default = min(_EXACT_BYTES_PER_RANK * ranks, _MOST_EXACT_BYTES)
         return by_default if self.min_bytes is None else self.min_bytes
 
@@ -45,7 +45,7 @@ class Options:
     @property
     def gather_layout(self) -> Layout:
         """The format in which averages are sent."""
-        # 16-bit floats are relative to each value: a block's largest costs the others nothing.
+        # 16-bit floats round relative to each value: a block's largest value costs the others nothing.
         return Layout(self.gather, self.block_size, self.rotate and can_rotate(self.gather, self.block_size))
 
 
@@ -61,7 +61,7 @@ def checked(
     sample_every: Any,
     levels: Any,
 ) -> Options:
-    """Return options whose types and values are right.
+    """Return the options after checking their types and values.
 
     Raises:
         TypeError: An option is of another type.

@@ -1,4 +1,4 @@
-"""The outcome of a backward pass's exchanges, which decides whether a step may follow."""
+"""The outcome of a backward pass's exchanges, which determines whether a step may follow."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ T = TypeVar("T")
 
 
 class Outcome:
-    """Whether an exchange of a pass has raised, or has given a mean that is not finite. From any thread.
+    """Whether an exchange of a pass has raised, or has given a mean that is not finite. For any thread.
 
-    Apart from the pass, because callbacks of collectives note it: they run on the process group's own
-    threads, and may be the last to be dropped. One that owned the pass, and through it the state and its
-    group, would end the group there, which then waits for that very thread and aborts the process.
+    Separate from the pass, because callbacks of collectives write to it. They run on the process group's own
+    threads, which may be the last to drop them. A callback that owned the pass, and through it the state and
+    the group, would end the group on that thread; the group would wait for the same thread, and abort the
+    process.
 
     Attributes:
-        broken: An exchange has raised.
+        broken: Whether an exchange has raised.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class Outcome:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Note an error: a step that raises will not be made."""
+        """Note an error in the block: no step follows it."""
         try:
             yield
         except BaseException:
@@ -43,12 +44,12 @@ class Outcome:
             raise
 
     def of(self, done: torch.futures.Future[T]) -> T:
-        """Return the value of an exchange's future, and note its error: a callback."""
+        """Return the value of an exchange's future, or note its error. For callbacks."""
         with self.watching():
             return done.value()
 
     def of_mean(self, done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-        """As :meth:`of`, and note whether the mean is not finite."""
+        """Like :meth:`of`, and note whether the mean is not finite."""
         mean = self.of(done)
         self.not_finite(~(mean.coalesce().values() if mean.is_sparse else mean).isfinite().all())
         return mean
@@ -57,7 +58,7 @@ class Outcome:
         """Return on ``device`` whether a value of any mean was not finite. The exchanges must be over."""
         if device not in self._any_flag:
             for flag in self._flags:
-                if flag.device.type != "cpu":  # made on a side stream, whose memory it is
+                if flag.device.type != "cpu":  # made on a side stream, which owns its memory
                     flag.record_stream(torch.get_device_module(flag.device).current_stream(flag.device))
             here = [flag.to(device, non_blocking=True) for flag in self._flags]
             none = torch.zeros((), dtype=torch.bool, device=device)

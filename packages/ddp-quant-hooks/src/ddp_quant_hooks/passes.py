@@ -40,17 +40,17 @@ def gradient_parts(bucket: Bucket) -> list[torch.Tensor]:
 
 
 class BackwardPass:
-    """A backward pass, as it is seen from its buckets.
+    """A backward pass, as seen from its buckets.
 
-    It is told by autograd when it ends well. One that is not told has failed: in the user's code, on a
-    peer, or in communication. Everything that a job notes of its pass is noted in its outcome, so that the
-    late jobs of a failed pass do not disturb the next.
+    Autograd tells it when it ends well. A pass that is not told has failed: in the user's code, on a peer, or
+    in communication. Jobs write only to the outcome of their pass, so that late jobs of a failed pass do not
+    disturb the next one.
 
     Attributes:
         kept: The residuals of its buckets.
         outcome: The outcome of its exchanges.
-        held: Where its buckets wait, if it is averaged in other buckets than its own.
-        discarded: The user has said that its gradients will not be stepped with.
+        held: Holds its buckets, if it is averaged in other buckets than its own.
+        discarded: Whether the user has said that no step will use its gradients.
         at_end: What to do when it has ended well and DDP has written the gradients.
     """
 
@@ -62,22 +62,22 @@ class BackwardPass:
         self.discarded = False
         self._buckets = 0
         self._last_index = -1
-        # Reentrant checkpointing runs backward passes inside of the pass; a bucket may come in any of them.
+        # Reentrant checkpointing runs backward passes inside the pass; a bucket may arrive in any of them.
         self._ended_well: dict[int, bool] = {}
         self._surrounding_ended_well: bool | None = None  # None: not looked for yet
         self.outcome = Outcome()
 
     def includes(self, task: int, index: int) -> bool:
-        """Return whether a bucket that comes now, inside autograd's ``task``, belongs to this pass.
+        """Return whether a bucket that arrives now, inside autograd's ``task``, belongs to this pass.
 
-        An index alone does not tell: buckets that no rank uses are left out
+        The index alone does not tell: buckets that no rank uses are left out
         (``skip_all_reduce_unused_params``), and in the first pass of a static graph all have index 0.
         """
         outside = -1 in self._ended_well
         if task == -1 or outside:  # DDP's join(), or a hook that is called by hand
             return task == -1 and outside and index > self._last_index
         if task in self._ended_well or task < max(self._ended_well):
-            return True  # this very task, or the one around those that were seen before
+            return True  # this very task, or one around the tasks seen before
         return index > self._last_index and torch_compat.inside_nested_backward()
 
     def add_bucket(self, task: int, index: int) -> None:
@@ -87,7 +87,7 @@ class BackwardPass:
         self.add_task(task)
 
     def add_task(self, task: int) -> None:
-        """Note that this pass goes on inside autograd's ``task``."""
+        """Note that this pass continues inside autograd's ``task``."""
         if task not in self._ended_well:
             self._ended_well[task] = task == -1
             if task != -1:
@@ -97,13 +97,13 @@ class BackwardPass:
                     self._surrounding_ended_well = not surrounded
 
     def unused_part(self, parameters: Sequence[torch.Tensor]) -> list[UnusedPart]:
-        """Return the parameters of a bucket that this rank has no gradient of. Asked of every bucket.
+        """Return the parameters of a bucket for which this rank has no gradient. Called for every bucket.
 
-        If no rank has one, DDP throws away what comes of them (``find_unused_parameters``), and that is not
-        known before the end: they have no gradient then either.
+        If no rank has a gradient, DDP discards their averages (``find_unused_parameters``). That is not known
+        before the end of the pass: they still have no gradient then.
         """
         if self.outside_of_backward or self._surrounding_ended_well is not True:
-            return []  # join() gets no gradients; reentrant checkpoints know no unused parameters
+            return []  # join() gets no gradients; reentrant checkpoints support no unused parameters
         unused, start = [], 0
         for parameter in parameters:
             stop = start + value_count(parameter)
@@ -121,13 +121,13 @@ class BackwardPass:
 
     @property
     def complete(self) -> bool:
-        """Whether it ended well, on this rank and, as far as its communication tells, on all others."""
+        """Whether it ended well, on this rank and, as far as its communication shows, on all others."""
         ended = all(self._ended_well.values()) and self._surrounding_ended_well is not False
         return ended and not self.outcome.broken
 
     @property
     def outside_of_backward(self) -> bool:
-        """Whether its buckets come from outside of autograd, which then cannot tell its end."""
+        """Whether its buckets come from outside of autograd, which then does not report its end."""
         return -1 in self._ended_well
 
     @property
@@ -137,7 +137,7 @@ class BackwardPass:
 
     def _end(self, task: int) -> None:
         self._ended_well[task] = True
-        # An optimizer inside of backward() takes all gradients away: then nothing is known.
+        # An optimizer inside backward() removes all gradients, which then show nothing.
         if self._used is not None and self._used.grad is not None:
             for finish in self.at_end:
                 finish()

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def alike(one: object, other: object) -> bool:
-    """Return whether two plain values are equal and of the same types, whatever one of them really is."""
+    """Return whether two values are plain, equal and of the same types. One of them may be anything."""
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
@@ -23,7 +23,7 @@ def alike(one: object, other: object) -> bool:
 def whole_number(value: Any, name: str) -> int:
     """Return a whole number that is not negative. Raises ``TypeError`` for anything else."""
     if type(value) is not int or value < 0:
-        raise TypeError(f"{name} must be a number of something, got {value!r:.200}")
+        raise TypeError(f"{name} must be a whole number of at least 0, got {value!r:.200}")
     return value
 
 
@@ -39,7 +39,7 @@ def dict_of(value: Any, kind: type[T] | tuple[type[T], ...], name: str, *, keys:
     if not isinstance(value, dict) or not all(
         type(key) is keys and isinstance(one, kind) for key, one in value.items()
     ):
-        raise TypeError(f"{name} must be a dict of other keys or values, got {value!r:.200}")
+        raise TypeError(f"{name} has keys or values of a wrong type: got {value!r:.200}")
     return value
 
 

@@ -1,6 +1,7 @@
 """How the ranks that average share the work: in which levels, and how much of a bucket at a time.
 
-Only numbers that all ranks know decide, so that all decide the same; nothing here communicates.
+Decisions depend only on numbers that all ranks know, so they are identical on all ranks; nothing here
+communicates.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from operator import mul
 
 from ddp_quant_hooks.chunks import Span, shards
 
-__all__ = ["Levels", "chunk_values", "looks_at_hosts", "plan_levels"]
+__all__ = ["Levels", "chunk_values", "depends_on_hosts", "plan_levels"]
 
 _CHUNK_ELEMENTS = 5 << 18
-"""About so many values are on the wire at a time, one such chunk after another: four in a 25 MiB
-bucket, between two of half the length. Shorter ones cost more messages (four loopback ranks took 20 % longer
-with half as many values), longer ones more memory and more time in which the wire idles (4 % on 1 Gbit/s with
-twice as many)."""
+"""About this many values are on the wire at a time, one chunk after another: four in a 25 MiB bucket, between
+two of half the length. Shorter ones cost more messages (four loopback ranks took 20 % longer with half as
+many values), longer ones more memory and more time in which the wire idles (4 % on 1 Gbit/s with twice as
+many)."""
 
 _PEERS_OF_A_CHUNK = 19
 """A rank with more peers has longer chunks in proportion: a message keeps 64 Ki values as long as the bucket
@@ -34,22 +35,22 @@ _CHUNK_ELEMENTS_ON_STREAMS = 1 << 26
 shorter chunks, and each costs launches. It bounds the memory for a very large bucket."""
 
 _DIRECT = 16
-"""Up to so many ranks every one sends to every other."""
+"""Up to this many ranks, every rank sends to every other."""
 
 _MOST_LEVELS = 3
 
 _LEAST_LAST = 8
-"""So many ranks at least are in a row of the last level. What the means of rows lose is averaged there: with
-eight they add at most 1 / 8 + 1 / 16 to the mean square of what the last rounding loses: 9 % of error."""
+"""The fewest ranks in a row of the last level. It averages the rounding errors of the rows' means: with eight
+ranks they add at most 1 / 8 + 1 / 16 to the mean square error of the last rounding: 9 % of error."""
 
 _SECONDS_PER_MESSAGE = 60e-6
-"""CPU of a rank to send one and to receive one, less than 64 KiB on loopback: 60 to 90 microseconds."""
+"""CPU time of a rank to send one and to receive one, less than 64 KiB on loopback: 60 to 90 microseconds."""
 
 _SECONDS_PER_LEVEL = 200e-6
 """Two more messages that follow one another, and a kernel between them."""
 
 _SECONDS_PER_VALUE = 2e-9
-"""To encode or decode it, on one thread, while the wire waits for it."""
+"""Time to encode or decode a value on one thread, while the wire waits for it."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,12 @@ class Levels:
 
     @property
     def ranks(self) -> int:
-        """How many ranks there are in all."""
+        """The number of ranks."""
         return math.prod(self.sizes)
 
     @property
     def peers(self) -> int:
-        """To how many others a rank sends: one message each way for each chunk."""
+        """The number of other ranks that a rank sends to: one message each way for each chunk."""
         return sum(size - 1 for size in self.sizes)
 
     def rows(self, rank: int) -> list[list[int]]:
@@ -97,8 +98,8 @@ def chunk_values(levels: Levels, *, on_streams: bool, others: int = 0) -> int:
 
     Args:
         levels: The levels of the ranks.
-        on_streams: The host only enqueues.
-        others: To how many more a rank sends its values.
+        on_streams: Whether the host only enqueues.
+        others: The number of further ranks that a rank sends its values to.
     """
     if on_streams:
         return _CHUNK_ELEMENTS_ON_STREAMS
@@ -106,24 +107,24 @@ def chunk_values(levels: Levels, *, on_streams: bool, others: int = 0) -> int:
     return min(_CHUNK_ELEMENTS * peers // _PEERS_OF_A_CHUNK, _LONGEST_CHUNK)
 
 
-def looks_at_hosts(ranks: int) -> bool:
-    """Return whether the levels of so many ranks depend on which of them are on one host."""
+def depends_on_hosts(ranks: int) -> bool:
+    """Return whether the levels of this many ranks depend on which of them are on one host."""
     return ranks > _DIRECT
 
 
 @lru_cache(maxsize=4096)
 def plan_levels(ranks: int, values: int, ranks_per_host: int = 1) -> Levels:
-    """Return the levels in which a bucket takes the least time, by the costs that were measured.
+    """Return the levels in which a bucket takes the least time, by the measured costs.
 
     Args:
-        ranks: How many average.
+        ranks: The number of ranks.
         values: The values of the bucket.
-        ranks_per_host: So many consecutive ones are on one host, if that is known: the first levels stay
-            inside of hosts then.
+        ranks_per_host: The number of consecutive ranks on each host, if known: the first levels then stay
+            inside hosts.
 
     Returns:
-        The levels; one for a number of ranks that makes no rows of at least eight in the last level: a prime,
-        or one of small factors only, such as 25 or 49.
+        The levels. A single one if the number of ranks allows no rows of at least eight in the last level: a
+        prime, or a product of small factors only, such as 25 or 49.
     """
     direct = Levels((ranks,))
     if ranks <= _DIRECT:
@@ -140,7 +141,7 @@ def plan_levels(ranks: int, values: int, ranks_per_host: int = 1) -> Levels:
 
 
 def _seconds(levels: Levels, values: int) -> float:
-    """Estimate what depends on the levels: bytes do not."""
+    """Estimate the time that depends on the levels; the time of sending bytes does not."""
     chunks = -(-values // chunk_values(levels, on_streams=False))
     of_chunk = 2 * levels.peers * _SECONDS_PER_MESSAGE + len(levels.sizes) * _SECONDS_PER_LEVEL
     means_between: float = sum(values / ranks for ranks in list(accumulate(levels.sizes, mul))[:-1])
@@ -148,7 +149,7 @@ def _seconds(levels: Levels, values: int) -> float:
 
 
 def _factors(number: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Give all ways to write a number as a product of at most so many factors above one, in any order."""
+    """Yield all ways to write a number as a product of at most ``most`` factors above one, in any order."""
     yield (number,)
     if most == 1:
         return

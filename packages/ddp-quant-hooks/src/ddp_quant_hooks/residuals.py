@@ -18,10 +18,10 @@ __all__ = ["RESIDUAL_DTYPE", "BucketKey", "BucketResiduals", "Residual", "Residu
 _log = logging.getLogger(__name__)
 
 RESIDUAL_DTYPE = torch.bfloat16
-"""bf16 keeps 8 significant bits: of what a training step loses, at most 2^-8 is lost for good, with a random
+"""bf16 keeps 8 significant bits: of a step's rounding error, at most 2^-8 is lost for good, with a random
 sign. If steps lose at most R (half a quantization step, of a block that is not rotated), the mean of T steps
-is wrong by at most R (1 / T + 2^-8). fp16 has not the range: what gradients of 1e-7 lose is zero in it, and
-what loss-scaled ones lose is infinite."""
+is wrong by at most R (1 / T + 2^-8). fp16 lacks the range: the rounding errors of gradients of 1e-7 become
+zero in it, and those of loss-scaled gradients infinite."""
 
 BucketKey = tuple[tuple[int, int], ...]
 """The parameters of a bucket: (number of the parameter, number of values) of each."""
@@ -29,9 +29,9 @@ BucketKey = tuple[tuple[int, int], ...]
 
 @dataclass
 class Residual:
-    """Two tensors in turns: what the last step lost that counts, and what the running pass loses.
+    """Two tensors that swap roles: rounding errors of the last step that counts, and of the running pass.
 
-    ``None`` twice where nothing is kept.
+    Both are ``None`` where nothing is kept.
     """
 
     last: torch.Tensor | None = None
@@ -39,7 +39,7 @@ class Residual:
 
     @classmethod
     def zeros(cls, length: int, device: torch.device) -> Residual:
-        """Return a residual of ``length`` values of which nothing is lost yet."""
+        """Return a residual of ``length`` zeros."""
         last, following = (torch.zeros(length, dtype=RESIDUAL_DTYPE, device=device) for _ in range(2))
         return cls(last, following)
 
@@ -49,8 +49,8 @@ class Residual:
             return None, None
         return self.last[start : start + length], self.next[start : start + length]
 
-    def turn_unless(self, failed: torch.Tensor) -> None:
-        """Make what this pass lost the last loss unless it failed. An accelerator is told, not asked."""
+    def keep_unless(self, failed: torch.Tensor) -> None:
+        """Keep this pass's rounding errors unless it failed. On an accelerator this does not block."""
         if self.last is None or self.next is None:
             return
         if failed.device.type != "cpu":
@@ -59,11 +59,11 @@ class Residual:
             self.last, self.next = self.next, self.last
 
     def keep(self, unused: Sequence[UnusedPart], spans: Sequence[Span]) -> None:
-        """Lose nothing new of parameters that got no gradient: what was sent of them was thrown away.
+        """Keep the earlier residuals of parameters that got no gradient: their averages were discarded.
 
         Args:
             unused: Parameters that had no gradient before, and where they are in the bucket.
-            spans: Of which values of the bucket this is, in its order.
+            spans: The values of the bucket that this residual covers, in the bucket's order.
         """
         if self.last is None or self.next is None:
             return
@@ -77,7 +77,7 @@ class Residual:
             start += len(span)
 
     def to(self, device: torch.device) -> None:
-        """Move to ``device``: it may come from a file."""
+        """Move to ``device``; a loaded residual may be elsewhere."""
         if self.last is not None and (self.next is None or self.last.device != device):
             self.last = self.last.to(device)
             self.next = torch.zeros_like(self.last)
@@ -85,11 +85,11 @@ class Residual:
 
 @dataclass
 class BucketResiduals:
-    """What is kept for one bucket.
+    """The residuals of one bucket.
 
     Attributes:
-        own: What this rank's own gradients lose.
-        shard: What the means of this rank's shards lose.
+        own: Rounding errors of this rank's own gradients.
+        shard: Rounding errors of the means of this rank's shards.
         position: The position of the bucket among the model's.
     """
 
@@ -112,7 +112,7 @@ class OwnPart(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Which buckets there are, and where parameters are: their own residuals, and they themselves."""
+    """The buckets, where each parameter's own residual is, and which bucket each parameter is in."""
 
     buckets: dict[BucketKey, BucketResiduals]
     own_of: dict[int, OwnPart]
@@ -123,17 +123,18 @@ class Residuals:
     """The residuals of all buckets, in bf16, on this rank.
 
     A rank's own residuals belong to parameters. They lie in one flat pair of tensors for each bucket; a
-    bucket with another list of parameters, as DDP makes them after the first step, gets a pair of its own
-    and takes each parameter's residual over from where it is. A parameter that does not come keeps its
-    residual until it comes again.
+    bucket with another list of parameters, as DDP makes them after the first step, gets a pair of its own and
+    copies each parameter's residual from its old place. A parameter that does not arrive keeps its residual
+    until it does.
 
     The residuals of shards belong to buckets: which values of a bucket a rank averages depends on all of
-    them. They are dropped, with a line in the log, when a parameter comes in another bucket.
+    them. They are dropped, with a line in the log, when a parameter arrives in another bucket.
 
     Args:
-        own: Keep what a rank's own gradients lose.
-        shard: Keep what the means of its shards lose.
-        own_in_buckets: What a rank loses itself is of shards, too: inside a node, in a grid of nodes.
+        own: Keep the rounding errors of a rank's own gradients.
+        shard: Keep the rounding errors of the means of its shards.
+        own_in_buckets: A rank's own residuals belong to shards, too: in a grid of nodes, to those inside its
+            node.
     """
 
     def __init__(self, *, own: bool, shard: bool, own_in_buckets: bool = False) -> None:
@@ -141,11 +142,11 @@ class Residuals:
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._count = 0
         self.buckets: dict[BucketKey, BucketResiduals] = {}
-        """The buckets in which parameters came last."""
+        """The buckets in which parameters last arrived."""
         self.own_of: dict[int, OwnPart] = {}
-        """By the number of the parameter."""
+        """Keyed by the number of the parameter."""
         self._bucket_of: dict[int, BucketKey] = {}
-        self._before: _Places | None = None  # the running pass moved some
+        self._before: _Places | None = None  # set if the running pass moved some
 
     @property
     def wanted(self) -> bool:
@@ -165,13 +166,13 @@ class Residuals:
         return {number: parameter for parameter, number in self._numbers.items()}  # type: ignore[no-untyped-call]
 
     def places(self, *, ended_well: bool) -> _Places:
-        """Return where everything is if the running pass has ended well, or else where it was before it."""
+        """Return where everything is if the running pass ended well, and otherwise where it was before."""
         if ended_well or self._before is None:
             return _Places(self.buckets, self.own_of, self._bucket_of)
         return self._before
 
     def plain_bucket(self, parameters: Sequence[torch.Tensor], position: int) -> None:
-        """Note a bucket that is averaged without compression: it loses nothing, but parameters are in it."""
+        """Note a bucket that is averaged without compression: it has parameters, but no rounding errors."""
         self._bucket(parameters, position)
 
     def of_bucket(
@@ -183,14 +184,14 @@ class Residuals:
         shard: int | None,
         device: torch.device,
     ) -> BucketResiduals:
-        """Return what is kept for a bucket, zeros if it is new.
+        """Return the residuals of a bucket, zeros if it is new.
 
         Args:
             parameters: The parameters of the bucket, in its order.
             position: The position of the bucket.
             own: Number of values that this rank sends as its own.
             shard: Number of values of this rank's shards; ``None`` if it has none to send on.
-            device: Where to.
+            device: The device of the residuals.
         """
         key, kept = self._bucket(parameters, position)
         if self.wants_own and (kept.own.last is None or kept.own.last.numel() != own):
@@ -212,11 +213,11 @@ class Residuals:
         own: Sequence[tuple[torch.Tensor, torch.Tensor]],
         buckets: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor | None]],
     ) -> None:
-        """Forget everything, and keep what was saved.
+        """Replace everything with saved residuals.
 
         Args:
-            own: Parameters, with what this rank's gradients of them have lost.
-            buckets: In their order: the parameters, and what belongs to the bucket, own and of shards.
+            own: Pairs of a parameter and the residual of this rank's gradient.
+            buckets: In order: the parameters of a bucket, and its residuals, own and of shards.
         """
         self.buckets, self._bucket_of, self.own_of = {}, {}, {}
         for parameter, lost in own:
@@ -227,7 +228,7 @@ class Residuals:
         self._before = None
 
     def commit(self, ended: BackwardPass) -> None:
-        """Keep what a pass lost, if a step could follow; otherwise what was lost before it. Once."""
+        """Keep the rounding errors of a pass if a step could follow it, otherwise those before it. Once."""
         self.buckets, self.own_of, self._bucket_of = self.places(ended_well=ended.complete)
         self._before = None
         if not ended.counts:
@@ -235,7 +236,7 @@ class Residuals:
         for kept in ended.kept:
             for residual in (kept.own, kept.shard):
                 if residual.last is not None:
-                    residual.turn_unless(ended.outcome.any_not_finite(residual.last.device))
+                    residual.keep_unless(ended.outcome.any_not_finite(residual.last.device))
 
     def _bucket(self, parameters: Sequence[torch.Tensor], position: int) -> tuple[BucketKey, BucketResiduals]:
         key = tuple((self.number(parameter), value_count(parameter)) for parameter in parameters)

@@ -1,7 +1,7 @@
-"""After residuals were loaded: the first passes are averaged in the buckets of the saved run.
+"""Average the first passes after loading residuals in the buckets of the saved run.
 
 A new DistributedDataParallel makes other buckets in its first pass (the first two, with a static graph) than
-the saved run had. Blocks and shards end elsewhere in them, so that other bits would come out, and the
+the saved run had. Their blocks and shards end elsewhere, so the results would have other bits, and the
 residuals of shards would belong to nothing.
 """
 
@@ -21,11 +21,11 @@ __all__ = ["Bucket", "HeldPass", "Resumption"]
 _log = logging.getLogger(__name__)
 
 _PASSES_BEFORE_REBUILD = 2
-"""After so many passes DDP has rebuilt its buckets: after one, or two with a static graph."""
+"""After this many passes DDP has rebuilt its buckets: after one, or two with a static graph."""
 
 
 class Bucket(Protocol):
-    """What the hook needs of a bucket: of ``GradBucket``, or of one that is put together here."""
+    """What the hook needs of a bucket: a ``GradBucket``, or one that is assembled here."""
 
     def index(self) -> int:
         """Return its place among the buckets."""
@@ -75,15 +75,16 @@ class Resumption:
 
 
 class HeldPass:
-    """Holds the buckets of a pass until all have come, then averages their gradients in saved buckets.
+    """Holds the buckets of a pass until all have arrived, then averages their gradients in saved buckets.
 
-    One after another, so that no more memory is needed than for the largest; nothing is hidden behind the
-    computation of this pass.
+    One after another, so that the largest one determines the memory needed. The communication of this pass
+    does not overlap with its computation.
 
     Args:
         layout: The parameters of each saved bucket.
         average: Averages a bucket as the hook does.
-        all_come: Of every saved bucket all parameters will come, and which bucket is the last is not known.
+        all_come: Whether all parameters of every saved bucket will arrive; it is then not known which bucket
+            is the last.
     """
 
     def __init__(self, layout: Sequence[Sequence[torch.Tensor]], average: Average, *, all_come: bool) -> None:
@@ -96,7 +97,7 @@ class HeldPass:
         self.first_bucket: list[torch.Tensor] = []
 
     def take(self, bucket: Bucket) -> torch.futures.Future[torch.Tensor]:
-        """Return a future of the bucket's buffer, averaged; be the hook for this bucket."""
+        """Act as the hook for this bucket: return a future of its averaged buffer."""
         if self._done:
             return self._average(bucket)
         self.first_bucket = self.first_bucket or bucket.parameters()
@@ -108,8 +109,8 @@ class HeldPass:
         else:
             last = bucket.is_last()
             if torch_compat.inside_backward() and not last:
-                # The last one never comes if no rank uses its parameters. DDP waits for its buckets in a
-                # callback that it asks for later.
+                # The last one never arrives if no rank uses its parameters. DDP waits for its buckets in a
+                # callback that it queues later.
                 torch_compat.before_end_of_backward(self._no_more_come)
         if last:
             self._finish()
@@ -178,7 +179,7 @@ class HeldPass:
 
 
 class _SavedBucket:
-    """A bucket of the saved run, of gradients that lie elsewhere."""
+    """A bucket of the saved run, made of gradients from other buckets."""
 
     def __init__(
         self, index: int, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -201,7 +202,7 @@ class _SavedBucket:
         return False
 
     def is_uniform(self) -> bool:
-        """Return whether the gradients may lie in one tensor."""
+        """Return whether the gradients can be in one tensor."""
         return len({(gradient.dtype, gradient.device) for gradient in self._elsewhere}) == 1
 
     def gather(self) -> None:
@@ -220,5 +221,5 @@ def _same(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
 
 
 def _value(averaged: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    # Raised in a callback, C++ waiters such as DDP's reducer see the error, too.
+    # An error raised in a callback is also seen by C++ waiters such as DDP's reducer.
     return averaged.value()

@@ -13,7 +13,7 @@ from ddp_quant_hooks.chunks import Span, cut
 from ddp_quant_hooks.exchanges import Exchange, Wire, average_quantized, take_turns
 from ddp_quant_hooks.link import Link, Transport
 from ddp_quant_hooks.options import Options
-from ddp_quant_hooks.plans import Levels, chunk_values, looks_at_hosts, plan_levels
+from ddp_quant_hooks.plans import Levels, chunk_values, depends_on_hosts, plan_levels
 from ddp_quant_hooks.residuals import BucketResiduals, Residual
 from ddp_quant_hooks.scratch import Scratch
 from ddp_quant_hooks.shard_exchanges import gather_chunk, reduce_scatter_chunk
@@ -23,7 +23,7 @@ __all__ = ["Route"]
 
 
 class Route:
-    """Every rank of a group sends to every other one; in a large group by levels.
+    """Every rank of a group sends to every other one; in a large group, in levels.
 
     Args:
         options: The options of the state.
@@ -31,7 +31,7 @@ class Route:
     """
 
     own_in_buckets = False
-    """Whether what a rank loses itself belongs to buckets, and not to parameters."""
+    """Whether a rank's own residuals belong to buckets instead of parameters."""
 
     def __init__(self, options: Options, transport: Transport | None = None) -> None:
         self.scatter, self.gather = options.scatter_layout, options.gather_layout
@@ -52,9 +52,9 @@ class Route:
         Args:
             group: The process group whose ranks average.
             values: All of a bucket.
-            kept: What the bucket has lost before, and where to keep what it loses now.
+            kept: The residuals of the bucket, which are added and updated.
             failed: As in :class:`~ddp_quant_hooks.exchanges.Wire`.
-            label: Tells messages of one bucket from those of another, where the backend can.
+            label: Distinguishes messages of different buckets, if the backend supports that.
         """
         levels = self.levels(group, values.count)
         rows = levels.rows(group.rank())
@@ -77,8 +77,8 @@ class Route:
         Args:
             group: The process group whose ranks average.
             shards_of_all: This rank's values for all shards, flat, one shard of equal length after another.
-            mean: Where the mean of this rank's shard goes; flat.
-            own: What this rank's values have lost before, and where to keep what they lose now.
+            mean: The output for the mean of this rank's shard; flat.
+            own: The residual of this rank's values, which is added and updated.
             failed: As for :meth:`average`.
             label: As for :meth:`average`.
         """
@@ -108,7 +108,7 @@ class Route:
         Args:
             group: The process group whose ranks gather.
             mine: This rank's values, flat.
-            values_of_all: Where all go, flat, one rank's after another's; the same bits on all ranks.
+            values_of_all: The output for all values, flat, in rank order; bitwise identical on all ranks.
             label: As for :meth:`average`.
         """
         link = Link(group, range(group.size()), label=label, transport=self._transport)
@@ -128,14 +128,14 @@ class Route:
         return link.bytes_sent
 
     def levels(self, group: dist.ProcessGroup, count: int) -> Levels:
-        """Return in which levels a bucket of ``count`` values is averaged."""
+        """Return the levels in which a bucket of ``count`` values is averaged."""
         if self._chosen is not None:
             return self._chosen
         return plan_levels(group.size(), count, self.ranks_per_host(group))
 
     def ranks_per_host(self, group: dist.ProcessGroup) -> int:
-        """Return how many consecutive ranks are on a host, as far as that is known and matters."""
-        if self._chosen is not None or not looks_at_hosts(group.size()):
+        """Return how many consecutive ranks are on a host, if that is known and matters."""
+        if self._chosen is not None or not depends_on_hosts(group.size()):
             return 1
         return hosts.ranks_per_host(group.size())
 
@@ -146,17 +146,17 @@ class Route:
     def spans(
         self, group: dist.ProcessGroup, count: int, device: torch.device
     ) -> tuple[list[Span], list[Span]]:
-        """Return which of a bucket's ``count`` values this rank's residuals are of: own, and of shards."""
+        """Return which of a bucket's ``count`` values this rank's residuals cover, own and of shards."""
         own, levels = [Span(0, count)], self.levels(group, count)
         return own, self._shards(self._chunks(group, count, device), levels, group.rank())
 
     def lengths(self, group: dist.ProcessGroup, count: int, device: torch.device) -> tuple[int, int, int]:
-        """Return how long the residuals of ``count`` values are, own and of shards, and how long a chunk."""
+        """Return the lengths of the residuals of ``count`` values, own and of shards, and of a chunk."""
         own, shard = self.spans(group, count, device)
         return sum(map(len, own)), sum(map(len, shard)), self._chunk_values(group, count, device)
 
     def free(self) -> None:
-        """Free the scratch memory; more is taken when it is needed."""
+        """Free the scratch memory; it is allocated again when needed."""
         self._scratches.clear()
 
     def _exchanges(
@@ -171,7 +171,7 @@ class Route:
             shard_start += sum(map(len, self._shards([chunk], levels, group.rank())))
 
     def _shards(self, chunks: Iterable[Span], levels: Levels, rank: int) -> list[Span]:
-        """Return of which values this rank makes means, chunk by chunk in each level; two make none."""
+        """Return the values whose means this rank computes, by chunk and level; of two ranks, none."""
         if levels.ranks <= 2:
             return []
         return [shard for chunk in chunks for shard in levels.shards(chunk, rank, self.scatter.block_size)]
@@ -191,7 +191,7 @@ class Route:
         shard: torch.Tensor,
         exchange: Callable[[int, Span], Callable[[Scratch], Exchange]],
     ) -> None:
-        """Exchange a chunk of every rank's shard after another; those of all ranks are as long as a chunk."""
+        """Exchange all ranks' shards, a piece of each at a time; the pieces together are one chunk."""
         direct = Levels((group.size(),))
         in_all = chunk_values(direct, on_streams=not self._transport.on_host(group, shard.device))
         chunks = cut(

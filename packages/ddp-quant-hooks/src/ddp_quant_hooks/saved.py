@@ -24,10 +24,10 @@ VERSION = 2
 floating-point type: bf16 now, fp32 up to release 0.6."""
 
 _IN_OLDER_FILES = {"levels": None}
-"""What files stand for that were saved before there was such an option."""
+"""The values of options in files that were saved before these options existed."""
 
 _CHANGED_DEFAULTS = {"min_bytes", "levels"}
-"""Options that files of older releases may have by default, and that must be given to load those."""
+"""Options whose older defaults must be given explicitly to load files of older releases."""
 
 Lengths = Callable[[int, torch.device], tuple[int, int, int]]
 """From the number of a bucket's values and their device: how many this rank sends as its own, how many its
@@ -39,12 +39,12 @@ class SavedResiduals:
     """A file's contents, for a model's parameters.
 
     Attributes:
-        own: Parameters, and what this rank's gradients of them have lost.
-        buckets: Parameters, and what belongs to the bucket: own residuals and those of shards.
+        own: Pairs of a parameter and the residual of this rank's gradient.
+        buckets: The parameters of each bucket, and its residuals, own and of shards.
         steps: How many steps were made.
-        digest: Equal where buckets and steps are: on all ranks.
-        keys: Of plain tensors: what stands for those of each key. ``None`` for a model.
-        places: Of FSDP's shards: where they are in the mesh.
+        digest: A digest of buckets and steps, identical on all ranks.
+        keys: For plain tensors, the stand-in of each key. ``None`` for a model.
+        places: For FSDP's shards, their places in the mesh.
     """
 
     own: list[tuple[torch.Tensor, torch.Tensor]]
@@ -64,7 +64,7 @@ def write(
     """Return residuals as CPU tensors: a rank's own by parameter, the others by bucket.
 
     Args:
-        feedback: What is kept, and which of it counts. All jobs must have run.
+        feedback: The residuals, and which of them count. All jobs must have run.
         names: The names of parameters, by number.
         lengths: See :data:`Lengths`.
         name_of: Names a parameter that the model does not have.
@@ -105,7 +105,7 @@ def write(
 
 
 def require_equal(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` unless what was saved is what it is ``here``, the format's version first."""
+    """Raise ``ValueError`` unless ``saved`` has the values of ``here``; the format's version comes first."""
     if not isinstance(saved, dict):
         raise TypeError(f"residuals are loaded from what state_dict() returned, got a {type(saved).__name__}")
     if not alike(saved.get("version"), VERSION):
@@ -125,10 +125,10 @@ def require_equal(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 
 
 def keys_of(saved: Mapping[str, Any]) -> dict[str, int] | None:
-    """Return how many values the plain tensors of each key have, ``None`` for residuals of a model.
+    """Return the number of values of each key of plain tensors, ``None`` for residuals of a model.
 
     Raises:
-        ValueError: There is something else.
+        ValueError: The entry is invalid.
     """
     keys = saved.get("keys")
     if keys is None:
@@ -144,7 +144,7 @@ def places_of(saved: Mapping[str, Any]) -> list[str] | None:
     """Return where FSDP's shards are in the mesh, ``None`` for other residuals.
 
     Raises:
-        ValueError: There is something else.
+        ValueError: The entry is invalid.
     """
     places = saved.get("places")
     try:
@@ -156,7 +156,7 @@ def places_of(saved: Mapping[str, Any]) -> list[str] | None:
 def read(
     saved: Mapping[str, Any], names: Mapping[str, torch.Tensor], lengths: Lengths, *, own_in_buckets: bool
 ) -> SavedResiduals:
-    """Check what :func:`write` has returned against a model's parameters, by name.
+    """Check the result of :func:`write` against a model's parameters, by name.
 
     Raises:
         ValueError: Something is missing, or of another length than here.
@@ -238,7 +238,7 @@ def _memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
 def _reordered(
     lost: torch.Tensor, saved: tuple[int, ...] | None, parameter: torch.Tensor, name: str
 ) -> torch.Tensor:
-    """Return what was lost in the order of the parameter's memory here, which may be channels_last."""
+    """Return a residual in the order of the parameter's memory here, which may be channels_last."""
     here, shape, count = _memory_order(parameter), parameter.shape, parameter.numel()
     if saved is None or saved == here or count == 0:
         return lost

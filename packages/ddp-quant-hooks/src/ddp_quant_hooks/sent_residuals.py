@@ -1,4 +1,4 @@
-"""Residuals from rank to rank, as ``torch.save`` writes them; read as a file of unknown origin is.
+"""Send residuals between ranks in the format of ``torch.save``; they are read like a file of unknown origin.
 
 ``torch.distributed``'s collectives of objects unpickle what a peer has sent, which may run any code.
 """
@@ -19,7 +19,8 @@ from dist_utils.process_groups import all_gather_plain, collective_device, group
 __all__ = ["gather", "scatter", "written"]
 
 _TAG = 1 << 20
-"""The tag of all messages here, which are sent in the user's own group, where hardly any message has it."""
+"""The tag of all messages here. They are sent in the user's own group, where other messages are unlikely to
+have it."""
 
 _MOST_BYTES = 1 << 40
 """The most bytes of one rank's residuals. A length beyond it, or below one, is invalid."""
@@ -29,7 +30,8 @@ def gather(group: dist.ProcessGroup, own: dict[str, Any], dst: int) -> list[Any]
     """Return what every rank of a group has saved on ``dst``, a rank in WORLD; elsewhere ``None``.
 
     Raises:
-        ValueError: What a rank has sent is nothing that was saved; on ``dst``. Of a wrong length: on all.
+        ValueError: A rank has sent data that are not saved residuals (raised on ``dst``) or of a wrong length
+            (on all).
     """
     me, at = group.rank(), group_rank(group, dst)
     others = [rank for rank in range(group.size()) if rank != me]
@@ -60,7 +62,7 @@ def scatter(group: dist.ProcessGroup, data: Sequence[torch.Tensor], src: int) ->
     """Return this rank's part of what ``src``, a rank in WORLD, has :func:`written`: its ``data``.
 
     Raises:
-        ValueError: What ``src`` has sent is nothing that was saved.
+        ValueError: ``src`` has sent data that are not saved residuals.
     """
     me, source = group.rank(), group_rank(group, src)
     lengths = _lengths(all_gather_plain(group, [one.numel() for one in data])[source], group)
@@ -104,5 +106,5 @@ def _read(room: torch.Tensor, rank: int) -> Any:
         return torch.load(
             io.BytesIO(ctypes.string_at(on_host.data_ptr(), on_host.numel())), weights_only=True
         )
-    except Exception as error:  # of made-up bytes it raises nearly anything, struct.error too
+    except Exception as error:  # forged bytes may raise nearly anything, even struct.error
         raise ValueError(f"rank {rank} sent data that are not saved residuals: {error!r:.200}") from error

@@ -27,13 +27,13 @@ def reduce_scatter_chunk(
     wire: Wire,
     index: int,
 ) -> Exchange:
-    """Average what all ranks have for this rank's shard.
+    """Average all ranks' values for this rank's shard.
 
     Args:
-        scratch: Room for messages.
-        parts: What this rank has for each rank's shard.
+        scratch: Memory for messages.
+        parts: This rank's values for each rank's shard.
         own_starts: Where the residual of each of them starts.
-        mean: Where the mean of this rank's shard goes.
+        mean: The output for the mean of this rank's shard.
         wire: The format in which values are sent.
         index: The index of the chunk, identical on all ranks.
     """
@@ -61,12 +61,12 @@ def gather_chunk(
     link: Link,
     index: int,
 ) -> Exchange:
-    """Give every rank the values of all, all of them as they were sent, this rank's own too.
+    """Give every rank the values of all ranks as they were sent, including its own.
 
     Args:
-        scratch: Room for messages.
+        scratch: Memory for messages.
         mine: This rank's values.
-        parts: Where those of each rank go.
+        parts: The outputs for the values of each rank.
         layout: The format in which they are sent.
         link: To the ranks.
         index: The index of the chunk, identical on all ranks.

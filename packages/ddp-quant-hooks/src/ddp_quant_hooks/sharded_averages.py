@@ -1,4 +1,4 @@
-"""FSDP's reduced gradients averaged between nodes: when, over which micro-batches, and beside what."""
+"""Average FSDP's reduced gradients between nodes: when, and over which micro-batches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class ShardAverages:
     """Averages what the modules of one model have reduced.
 
     Sums for a later micro-batch wait from pass to pass where FSDP itself would keep them. A pass takes them
-    out and puts them back at its end: one that fails loses all of them, and the step must begin again.
+    out and puts them back at its end: a failed pass loses all of them, and the step must start over.
 
     Args:
-        state: What averages.
+        state: The state that averages.
         before_first: Called before anything is averaged. Lives as long as the hooks.
     """
 
@@ -51,7 +51,7 @@ class ShardAverages:
             self.at_end.begin()
 
     def put_sums_back(self) -> None:
-        """Let what was not averaged wait for the next pass."""
+        """Keep what was not averaged for the next pass."""
         for hook in self._hooks:
             hook.put_sum_back()
 
@@ -71,12 +71,12 @@ class _Hook:
         self._module = module
         self._not_averaged: torch.Tensor | None = None
         self._in_flight: torch.futures.Future[torch.Tensor] | None = None
-        self._written: torch.Tensor | None = None  # by what is in flight
+        self._written: torch.Tensor | None = None  # by the exchange in flight
 
     def __call__(self, reduced: torch.Tensor) -> None:
         """Average what was reduced, in place, or keep it for a later micro-batch."""
         self._averages.begin()
-        if reduced.device.type != "cpu":  # made on FSDP's reduce-scatter stream, whose memory it is
+        if reduced.device.type != "cpu":  # made on FSDP's reduce-scatter stream, which owns its memory
             reduced.record_stream(torch.get_device_module(reduced.device).current_stream(reduced.device))
         if self._not_averaged is not None and self._not_averaged.shape != reduced.shape:
             raise ValueError(
@@ -95,17 +95,17 @@ class _Hook:
             self._averages.put_sums_back()
 
     def begin_pass(self, *, last_ended_well: bool) -> None:
-        """Take the sum that waits, if it does, and let a failed pass disturb gradients no more."""
+        """Take the waiting sum, if there is one, and keep a failed pass from writing gradients."""
         self._not_averaged = self._module.waiting_sum if last_ended_well else None
         self._module.waiting_sum = None
         if self._in_flight is not None and self._written is not None:
-            with contextlib.suppress(Exception):  # it was raised in its own pass, if that came so far
+            with contextlib.suppress(Exception):  # its own pass raised it, if it got that far
                 self._in_flight.wait()
             self._module.zero_gradients_in(self._written)
             self._in_flight = self._written = None
 
     def put_sum_back(self) -> None:
-        """Let what was not averaged wait for the next pass."""
+        """Keep what was not averaged for the next pass."""
         self._module.waiting_sum = self._not_averaged
 
     def _keep(self, reduced: torch.Tensor) -> None:
@@ -143,20 +143,20 @@ class _Hook:
         all_reduce(reduced, op, averages.state, key=key)
 
     def _wait(self) -> None:
-        """Wait for what is in flight, and keep its memory no longer."""
+        """Wait for what is in flight, and release its memory."""
         if self._in_flight is not None:
             self._in_flight.wait()
         self._in_flight = self._written = None
 
 
 class EndOfBackward:
-    """What is left to do when the backward pass that is running has computed everything.
+    """What is left to do when the running backward pass has computed everything.
 
-    FSDP has asked to be called then before its first gradient was reduced, so what comes here runs
-    after it. Nothing is done in a pass that fails.
+    FSDP queued its own callback before it reduced its first gradient, so this runs after it. Nothing is done
+    in a pass that fails.
 
     Args:
-        always: What is to be done in every pass.
+        always: What to do in every pass.
     """
 
     def __init__(self, always: Callable[[], object]) -> None:
@@ -168,7 +168,7 @@ class EndOfBackward:
         """Note that a pass is running."""
         task = torch_compat.graph_task_id()
         if task != self._task or not self._actions:
-            # A list for each pass: that of one that failed is forgotten.
+            # A list for each pass: that of a failed pass is dropped.
             self._task, self._actions = task, [self._always]
             torch_compat.before_end_of_backward(partial(_do_all, self._actions))
 

@@ -1,4 +1,4 @@
-"""Which models under FSDP2 a state can be used for: checked on all ranks before anything is changed."""
+"""Check on all ranks, before anything is changed, that a state can be used for a model under FSDP2."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def agreed_modules(
     *,
     in_use: Callable[[QuantizedAllreduceState], bool],
 ) -> dict[str, ShardedModule]:
-    """Return the model's FSDP modules by key, if nothing speaks against it on any rank.
+    """Return the model's FSDP modules by key, if no rank has a reason to refuse.
 
     Args:
         name: The name of the function, for messages.
-        model: The user's.
-        state: The user's.
-        method: What FSDP must have.
+        model: The user's model.
+        state: The user's state.
+        method: The method that FSDP must have.
         refuse: Raises a ValueError for a module, given the ranks of the state's group.
         in_use: Whether a model uses the state.
     """
@@ -44,7 +44,7 @@ def agreed_modules(
     problem, modules = None, {}
     try:
         modules = _checked_modules(model, state, refuse, in_use)
-    except ValueError as error:  # of which the other ranks must hear
+    except ValueError as error:  # the other ranks must hear of it
         problem = ValueError(f"{name}: {error}")
     # Ranks that scatter hold different shards, ranks that average the same.
     averages = method == "set_all_reduce_hook"

@@ -27,7 +27,7 @@ def reduce_scatter_class(
     """Return the class of the reduce-scatters of one model. Its instances take the key of a module.
 
     Args:
-        state: What reduces.
+        state: The state that reduces.
         before_first: Called before anything is reduced. Lives as long as the class.
     """
     base: Any = torch_compat.reduce_scatter_base()
@@ -42,7 +42,7 @@ def reduce_scatter_class(
             self._key = key
 
         def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            """Return memory for what goes in or comes out."""
+            """Return memory for an input or an output."""
             return torch.empty(*size, dtype=dtype, device=device)
 
         def __call__(
@@ -53,8 +53,8 @@ def reduce_scatter_class(
             op: Any,
             async_op: bool = False,
         ) -> None:
-            """Reduce the module's gradients, and return when they are there."""
-            del group, async_op  # the state's; FSDP does not wait for what comes back
+            """Reduce the module's gradients, and return when that is done."""
+            del group, async_op  # the state has its own; FSDP does not wait for a result
             if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
                 raise ValueError(
                     f"quantize_reduce_scatter: module {self._key!r}: FSDP asks for neither sum nor mean, "

@@ -1,4 +1,4 @@
-"""The state that a user gives the hook: options, and all that is kept between steps."""
+"""The state that a user gives the hook: options, and everything kept between steps."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         gather: The format in which averages are sent back from the rank that computed them, with three or
             more ranks: ``"int8"``, ``"int4"`` (with ``bits=4``), ``"bf16"`` or ``"fp16"`` (both relative to
             the block's scale, so nothing overflows). ``None``: in ``bits`` bits. 16 bits avoid the second
-            rounding and send half as many bytes more.
-        rotate: Spread the values of blocks with a few large ones over the block before they are quantized,
-            so that the error does not depend on the largest (half of it on heavy tails). Values that are
-            zero on all ranks stay zero. Needs a ``block_size`` that is a power of two; ``None``: if it is.
-        error_feedback: ``"none"``; ``"shard"``: add what the averages of a rank's shard lost to the next
-            step's, 4 / W bytes of memory a value (with levels of a, b, ... ranks 4 / a + 4 / (a b) + ...),
-            without effect between two ranks, which make no shards; ``"both"``: also what a rank's own
-            gradients lost, 4 bytes a value. ``None``: ``"none"`` for 8 bits, ``"both"`` for 4. It removes the
+            rounding and send 50 % more bytes.
+        rotate: Spread the values of blocks with a few large ones over the block before they are quantized, so
+            that the error does not depend on the largest (half of it on heavy tails). Values that are zero on
+            all ranks stay zero. Needs a ``block_size`` that is a power of two; ``None``: rotate if it is one.
+        error_feedback: ``"none"``; ``"shard"``: add the rounding errors of the averages of a rank's shard to
+            the next step's, 4 / W bytes of memory a value (with levels of a, b, ... ranks 4 / a + 4 / (a b) +
+            ...), without effect between two ranks, which make no shards; ``"both"``: also those of a rank's
+            own gradients, 4 bytes a value. ``None``: ``"none"`` for 8 bits, ``"both"`` for 4. It removes the
             bias over many steps and makes each step noisier, which AdamW's second moment accumulates. With
             such an optimizer ``"none"`` is the better choice.
         min_bytes: Smaller buckets are averaged without compression, by
@@ -62,11 +62,11 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             copy of the bucket in fp32. 0: never.
         levels: The sizes of the levels in which many ranks average; their product is the number of ranks.
             With ``(8, 16)``, 128 ranks average in rows of 8 consecutive ranks, then the 16 rows average their
-            results. A rank sends 2 (7 + 15) messages for each chunk instead of 2 x 127, and as many bytes;
-            the mean of a row is rounded once more, by half a step at most. ``None``: every rank sends to
-            every other one up to 16, by levels beyond where that takes less time by the measured cost of
-            messages; rows are inside of hosts where ``torchrun`` tells how many ranks each has. ``(W,)``: no
-            levels.
+            results. A rank sends 2 (7 + 15) messages for each chunk instead of 2 x 127, and the same number
+            of bytes; the mean of a row is rounded once more, by half a step at most. ``None``: up to 16
+            ranks, every rank sends to every other one; beyond that, in levels if they take less time by the
+            measured cost of messages. Rows are inside hosts if ``torchrun`` tells how many ranks each has.
+            ``(W,)``: no levels.
 
     Raises:
         TypeError: ``process_group`` is not a group, or an option is of another type.
@@ -76,8 +76,8 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
     All ranks must have the same options: they are compared before the first bucket.
 
-    A pickled state has only its options, and a warning tells if that loses something. Use :meth:`state_dict`
-    for the residuals.
+    A pickled state has only its options, and a warning is given if that loses something. Use
+    :meth:`state_dict` for the residuals.
 
     Example:
         >>> state = QuantizedAllreduceState(error_feedback="shard")  # doctest: +SKIP
@@ -110,7 +110,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
             sample_every=sample_every,
             levels=levels,
         )
-        """What was chosen, with the defaults filled in. Does not change: the ranks have compared it."""
+        """The options, with the defaults filled in. They do not change: the ranks have compared them."""
         self._group = None if process_group is None else resolve_group(process_group)
         self._worker: OrderedWorker | None = None
         self._agreement = Agreement(type(self).__name__)
@@ -126,7 +126,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         self.decisions = Decisions(self.options, self.route, residuals)
 
     def _make_route(self) -> Route:
-        """Return the way of values, for this state's options."""
+        """Return the route of values, for this state's options."""
         return Route(self.options)
 
     @property
@@ -146,7 +146,7 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
     @property
     def min_bytes(self) -> int:
-        """Below how many bytes buckets are averaged without compression; by default of the group's size."""
+        """Smaller buckets are averaged without compression; the default depends on the group's size."""
         return self.options.least_bytes(self.process_group.size())
 
     @property
@@ -179,10 +179,10 @@ class QuantizedAllreduceState(ResidualCheckpoints):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Make all collectives on plain tensors that are called in a ``with`` block one step.
+        """Make all collectives on plain tensors in a ``with`` block one step.
 
-        With error feedback, what a step has lost is added to the values of the same keys in the next step. A
-        step counts if the block ends without an error, every call succeeds with finite values, and
+        With error feedback, a step's rounding errors are added to the values of the same keys in the next
+        step. A step counts if the block ends without an error, every call succeeds with finite values, and
         :meth:`discard_step` is not called before the next step begins. Otherwise residuals are what they were
         before the step.
 
@@ -207,15 +207,16 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         step.close(ended_well=True)
 
     def agree(self, bucket: Bucket) -> None:
-        """Compare with the other ranks, before a bucket that is new, what must be identical on all of them.
+        """Compare with the other ranks, before a new bucket, what must be identical on all of them.
 
         Raises:
-            AgreementError: Something is not, or a rank does not come; :meth:`close` makes a fresh start.
+            AgreementError: Something differs, or a rank does not take part; :meth:`close` allows a fresh
+                start.
         """
         self._agreement.on_bucket(self.worker, bucket)
 
     def agree_on_call(self, call: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]) -> None:
-        """As :meth:`agree`, before a call on plain tensors.
+        """Like :meth:`agree`, before a call on plain tensors.
 
         Args:
             call: The name of the function.
@@ -237,12 +238,12 @@ class QuantizedAllreduceState(ResidualCheckpoints):
         self.decisions.start_over()
 
     def wait_for_jobs(self) -> None:
-        """Return when all buckets so far are averaged, whatever came out."""
+        """Return when all buckets so far are averaged, with or without an error."""
         if self._worker is not None:
             self._worker.wait()
 
     def _identity(self) -> dict[str, Any]:
-        """Return what must be equal where residuals are saved and where they are loaded."""
+        """Return what must be equal when residuals are saved and when they are loaded."""
         group = self.process_group
         return {
             "version": VERSION,

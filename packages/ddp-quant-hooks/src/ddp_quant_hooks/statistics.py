@@ -12,16 +12,16 @@ __all__ = ["Counter", "Statistics", "ring_bytes"]
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a state has done so far, on this rank. The difference of two is what it has done in between.
+    """What a state has done so far, on this rank. The difference of two is what it did in between.
 
-    A bucket is here what is sent together: a bucket of ``DistributedDataParallel``; of a call on plain
-    tensors those of one dtype and device; with FSDP2 the gradients of one module.
+    A bucket here is what is sent together: a bucket of ``DistributedDataParallel``; in a call on plain
+    tensors, those of one dtype and device; with FSDP2, the gradients of one module.
 
     Attributes:
         quantised_buckets: Buckets that were sent in few bits.
         plain_buckets: Buckets that were averaged without compression: small, sparse or fp64.
-        bytes_sent: Payload that this rank sent, with what exact parameters and samples took. (Sparse
-            buckets do not count: what their collective sends is not known here.)
+        bytes_sent: Payload that this rank sent, including exact parameters and samples. (Sparse buckets do
+            not count: what their collective sends is not known here.)
         bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent;
             half of that, a reduce-scatter or an all-gather, where shards were reduced or gathered.
         relative_error: The relative error of the last bucket that was sampled (``sample_every``), in the L2
@@ -42,7 +42,7 @@ class Statistics:
 
     @property
     def bytes_saved(self) -> int:
-        """How many fewer bytes were sent than an all-reduce would have sent."""
+        """The bytes saved compared with an all-reduce."""
         return self.bytes_of_allreduce - self.bytes_sent
 
     @property
@@ -69,7 +69,7 @@ class Statistics:
 
 
 class Counter:
-    """Counts buckets: those of the caller's thread, and those of the worker's."""
+    """Counts buckets, both on the caller's thread and on the worker's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Plain tensors treated as a bucket, whose residuals are found again by the key of a call."""
+"""Plain tensors treated as a bucket; the key of a call identifies their residuals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TensorBucket:
         tensors: Contiguous.
         stand_ins: Instead of parameters: what residuals belong to.
         number: The number of the bucket in its step.
-        label: The same on all ranks, and another one for every key.
+        label: Identical on all ranks, and different for every key.
 
     Attributes:
         tensors: As given.
@@ -49,14 +49,14 @@ AnyBucket: TypeAlias = Bucket | TensorBucket
 
 
 class StandIns:
-    """What residuals of plain tensors belong to: a tensor without memory for each, found by a key.
+    """Stand-ins for plain tensors, to which residuals belong: a tensor without memory for each key.
 
-    Residuals are kept by parameters, and a plain tensor may be another object in each step.
+    Residuals are kept by parameter, and a plain tensor may be a different object in each step.
     """
 
     def __init__(self) -> None:
         self.named: dict[str, torch.Tensor] = {}
-        """By the key of the call, with the number of the tensor if there are several."""
+        """Keyed by the key of the call, with the number of the tensor if there are several."""
 
     def of(self, key: str | None, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the stand-ins of a call's tensors, always the same for the same key."""
@@ -70,7 +70,7 @@ class StandIns:
         return found
 
     def require_lengths(self, key: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Raise ``ValueError`` if a key has come with another number of values: what it lost is of those."""
+        """Raise ``ValueError`` if a key was used with another number of values, which its residual has."""
         for name, tensor in zip(names_of(key, tensors), tensors, strict=True):
             count, here = _real_count(tensor), self.named.get(name)
             if here is not None and here.numel() != count:
@@ -80,15 +80,15 @@ class StandIns:
                 )
 
     def key_for(self, key: str, tensor: torch.Tensor) -> str:
-        """Return a key for as many values: ``key``, or one of its own for another number than that came with.
+        """Return ``key``, or a key of its own if ``key`` was used with another number of values.
 
-        What modules reduce are the parameters that have gradients, and these may change.
+        Modules reduce those parameters that have gradients, and these may change.
         """
         here, count = self.named.get(key), _real_count(tensor)
         return key if here is None or here.numel() == count else f"{key} of {count} values"
 
     def load(self, counts: Mapping[str, int], device: torch.device) -> dict[str, torch.Tensor]:
-        """Return those of these names and numbers of values, new where there is no such one yet."""
+        """Return the stand-ins of these names and numbers of values, new ones where none exist."""
         found = {}
         for name, count in counts.items():
             here = self.named.get(name)
@@ -97,12 +97,12 @@ class StandIns:
 
 
 def names_of(key: str, tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return by which names what a call's tensors lose is kept."""
+    """Return the names under which the residuals of a call's tensors are kept."""
     return [key] if len(tensors) == 1 else [f"{key}[{number}]" for number in range(len(tensors))]
 
 
 def values_of(bucket: AnyBucket) -> Values | None:
-    """Return what is to be averaged; ``None`` of a sparse bucket."""
+    """Return the values to average; ``None`` for a sparse bucket."""
     if isinstance(bucket, TensorBucket):
         return Values(bucket.tensors)
     buffer = bucket.buffer()
@@ -117,7 +117,7 @@ def small_parts(bucket: TensorBucket) -> Iterator[torch.Tensor]:
 
 
 def label_of(key: str | None) -> int:
-    """Return a number for a key, the same in every process; 0 for none."""
+    """Return a number for a key, identical in every process; 0 for none."""
     return 0 if key is None else 1 + zlib.crc32(key.encode(errors="surrogatepass"))
 
 

@@ -16,14 +16,14 @@ _OUTSIDE = -1
 
 
 class TensorStep(BackwardPass):
-    """A step whose tensors are told apart by keys.
+    """A step whose tensors are identified by keys.
 
     Args:
-        explicit: It lasts until it is closed, and has failed if it never is. Otherwise it is one call, or
-            all calls inside one ``backward()``.
+        explicit: Whether it lasts until it is closed; it has failed if it never is. Otherwise it is one call,
+            or all calls inside one ``backward()``.
 
     Attributes:
-        open: It is explicit, and not closed.
+        open: Whether it is explicit, and not closed.
     """
 
     def __init__(self, *, explicit: bool = False) -> None:
@@ -35,17 +35,17 @@ class TensorStep(BackwardPass):
             self._ended_well[_OUTSIDE] = False
 
     def takes(self, task: int) -> bool:
-        """Return whether a call that comes now, inside autograd's ``task``, belongs to it."""
+        """Return whether a call that is made now, inside autograd's ``task``, belongs to it."""
         if self.open or task == _OUTSIDE or self.outside_of_backward:
             return self.open
         if task in self._ended_well or task < max(self._ended_well):
-            return True  # this very task, or the one around those that were seen before
+            return True  # this very task, or one around the tasks seen before
         if self.complete or not torch_compat.inside_nested_backward():
             return False
         return torch_compat.outermost_root() is (None if self._root is None else self._root())
 
     def add_call(self, task: int) -> None:
-        """Note that a call comes, inside autograd's ``task``."""
+        """Note a call inside autograd's ``task``."""
         if self.open or task in self._ended_well:
             return
         self.add_task(task)
@@ -56,7 +56,7 @@ class TensorStep(BackwardPass):
         """Note that a call has these keys.
 
         Raises:
-            ValueError: Another one of this step has one of them.
+            ValueError: Another call of this step has one of them.
         """
         for key in keys:
             if key in self._keys:
@@ -75,5 +75,5 @@ class TensorStep(BackwardPass):
         self._ended_well[_OUTSIDE] = ended_well
 
     def unused_part(self, parameters: Sequence[torch.Tensor]) -> list[UnusedPart]:  # noqa: ARG002
-        """Return nothing: every tensor that comes is used."""
+        """Return nothing: every tensor of a call is used."""
         return []

@@ -1,4 +1,4 @@
-"""The numbers that are averaged together: of a bucket, or of several tensors one after another."""
+"""Numbers that are averaged together: those of a bucket, or of several tensors one after another."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Values:
     Attributes:
         dtype: The dtype of the numbers.
         device: The device of the numbers.
-        count: How many there are.
+        count: The number of values.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -40,7 +40,7 @@ class Values:
         self.dtype, self.device, self.count = self._parts[0].dtype, self._parts[0].device, self._starts[-1]
 
     def exchanged(self, span: Span, exchange: Callable[..., Exchange]) -> Callable[[Scratch], Exchange]:
-        """Return what starts ``exchange``, with the numbers of ``span`` as ``values`` to change."""
+        """Return a function that starts ``exchange``, which changes ``values``, the numbers of ``span``."""
         first, last = bisect_right(self._starts, span.start) - 1, bisect_right(self._starts, span.stop - 1)
         if last - first <= 1:
             start = self._starts[first]
@@ -49,7 +49,7 @@ class Values:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes they take."""
+        """Their size in bytes."""
         return self.count * self.dtype.itemsize
 
     def to(self, dtype: torch.dtype) -> torch.Tensor:

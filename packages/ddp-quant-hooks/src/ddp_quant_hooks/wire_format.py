@@ -1,4 +1,4 @@
-"""The message format: numbers of a few bits in blocks, and one scale per block, in one message."""
+"""The message format: blocks of numbers with few bits, and one scale per block, in one message."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 32, 4096
 
 
 def is_integer(number: object) -> bool:
-    """Return whether ``number`` is an int, also one that ``torch.compile`` keeps open; ``True`` is none."""
+    """Return whether ``number`` is an int, or a symbolic one of ``torch.compile``. ``True`` is not one."""
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
@@ -34,7 +34,7 @@ def can_rotate(format: str, block_size: int) -> bool:  # noqa: A002 - the layout
 
 @dataclass(frozen=True)
 class Layout:
-    """How the values of a message lie: ``[payload][one fp32 scale per block]``, without header.
+    """The layout of a message: ``[payload][one fp32 scale per block]``, without a header.
 
     Args:
         format: The format of the payload's numbers.
@@ -86,17 +86,17 @@ class Layout:
     def scales(self, message: torch.Tensor, values: int) -> torch.Tensor:
         """Return the fp32 scales in a message: the largest magnitude of each block, NaN if not finite.
 
-        A block that was rotated has the largest magnitude of its rotated values, with a minus sign.
+        For a rotated block, it is the largest magnitude of its rotated values, with a minus sign.
         """
         return message[self.payload_bytes(values) :].view(torch.float32)
 
     def join(self, messages: Sequence[torch.Tensor], lengths: Sequence[int], joined: torch.Tensor) -> None:
-        """Put messages of neighboring values together to one of all of them, which holds the same bits.
+        """Join messages of neighboring values into one message of all of them, which holds the same bits.
 
         Args:
-            messages: All but the last that is not empty are of whole blocks.
+            messages: All except the last nonempty one consist of whole blocks.
             lengths: How many values each has.
-            joined: The output, as long as the message of all.
+            joined: The output, of the length of the joined message.
         """
         cuts = [self.payload_bytes(length) for length in lengths]
         payload = sum(cuts)

@@ -1,4 +1,4 @@
-"""torch.distributed.utils in public: containers, storage, module sync; and ordered work on process groups."""
+"""Public versions of torch.distributed.utils (containers, storage, module sync), and ordered jobs."""
 
 from dist_utils.checks import p_assert
 from dist_utils.containers import (

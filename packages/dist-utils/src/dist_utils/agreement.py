@@ -1,6 +1,6 @@
-"""Older names of what ``dist_utils.process_groups`` has, deprecated until 1.0.
+"""Older names for parts of ``dist_utils.process_groups``, deprecated until 1.0.
 
-Without a warning: only dist-autograd-collectives 0.1 imports them, whose users can change nothing about it.
+They give no warning: only dist-autograd-collectives 0.1 imports them, and its users cannot change that.
 """
 
 from dist_utils.process_groups import TensorClaim as Claim

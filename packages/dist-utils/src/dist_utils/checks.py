@@ -1,4 +1,4 @@
-"""An assertion that is seen even where its exception is swallowed."""
+"""An assertion that is logged, so that it is seen even where its exception is swallowed."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def p_assert(cond: object, s: str, raise_assertion_error: bool = True) -> None:
     Args:
         cond: What must be true.
         s: The message.
-        raise_assertion_error: Raise, too.
+        raise_assertion_error: Whether to raise as well.
 
     Raises:
-        AssertionError: ``cond`` is false, unless ``raise_assertion_error`` is.
+        AssertionError: ``cond`` is false and ``raise_assertion_error`` is true.
 
     Source:
         ``torch.distributed.utils._p_assert``, which prints to standard output.

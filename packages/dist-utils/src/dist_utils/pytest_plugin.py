@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--backend",
         choices=["auto", "gloo", "nccl"],
         default="auto",
-        help="of the ranks that the launch fixture starts; auto: nccl where there are GPUs enough, else gloo",
+        help="backend of the launch fixture's ranks; auto: nccl if there are enough GPUs, else gloo",
     )
     group.addoption("--world-size", type=int, default=2, help="how many ranks the launch fixture starts")
 
@@ -37,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Make the markers known."""
     for marker in (
-        "gpu(count=1): needs so many GPUs; skipped where there are fewer",
+        "gpu(count=1): needs this many GPUs; skipped where there are fewer",
         "exhaustive: slow, and one of many of a kind; the quick check has others of that kind",
     ):
         config.addinivalue_line("markers", marker)

@@ -45,11 +45,11 @@ def all_gather_into_tensor(
 ) -> Future | None:
     """Gather every rank's tensor on all ranks, in the state's format for averages (``gather``).
 
-    The second half of :func:`all_reduce`. Every rank, also the one that sends it, gets each tensor as it was
-    sent, so that all have identical bits. There is no error feedback.
+    The second half of :func:`all_reduce`. Every rank, including the sender, gets each tensor as it was sent,
+    so that all have identical bits. There is no error feedback.
 
     Args:
-        output_tensor: Where all tensors go, one after another: contiguous, ``W * input_tensor.numel()``
+        output_tensor: The output for all tensors, one after another: contiguous, ``W * input_tensor.numel()``
             elements, of its dtype.
         input_tensor: This rank's values; contiguous.
         group: A state, with its group and options; not a hierarchical one. ``None`` stands for WORLD and 8
@@ -64,9 +64,10 @@ def all_gather_into_tensor(
         TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
         ValueError: The tensors do not fit each other, share memory or are part of a graph, or this rank is
             not in the group. Like ``TypeError`` before any communication.
-        AgreementError: The ranks call with other tensors or options; with ``async_op`` the future raises it.
-        RuntimeError: A peer failed, and the state must be closed on every rank; or the call comes in a
-            callback of another one's future.
+        AgreementError: The ranks call with different tensors or options; with ``async_op`` the future raises
+            it.
+        RuntimeError: A peer failed, and the state must be closed on every rank; or the call is made in a
+            callback of another call's future.
 
     Cost:
         W - 1 bytes a value of ``input_tensor`` with 8 bits, and 3 % for scales. An output below

@@ -1,4 +1,4 @@
-"""What all calls on plain tensors do: check, belong to a step, agree, and wait or give a future."""
+"""What all calls on plain tensors share: checks, a step, agreement, and waiting or a future."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 Future: TypeAlias = torch.futures.Future[Any]
 
 _thread = threading.local()
-"""``completes_calls``: on threads of states. What callbacks call there comes between the caller's own calls,
-at a place that may differ between ranks."""
+"""``completes_calls`` is set on threads of states. Calls from callbacks there fall between the caller's own
+calls, at a place that may differ between ranks."""
 
 
 class DefaultState(QuantizedAllreduceState):
-    """The state of calls that give none: WORLD, 8 bits, no error feedback.
+    """The state of calls without a state: WORLD, 8 bits, no error feedback.
 
-    Nobody can close it after an error. So it closes itself when a call has raised one here, which is the same
-    call on every rank; a future's error may become known to the ranks at different calls.
+    Nobody can close it after an error, so it closes itself when a call has raised one here, which is the same
+    call on every rank. The error of a future may become known at a different call on each rank.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class DefaultState(QuantizedAllreduceState):
             self.close()
 
     def _terms(self) -> dict[str, object]:
-        # If one rank alone has had the error of a call, the next calls would not belong together.
+        # If only one rank had the error of a call, the next calls of the ranks would not match.
         return {**super()._terms(), "calls without a state so far": self._calls.get(self.process_group, 0)}
 
 
@@ -58,8 +58,8 @@ def checked_state(name: str, group: QuantizedAllreduceState | None) -> Quantized
     """Return the state of a call.
 
     Raises:
-        TypeError: ``group`` is none.
-        RuntimeError: The call comes on a state's thread.
+        TypeError: ``group`` is not a state.
+        RuntimeError: The call is made on a state's thread.
     """
     state = _default_state if group is None else group
     if not isinstance(state, QuantizedAllreduceState):
@@ -82,15 +82,15 @@ def begin(
 
     Raises:
         TypeError: ``key`` is not a string.
-        ValueError: There is none and it is needed, it was used in this step, or for another length.
+        ValueError: It is missing but needed, it was used in this step, or for another length.
         RuntimeError: The call is captured in a CUDA graph, and has something to decide.
     """
     if key is not None and not isinstance(key, str):
         raise TypeError(f"{name}: key must be a string, got {type(key).__name__}")
     if key is None and state.error_feedback != "none":
         raise ValueError(
-            f"{name}: with error feedback a key must say whose values these are, by which what they lose is "
-            "found again in the next step"
+            f"{name}: with error feedback a key must name these values, so that the next step finds "
+            "their residuals"
         )
     if key is not None and state.error_feedback != "none":
         state.stand_ins.require_lengths(key, tensors)
@@ -115,7 +115,7 @@ def run(
     filled = [tensor for tensor in tensors if tensor.numel()]
     like = filled[0] if filled else torch.empty(0)
     started: list[Future] = []
-    # What is made here lives on, and is written elsewhere: no tensors of inference mode.
+    # Tensors made here live on and are written elsewhere, so they must not be of inference mode.
     with torch_compat.profiler_range(f"ddp_quant_hooks.{name}"), torch.inference_mode(False):
         try:
             if filled and state.process_group.size() > 1:

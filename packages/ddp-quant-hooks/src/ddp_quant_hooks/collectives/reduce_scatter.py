@@ -1,4 +1,4 @@
-"""Sum or average tensors of which each rank keeps a shard."""
+"""Sum or average tensors and leave each rank a shard."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def reduce_scatter_tensor(
     rounding error of this rank's own values is added to its next call with the same key.
 
     Args:
-        output: Where this rank's shard goes: contiguous, ``input.numel() / W`` elements, of its dtype.
-        input: The shards of all ranks, one after another; contiguous. It stays as it is.
+        output: The output for this rank's shard: contiguous, ``input.numel() / W`` elements, of its dtype.
+        input: The shards of all ranks, one after another; contiguous. It is not changed.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. A sum is the mean times the number of ranks.
         group: A state, with its group and options; not a hierarchical one. ``None`` stands for WORLD and 8
             bits.
@@ -80,10 +80,10 @@ def reduce_scatter_tensor(
             another one; with error feedback there is no key, or it was used before in this step, or for
             values of another length; or this rank is not in the group. Like ``TypeError`` before any
             communication.
-        AgreementError: The ranks call with other tensors, keys or options; with ``async_op`` the future
+        AgreementError: The ranks call with different tensors, keys or options; with ``async_op`` the future
             raises it.
-        RuntimeError: A peer failed, and the state must be closed on every rank; or the call comes in a
-            callback of another one's future.
+        RuntimeError: A peer failed, and the state must be closed on every rank; or the call is made in a
+            callback of another call's future.
 
     Cost:
         (W - 1) / W bytes a value of ``input`` with 8 bits, and 3 % for scales. With error feedback one small
@@ -145,7 +145,7 @@ def _start(
         else:
             sent = _plain_reduce_scatter(group, values, shard, mean=mean)
         if with_feedback:
-            if not (mean and quantized):  # whose mean is looked at
+            if not (mean and quantized):  # that mean is checked already
                 flags.append(~shard.isfinite().all())
             step.outcome.not_finite(_on_any_rank(group, flags))
         count(state, source, sent, quantized=quantized)
@@ -170,7 +170,7 @@ def _plain_reduce_scatter(
 
 
 def _on_any_rank(group: dist.ProcessGroup, flags: list[torch.Tensor]) -> torch.Tensor:
-    """Return whether any rank's shard is not finite: all ranks must decide the same whether a step counts."""
+    """Return whether any rank's shard is not finite: all ranks must agree on whether a step counts."""
     flag = torch.stack(flags).any().to(torch.int32)
     dist.all_reduce(flag, dist.ReduceOp.MAX, group=group)
     return flag.bool()

@@ -1,4 +1,4 @@
-"""What collectives of shards have alike: a shard on each rank, and a tensor that has the shards of all."""
+"""Checks shared by collectives of shards: a shard on each rank, and a tensor with the shards of all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["checked_shards", "count", "flat_state", "is_quantized"]
 
 
 def flat_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAllreduceState:
-    """As :func:`~ddp_quant_hooks.collectives.calls.checked_state`; a hierarchy is a ``TypeError``, too."""
+    """Like :func:`~ddp_quant_hooks.collectives.calls.checked_state`; a hierarchy is a ``TypeError``, too."""
     state = checked_state(name, group)
     if isinstance(state, HierarchicalAllreduceState):
         raise TypeError(f"{name} supports no hierarchical state: give a QuantizedAllreduceState")
@@ -29,13 +29,13 @@ def checked_shards(
     shard: tuple[str, torch.Tensor],
     whole: tuple[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both tensors of a call without their graph, if they fit each other and can be written in place.
+    """Return both tensors of a call, detached, if they fit each other and can be written in place.
 
     Args:
         name: The name of the call.
         world_size: The world size of its group.
         shard: The name of an argument, and what was given: one rank's shard.
-        whole: The same for what has the shards of all ranks.
+        whole: The same for the tensor with the shards of all ranks.
 
     Raises:
         TypeError, ValueError: They do not.

@@ -55,11 +55,11 @@ def all_reduce(
     """Sum or average tensors over all ranks, in place, with 8 or 4 bits a value on the wire.
 
     A sequence of tensors is sent as if they were one, cut into chunks; only chunks on the wire are copied.
-    What :func:`quantized_allreduce_hook` does with a bucket is done with the tensors of each dtype: those of
-    fp64, and those of fewer than ``min_bytes`` in all, are reduced without compression.
+    The tensors of each dtype are treated as :func:`quantized_allreduce_hook` treats a bucket: those of fp64,
+    and those of fewer than ``min_bytes`` in all, are reduced without compression.
 
     With error feedback each call needs a ``key``, the same in every step, by which it finds the residuals of
-    the step before. See :meth:`QuantizedAllreduceState.step` for what a step is.
+    the previous step. See :meth:`QuantizedAllreduceState.step` for what a step is.
 
     Args:
         tensor: A tensor, or a sequence of tensors: fp32, bf16, fp16, complex64 (quantized), fp64,
@@ -80,11 +80,11 @@ def all_reduce(
         ValueError: The operation is another one; tensors share memory or are part of a graph; with error
             feedback there is no key, or it was used before in this step, or for values of another length; or
             this rank is not in the group. Like ``TypeError`` before any communication.
-        AgreementError: The ranks call with other tensors, keys or options; with ``async_op`` the future
+        AgreementError: The ranks call with different tensors, keys or options; with ``async_op`` the future
             raises it.
         RuntimeError: A peer failed; the state must be closed then, on every rank. (Without a state, calls
             fail until one without ``async_op`` has raised it; the next one makes a fresh start.) Or the call
-            comes in a callback of another one's future.
+            is made in a callback of another call's future.
 
     Cost:
         The same as :func:`quantized_allreduce_hook`. Tensors that are not contiguous are copied.
@@ -134,7 +134,8 @@ def _start(
     decision = state.decisions.decide(state.process_group, step, bucket)
     failed = None if state.error_feedback == "none" else step.outcome.not_finite
 
-    # Also without compression: a job's future is complete in the order of the calls, on the state's thread.
+    # A job even without compression, so that futures complete in the order of the calls, on the state's
+    # thread.
     def job(private_group: dist.ProcessGroup) -> torch.Tensor:
         error = None
         if decision.quantized:
@@ -145,7 +146,7 @@ def _start(
         else:
             op, sent = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM, ring_bytes(nbytes, world_size)
             ddp_compress_hooks.all_reduce(tensors, op, private_group)
-        if failed is not None and not (mean and decision.quantized):  # whose mean is looked at
+        if failed is not None and not (mean and decision.quantized):  # that mean is checked already
             for tensor in tensors:
                 failed(~tensor.isfinite().all())
         _put_back(tensors, originals)
@@ -156,7 +157,7 @@ def _start(
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor itself if its values lie in memory as they are, else a copy."""
+    """Return the tensor itself if its memory holds its values as they are, else a copy."""
     return tensor.resolve_conj().resolve_neg().contiguous()
 
 

@@ -1,9 +1,9 @@
-// The kernels on a GPU for PyTorch's 8-bit numbers. A message lies as in affine.py:
-// [a byte for each value, filled up to 16][scale of each channel][zero point of each].
+// The GPU kernels for PyTorch's 8-bit numbers. Messages have the layout of affine.py:
+// [one byte per value, padded to a multiple of 16][scale of each channel][zero point of each channel].
 //
-// A thread block has one channel, or a piece of a long one. The values of a short channel are read twice, the second
-// time from the cache; a long one's extremes are found first, by a kernel of its own. kAligned: tensors and messages
-// start at multiples of 16 bytes, and channels at multiples of kUnit values.
+// A thread block processes one channel, or a piece of a long one. The values of a short channel are read
+// twice, the second time from the cache. For long channels, a kernel of its own finds the extremes first.
+// kAligned: tensors and messages start at multiples of 16 bytes, and channels at multiples of kUnit values.
 
 #include "affine_math.h"
 #include "gpu_memory.h"
@@ -14,17 +14,17 @@ using namespace affine_math;
 using namespace gpu_memory;
 
 constexpr int kThreads = 128;   // of a thread block
-constexpr int kUnit = 4;        // values of a thread at a time
-constexpr int kPiece = 1 << 13; // values of a thread block
+constexpr int kUnit = 4;        // values per thread at a time
+constexpr int kPiece = 1 << 13; // values per thread block
 
-// What one launch works on. Python makes it (kernels/cuda.py), with the same members in the same order. Pointers that
-// a kernel does not use are null.
+// The parameter of a launch. Python makes it (kernels/cuda.py), with the same members in the same order.
+// Pointers that a kernel does not use are null.
 template <int kMessages>
 struct Work {
-    int64_t values, channel;  // how many, and how many of them in a channel
+    int64_t values, channel;  // the number of values, and of those in a channel
     void* tensor;             // encode reads it, decode writes it
     uint8_t* message;         // encode writes it
-    int32_t* extremes;        // of each channel, zeros at first: its Extremes' members
+    int32_t* extremes;        // the members of each channel's Extremes, zeros at first
     const uint8_t* messages[kMessages];
 };
 
@@ -55,7 +55,7 @@ BLOCK_MATH Parameters parameters_at(const uint8_t* message, int64_t values, cons
     return {all[span.channel], all[span.channels + span.channel]};
 }
 
-// All threads get the result, and all of a thread block must come here.
+// All threads of a thread block must call this; all get the result.
 template <class Value, bool kAligned, class W>
 BLOCK_MATH Extremes find_extremes(const W& work, const Span& span) {
     auto tensor = static_cast<const typename Value::Stored*>(work.tensor);
@@ -100,7 +100,7 @@ BLOCK_MATH void write_numbers(const W& work, const Span& span, Extremes extremes
                 if (k < span.last - i) work.message[i + k] = numbers[k];
         }
     }
-    if (threadIdx.x == 0) {  // of a long channel, every piece writes the same
+    if (threadIdx.x == 0) {  // every piece of a long channel writes the same
         float* parameters = parameters_in(work.message, work.values);
         parameters[span.channel] = by.scale;
         parameters[span.channels + span.channel] = by.zero_point;

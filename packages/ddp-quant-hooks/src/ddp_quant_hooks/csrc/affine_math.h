@@ -1,4 +1,5 @@
-// The arithmetic of PyTorch's 8-bit numbers, as in affine.py: q = round(x / scale) + zero point, of a channel's own.
+// The arithmetic of PyTorch's 8-bit numbers, as in affine.py: q = round(x / scale) + zero point, with a scale
+// and a zero point for each channel.
 
 #ifndef DDP_QUANT_HOOKS_AFFINE_MATH_H
 #define DDP_QUANT_HOOKS_AFFINE_MATH_H
@@ -33,7 +34,7 @@ BLOCK_MATH Parameters parameters_of(Extremes extremes) {
     if (width == 0.0f) return {1.0f, 0.0f};
     // The difference of finite numbers can overflow.
     float scale = is_finite(width) ? width / kLevels : highest / kLevels - lowest / kLevels;
-    // Among the smallest numbers a quotient may be rounded down by a lot: the range must fit.
+    // Rounding may make a subnormal quotient much too small, but the range must fit.
     if (scale * kLevels < width && scale < kSmallestNormal) scale = float_of(bits_of(scale) + 1);
     float zero_point = static_cast<float>(-nearest(lowest / scale));
     return {scale, clamp_to(zero_point, kLevels)};
@@ -45,7 +46,7 @@ BLOCK_MATH uint8_t number_of(float value, Parameters by) {
     return static_cast<uint8_t>(number < 0 ? 0 : number > 255 ? 255 : number);
 }
 
-// ---- the mean over the ranks: a sum, whose terms are made smaller where it could overflow ----
+// ---- the mean over the ranks: a sum, with smaller terms where it could overflow ----
 
 BLOCK_MATH float shrink_for(float largest_scale) { return largest_scale >= 0x1p90f ? 0x1p-20f : 1.0f; }
 

@@ -1,8 +1,8 @@
-// The kernels on a GPU: encode, reduce and decode messages of quantized blocks.
+// The GPU kernels: encode, reduce and decode messages of quantized blocks.
 //
-// Python compiles this text with NVRTC for one kernel, dtype, format, block size and number of messages at a time
-// (kernels/gpu_programs.py): all of them are constants here. A message lies as in cpu_kernels.cpp, and the arithmetic
-// is block_math.h's, so every backend gives the same bits.
+// Python compiles this text with NVRTC for one kernel, dtype, format, block size and number of messages at a
+// time (kernels/gpu_programs.py): all of these are constants here. Messages have the layout of
+// cpu_kernels.cpp, and the arithmetic is that of block_math.h, so all backends give identical bits.
 //
 // A team of lanes has a block in its registers: a part of a warp, or several warps if the block is long. A lane has
 // units of it: kUnit values in a row of the block's first half, and those at the same place of its second half, which
@@ -23,27 +23,27 @@ struct Shard {  // consecutive values, and their message
     void* tensor;           // encode reads it, decode writes it
     uint8_t* message;       // encode and reduce write it
     const void* residual;   // added before encoding; null: none
-    void* new_residual;     // what the message loses; null: nowhere
+    void* new_residual;     // gets the rounding error; null: not needed
 };
 
-// What one launch works on; shards are the grid's second dimension. Python makes it (kernels/cuda.py), with the same
-// members in the same order. Pointers that a kernel does not use are null.
+// The parameter of a launch; shards are the grid's second dimension. Python makes it (kernels/cuda.py), with
+// the same members in the same order. Pointers that a kernel does not use are null.
 template <int kShards, int kMessages>
 struct Work {
     Shard shards[kShards];
-    const uint8_t* messages[kMessages];  // that are averaged: in rank order, of one shard after the other
+    const uint8_t* messages[kMessages];  // to average: in rank order, one shard after another
 };
 
 // ---- a team's block ----
 
-// A power of two: a lane for each unit up to a warp, and then as many as keep a lane's values in its registers.
+// A power of two: one lane per unit up to a warp, then as many as a lane's values need to stay in registers.
 BLOCK_MATH constexpr int lanes_for(int units, int block) {
     int lanes = 1;
     while (lanes < units && (lanes < kWarp || block > lanes * kMostValues)) lanes *= 2;
     return lanes;
 }
 
-// A lane's part of the block that its team has. kAligned: all tensors and messages start at multiples of 16 bytes.
+// A lane's part of its team's block. kAligned: all tensors and messages start at multiples of 16 bytes.
 template <class NumbersOfPayload, int kBlockValues, int kUnitValues, bool kAlignedMemory>
 struct Block {
     using Numbers = NumbersOfPayload;
@@ -57,10 +57,10 @@ struct Block {
     static constexpr int kUnitBytes = static_cast<int>(Numbers::bytes(2 * kUnit));
     static constexpr float kStep = 1.0f / Numbers::kLevels;
 
-    float values[kUnits][2][kUnit];  // of a unit in both halves
-    int64_t count, index, blocks;    // values of the shard; which block this is, of how many
+    float values[kUnits][2][kUnit];  // of each unit, in both halves
+    int64_t count, index, blocks;    // values of the shard; this block's index, and the number of blocks
     int lane;
-    bool there;  // a team behind the last block repeats that one and stores nothing
+    bool there;  // a team past the last block repeats that block and stores nothing
 
     __device__ __forceinline__ explicit Block(int64_t count) : count(count), blocks((count + kBlock - 1) / kBlock) {
         index = static_cast<int64_t>(blockIdx.x) * kTeams + threadIdx.x / kLanes;
@@ -69,7 +69,7 @@ struct Block {
         index = there ? index : blocks - 1;
     }
 
-    // Which of the team's units this is. A lane that has one less than others repeats the last one.
+    // The index of a unit in the team. A lane with one unit less than others repeats the last one.
     __device__ __forceinline__ int number_of_unit(int unit) const {
         int number = unit * kLanes + lane;
         return kUnitsOfTeam % kLanes == 0 || number < kUnitsOfTeam ? number : kUnitsOfTeam - 1;
@@ -77,7 +77,7 @@ struct Block {
     __device__ __forceinline__ bool stores(int unit) const {
         return there && (kUnitsOfTeam % kLanes == 0 || unit * kLanes + lane < kUnitsOfTeam);
     }
-    // Where in the block a unit starts, where in the shard, and how many of its values there are from there on.
+    // Where a unit starts in the block, where in the shard, and how many values the shard has from there on.
     __device__ __forceinline__ int place(int unit, int half) const { return half * kHalf + number_of_unit(unit) * kUnit; }
     __device__ __forceinline__ int64_t start(int unit, int half) const { return index * kBlock + place(unit, half); }
     __device__ __forceinline__ int64_t left(int unit, int half) const { return count - start(unit, half); }
@@ -105,7 +105,7 @@ struct Block {
 
     // ---- a unit's payload: as Numbers lays out a block of 2 kUnit values ----
 
-    // Where it is in a message: the bytes of the first half, or of both.
+    // Its place in a message: the bytes of the first half, or of both.
     __device__ __forceinline__ int64_t payload(int unit, int half) const {
         return index * Numbers::bytes(kBlock) + (kPacked ? place(unit, 0) : Numbers::bytes(place(unit, half)));
     }
@@ -167,7 +167,7 @@ BLOCK_MATH void add_residual(B& block, const void* residual) {
         }
 }
 
-// Of all values of the block, as `join` takes two of them together. All lanes of a thread block must come here.
+// Combines the numbers of all lanes of a team with `join`. All lanes of a thread block must call this.
 template <class B, class Join>
 BLOCK_MATH int32_t of_team(int32_t number, Join join) {
     #pragma unroll
@@ -176,7 +176,7 @@ BLOCK_MATH int32_t of_team(int32_t number, Join join) {
     if constexpr (B::kLanes > kWarp) {
         __shared__ int32_t of_warp[kThreads / kWarp];
         int thread = static_cast<int>(threadIdx.x), first = thread / B::kLanes * B::kLanes / kWarp;
-        __syncthreads();  // the last such numbers have been read
+        __syncthreads();  // the numbers of the last call have been read
         if (thread % kWarp == 0) of_warp[thread / kWarp] = number;
         __syncthreads();
         number = of_warp[first];
@@ -214,15 +214,15 @@ BLOCK_MATH int32_t largest_of_mean(const B& block) {
 
 // ---- rotating ----
 
-// Whether a team of this warp, or of this thread block where a team has several warps, has something to do.
+// Whether a team of this warp, or of this thread block if a team has several warps, has work.
 template <class B>
 BLOCK_MATH bool some_team(bool has) {
     if constexpr (B::kLanes > kWarp) return true;
     return largest_of<kWarp>(has);
 }
 
-// Sums and differences of all values a power of two apart, in the order of rotation.h. All lanes of a warp must come
-// here, or of a thread block where a team has several warps.
+// Sums and differences of all values a power of two apart, in the order of rotation.h. All lanes of a warp
+// must call this, or of a thread block if a team has several warps.
 template <class B>
 BLOCK_MATH void transform(float (&values)[B::kUnits][2][B::kUnit], int lane) {
     #pragma unroll
@@ -250,7 +250,7 @@ BLOCK_MATH void transform(float (&values)[B::kUnits][2][B::kUnit], int lane) {
                         other = exchanged(row[i], step);
                     } else {
                         __shared__ float of_thread[kThreads];
-                        __syncthreads();  // the last ones have been read
+                        __syncthreads();  // the last values have been read
                         of_thread[threadIdx.x] = row[i];
                         __syncthreads();
                         other = of_thread[threadIdx.x ^ static_cast<unsigned>(step)];
@@ -281,7 +281,7 @@ BLOCK_MATH void transform(float (&values)[B::kUnits][2][B::kUnit], int lane) {
         }
 }
 
-// Writes this lane's values, with the signs of their places.
+// Writes this lane's values with the signs of their places applied.
 template <class B>
 BLOCK_MATH void turn(const B& block, const float (&from)[B::kUnits][2][B::kUnit], float (&to)[B::kUnits][2][B::kUnit]) {
     #pragma unroll
@@ -293,8 +293,8 @@ BLOCK_MATH void turn(const B& block, const float (&from)[B::kUnits][2][B::kUnit]
                 to[unit][half][i] = turned_by(from[unit][half][i], sign_at(static_cast<uint32_t>(block.place(unit, half) + i)));
 }
 
-// Rotates the block if that pays. Returns its largest magnitude then, and 0 otherwise. All lanes of a thread block must
-// come here.
+// Rotates the block if that pays. Returns the largest magnitude of the rotated block, or 0 if it was not
+// rotated. All lanes of a thread block must call this.
 template <class B>
 BLOCK_MATH int32_t rotate_if_it_pays(const B& block, int32_t largest, float (&rotated)[B::kUnits][2][B::kUnit]) {
     int32_t limit = magnitude_bits(float_of(static_cast<uint32_t>(largest)) * kPeak), above = 0, smallest = kInfinityBits;
@@ -329,13 +329,14 @@ BLOCK_MATH void restore_if(bool rotated, const B& block, float (&values)[B::kUni
     if (rotated) memcpy(values, restored, sizeof restored);
 }
 
-// What a unit's payload lost of half its values, for the next step. `restored`: what the message has of them.
+// Stores the rounding errors of half a unit's values, for the next step. `restored`: the values in the
+// message.
 template <class Kept, class B>
 BLOCK_MATH void store_loss(const B& block, const Shard& shard, const float (&restored)[B::kUnit], int unit, int half,
                            int32_t largest) {
     int64_t start = block.start(unit, half), left = block.left(unit, half);
     Unit<Kept, B::kUnit> lost = {};
-    if (largest >= kInfinityBits) {  // a step that will not be made, so it must leave no trace
+    if (largest >= kInfinityBits) {  // no step will follow, so this one must leave no trace
         auto residual = static_cast<const typename Kept::Stored*>(shard.residual);
         if (residual) read_unit<Kept, B::kUnit, B::kAligned>(lost, residual + start, left);
     } else if (largest != 0) {
@@ -369,7 +370,7 @@ BLOCK_MATH void encode_block(B& block, const Shard& shard) {
     int32_t largest = kMean ? largest_of_mean(block) : largest_of_team(block, block.values);
     Encoding by = encoding_of(largest, B::Numbers::kLevels);
     bool has_numbers = largest != 0 && largest < kInfinityBits;
-    float numbers[B::kUnits][2][B::kUnit];  // what is written, of the values or of the rotated ones
+    float numbers[B::kUnits][2][B::kUnit];  // what to write: the values, or the rotated ones
     memcpy(numbers, block.values, sizeof numbers);
     bool is_turned = false;
     if constexpr (kRotate) {
@@ -418,8 +419,8 @@ BLOCK_MATH void encode_block(B& block, const Shard& shard) {
 // Which ranks' blocks are included: all, or only those that are rotated, or that are not.
 enum Which { kAll, kRotatedOnly, kPlainOnly };
 
-// Includes kCount ranks in the mean, after `before` others. All their memory is asked for before any of it is used.
-// Where not all are included, `included` counts those that are.
+// Includes kCount ranks in the mean, after `before` others. All their memory is requested before any of it is
+// used. If not all ranks are included, `included` counts those that are.
 template <Which kWhich, bool kFirst, int kCount, class B>
 BLOCK_MATH void include(B& block, const uint8_t* const* messages, int before, float shrink, int& included) {
     alignas(16) uint8_t bytes[kCount][B::kUnits][B::kUnitBytes];
@@ -450,7 +451,7 @@ BLOCK_MATH void include(B& block, const uint8_t* const* messages, int before, fl
     }
 }
 
-// Includes the blocks of all ranks that `kWhich` says.
+// Includes the blocks of all ranks that `kWhich` selects.
 template <Which kWhich, int kRanks, class B>
 BLOCK_MATH void include_ranks(B& block, const uint8_t* const* messages, float shrink, int& included) {
     constexpr int kMost = B::kUnitBytes * B::kUnits > 32 ? 2 : 4;  // ranks at a time, in registers
@@ -462,8 +463,8 @@ BLOCK_MATH void include_ranks(B& block, const uint8_t* const* messages, float sh
     if constexpr (kRest > 0) include<kWhich, false, kRest>(block, messages, kRanks - kRest, shrink, included);
 }
 
-// A block that is not finite on some rank is NaN. Ranks that rotated the block come first, so that their mean is
-// restored once. All lanes of a thread block must come here.
+// A block that is not finite on some rank is NaN. Ranks that rotated the block come first, so that their mean
+// is restored once. All lanes of a thread block must call this.
 template <bool kRotated, int kRanks, class B>
 BLOCK_MATH void average(B& block, const uint8_t* const* messages) {
     bool finite = true, some_rotated = false;

@@ -1,8 +1,9 @@
-// The arithmetic of one block, element by element: what every compiled backend shares.
+// The arithmetic of one block, element by element, shared by all compiled backends.
 //
-// A block is sent as small numbers q and one fp32 scale, the largest magnitude of its values. The same source is
-// compiled for processors (cpu_kernels.cpp) and for GPUs (block_kernels.cu). All of it is plain IEEE fp32 and integer arithmetic, one rounding per operator in the order written (compile without
-// contraction to fused multiply-add), so every instruction set and torch's own operators give equal bits.
+// A block is sent as small numbers q and one fp32 scale, the largest magnitude of its values. The same source
+// is compiled for processors (cpu_kernels.cpp) and for GPUs (block_kernels.cu). It consists of plain IEEE
+// fp32 and integer arithmetic, with one rounding per operator in the order written (compile without
+// contraction to fused multiply-add), so all instruction sets and torch's own operators give identical bits.
 
 #ifndef DDP_QUANT_HOOKS_BLOCK_MATH_H
 #define DDP_QUANT_HOOKS_BLOCK_MATH_H
@@ -39,11 +40,11 @@ BLOCK_MATH float float_of(uint32_t bits) {
     return value;
 }
 
-// NaN is the same NaN everywhere: processors differ in what they make of one.
+// One fixed NaN: processors differ in the NaN that they produce.
 BLOCK_MATH float quiet_nan() { return float_of(0x7fc00000u); }
 
-// Ordered as the magnitudes are, with infinity above every number and NaN above infinity. A maximum of
-// floats would drop a NaN.
+// Ordered like the magnitudes, with infinity above every number and NaN above infinity. A maximum of floats
+// would drop a NaN.
 BLOCK_MATH int32_t magnitude_bits(float value) { return static_cast<int32_t>(bits_of(value) & 0x7fffffffu); }
 
 BLOCK_MATH bool is_finite(float value) { return magnitude_bits(value) < kInfinityBits; }
@@ -71,8 +72,8 @@ BLOCK_MATH uint16_t bfloat16_of(float value) {
 
 BLOCK_MATH float float_of_float16(uint16_t half) {
     uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
-    // Exponent and mantissa where fp32 has them; the power of two makes up for the exponents' bias, and a
-    // subnormal half becomes normal on the way.
+    // Move exponent and mantissa to their places in fp32. The power of two corrects the exponent's bias, and
+    // makes a subnormal half normal.
     uint32_t finite = bits_of(float_of(magnitude << 13) * 0x1p112f);
     uint32_t special = (magnitude << 13) | 0x7f800000u;
     return float_of(sign | (magnitude >= 0x7c00u ? special : finite));
@@ -95,7 +96,7 @@ BLOCK_MATH uint16_t float16_of(float value) {
 struct Encoding {
     float shift;    // a power of two that keeps `inverse` a normal number
     float inverse;  // levels / largest magnitude, of shifted values
-    float scale;    // what travels: the largest magnitude, 0 or NaN
+    float scale;    // what is sent: the largest magnitude, 0 or NaN
 };
 
 BLOCK_MATH float shift_for(float largest) {
@@ -113,14 +114,14 @@ BLOCK_MATH Encoding encoding_of(int32_t largest, float levels) {
 
 BLOCK_MATH float scaled(float value, Encoding by) { return (value * by.shift) * by.inverse; }
 
-// Round to the nearest integer, ties to even, for |value| < 2^22: the sum leaves no room for a fraction.
+// Round to the nearest integer, ties to even, for |value| < 2^22: the sum has no bits left for a fraction.
 BLOCK_MATH int32_t nearest(float value) {
     return static_cast<int32_t>(bits_of(value + 12582912.0f)) - 0x4b400000;
 }
 
 BLOCK_MATH float decoded(float number, float step, float scale) { return scale * (number * step); }
 
-// The value that is encoded: with what earlier steps left over. A finite value stays finite.
+// The value to encode: the residual of earlier steps is added. A finite value stays finite.
 BLOCK_MATH float with_residual(float value, float residual) {
     float sum = clamp_to_finite(value + residual);
     return is_finite(value) ? sum : value;
@@ -131,17 +132,18 @@ BLOCK_MATH float with_residual(float value, float residual) {
 // A running mean, not a sum: equal values keep their bits, and only a difference can overflow.
 BLOCK_MATH float running_mean(float mean, float value, float weight) { return mean + (value - mean) * weight; }
 
-// What the scales of blocks this large are multiplied by, so that no difference overflows; undone afterwards.
+// The scales of blocks this large are multiplied by this, so that no difference overflows; undone afterwards.
 constexpr float kShrink = 0.25f;
 BLOCK_MATH bool must_shrink(float largest) { return largest >= 0x1p100f; }
 BLOCK_MATH float grown(float mean) { return clamp_to_finite(mean * (1.0f / kShrink)); }
 
-// ---- what numbers are in a payload: number i of the first half of a block, and of the second ----
+// ---- the numbers in a payload: number i of the first half of a block, and of the second ----
 
-// An integer of a few bits, in two's complement: with the sign bit turned it is `kBias` more than the number.
+// An integer of a few bits, in two's complement: with the sign bit flipped it is `kBias` more than the
+// number.
 template <int kBias>
 BLOCK_MATH float number_of(const uint8_t* bits, int64_t i, uint32_t mask, uint32_t sign, int shift) {
-#if defined(FOUR_AT_A_TIME)  // on a GPU, which converts four times fewer integers at a time than it adds floats
+#if defined(FOUR_AT_A_TIME)  // on a GPU, where converting integers has a quarter of the throughput of adding floats
     uint32_t word;
     memcpy(&word, bits + i / 4 * 4, 4);
     word = ((word >> shift) & (mask * 0x01010101u)) ^ (sign * 0x01010101u);

@@ -1,9 +1,9 @@
-// The kernels on the CPU: encode, reduce and decode messages of quantized blocks.
+// The CPU kernels: encode, reduce and decode messages of quantized blocks.
 //
 // A message of n values in blocks of B is [payload of ceil(n / B) blocks][one fp32 scale per block]; the last
-// block is filled up with zeros. The loops are plain, and the compiler makes vectors of them, once for every
-// instruction set below; which one runs is chosen when the library is used. The arithmetic is block_math.h's,
-// so all of them give the same bits.
+// block is padded with zeros. The loops are plain; the compiler vectorizes them, once for each instruction
+// set below, and the caller chooses one at run time. The arithmetic is that of block_math.h, so all of them
+// give identical bits.
 
 #include <algorithm>
 #include <cfenv>
@@ -22,8 +22,8 @@ using cpu_rotation::kMostBlock;               // a block of floats fits on the s
 constexpr int64_t kAheadBytes = 16 << 10;      // four pages
 constexpr int64_t kValuesPerThread = 1 << 18;  // starting a thread costs about as much as 20,000 values
 
-// What one call works on. Pointers that a kernel does not use are null. Python makes it (kernels/cpu.py), with the
-// same members in the same order.
+// The arguments of one call. Pointers that a kernel does not use are null. Python makes it (kernels/cpu.py),
+// with the same members in the same order.
 struct Work {
     int64_t values, block;
     void* tensor;                       // encode reads it, decode writes it
@@ -65,7 +65,7 @@ BLOCK_MATH int32_t smallest_of(const float* __restrict values, int64_t block) {
     return smallest;
 }
 
-// Writes the numbers of the values that `scaled` gives.
+// Writes the numbers for the values that `scaled` returns.
 template <class Numbers, class Scaled>
 BLOCK_MATH void write_scaled(int64_t half, Scaled scaled, uint8_t* __restrict payload) {
     if constexpr (Numbers::bytes(2) == 2)
@@ -78,7 +78,7 @@ template <class Numbers>
 BLOCK_MATH void write_numbers(const float* __restrict values, int64_t half, Encoding by, uint8_t* __restrict payload) {
     auto unshifted = [=](int64_t i) __attribute__((always_inline)) { return values[i] * by.inverse; };
     auto shifted = [=](int64_t i) __attribute__((always_inline)) { return scaled(values[i], by); };
-    if (by.shift == 1.0f)  // nearly always: one multiplication less
+    if (by.shift == 1.0f)  // the usual case: one multiplication less
         write_scaled<Numbers>(half, unshifted, payload);
     else
         write_scaled<Numbers>(half, shifted, payload);
@@ -91,7 +91,8 @@ BLOCK_MATH void decode_numbers(const uint8_t* __restrict payload, int64_t half, 
     for (int64_t i = 0; i < half; ++i) values[half + i] = decoded(Numbers::second(payload, i, half), step, scale);
 }
 
-// Rotates a block if that pays. Returns its largest magnitude then, and 0 otherwise.
+// Rotates a block if that pays. Returns the largest magnitude of the rotated block, or 0 if it was not
+// rotated.
 template <class Numbers, int kLanes>
 BLOCK_MATH int32_t rotate_if_it_pays(const float* __restrict values, int64_t block, int32_t largest,
                                      float* __restrict rotated) {
@@ -103,12 +104,12 @@ BLOCK_MATH int32_t rotate_if_it_pays(const float* __restrict values, int64_t blo
     return rotation_pays(largest, largest_rotated, block) ? largest_rotated : 0;
 }
 
-struct BFloat16Residual : Stored16<BFloat16> {  // of a block that is finite
+struct BFloat16Residual : Stored16<BFloat16> {  // for finite blocks
     BLOCK_MATH uint16_t narrow(float lost) { return bfloat16_of_finite(lost); }
 };
 
-// What the first `count` numbers of a payload lost of `values`. In two loops: vectors are as many values as bytes of
-// the payload fit into one, which are few in a short block.
+// Stores the rounding errors of the first `count` values. In two loops: one loop would use vectors as long as
+// the payload's bytes fill, which are few in a short block.
 template <class Numbers, class Kept>
 BLOCK_MATH void store_loss(const float* __restrict values, int64_t block, int64_t count,
                            const uint8_t* __restrict payload, float scale,
@@ -121,7 +122,7 @@ BLOCK_MATH void store_loss(const float* __restrict values, int64_t block, int64_
     for (int64_t i = 0; i < count; ++i) new_residual[i] = Kept::narrow(values[i] - decoded(numbers[i], step, scale));
 }
 
-// Writes a block's payload and scale, and what they lose to `new_residual` (null: nowhere).
+// Writes a block's payload and scale, and their rounding errors to `new_residual` (null: not needed).
 template <class Numbers, class Kept, int kLanes>
 BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int64_t count, bool may_be_rotated,
                              uint8_t* __restrict payload, uint8_t* scale, const typename Kept::Stored* residual,
@@ -132,7 +133,7 @@ BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int6
     if (largest == 0 || largest >= kInfinityBits) {
         memcpy(scale, &by.scale, 4);
         std::fill_n(payload, Numbers::bytes(block), uint8_t{0});
-        // Not finite: a step that will not be made, so it must leave no trace.
+        // Not finite: no step will follow, so this one must leave no trace.
         if (new_residual && largest && residual) memcpy(new_residual, residual, sizeof *residual * count);
         else if (new_residual) memset(new_residual, 0, sizeof *new_residual * count);
         return;
@@ -219,7 +220,7 @@ BLOCK_MATH void widen(const uint16_t* __restrict halves, int64_t count, float* _
     for (int64_t i = 0; i < count; ++i) values[i] = Half::widen(halves[i]);
 }
 
-// A mean that was finite stays so: quantized values and residuals can be a little larger than the largest.
+// A finite mean stays finite: quantized values and residuals can slightly exceed the largest number.
 template <class Half>
 BLOCK_MATH void narrow(const float* __restrict values, int64_t count, uint16_t* __restrict halves) {
     for (int64_t i = 0; i < count; ++i) halves[i] = Half::narrow(clamp_to(values[i], Half::kLargest));
@@ -244,7 +245,7 @@ struct BlockKernels {
     void (*add_residual[3][2])(const void*, const void*, int64_t, float*);
 };
 
-// Half a block can be shorter than a vector: where the compiler knows the length it takes shorter vectors.
+// Half a block can be shorter than a vector: if the compiler knows the length, it uses shorter vectors.
 #define COMMA ,
 #define WITH_USUAL_BLOCKS(length, CALL)                                                                        \
     switch (length) {                                                                                          \
@@ -294,11 +295,11 @@ struct BlockKernels {
          OF_RESIDUALS(add_residual, Stored16<Float16>)}};                                                                                         \
     }
 
-// `baseline` is what the compiler may assume anyway: SSE2 on x86-64, NEON on 64-bit ARM.
+// `baseline` is what the compiler may always assume: SSE2 on x86-64, NEON on 64-bit ARM.
 BLOCK_KERNELS(baseline, 4, )
 #if defined(__x86_64__)
 BLOCK_KERNELS(avx2, 8, __attribute__((target("avx2"))))
-#if defined(__clang__)  // which has no such attribute for the width
+#if defined(__clang__)  // it has no such attribute for the width
 BLOCK_KERNELS(avx512, 16, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
 #else
 BLOCK_KERNELS(avx512, 16, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512"))))
@@ -314,9 +315,9 @@ int64_t payload_bytes(int format, int64_t values) {
 }
 
 
-// Asks for memory that is needed soon, to read or to write it: the processor's own prefetching stops at the end
-// of a page. Encoding 25 MiB took 0.65 ms with it and 1.08 without, decoding 0.67 and 0.95 (AVX-512). It may ask
-// beyond the end, since nothing is read.
+// Requests memory that will be read or written soon: the processor's own prefetching stops at the end of a
+// page. Encoding 25 MiB took 0.65 ms with it and 1.08 without, decoding 0.67 and 0.95 (AVX-512). Requests
+// beyond the end are harmless, since nothing is read.
 template <int kToWrite>
 void prefetch(const void* memory, int64_t bytes) {
     auto start = reinterpret_cast<uintptr_t>(memory) + kAheadBytes;
@@ -325,7 +326,7 @@ void prefetch(const void* memory, int64_t bytes) {
 
 int64_t value_bytes(int dtype, int64_t values) { return dtype == kFloat32 ? 4 * values : 2 * values; }
 
-// Where value `start` of a residual is; null if there is none.
+// The address of value `start` of a residual; null without a residual.
 template <class Memory>
 Memory* residual_at(Memory* residual, const Work& work, int64_t start) {
     using Byte = std::conditional_t<std::is_const_v<Memory>, const uint8_t, uint8_t>;
@@ -431,7 +432,7 @@ std::vector<InstructionSet> instruction_sets() {  // the best first
 }
 
 void run_range(Kernel kernel, const BlockKernels& kernels, const Work& work, int64_t first, int64_t last) {
-    // Torch can make its threads flush subnormal numbers to zero: that would change bits on this rank alone.
+    // Torch can make its threads flush subnormal numbers to zero, which would change bits on this rank only.
     std::fenv_t environment;
     std::feholdexcept(&environment);
     std::fesetenv(FE_DFL_ENV);
@@ -449,7 +450,7 @@ void run(Kernel kernel, const BlockKernels& kernels, int threads, const Work& wo
         int64_t last = blocks * part / parts;
         try {
             others.emplace_back(run_range, kernel, std::cref(kernels), std::cref(work), first, last);
-        } catch (const std::exception&) {  // no more threads: this one does the rest
+        } catch (const std::exception&) {  // no more threads available: this one does the rest
             break;
         }
         first = last;
@@ -460,7 +461,7 @@ void run(Kernel kernel, const BlockKernels& kernels, int threads, const Work& wo
 
 }  // namespace
 
-// ---- the interface; what it is given has been checked ----
+// ---- the interface; its arguments have been checked ----
 
 #define EXPORTED __attribute__((visibility("default")))
 
@@ -476,10 +477,12 @@ EXPORTED int quant_instruction_set_available(int index) {
     return index >= 0 && index < static_cast<int>(sets.size()) && sets[index].available;
 }
 
-// Of the functions here and of Work. A library that was built from other sources must not be called.
+// The version of the functions here and of Work. A library that was built from other sources must not be
+// called.
 EXPORTED int quant_abi() { return 2; }
 
-// Returns 0; 1 if there is no such kernel, or no such instruction set on this processor; 2 if there is no memory.
+// Returns 0; 1 if there is no such kernel, or no such instruction set on this processor; 2 without enough
+// memory.
 EXPORTED int quant_run(int kernel, int instruction_set, int threads, const Work* work) {
     constexpr Kernel all[] = {encode_blocks, reduce_blocks, decode_blocks};
     if (kernel < 0 || kernel >= 3 || !quant_instruction_set_available(instruction_set)) return 1;

@@ -1,5 +1,6 @@
-// The rotation of a block on the CPU (rotation.h), in vectors of kLanes floats. The compiler makes none of loops whose
-// steps are shorter than a vector, so these are written as vectors, in what GCC and Clang know on every processor.
+// The rotation of a block on the CPU (rotation.h), in vectors of kLanes floats. The compiler does not
+// vectorize loops whose steps are shorter than a vector, so these are written as vectors, with extensions
+// that GCC and Clang support on every processor.
 
 #ifndef DDP_QUANT_HOOKS_CPU_ROTATION_H
 #define DDP_QUANT_HOOKS_CPU_ROTATION_H
@@ -27,7 +28,7 @@ struct Vectors {
     typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
 };
 
-// Sums and differences of the values kStep apart in a vector: at the lower place a + b, at the upper -b + a.
+// Sums and differences of values kStep apart in a vector: a + b at the lower place, -b + a at the upper.
 template <int kLanes, int kStep, int... kLane>
 BLOCK_MATH void add_within(typename Vectors<kLanes>::Floats& values, std::integer_sequence<int, kLane...>) {
     using Floats = typename Vectors<kLanes>::Floats;
@@ -41,7 +42,7 @@ BLOCK_MATH void add_within(typename Vectors<kLanes>::Floats& values, std::intege
     values = reinterpret_cast<Floats>(reinterpret_cast<Bits>(values) ^ kUpper) + others;
 }
 
-// The transform of kVectors vectors in a row, from one place to another or to the same.
+// The transform of kVectors consecutive vectors, to another place or in place.
 template <int kLanes, int kVectors, bool kSignsBefore>
 BLOCK_MATH void transform_part(const float* from, float* to, const uint32_t* signs) {
     using Floats = typename Vectors<kLanes>::Floats;
@@ -102,7 +103,7 @@ BLOCK_MATH void rotate(const float* values, float* rotated, int64_t block) {
     transform<kLanes, true>(values, rotated, block);
 }
 
-// Of numbers times their restoring scale.
+// Takes numbers times their restoring scale.
 template <int kLanes>
 BLOCK_MATH void restore(float* values, int64_t block) {
     transform<kLanes, false>(values, values, block);

@@ -1,4 +1,4 @@
-// How the kernels on a GPU read and write values: 16 bytes at a time where memory is aligned.
+// How the GPU kernels read and write values: 16 bytes at a time where memory is aligned.
 
 #ifndef DDP_QUANT_HOOKS_GPU_MEMORY_H
 #define DDP_QUANT_HOOKS_GPU_MEMORY_H
@@ -16,7 +16,8 @@ struct alignas(kBytes) Piece {
     uint32_t words[kBytes / 4];
 };
 
-// Stores a piece as one. Compilers for sm_80 and sm_90 make a store of each word otherwise (NVRTC 13.5).
+// Stores a piece in one instruction. Compilers for sm_80 and sm_90 store each word separately otherwise
+// (NVRTC 13.5).
 template <int kBytes>
 BLOCK_MATH void store_piece(void* memory, const Piece<kBytes>& piece) {
 #if defined(__CUDACC_RTC__)
@@ -80,7 +81,7 @@ template <class Half>
 struct Stored16 {
     using Stored = uint16_t;
     BLOCK_MATH float widen(uint16_t value) { return Half::widen(value); }
-    // A mean that was finite stays so: quantized values and residuals can be a little larger than the largest.
+    // A finite mean stays finite: quantized values and residuals can slightly exceed the largest number.
     BLOCK_MATH uint16_t narrow(float value) { return Half::narrow(clamp_to(value, Half::kLargest)); }
 };
 
@@ -133,7 +134,7 @@ BLOCK_MATH void store(typename Value::Stored* to, const float* values, int64_t c
 
 BLOCK_MATH int32_t larger(int32_t left, int32_t right) { return left > right ? left : right; }
 
-// Among each kLanes lanes, a power of two. All lanes of a warp must come here.
+// The largest number of each kLanes lanes, a power of two. All lanes of a warp must call this.
 template <int kLanes>
 BLOCK_MATH int32_t largest_of(int32_t number) {
     #pragma unroll

@@ -1,9 +1,9 @@
 // Which blocks are rotated before they are encoded, and how: element by element, for every compiled backend.
 //
-// A few large values make a block's scale large, and then the others have hardly any numbers left. The rotation
-// spreads every value over the whole block: values get fixed random signs, and then the Walsh-Hadamard transform,
-// sums and differences of values 1, 2, 4, ... apart. Its numbers are sent with the scale's sign bit set. The same
-// transform with the signs behind it, over the number of values, restores the block.
+// A few large values make a block's scale large, which leaves hardly any levels for the others. The rotation
+// spreads every value over the whole block: values get fixed random signs, and then the Walsh-Hadamard
+// transform, sums and differences of values 1, 2, 4, ... apart. Its numbers are sent with the scale's sign
+// bit set. The same transform, followed by the signs and divided by the number of values, restores the block.
 
 #ifndef DDP_QUANT_HOOKS_ROTATION_H
 #define DDP_QUANT_HOOKS_ROTATION_H
@@ -12,7 +12,8 @@
 
 namespace block_math {
 
-// The sign bit that the value at a place of its block is turned by. A hash, so that no pattern of a gradient fits it.
+// The sign bit to flip for the value at a place of its block. A hash, so that no pattern of a gradient
+// matches it.
 BLOCK_MATH constexpr uint32_t sign_at(uint32_t place) {
     uint32_t hash = (place + 1u) * 0x9e3779b1u;
     hash = (hash ^ (hash >> 15)) * 0x85ebca6bu;
@@ -36,28 +37,29 @@ BLOCK_MATH float root_of(int64_t block) {
     return static_cast<float>(1 << log2 / 2) * (log2 % 2 ? 1.41421356237309504880f : 1.0f);
 }
 
-// Whether rotating a block may pay: few of its values are above this part of the largest. `above`: how many.
+// Whether rotating a block may pay: few of its values are above this fraction of the largest. `above`: how
+// many.
 constexpr float kPeak = 0.25f;
 template <class Numbers>
 BLOCK_MATH bool is_peaked(int32_t above, int64_t block) {
     return above * Numbers::kPeaked < static_cast<int32_t>(block);
 }
 
-// Whether nothing that the rotation makes can overflow or become a subnormal number. A zero must stay one, too: it is
-// a parameter that took no part.
+// Whether no result of the rotation can overflow or be subnormal. Blocks with zeros are not rotated, because
+// a zero must stay zero: it belongs to a parameter that took no part.
 BLOCK_MATH bool may_rotate(int32_t smallest, int32_t largest) {
     constexpr int32_t kLow = (127 - 100) << 23, kHigh = (127 + 100) << 23;  // 2^-100 and 2^100
     return smallest > 0 && largest >= kLow && largest <= kHigh;
 }
 
-// Whether the rotated block loses less, given the largest magnitudes of both.
+// Whether the rotated block has smaller rounding errors, given the largest magnitudes of both.
 BLOCK_MATH bool rotation_pays(int32_t largest, int32_t rotated, int64_t block) {
     return float_of(static_cast<uint32_t>(rotated)) < float_of(static_cast<uint32_t>(largest)) * root_of(block);
 }
 
 BLOCK_MATH bool is_rotated(float scale) { return bits_of(scale) >> 31; }
 
-// What the numbers of a rotated block are multiplied by, so that the transform restores it; exact.
+// The factor for the numbers of a rotated block before the transform restores it; exact.
 BLOCK_MATH float restoring(float scale, int64_t block) {
     return is_rotated(scale) ? -scale * (1.0f / static_cast<float>(block)) : scale;
 }

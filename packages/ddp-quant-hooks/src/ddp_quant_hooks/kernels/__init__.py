@@ -45,17 +45,16 @@ def encode(
     block with a NaN or an infinity gets the scale NaN.
 
     With ``layout.rotate`` a block is rotated first if fewer than a third of its values (8 bits; half, with 4)
-    are above a quarter of the largest, and if its step becomes smaller by that: its values get fixed random
-    signs and then the Walsh-Hadamard transform, so that a few large values do not cost the others their
-    accuracy. Not if a value is zero, or the largest not between 2^-100 and 2^100: such blocks are what
-    they are without it.
+    are above a quarter of the largest, and if that makes its step smaller: its values get fixed random signs
+    and then the Walsh-Hadamard transform, so that a few large values do not cost the others their accuracy. A
+    block is never rotated if one of its values is zero, or if the largest is not between 2^-100 and 2^100.
 
     Args:
         values: Flat and contiguous; fp32, bf16 or fp16.
-        message: Where to; uint8, ``layout.message_bytes(values.numel())`` long.
+        message: The output; uint8, ``layout.message_bytes(values.numel())`` long.
         layout: Of the message.
-        residual: Added to the values first; fp32 or bf16, as long as they.
-        new_residual: Where to write what the message loses of the sum; of the same dtype, no memory in
+        residual: Added to the values first; fp32 or bf16, of the same length.
+        new_residual: The output for the rounding error of the sum; of the same dtype, without memory in
             common with ``residual``. For a block that is not finite, ``residual`` again, or zero.
 
     Raises:
@@ -79,7 +78,7 @@ def encode_shards(
 
     Args:
         values: As for :func:`encode`.
-        messages: Where to; one for each shard as :func:`ddp_quant_hooks.chunks.shards` cuts the values,
+        messages: The output; one for each shard as :func:`ddp_quant_hooks.chunks.shards` cuts the values,
             at block boundaries.
         layout: Of the messages.
         residual: As for :func:`encode`, of all values.
@@ -102,16 +101,16 @@ def reduce(
     residual: torch.Tensor | None = None,
     new_residual: torch.Tensor | None = None,
 ) -> None:
-    """Quantize the mean of several messages' values anew.
+    """Quantize the mean of several messages' values again.
 
-    The mean is in fp32, in the order of ``messages``; those come first in which a block is rotated.
-    A block that is not finite in one of them is NaN.
+    The mean is computed in fp32, in the order of ``messages``, except that messages with a rotated block come
+    first. A block that is not finite in one of them is NaN.
 
     Args:
         messages: At least one, from :func:`encode`.
         layout: Of ``messages``.
         values: How many values are in each; at least 0.
-        message: Where to; uint8. It may be one of ``messages`` if the layouts are equal.
+        message: The output; uint8. It may be one of ``messages`` if the layouts are equal.
         message_layout: Of ``message``; the same block size as ``layout``.
         residual: As for :func:`encode`, of the mean.
         new_residual: As for :func:`encode`.
@@ -135,7 +134,7 @@ def decode(messages: Sequence[torch.Tensor], layout: Layout, values: torch.Tenso
     Args:
         messages: At least one, from :func:`encode` or :func:`reduce`.
         layout: Of ``messages``.
-        values: Where to; flat and contiguous; fp32, bf16 or fp16.
+        values: The output; flat and contiguous; fp32, bf16 or fp16.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`encode`; or no message.
@@ -144,7 +143,7 @@ def decode(messages: Sequence[torch.Tensor], layout: Layout, values: torch.Tenso
 
 
 def decode_shards(messages: Sequence[torch.Tensor], layout: Layout, values: torch.Tensor) -> None:
-    """Restore values of which each shard has a message of its own, in one launch.
+    """Restore values whose shards have a message each, in one launch.
 
     Args:
         messages: One for each shard, as for :func:`encode_shards`.
@@ -162,7 +161,7 @@ def affine_encode(values: torch.Tensor, message: torch.Tensor, layout: AffineLay
 
     Args:
         values: Flat and contiguous; fp32, bf16, fp16 or fp64.
-        message: Where to; uint8, ``layout.message_bytes`` long.
+        message: The output; uint8, ``layout.message_bytes`` long.
         layout: Of the message.
 
     Raises:
@@ -178,7 +177,7 @@ def affine_decode(messages: Sequence[torch.Tensor], layout: AffineLayout, values
     Args:
         messages: From :func:`affine_encode`.
         layout: Of ``messages``.
-        values: Where to; flat and contiguous; fp32, bf16, fp16 or fp64.
+        values: The output; flat and contiguous; fp32, bf16, fp16 or fp64.
 
     Raises:
         TypeError, ValueError, RuntimeError: As :func:`encode`.
@@ -188,6 +187,6 @@ def affine_decode(messages: Sequence[torch.Tensor], layout: AffineLayout, values
 
 
 def _require_length(values: torch.Tensor, layout: AffineLayout) -> None:
-    """Raise if the values are not as many as the layout is of: messages of a few more are as long."""
+    """Raise unless the number of values is the layout's: messages of a few more have the same length."""
     if values.numel() != layout.values:
         raise ValueError(f"values must be {layout.values} long, as the layout says, got {values.numel()}")

@@ -1,4 +1,4 @@
-"""What the kernels refuse, whichever backend would run, before anything is written."""
+"""Checks of the kernels' arguments, for every backend, before anything is written."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 RESIDUAL_DTYPES = (torch.float32, torch.bfloat16)
-"""What residuals may be kept in. fp16 has not the range: what small gradients lose would be zero."""
+"""The dtypes of residuals. fp16 lacks the range: rounding errors of small gradients would be zero."""
 
 Named = Mapping[str, Sequence[torch.Tensor | None]]
 
@@ -35,7 +35,7 @@ def check_flat(
     device: torch.device,
     alignment: int | None = None,
 ) -> None:
-    """Raise unless ``tensor`` is a flat tensor of the length, on the device, in memory as kernels read it."""
+    """Raise unless ``tensor`` is flat, of this length, on the device, and in memory as kernels read it."""
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name} must be of {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if tensor.dim() != 1 or tensor.numel() != length or not tensor.is_contiguous():
@@ -63,7 +63,7 @@ def check_messages(
     device: torch.device,
     name: str = "messages",
 ) -> None:
-    """Raise unless there are messages, each of as many values as ``values`` says."""
+    """Raise unless there are messages, each with the number of values in ``values``."""
     if not messages:
         raise ValueError("there must be at least one message")
     before, size = -1, 0
@@ -88,7 +88,7 @@ def check_affine_messages(
 
 
 def _is_message(tensor: torch.Tensor, length: int, device: torch.device, alignment: int) -> bool:
-    """Tell fast whether nothing is wrong; :func:`check_flat` says what is."""
+    """Return quickly whether all is right; :func:`check_flat` says what is wrong."""
     return (
         tensor.dtype is torch.uint8
         and tensor.dim() == 1
@@ -103,7 +103,7 @@ def _is_message(tensor: torch.Tensor, length: int, device: torch.device, alignme
 def check_residuals(
     residual: torch.Tensor | None, new_residual: torch.Tensor | None, length: int, device: torch.device
 ) -> None:
-    """Raise unless each residual that is there fits the values and the other one."""
+    """Raise unless the given residuals fit the values and each other."""
     for name, tensor in (("residual", residual), ("new_residual", new_residual)):
         if tensor is not None:
             check_flat(name, tensor, RESIDUAL_DTYPES, length, device)
@@ -114,12 +114,12 @@ def check_residuals(
 
 
 def present(named: Named) -> list[torch.Tensor]:
-    """Return the tensors that are there."""
+    """Return the tensors that are not ``None``."""
     return [tensor for tensors in named.values() for tensor in tensors if tensor is not None]
 
 
 def share_memory(tensors: Iterable[torch.Tensor]) -> bool:
-    """Tell whether two contiguous tensors have a byte in common."""
+    """Return whether any two of these contiguous tensors have a byte in common."""
     spans = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
     spans.sort()
     last_end = 0
@@ -155,7 +155,7 @@ def refuse_overlaps(written: Named, read: Named) -> None:
 
 
 def _place(name: str, index: int) -> str:
-    """Return how an error calls one of the tensors of an argument."""
+    """Return the name of one of an argument's tensors, for errors."""
     return f"{name}[{index}]" if name == "messages" else name
 
 

@@ -1,4 +1,4 @@
-"""What a backend of the kernels provides. Its arguments have been checked; no shard is empty."""
+"""The interface of the kernels' backends. Their arguments have been checked; no shard is empty."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Backend", "Outgoing"]
 
 
 class Outgoing(NamedTuple):
-    """Where an encoding goes.
+    """The outputs of an encoding, and its residual.
 
     Attributes:
         message: The message.
         residual: Added to the values first; ``None``: nothing.
-        new_residual: Gets what the message loses; ``None``: nobody asks. Of the same dtype.
+        new_residual: Gets the rounding error of the message; ``None``: not needed. Of the same dtype.
     """
 
     message: torch.Tensor
@@ -32,7 +32,7 @@ class Outgoing(NamedTuple):
         return None if either is None else either.dtype
 
     def addresses(self) -> tuple[int, int, int]:
-        """Return where the three lie in memory, as compiled kernels take them; 0 for what is not there."""
+        """Return the addresses of the three, as compiled kernels take them; 0 for ``None``."""
         message, residual, new_residual = self
         return (
             message.data_ptr(),

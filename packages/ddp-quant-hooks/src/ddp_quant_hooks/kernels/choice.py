@@ -20,14 +20,14 @@ _log = logging.getLogger(__name__)
 
 
 def backend_for(device: torch.device) -> Backend:
-    """Return what computes on tensors of ``device``."""
+    """Return the backend for tensors of ``device``."""
     if device.type == "cpu" and isinstance(compiled := _cpu_kernels(), CpuKernels):
         return compiled
     return cuda_kernels_for(device) or torch_ops
 
 
 def cuda_kernels_for(device: torch.device) -> CudaKernels | None:
-    """Return the CUDA kernels for a tensor's device, if that is what computes there."""
+    """Return the CUDA kernels for a tensor's device, if they are in use there."""
     if device.type != "cuda":
         return None
     found = _cuda_kernels(device.index)
@@ -64,7 +64,7 @@ def _cpu_kernels() -> CpuKernels | OSError:
 
 @cache
 def _cuda_kernels(index: int) -> CudaKernels | str:
-    """Return a GPU's kernels, or what is missing; which is logged, once."""
+    """Return a GPU's kernels, or what is missing, which is logged once."""
     device = torch.device("cuda", index)
     if torch.version.cuda is None:
         return "this build of torch is not for CUDA"
@@ -73,7 +73,7 @@ def _cuda_kernels(index: int) -> CudaKernels | str:
     else:
         try:
             return CudaKernels(device)
-        except Exception as error:  # noqa: BLE001 - whatever does not work here, torch's operators do
+        except Exception as error:  # noqa: BLE001 - torch's operators work in any case
             missing = f"cuda-core does not work here: {error}; {_how_to_get_it()}"
     _log.warning("gradients on %s are quantized by torch's operators, which is slow: %s", device, missing)
     return missing

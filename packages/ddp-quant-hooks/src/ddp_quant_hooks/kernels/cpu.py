@@ -27,7 +27,7 @@ _NO_MEMORY = 2
 
 
 class _Work(ctypes.Structure):
-    """What one call works on, as the library lays it out (csrc/cpu_kernels.cpp)."""
+    """The arguments of one call, as the library lays them out (csrc/cpu_kernels.cpp)."""
 
     _fields_ = (
         ("values", ctypes.c_int64),
@@ -79,9 +79,9 @@ class CpuKernels:
         if instruction_set not in available:
             raise ValueError(f"this processor has {', '.join(available)}, not {instruction_set!r}")
         self.instruction_set = instruction_set
-        """The one that runs."""
+        """The instruction set in use."""
         self.available = list(available)
-        """Those that this processor can run, the best first."""
+        """The instruction sets that this processor can run, the best first."""
         self._index = available[instruction_set]
 
     def _available(self) -> dict[str, int]:

@@ -33,24 +33,24 @@ _T = TypeVar("_T")
 
 _ALIGNMENT = 16
 
-# What one launch is given: ``Work`` of csrc/block_kernels.cu or csrc/affine_kernels.cu, all words of 64 bits.
+# The parameter of a launch: ``Work`` of csrc/block_kernels.cu or csrc/affine_kernels.cu, all 64-bit words.
 _MOST_WORDS = 4096 // 8
-"""On every architecture."""
+"""The most words of a parameter, on every architecture."""
 _SHARD_WORDS = 5
 _Row: TypeAlias = tuple[int, int, int, int, int]
 """``Shard`` in csrc/block_kernels.cu: values, tensor, message, residual, new_residual."""
 _AFFINE_WORDS = 5
-"""Before the messages: values, channel, tensor, message, extremes."""
+"""The words before the messages: values, channel, tensor, message, extremes."""
 _MOST_THREAD_BLOCKS = 2**31 - 1
 
 _Parameters = ctypes.c_char_p * 1
-"""A pointer to each parameter of a kernel. They keep what they point to."""
+"""A pointer to each parameter of a kernel. It keeps alive what it points to."""
 
 
 class CudaKernels:
     """The kernels on one GPU.
 
-    A launch waits for nothing, and can be captured in a CUDA graph once the same kernel has run.
+    A launch does not block, and can be captured in a CUDA graph once the same kernel has run.
 
     Args:
         device: The GPU.
@@ -62,16 +62,16 @@ class CudaKernels:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Optional: only who has a GPU needs them.
+        # Optional dependencies, needed only with a GPU.
         from cuda.bindings import driver, nvrtc  # noqa: PLC0415
 
         self._driver = driver
         self._device = device
         major, minor = torch.cuda.get_device_capability(device)
         self.architecture = f"sm_{major}{minor}"
-        """What is compiled for."""
+        """The architecture that kernels are compiled for."""
         self.compiler = "NVRTC {}.{}".format(*nvrtc.nvrtcVersion()[1:])
-        """What compiles."""
+        """The compiler."""
         self._kernels: dict[GpuProgram, tuple[Any, Any]] = {}
         self._ready = threading.local()
         with torch.cuda.device(device):  # find out now whether all of it works
@@ -94,7 +94,7 @@ class CudaKernels:
         residual: torch.Tensor | None,
         new_residual: torch.Tensor | None,
     ) -> None:
-        """Write the message of each part of the values: tensors of the parts would take longer to make."""
+        """Write the message of each part of the values, without the time to make tensors of the parts."""
         out = Outgoing(messages[0], residual, new_residual)
         dtype = out.residual_dtype
         size, kept_size = values.element_size(), 0 if dtype is None else dtype.itemsize
@@ -155,7 +155,7 @@ class CudaKernels:
     def decode_parts(
         self, messages: Sequence[torch.Tensor], lengths: Sequence[int], layout: Layout, values: torch.Tensor
     ) -> None:
-        """Write each part of the values from its message, without a tensor of each."""
+        """Write each part of the values from its message, without making tensors of the parts."""
         tensor, size, shards = values.data_ptr(), values.element_size(), []
         for length, message in zip(lengths, messages, strict=True):
             if length:
@@ -233,7 +233,7 @@ class CudaKernels:
             raise RuntimeError(f"{program.call} did not start on {self._device}: {code.name}")
 
     def _kernel(self, program: GpuProgram) -> tuple[Any, Any]:
-        """Return the loaded kernel of a program, and as the driver knows it. The device must be current."""
+        """Return the loaded kernel of a program, and the driver's handle. The device must be current."""
         if not hasattr(self._ready, "device"):
             from cuda.core import Device  # noqa: PLC0415 - as above
 
@@ -251,7 +251,7 @@ class CudaKernels:
 
 
 def _room_for_shards(ranks: int) -> int:
-    """Return how many shards fit into one launch, with as many messages each."""
+    """Return how many shards fit into one launch, with ``ranks`` messages each."""
     return _MOST_WORDS // (_SHARD_WORDS + ranks)
 
 
@@ -264,7 +264,7 @@ def _batches(shards: Sequence[_T], ranks: int = 1) -> list[Sequence[_T]]:
 
 
 def _channels_aligned(channel: int, pointers: list[int]) -> bool:
-    """Tell whether threads may read and write four values at a time, wherever a channel starts."""
+    """Return whether threads may read and write four values at a time, wherever a channel starts."""
     return channel % 4 == 0 and _are_aligned(pointers)
 
 
@@ -276,5 +276,5 @@ def _rows_aligned(rows: Sequence[_Row]) -> bool:
 
 
 def _are_aligned(pointers: Sequence[int]) -> bool:
-    """Tell whether all start at multiples of 16 bytes: none has a lower bit."""
+    """Return whether all are multiples of 16: no lower bit is set."""
     return functools.reduce(operator.or_, pointers) % _ALIGNMENT == 0

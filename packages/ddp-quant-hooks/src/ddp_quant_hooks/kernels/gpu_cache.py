@@ -19,15 +19,15 @@ _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 class _CheckedCache(FileStreamProgramCache):  # type: ignore[misc] # has no types
-    """cuda-core's cache (whole entries, found by source, options and NVRTC version) with a checksum each.
+    """cuda-core's cache (whole entries, keyed by source, options and NVRTC version), with checksums.
 
-    What is damaged counts as not there, and what cannot be written is not kept.
+    A damaged entry counts as missing, and one that cannot be written is not kept.
     """
 
     def __getitem__(self, key: bytes | str) -> bytes:
         try:
             entry = bytes(super().__getitem__(key))
-        except OSError as error:  # another user's, say
+        except OSError as error:  # such as another user's file
             _log.warning("a compiled kernel on disk cannot be read: %s", error)
             raise KeyError(key) from error
         digest, code = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
@@ -47,8 +47,8 @@ class _CheckedCache(FileStreamProgramCache):  # type: ignore[misc] # has no type
 def open_cache(folder: Path) -> FileStreamProgramCache | None:
     """Return the cache in a folder; ``None``, with a line in the log, if there can be none.
 
-    The folder is made if need be, for this user alone. One that another user could write is not used:
-    its checksums tell damage, not what somebody put there.
+    The folder is made if necessary, for this user alone. One that another user could write is not used:
+    checksums detect damage, not code that somebody put there.
     """
     try:
         for part in (folder, folder / "entries", folder / "tmp"):

@@ -1,7 +1,7 @@
 """The GPU kernels as text for NVRTC, and compiled: no GPU is needed for any of this.
 
-Each program has one kernel, for one dtype, format, block size and number of messages. What was compiled
-is kept on disk, for all processes of a user.
+Each program has one kernel, for one dtype, format, block size and number of messages. Compiled code is kept
+on disk, for all processes of a user.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ _VALUES = {
     torch.bfloat16: "Stored16<BFloat16>",
     torch.float16: "Stored16<Float16>",
 }
-_RESIDUALS: dict[torch.dtype | None, str] = {None: "NoResiduals"}
-_RESIDUALS.update(_VALUES)
 
 _CPP = {True: "true", False: "false"}
 
@@ -57,10 +55,10 @@ class GpuProgram:
     """One kernel, as C++ text.
 
     Attributes:
-        file: Of the kernel, in ``csrc``.
+        file: The kernel's file in ``csrc``.
         call: The kernel with its template's arguments.
-        work: The type of what it works on, its only parameter.
-        threads: Of a thread block.
+        work: The type of its only parameter.
+        threads: The number of threads in a thread block.
         blocks_at_a_time: Blocks, or channels' pieces, that a thread block works on.
         checks: What must be true for the numbers here to be the kernel's, in C++.
         at_least: Thread blocks that a multiprocessor must have room for; 0: the compiler decides.
@@ -75,7 +73,7 @@ class GpuProgram:
     at_least: int = 0
 
     def entry(self, name: str = "kernel") -> str:
-        """Return the kernel's definition under a name, to put behind its file's text."""
+        """Return the kernel's definition under a name, to append to its file's text."""
         declaration = f"void {name}(const __grid_constant__ {self.work} work)"
         bounds = f"kThreads, {self.at_least}" if self.at_least else "kThreads"
         return (
@@ -93,7 +91,7 @@ class GpuProgram:
 
 @functools.cache
 def source(file: str) -> str:
-    """Return a file of ``csrc`` with what it includes of ours in the place of its first mention."""
+    """Return a file of ``csrc`` with our own includes expanded where they first occur."""
     seen: set[str] = set()
 
     def include(match: re.Match[str]) -> str:
@@ -109,7 +107,7 @@ def source(file: str) -> str:
     return "#define FOUR_AT_A_TIME\n" + expand(file)
 
 
-@functools.cache  # asked for at every launch
+@functools.cache  # called at every launch
 def block_program(
     kernel: str,
     layout: Layout,
@@ -128,8 +126,8 @@ def block_program(
         layout: Of the messages.
         dtype: Of the values that are encoded or decoded.
         new_layout: Of the message that ``reduce`` writes.
-        aligned: All tensors and messages start at multiples of 16 bytes.
-        shards: How many there are.
+        aligned: Whether all tensors and messages start at multiples of 16 bytes.
+        shards: The number of shards.
         ranks: How many messages are averaged.
         residual_dtype: Of the residuals of ``encode`` and ``reduce``; ``None``: there are none.
     """
@@ -137,14 +135,14 @@ def block_program(
     if kernel == "reduce":
         assert new_layout is not None
         unit = 8
-        kept, new_numbers = _RESIDUALS[residual_dtype], _NUMBERS[new_layout.format]
+        kept, new_numbers = _stored_residuals(residual_dtype), _NUMBERS[new_layout.format]
         rotations = f"{_CPP[layout.rotate]}, {_CPP[new_layout.rotate]}"
         arguments = f"{kept}, {numbers}, {new_numbers}, {block}, {whole}, {rotations}, {ranks}"
         work = f"Work<1, {ranks}>"
     else:
         assert dtype is not None
         unit = 16 // dtype.itemsize
-        kept = f"{_RESIDUALS[residual_dtype]}, " if kernel == "encode" else ""
+        kept = f"{_stored_residuals(residual_dtype)}, " if kernel == "encode" else ""
         averaged = f", {ranks}" if kernel == "decode" else ""
         rotate = _CPP[layout.rotate]
         arguments = f"{_VALUES[dtype]}, {kept}{numbers}, {block}, {whole}, {rotate}, {shards}{averaged}"
@@ -152,13 +150,17 @@ def block_program(
     teams = _BLOCK_THREADS // lanes_of_team(block, unit)
     checks = f"kThreads == {_BLOCK_THREADS} && Block<{numbers}, {block}, {unit}, {whole}>::kTeams == {teams}"
     # The compiler would keep some kernels with residuals to so few registers that they do not suffice.
-    at_least = 4 if kernel == "encode" and residual_dtype is not None else 0
+    at_least = 0 if residual_dtype is None else 4
     call = f"{kernel}<{arguments}>"
     return GpuProgram("block_kernels.cu", call, work, _BLOCK_THREADS, teams, checks, at_least)
 
 
+def _stored_residuals(dtype: torch.dtype | None) -> str:
+    return "NoResiduals" if dtype is None else _VALUES[dtype]
+
+
 def lanes_of_team(block: int, unit: int) -> int:
-    """Return how many lanes have a block, in units of ``unit`` values of each half."""
+    """Return how many lanes share a block, in units of ``unit`` values of each half."""
     units, lanes = block // 2 // unit, 1
     while lanes < units and (lanes < _WARP or block > lanes * _MOST_VALUES):
         lanes *= 2
@@ -172,7 +174,8 @@ def affine_program(kernel: str, dtype: torch.dtype, *, aligned: bool = True, ran
     Args:
         kernel: Its name there.
         dtype: Of the values.
-        aligned: Tensors and messages start at multiples of 16 bytes, and channels at multiples of 4 values.
+        aligned: Whether tensors and messages start at multiples of 16 bytes, and channels at multiples of 4
+            values.
         ranks: How many messages are averaged.
     """
     arguments = f"{_VALUES[dtype]}, {_CPP[aligned]}" + (f", {ranks}" if kernel == "decode" else "")
@@ -188,12 +191,12 @@ def affine_pieces(values: int, channel: int) -> int:
 
 
 def channels_are_short(channel: int) -> bool:
-    """Tell whether one thread block can have a whole channel."""
+    """Return whether one thread block can process a whole channel."""
     return channel <= _AFFINE_PIECE
 
 
 def cache_folder() -> Path | None:
-    """Return where compiled kernels are kept: :data:`CACHE_VARIABLE`, or in the user's cache, if any."""
+    """Return where compiled kernels are kept: :data:`CACHE_VARIABLE`, or the user's cache folder, if any."""
     chosen, root = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
     if chosen:
         return Path(chosen)
@@ -218,7 +221,7 @@ def compile_program(
         ImportError: ``cuda-core`` is not installed.
         Exception: NVRTC is not there, or does not know the architecture: cuda-core's errors.
     """
-    # Optional: only who compiles needs them.
+    # Optional dependencies, needed only to compile.
     from cuda.core import Program, ProgramOptions  # noqa: PLC0415
 
     from ddp_quant_hooks.kernels.gpu_cache import open_cache  # noqa: PLC0415

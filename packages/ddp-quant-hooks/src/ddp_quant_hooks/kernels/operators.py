@@ -34,7 +34,7 @@ from ddp_quant_hooks.wire_format import Format, Layout
 __all__ = ["VALUE_DTYPES", "operators"]
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What can be encoded and decoded."""
+"""The dtypes that can be encoded and decoded."""
 
 _AFFINE_DTYPES = (*VALUE_DTYPES, torch.float64)
 
@@ -160,16 +160,16 @@ def _affine_decode(messages: list[torch.Tensor], channel: int, values: torch.Ten
 
 
 def _claim(written: Named, read: Named) -> None:
-    """Refuse what must not be written, and tell autograd of the rest: compiled kernels write unseen."""
+    """Refuse what must not be written, and tell autograd of the rest: it does not see compiled kernels."""
     tensors = present(written)
-    if share_memory(tensors + present(read)):  # which is right where it is only read
+    if share_memory(tensors + present(read)):  # allowed if it is only read
         refuse_overlaps(written, read)
     refuse_written_with_gradient(tensors)
     # A tensor of inference mode has no version.
     torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-# Made and checked once, not at every call. Of blocks there are a few hundred, of channels more.
+# Made and checked once, not at every call. There are a few hundred layouts of blocks, and more of channels.
 _layout = functools.cache(Layout)
 _kept_affine_layout = functools.lru_cache(1024)(AffineLayout)
 
@@ -198,10 +198,10 @@ def _affine_layout(values: torch.Tensor, channel: int) -> AffineLayout:
 
 
 def _fake(written: tuple[int, ...]) -> Callable[..., None]:
-    """Return what a kernel does to tensors without values; ``written`` are the places of what it writes."""
+    """Return a kernel for tensors without values; ``written``: positions of the arguments that it writes."""
 
     def check(*arguments: Any) -> None:
-        # A tensor without values beside others comes here too.
+        # A mix of tensors with and without values comes here too.
         tensors = _tensors_of(arguments)
         for tensor in tensors:
             if tensor.device != tensors[0].device:

@@ -1,4 +1,4 @@
-"""Whether another user could have written machine code that this process is about to run."""
+"""Check that no other user could have written the machine code that this process is about to run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ def refuse_foreign_file(path: Path) -> None:
     """Raise if a user other than this one and root can change a file, or put another one in its place.
 
     Args:
-        path: Of the file. Of a link, what it leads to counts, and the link's folder.
+        path: The file. For a link, its target counts, and the link's folder.
 
     Raises:
-        ForeignFileError: Somebody can.
-        OSError: It is not there, or cannot be looked at.
+        ForeignFileError: Another user can.
+        OSError: It does not exist, or cannot be examined.
     """
     _refuse(path)
     for folder in {path.absolute().parent, path.resolve().parent}:
-        _refuse(folder, sticky_will_do=True)
+        _refuse(folder, sticky_is_enough=True)
 
 
 def refuse_foreign_folder(folder: Path) -> None:
     """Raise if a user other than this one and root can change a folder, or owns anything in it.
 
     Raises:
-        ForeignFileError: Somebody can.
-        OSError: It cannot be looked at.
+        ForeignFileError: Another user can.
+        OSError: It cannot be examined.
     """
     _refuse(folder)
     parent = folder.resolve().parent
@@ -57,8 +57,8 @@ def make_own_folder(folder: Path) -> None:
         missing.mkdir(mode=0o700, exist_ok=True)
 
 
-def _refuse(path: Path, *, writable_by: int = _OTHERS, sticky_will_do: bool = False) -> None:
-    if not hasattr(os, "geteuid"):  # no users as POSIX has them
+def _refuse(path: Path, *, writable_by: int = _OTHERS, sticky_is_enough: bool = False) -> None:
+    if not hasattr(os, "geteuid"):  # no POSIX users
         return
     found = path.stat()
     if found.st_uid not in (os.geteuid(), _ROOT):
@@ -66,8 +66,8 @@ def _refuse(path: Path, *, writable_by: int = _OTHERS, sticky_will_do: bool = Fa
             f"{path} belongs to user {found.st_uid}, who could change what this process (of user "
             f"{os.geteuid()}) runs: use one of your own"
         )
-    # In a folder with the sticky bit, as /tmp, nobody can move or delete others' files.
-    sticky = sticky_will_do and found.st_mode & stat.S_ISVTX
+    # In a folder with the sticky bit, such as /tmp, nobody can move or delete others' files.
+    sticky = sticky_is_enough and found.st_mode & stat.S_ISVTX
     if found.st_mode & writable_by and not sticky:
         mode = stat.S_IMODE(found.st_mode)
         raise ForeignFileError(

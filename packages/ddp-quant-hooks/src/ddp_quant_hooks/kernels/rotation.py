@@ -17,12 +17,12 @@ _PEAKED = {127.0: 3, 7.0: 2}
 def rotated_where_it_pays(
     blocks: torch.Tensor, scale: torch.Tensor, levels: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all blocks rotated, and the scales to send: negative for those that travel rotated.
+    """Return all blocks rotated, and the scales to send: negative for blocks that are sent rotated.
 
     Args:
         blocks: Values, one block a row.
         scale: The largest magnitude of each block, in a column; NaN if not finite.
-        levels: The largest number.
+        levels: The largest number of the format.
     """
     size = blocks.shape[1]
     log2 = size.bit_length() - 1
@@ -36,12 +36,12 @@ def rotated_where_it_pays(
 
 
 def restoring(scale: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Return what the numbers of rotated blocks are multiplied by before :func:`restored`."""
+    """Return the factors that the numbers of rotated blocks need before :func:`restored`."""
     return -scale * (1.0 / layout.block_size)
 
 
 def restored(rotated: torch.Tensor) -> torch.Tensor:
-    """Return the blocks whose rotated values, over their number, these are."""
+    """Undo the rotation of blocks, given rotated values divided by the block size."""
     return _transform(rotated) * _signs(rotated.shape[1], rotated.device)
 
 
@@ -57,7 +57,7 @@ def _transform(blocks: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _signs(size: int, device: torch.device) -> torch.Tensor:
     """Return 1 and -1 by a hash of the place."""
-    place = torch.arange(1, size + 1, dtype=torch.int64, device="cpu")  # whatever the default is
+    place = torch.arange(1, size + 1, dtype=torch.int64, device="cpu")  # not the default device
     value = _low(place, 0x9E3779B1)
     value = _low(value ^ (value >> 15), 0x85EBCA6B)
     value = _low(value ^ (value >> 13), 0xC2B2AE35)
@@ -65,5 +65,5 @@ def _signs(size: int, device: torch.device) -> torch.Tensor:
 
 
 def _low(value: torch.Tensor, factor: int) -> torch.Tensor:
-    """Return the product's lowest 32 bits, of which int64 keeps at least as many when it overflows."""
+    """Return the product's lowest 32 bits, which int64 keeps even when it overflows."""
     return (value * factor) & 0xFFFFFFFF

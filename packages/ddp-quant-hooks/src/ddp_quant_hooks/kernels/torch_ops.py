@@ -1,6 +1,6 @@
-"""The kernels as torch operators: on every device, and the reference for the others' bits.
+"""The kernels as torch operators: for every device, and the reference for the bits of the others.
 
-Divisors are tensors: torch may divide by a number as it multiplies by its reciprocal, which rounds twice.
+Divisors are tensors: to divide by a number, torch may multiply by its reciprocal, which rounds twice.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def decode(shards: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], layout
         limits = torch.finfo(values.dtype)
         mean = _mean(messages, layout, values.numel()).flatten()[: values.numel()]
         values.copy_(mean.clamp(limits.min, limits.max))  # a mean that was finite stays so; NaN stays
-        if values.dtype in _NAN_BITS:  # torch's casts make any NaN of a NaN
+        if values.dtype in _NAN_BITS:  # torch's casts may turn a NaN into any other NaN
             values.view(torch.int16).masked_fill_(mean.isnan(), _NAN_BITS[values.dtype])
 
 
@@ -58,7 +58,7 @@ def _encode_blocks(blocks: torch.Tensor, count: int, layout: Layout, out: Outgoi
         # A finite value stays finite.
         total = (blocks + _in_blocks(residual.float(), layout)).clamp(-_LARGEST, _LARGEST)
         blocks = torch.where(blocks.isfinite(), total, blocks)
-    # As integers, because a NaN is the largest of those.
+    # Compared as integers, of which a NaN is the largest.
     largest = blocks.abs().view(torch.int32).amax(1, keepdim=True)
     finite = largest < _INFINITY_BITS
     has_numbers = finite & (largest > 0)
@@ -66,8 +66,8 @@ def _encode_blocks(blocks: torch.Tensor, count: int, layout: Layout, out: Outgoi
     scaled = torch.where(has_numbers, _scaled(blocks, scale, levels), 0.0)
     if layout.rotate:
         rotated, sent = rotation.rotated_where_it_pays(blocks, scale, levels)
-        anew = torch.where(sent < 0, _scaled(rotated, -sent, levels), 0.0)
-        scale, scaled = sent, torch.where(sent < 0, anew, scaled)
+        from_rotated = torch.where(sent < 0, _scaled(rotated, -sent, levels), 0.0)
+        scale, scaled = sent, torch.where(sent < 0, from_rotated, scaled)
     payload = _payload(scaled, layout.format)
     message[: payload.numel()] = payload
     layout.scales(message, count).copy_(scale.flatten())
@@ -84,7 +84,7 @@ def _encode_blocks(blocks: torch.Tensor, count: int, layout: Layout, out: Outgoi
 
 
 def _scaled(blocks: torch.Tensor, scale: torch.Tensor, levels: float) -> torch.Tensor:
-    one = torch.ones_like(scale)  # two plain numbers would be of the default dtype
+    one = torch.ones_like(scale)  # two Python numbers would give the default dtype
     shift = torch.where(scale < 2.0**-100, 2.0**64, torch.where(scale > 2.0**100, 2.0**-64, one))
     return (blocks * shift) * (torch.full_like(scale, levels) / (scale * shift))
 
@@ -93,7 +93,7 @@ def _mean(messages: Sequence[torch.Tensor], layout: Layout, count: int) -> torch
     ranks, step = len(messages), 1.0 / _LEVELS[layout.format]
     scales = torch.stack([layout.scales(message, count) for message in messages]).unsqueeze(2)
     finite = scales.isfinite().all(0)
-    large = (scales.amax(0) >= 2.0**100) & (ranks > 1)  # whose differences can overflow
+    large = (scales.amax(0) >= 2.0**100) & (ranks > 1)  # their differences can overflow
     one = torch.ones((), dtype=torch.float32, device=scales.device)
     shrink = torch.where(large, _SHRINK, one)
     mean = torch.zeros((), dtype=torch.float32, device=scales.device)

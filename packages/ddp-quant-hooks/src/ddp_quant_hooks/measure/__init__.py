@@ -1,4 +1,4 @@
-"""Measure links and hooks between the ranks that there are: ``python -m ddp_quant_hooks.measure``."""
+"""Measure links and hooks between the ranks of a job: ``python -m ddp_quant_hooks.measure``."""
 
 from ddp_quant_hooks.measure.advice import Advice, advise
 from ddp_quant_hooks.measure.cost_model import Cluster

@@ -146,7 +146,7 @@ def _progress(*, shown: bool) -> Iterator[Progress | None]:
     if not shown:
         yield None
         return
-    from rich.console import Console  # noqa: PLC0415 - of an extra
+    from rich.console import Console  # noqa: PLC0415 - part of an extra
 
     from ddp_quant_hooks.measure.tables import progress_bar  # noqa: PLC0415
 
@@ -160,7 +160,7 @@ def _show(report: Report) -> None:
     from ddp_quant_hooks.measure.tables import print_report  # noqa: PLC0415
 
     console = Console()
-    # Beside a terminal rich assumes 80 columns, too few for the table of hooks.
+    # Without a terminal rich assumes 80 columns, too few for the table of hooks.
     print_report(report, console if console.is_terminal else Console(width=140))
 
 
@@ -181,11 +181,11 @@ def main() -> int:
         return 2
     try:
         run(options, place)
-    except Exception as error:  # noqa: BLE001 - every rank tells what ended it
+    except Exception as error:  # noqa: BLE001 - every rank reports its error
         sys.stderr.write(f"rank {place.rank}: {type(error).__name__}: {error}\n")
         sys.stderr.flush()
         leave_after_error()
-        # The interpreter's own end would wait for threads that wait for peers, and those for this rank.
+        # The interpreter's normal exit would wait for threads that wait for peers, which wait for this rank.
         os._exit(1)
     return 0
 

@@ -1,4 +1,4 @@
-"""Which hook to take, and why: rules over what was measured, and nothing else."""
+"""Which hook to take, and why: rules applied to the measurements, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ddp_quant_hooks.measure.timing import Exchange, HookTimes
 __all__ = ["LARGE_ERROR", "WORTH_ERRORS", "WORTH_IT", "Advice", "advise"]
 
 WORTH_IT = 0.05
-"""How much faster a less exact hook must be to be taken; beyond that the spread of times is no gain."""
+"""How much faster a less exact hook must be to be taken. A gain within the spread of times does not count."""
 WORTH_ERRORS = 0.2
-"""How much faster one must be whose averages are wrong by more than ``LARGE_ERROR``: training may suffer."""
+"""The same for a hook whose averages are wrong by more than ``LARGE_ERROR``: training may suffer."""
 LARGE_ERROR = 0.05
 _MOSTLY = 0.5
 
@@ -44,7 +44,7 @@ def advise(
 ) -> Advice:
     """Return which hook to take, and why.
 
-    Hooks are looked at from the most exact to the one with the fewest bytes. The next one is taken if it is
+    Hooks are considered from the most exact to the one with the fewest bytes. The next one is taken if it is
     at least 5 % faster than the one taken so far (20 % if its averages of normal values are wrong by more
     than 5 %): on the largest bucket that was measured with all hooks, where the quartiles of both must not
     overlap either; for a model, in the estimated step.
@@ -98,7 +98,7 @@ def _clearly_faster(one: Exchange, other: Exchange, gain: float) -> bool:
 
 
 def _about_processor(exchange: Exchange, cores: float) -> str:
-    """Say so if an exchange keeps processor or accelerator busy."""
+    """Return a clause if an exchange keeps the processor or accelerator busy."""
     if exchange.cpu_seconds >= _MOSTLY * cores * exchange.seconds:
         share = "" if cores == 1 else f", with {cores:.2g} of a core for each rank"
         return f"and {milliseconds(exchange.cpu_seconds)} ms of a rank's processor time{share}"
@@ -112,7 +112,7 @@ def _situation(
     exchanges: dict[str, Exchange], plain: str, taken: str, link: Link, busy: str
 ) -> tuple[str, str]:
     ours, theirs = exchanges[taken], exchanges[plain]
-    sooner = _fastest(exchanges, None)  # whatever a step makes of it
+    sooner = _fastest(exchanges, None)  # regardless of steps
     if taken == plain:
         others = ", ".join(
             f"{name} {milliseconds(own.seconds)} ms" for name, own in exchanges.items() if name != plain
@@ -133,7 +133,7 @@ def _situation(
 
 
 def _about_buckets(hooks: Sequence[HookTimes], taken: str, plain: str, size: int) -> list[str]:
-    """Say so if the hook gains on large buckets only."""
+    """Return a sentence if the hook gains on large buckets only."""
     by_name = {hook.name: hook for hook in hooks}
     without = []
     for common in sorted(_common_sizes(hooks) - {size}):

@@ -1,4 +1,4 @@
-"""Numbers that all ranks see alike, so that all take the same decisions."""
+"""Numbers that are identical on all ranks, so that all make the same decisions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["largest_of_ranks"]
 
 
 def largest_of_ranks(group: dist.ProcessGroup, values: Sequence[float]) -> list[float]:
-    """Return, for each value, the largest that any rank has: of times, the slowest rank's.
+    """Return the largest of each value over all ranks: for times, the slowest rank's.
 
     Args:
-        group: The process group whose ranks come, all with as many values.
+        group: The process group whose ranks all call this, with the same number of values.
         values: The values of this rank.
 
     Cost:

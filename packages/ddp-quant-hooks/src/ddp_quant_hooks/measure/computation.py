@@ -1,4 +1,4 @@
-"""What a model would compute meanwhile: units of work of about a millisecond."""
+"""Computation that stands in for a model's: units of work of about a millisecond."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALONE = 0.03
 
 
 def synchronize(device: torch.device) -> None:
-    """Return when ``device`` has computed all that it was asked for."""
+    """Return when ``device`` has finished all its work."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 
@@ -25,10 +25,10 @@ def processor_time(device: torch.device) -> float:
 
 
 class Computation:
-    """Products of matrices, as large as takes a millisecond here.
+    """Matrix products of a size that takes a millisecond here.
 
     Args:
-        device: That computes.
+        device: The device that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Computation:
         return time.perf_counter() - began
 
     def run_alone(self) -> None:
-        """Compute for a while, beside nothing: now and then, as other programs come and go."""
+        """Compute alone for a while. Repeated now and then, as other programs come and go."""
         began = time.perf_counter()
         while time.perf_counter() - began < _ALONE:
             self.run_unit()
@@ -72,5 +72,5 @@ class Computation:
 
     @property
     def seconds_per_unit(self) -> float:
-        """What a unit takes when nothing else runs; the mean of all that was computed so."""
+        """The mean time of a unit when nothing else runs."""
         return self._alone_seconds / self._alone_units if self._alone_units else 0.0

@@ -45,14 +45,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank and its links are like.
+    """The properties of a rank and its links.
 
     Attributes:
         latency: Seconds for a short message.
         cpu_per_message: Processor seconds for one.
         cpu_per_byte: Processor seconds for a byte that is sent, and one received.
-        inside: Seconds for a byte on a rank's way to another of its node.
-        between: Seconds for a byte on a node's way to another; all ranks of a node share it.
+        inside: Seconds for a byte from a rank to another one of its node.
+        between: Seconds for a byte from a node to another; all ranks of a node share the link.
     """
 
     latency: float
@@ -64,10 +64,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class KernelCost:
-    """What a kernel takes.
+    """The time of a kernel.
 
     Attributes:
-        call: Seconds, whatever it is called for.
+        call: Seconds for any call.
         message: Seconds for each message that it reads or writes.
         value: Seconds for each value that it reads; those of several messages count each time.
     """
@@ -77,18 +77,18 @@ class KernelCost:
     value: float
 
     def seconds(self, values: int, messages: int) -> float:
-        """Return what a call takes."""
+        """Return the seconds of a call."""
         return self.call + self.message * messages + self.value * values
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a rank's own work takes, step by step, where a schedule is played and not only counted.
+    """The time of a rank's own work, step by step, for schedules that are simulated, not only counted.
 
     Attributes:
-        bucket: Seconds from a bucket's handing over to its begin.
-        starting: What share of a message's processor time its starting takes, on the thread that computes;
-            the rest is another thread's.
+        bucket: Seconds from the handing over of a bucket to the start of its exchange.
+        starting: The share of a message's processor time that starting it takes, on the thread that computes;
+            the rest runs on another thread.
         kernels: By name.
     """
 
@@ -99,11 +99,11 @@ class Worker:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What an average of one bucket puts on links.
+    """The traffic of averaging one bucket.
 
     Attributes:
-        rounds: Messages one after another.
-        messages: That a rank sends.
+        rounds: The number of messages that follow one another.
+        messages: The number of messages that a rank sends.
         sent: Bytes that a rank sends.
         inside: Bytes that a rank sends to others of its node.
         between: Bytes that a node sends to others.
@@ -118,28 +118,28 @@ class Traffic:
     in_turns: bool = False
 
     def seconds(self, machine: Machine) -> float:
-        """Return what the wire alone takes."""
+        """Return the seconds of the wire alone."""
         inside, between = self.inside * machine.inside, self.between * machine.between
         return inside + between if self.in_turns else max(inside, between)
 
     def waiting(self, machine: Machine) -> float:
-        """Return what messages cost however short they are."""
-        beside = self.messages - self.rounds  # a round's latency has the work for one message in it
+        """Return the seconds that messages cost regardless of their length."""
+        beside = self.messages - self.rounds  # a round's latency includes the work for one message
         return self.rounds * machine.latency + beside * machine.cpu_per_message
 
 
 def traffic(
     pattern: str, size: float, ratio: float, cluster: Cluster, *, on_streams: bool = False
 ) -> Traffic:
-    """Return what an average puts on links, messages and levels as the hooks themselves plan them.
+    """Return the traffic of an average, with messages and levels as the hooks themselves plan them.
 
     Args:
         pattern: ``"ring"``: each rank sends to the next, so that one rank of a node sends to another node.
-            ``"direct"``: each sends to each other, in a large group by levels, of which the first stay inside
-            nodes where that is possible; all ranks of a node share its link. ``"grid"``: fp32 inside nodes;
-            between them each rank sends of its share alone.
+            ``"direct"``: each rank sends to every other, in a large group in levels, the first of which stay
+            inside nodes if possible; all ranks of a node share its link. ``"grid"``: fp32 inside nodes;
+            between them each rank sends only its share.
         size: The size of the bucket, in bytes; fp32.
-        ratio: Bytes on the wire for a byte of the bucket; of a grid, between nodes.
+        ratio: Bytes on the wire for a byte of the bucket; in a grid, between nodes.
         cluster: The cluster.
         on_streams: The host only enqueues, as with an accelerator's own backend.
     """
@@ -180,18 +180,18 @@ def _inside(levels: Levels, size: float, ranks_per_node: int) -> float:
 
 @dataclass(frozen=True)
 class HookCost:
-    """What a hook costs beside wire and messages: fitted, so that the measured times come out again.
+    """The costs of a hook apart from wire and messages, fitted to reproduce the measured times.
 
-    An exchange takes ``fixed`` + what its messages take however short + the longer of what the wire takes
-    and what the processor takes + ``rest`` for each byte of the bucket.
+    An exchange takes ``fixed``, plus what its messages cost regardless of their length, plus the longer of
+    the times of wire and processor, plus ``rest`` for each byte of the bucket.
 
     Attributes:
-        pattern: The format in which averages are sent.
+        pattern: How averages are sent, as in :func:`traffic`.
         ratio: Bytes on the wire for a byte of the bucket; of a grid, between nodes.
-        fixed: Seconds, whatever the size.
-        work: Seconds of the processor for a byte of the bucket, beside what sending takes.
+        fixed: Seconds regardless of the size.
+        work: Seconds of the processor for a byte of the bucket, without sending.
         sending: Seconds of the processor for a byte that is sent.
-        rest: Seconds for a byte of the bucket that neither wire nor processor explains; of an accelerator
+        rest: Seconds for a byte of the bucket that neither wire nor processor explains; for an accelerator,
             its kernels.
         on_streams: The host only enqueues.
     """
@@ -205,12 +205,12 @@ class HookCost:
     on_streams: bool = False
 
     def in_grid(self, cluster: Cluster) -> HookCost:
-        """Return the costs of a hierarchical hook of as many bits: a rank quantizes its share of a node's."""
+        """Return the costs of a hierarchical hook of these bits: a rank quantizes its share of a node's."""
         ranks = cluster.ranks_per_node
         return replace(self, pattern=GRID, work=self.work / ranks, rest=self.rest / ranks)
 
     def seconds(self, size: float, cluster: Cluster, machine: Machine) -> float:
-        """Return what an average of ``size`` bytes takes on a cluster."""
+        """Return the seconds of averaging ``size`` bytes on a cluster."""
         moved = self.traffic(size, cluster)
         return (
             self.fixed
@@ -220,9 +220,9 @@ class HookCost:
         )
 
     def traffic(self, size: float, cluster: Cluster) -> Traffic:
-        """Return what an average of ``size`` bytes puts on links."""
+        """Return the traffic of averaging ``size`` bytes."""
         return traffic(self.pattern, size, self.ratio, cluster, on_streams=self.on_streams)
 
     def processor(self, size: float, moved: Traffic) -> float:
-        """Return what the processor works for an average."""
+        """Return the processor seconds of an average."""
         return self.work * size + self.sending * moved.sent

@@ -18,7 +18,7 @@ class Claim(NamedTuple):
 
     Attributes:
         node: A name that the ranks of a node share.
-        gpu: What tells its GPU from others of the node; empty: it has none.
+        gpu: What identifies its GPU within the node; empty: it has none.
         nccl: Whether it has joined with NCCL.
     """
 
@@ -39,7 +39,7 @@ def choose_device(node: str, *, wanted: str, nccl: bool) -> torch.device:
         ValueError: GPUs are wanted, and a rank has none, or NCCL would have to share one; on every rank.
 
     Cost:
-        Collective: every rank tells the others what it has.
+        Collective: the ranks exchange what they have.
     """
     if wanted == "cpu":
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""What a whole training step of a model would take with each hook, from what was measured."""
+"""Estimate from the measurements how long a training step of a model takes with each hook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_quant_hooks.measure.timing import Exchange, HookTimes
 __all__ = ["Estimate", "Model", "estimate_steps"]
 
 _MOST_PARAMETERS = 10**12
-"""More than any rank can hold: every bucket is played through."""
+"""More than any rank can hold. A limit is needed because every bucket is simulated."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Model:
 
     Attributes:
         parameters: The number of parameters, at most 1e12; gradients are fp32.
-        step_seconds: Of a training step without communication, as under ``no_sync()``, while all ranks
-            compute.
+        step_seconds: Seconds of a training step without communication, as under ``no_sync()``, while all
+            ranks compute.
     """
 
     parameters: int
@@ -45,7 +45,7 @@ class Estimate:
     Attributes:
         model: The model.
         buckets: Their sizes in bytes, as DDP makes them.
-        steps: By the name of the hook.
+        steps: Times of a step, by the name of the hook.
     """
 
     model: Model
@@ -54,7 +54,7 @@ class Estimate:
 
 
 def estimate_steps(hooks: Sequence[HookTimes], model: Model, copy_per_byte: float = 0.0) -> Estimate:
-    """Return what a step of a model would take with each hook.
+    """Return the estimated times of a model's step with each hook.
 
     Buckets are those that DDP makes: 1 MiB, then 25 MiB each. They become ready in the course of backward,
     which is taken as two thirds of the step, and are sent one after another. Their cost is interpolated
@@ -82,7 +82,7 @@ def estimate_steps(hooks: Sequence[HookTimes], model: Model, copy_per_byte: floa
 def _cost(exchanges: Sequence[Exchange], size: int) -> BucketCost:
     alone = interpolated([(exchange.size, exchange.seconds) for exchange in exchanges], size)
     measured = [(exchange, exchange.beside) for exchange in exchanges if exchange.beside is not None]
-    if not measured:  # within the budget; then computation is taken as not disturbing
+    if not measured:  # for lack of budget: assume that computation does not disturb
         return BucketCost(size, alone, alone, 0.0)
     longer = interpolated([(one.size, beside.seconds) for one, beside in measured], size)
     lost = interpolated([(one.size, beside.lost) for one, beside in measured], size)

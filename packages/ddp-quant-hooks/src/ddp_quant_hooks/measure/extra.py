@@ -1,4 +1,4 @@
-"""What the command needs besides the package's own needs: the extra ``measure``."""
+"""The command's own dependencies: the extra ``measure``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["MissingExtraError", "require_extra"]
 
 
 class MissingExtraError(ImportError):
-    """What draws tables and the progress bar is not installed."""
+    """The library that draws tables and the progress bar is not installed."""
 
 
 def require_extra() -> None:

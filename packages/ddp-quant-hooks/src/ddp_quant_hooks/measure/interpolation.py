@@ -10,8 +10,8 @@ __all__ = ["interpolated"]
 def interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
     """Return the value at ``at``, on straight lines through measured points.
 
-    Outside of them the nearest line goes on, never below zero, nor below the origin's own share: a time
-    that grows with the size is not negative for a small one. One point alone is proportional.
+    Outside of them the nearest line continues, but never below zero: a time that grows with the size is not
+    negative for a small one. A single point means proportionality.
 
     Args:
         points: (size, value), by rising size; at least one.

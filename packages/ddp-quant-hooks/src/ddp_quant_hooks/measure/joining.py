@@ -23,7 +23,7 @@ __all__ = ["Place", "PlaceError", "find_place", "first_host", "join", "leave_aft
 
 _DEFAULT_PORT = 29500
 _TO_TELL = 5.0
-"""Seconds for torch's own error."""
+"""Seconds that torch gets to raise its own error."""
 _LEFT = "ddp_quant_hooks/measure/left"
 """Key of the store: how many ranks have left after an error."""
 _EXAMPLE = "torchrun --standalone --nproc-per-node 2 -m ddp_quant_hooks.measure"
@@ -35,13 +35,13 @@ class PlaceError(ValueError):
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process stands among all.
+    """The place of a process among all.
 
     Attributes:
         rank: The rank of the process.
         world_size: Number of processes.
         address: The address of rank 0's host.
-        port: On which rank 0 listens.
+        port: The port on which rank 0 listens.
         node: A name that the ranks of a node share, and no others.
     """
 
@@ -67,7 +67,7 @@ def find_place(
         rank: The rank of this process.
         world_size: Number of processes.
         address: The address of rank 0's host.
-        port: On which rank 0 listens.
+        port: The port on which rank 0 listens.
 
     Raises:
         PlaceError: Something is missing or no number, or the rank is out of range.
@@ -104,10 +104,10 @@ def join(place: Place, *, nccl: bool, timeout: timedelta) -> None:
     Args:
         place: The place of this process.
         nccl: Whether GPUs talk through NCCL; the hosts always do through Gloo.
-        timeout: For the others to come, and for each collective.
+        timeout: The time for the others to join, and for each collective.
 
     Raises:
-        RuntimeError: Somebody does not come in time. If something else listens on the port, the process ends.
+        RuntimeError: A rank does not join in time. If something else listens on the port, the process ends.
     """
     host = f"[{place.address}]" if ":" in place.address else place.address  # IPv6
     with _ending_without_answer(place, 2 * timeout.total_seconds() + _TO_TELL):  # torch tries twice
@@ -139,12 +139,12 @@ def _ending_without_answer(place: Place, seconds: float) -> Iterator[None]:
 
 
 def leave_after_error(seconds: float = 3.0) -> None:
-    """Return when all ranks know how it ended, or after so many seconds.
+    """Return when all ranks know how it ended, or after ``seconds``.
 
     Rank 0 has the store with the verdict that the others are about to read.
 
     Args:
-        seconds: That rank 0 waits for the others: some of them may be dead.
+        seconds: How long rank 0 waits for the others: some of them may be dead.
     """
     with contextlib.suppress(RuntimeError, ValueError):  # there is no group, or no rank 0 any more
         store: Any = default_store()  # torch 2.6 does not declare its methods

@@ -36,7 +36,7 @@ class Link:
         cpu_per_message: Processor seconds of a rank for sending and receiving 4 bytes.
         cpu_per_byte: Processor seconds of a rank for a byte that it sends and one that it receives. Both
             are 0 with an accelerator, for which the processor only waits.
-        message_bytes: Of the messages that the bandwidth was measured with.
+        message_bytes: The size of the messages that the bandwidth was measured with.
     """
 
     place: str
@@ -55,10 +55,10 @@ class Link:
 def measure_links(
     group: dist.ProcessGroup, nodes: Sequence[Sequence[int]], device: torch.device
 ) -> list[Link]:
-    """Measure the links inside nodes and between them, whichever there are.
+    """Measure the links inside nodes and between them, whichever exist.
 
     Args:
-        group: The process group whose ranks come.
+        group: The process group whose ranks take part.
         nodes: Ranks in ``group`` of each node.
         device: The device of the messages.
 

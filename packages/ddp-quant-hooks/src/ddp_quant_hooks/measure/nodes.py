@@ -18,7 +18,7 @@ def nodes_of(keys: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each node, in the order of their first ranks.
 
     Args:
-        keys: What each rank calls its node.
+        keys: Each rank's name for its node.
     """
     nodes: dict[str, list[int]] = {}
     for rank, key in enumerate(keys):
@@ -28,9 +28,9 @@ def nodes_of(keys: Sequence[str]) -> list[list[int]]:
 
 @contextmanager
 def grid_of(nodes: Sequence[Sequence[int]], device_type: str) -> Iterator[DeviceMesh | None]:
-    """Yield the mesh of a hierarchical state, or ``None`` where the ranks make no grid; then end its groups.
+    """Yield the mesh of a hierarchical state, or ``None`` if the ranks are not a grid; then end its groups.
 
-    They do if there are several nodes, of several ranks each, all alike.
+    They are one if there are several nodes with several ranks each, all of the same size.
 
     Args:
         nodes: Ranks of each node, all of them together.
@@ -47,6 +47,6 @@ def grid_of(nodes: Sequence[Sequence[int]], device_type: str) -> Iterator[Device
     try:
         yield mesh
     finally:
-        if GROUPS_END_WITHOUT_GIL:  # else with all others
+        if GROUPS_END_WITHOUT_GIL:  # otherwise they end with all others
             for group in mesh.get_all_groups():
                 dist.destroy_process_group(group)

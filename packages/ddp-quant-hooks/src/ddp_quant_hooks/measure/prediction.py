@@ -1,4 +1,4 @@
-"""What hooks would cost on another cluster, by a cost model that is fitted on what was measured here."""
+"""What hooks would cost on another cluster, by a cost model fitted to the measurements here."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def predict(
     Args:
         links: The measured links.
         hooks: The measured hooks.
-        nodes: The ranks of each node, where that was.
-        cluster: The other cluster. Where it has nodes of several ranks, hierarchical hooks are predicted too,
-            from the work of the others of as many bits.
+        nodes: The ranks of each measured node.
+        cluster: The other cluster. If its nodes have several ranks, hierarchical hooks are predicted too,
+            from the work of the other hooks with the same bits.
         model: A model whose steps to predict, too.
         copy_per_byte: Seconds for copying a byte of a gradient.
     """
     alike = len({len(members) for members in nodes}) == 1
-    # Its bandwidth is in the machine. Nodes that are not alike count as ranks with a link each.
+    # Its bandwidth is in the machine. Nodes of different sizes count as ranks with a link each.
     here = Cluster(sum(map(len, nodes)), 1.0, len(nodes[0]) if alike else 1)
     measured = machine_of(links)
     wanted = {
@@ -81,7 +81,7 @@ def predict(
 
 
 def machine_of(links: Sequence[Link]) -> Machine:
-    """Return what the measured links say of a rank. What is not there costs nothing."""
+    """Return what the measured links say about a rank. A missing link costs nothing."""
     by_place = {link.place: link for link in links}
     inside, between = by_place.get(INSIDE), by_place.get(BETWEEN)
     outer = between or inside
@@ -97,11 +97,11 @@ def machine_of(links: Sequence[Link]) -> Machine:
 
 
 def fit(hook: HookTimes, here: Cluster, machine: Machine) -> HookCost:
-    """Return the costs with which the model gives the measured times again.
+    """Return the costs with which the model reproduces the measured times.
 
     Args:
-        hook: As measured, with one size at least; none that averages inside nodes first.
-        here: Where that was.
+        hook: A measured hook, with at least one size; not one that averages inside nodes first.
+        here: The measured cluster.
         machine: The measured machine.
     """
     smallest, largest = hook.exchanges[0], hook.exchanges[-1]
@@ -112,7 +112,7 @@ def fit(hook: HookTimes, here: Cluster, machine: Machine) -> HookCost:
     waiting, wire = moved.waiting(machine), moved.seconds(machine)
     fixed = max(0.0, _intercept(hook.exchanges) - few.waiting(machine))
     left = max(0.0, largest.seconds - fixed - waiting)
-    # Threads share the work: processor time longer than the exchange itself ran side by side.
+    # Threads share the work: processor time beyond the exchange's own time ran in parallel.
     at_once = min(1.0, left / largest.cpu_seconds) if largest.cpu_seconds else 0.0
     sending = at_once * min(machine.cpu_per_byte, largest.cpu_seconds / moved.sent)
     work = max(0.0, at_once * largest.cpu_seconds - sending * moved.sent) / largest.size
@@ -149,7 +149,7 @@ def _machine_there(measured: Machine, links: Sequence[Link], cluster: Cluster) -
 def _beside(
     size: int, cost: HookCost, hook: HookTimes, here: Cluster, cluster: Cluster, there: Machine
 ) -> BucketCost:
-    """Return a bucket's predicted cost; the processor disturbs computation as much as here for its work."""
+    """Return a bucket's predicted cost; work of the processor disturbs computation as much as here."""
     alone = cost.seconds(size, cluster, there)
     known = [exchange for exchange in hook.exchanges if exchange.beside is not None]
     if not known:

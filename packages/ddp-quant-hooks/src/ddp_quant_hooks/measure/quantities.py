@@ -6,7 +6,7 @@ __all__ = ["mebibytes", "milliseconds"]
 
 
 def milliseconds(seconds: float) -> str:
-    """Return a time in ms with three digits, or all that are before the point."""
+    """Return a time in ms with three digits, or with all digits before the point."""
     return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 

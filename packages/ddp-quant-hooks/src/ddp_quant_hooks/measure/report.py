@@ -1,4 +1,4 @@
-"""What was measured, all of it, and how to measure it in a program of one's own."""
+"""The whole report, and how to get one in a program of your own."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ SIZES = (1 << 20, 5 << 20, 25 << 20)
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured between the ranks of a group; the same on all of them.
+    """What was measured between the ranks of a group; identical on all of them.
 
     Attributes:
         world_size: Number of ranks.
         nodes: The ranks of each node.
         backend: The backend of the group, as ``torch.distributed`` names it.
         device: The device of the buckets: ``"cpu"`` or ``"cuda"``.
-        threads: With which rank 0 computes.
-        cores: That rank 0 may use.
-        kernels: What quantizes on rank 0.
-        seconds: That measuring took.
+        threads: The number of threads of rank 0.
+        cores: The number of cores that rank 0 may use.
+        kernels: The kernels that quantize on rank 0.
+        seconds: The time that measuring took.
         links: Between ranks.
         hooks: From the most exact to the fewest bytes.
         copy_per_byte: Seconds for copying a byte of a gradient, as DDP does to buckets and back.
-        advice: Which to take.
+        advice: Which hook to take.
         estimate: The estimate of a model's steps, if a model was given.
         prediction: For another cluster, if one was given.
     """
@@ -114,17 +114,17 @@ def measure(
         budget: Seconds for all of it; hooks get half of them at least. What does not fit is left out, on all
             ranks alike.
         node: A name that the ranks of this node share; ``None``: the host's name.
-        progress: Is called with the share that is done and what comes now.
+        progress: Called with the share that is done and a text about what comes next.
 
     Returns:
-        The report, the same on every rank.
+        The report, identical on all ranks.
 
     Raises:
-        AgreementError: The ranks come with different arguments, or some do not come.
+        AgreementError: The ranks call with different arguments, or some do not call.
         TypeError, ValueError: The group has one rank only, or not all; the budget is not a number, not
             positive and finite, or too short for the smallest bucket; there is no such device; and as
             :func:`dist_utils.resolve_group`.
-        RuntimeError: A rank fails on the way; on every rank.
+        RuntimeError: A rank fails; raised on every rank.
 
     Cost:
         Collective, for the budget and some seconds. 25 MiB of memory, and what the hooks' states keep.
@@ -141,7 +141,7 @@ def measure(
     tell = progress or (lambda *_: None)
     nodes = nodes_of(_gathered(group, node or os.uname().nodename))
     tell(0.0, "links")
-    # Buckets come from backward passes, whatever surrounds this call.
+    # Buckets come from backward passes, whatever mode the caller is in.
     with torch.inference_mode(mode=False), torch.enable_grad():
         links = measure_links(group, nodes, kind)
         guess = 2 / min(link.bandwidth for link in links)

@@ -1,4 +1,4 @@
-"""How often everything is measured, within a budget that all ranks keep together."""
+"""How often everything is measured, within a budget that all ranks share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddp_quant_hooks.measure.trials import Sample, Trial
 __all__ = ["Progress", "repeats_within", "run_trials"]
 
 Progress = Callable[[float, str], None]
-"""Is told what share of the work is done, and what comes now."""
+"""Called with the share of the work that is done and a text about what comes next."""
 
 _REPEATS = 20
 
@@ -23,19 +23,19 @@ def run_trials(
 ) -> dict[int, list[Sample]]:
     """Run every trial as often as a budget allows, in turns, and return the samples of each.
 
-    First each runs once, small buckets first. That warms up; only of what takes so long that it is not
-    repeated the first run counts. What would not fit, by the same hook's run on the size before, is left
-    out. Then rounds, forwards and backwards.
+    First each runs once, small buckets first. That is the warm-up; the first run counts only for trials that
+    take too long to be repeated. A trial that would not fit, judging by the same hook's run on the previous
+    size, is left out. Then all run in rounds, forwards and backwards.
 
     Args:
         trials: In the order of their sizes.
         group: The process group whose ranks run them.
         budget: Seconds.
         guess: Seconds for a byte of a bucket, where there was no run yet.
-        progress: Is told.
+        progress: Called before each run.
 
     Returns:
-        By place in ``trials``, of this rank; as many on every rank.
+        This rank's samples by position in ``trials``; the same number on every rank.
     """
     clock = _Clock(group, budget)
     samples: dict[int, list[Sample]] = {}
@@ -68,12 +68,12 @@ def _due(costs: Mapping[int, float], samples: Mapping[int, Sequence[Sample]], le
 
 
 def repeats_within(costs: Mapping[int, float], wanted: Mapping[int, int], seconds: float) -> dict[int, int]:
-    """Return how often each can be repeated in so many seconds: as wanted, long ones less often.
+    """Return how often each can be repeated in ``seconds``: as wanted, long ones less often.
 
     Args:
         costs: Seconds for one run of each.
-        wanted: How often at most.
-        seconds: For all.
+        wanted: The most repeats of each.
+        seconds: The time for all.
     """
     repeats = {}
     for number, place in enumerate(sorted(costs, key=costs.__getitem__)):

@@ -1,4 +1,4 @@
-"""A DDP step, played through: buckets become ready during backward, and travel one after another."""
+"""A simulated DDP step: buckets become ready during backward, and are sent one after another."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20
 
 @dataclass(frozen=True)
 class BucketCost:
-    """What averaging a bucket takes.
+    """The cost of averaging a bucket.
 
     Attributes:
         size: In bytes.
         alone: Seconds when nothing else is computed.
         beside: Seconds while backward computes.
-        lost: By how many seconds that slows backward.
+        lost: The seconds by which that slows backward.
     """
 
     size: int
@@ -37,7 +37,7 @@ class StepTimes:
     Attributes:
         seconds: From its beginning to its end.
         exposed: The part of it that is communication after backward.
-        contention: By how much communication slows backward.
+        contention: The seconds by which communication slows backward.
         copying: Time to copy gradients into buckets, and averages back.
     """
 
@@ -48,7 +48,7 @@ class StepTimes:
 
 
 def bucket_sizes(parameters: int) -> list[int]:
-    """Return the bytes of the buckets of a model with so many fp32 parameters, in their order.
+    """Return the bytes of the buckets of a model with this number of fp32 parameters, in their order.
 
     As DDP makes them if no parameter is large: 1 MiB, then 25 MiB each, then the rest.
     """
@@ -61,9 +61,10 @@ def bucket_sizes(parameters: int) -> list[int]:
 
 
 def play_step(compute: float, buckets: Sequence[BucketCost], copy_per_byte: float = 0.0) -> StepTimes:
-    """Return what a step takes whose buckets are sent while backward computes.
+    """Return the times of a step whose buckets are sent while backward computes.
 
-    A bucket is ready when as large a share of backward is done as it and those before it are of the model.
+    A bucket is ready when the finished share of backward equals the share of the model in it and the buckets
+    before it.
 
     Args:
         compute: Seconds of a step without communication.

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ddp_quant_hooks.measure.quantities import mebibytes, milliseconds
 from ddp_quant_hooks.measure.report import Report
-from ddp_quant_hooks.measure.schedule import Progress as Told
+from ddp_quant_hooks.measure.schedule import Progress as OnProgress
 from ddp_quant_hooks.measure.step_model import StepTimes
 from ddp_quant_hooks.measure.timing import Exchange
 
@@ -19,8 +19,8 @@ __all__ = ["print_report", "progress_bar"]
 
 
 @contextlib.contextmanager
-def progress_bar(console: Console) -> Iterator[Told]:
-    """Show a bar, and yield what moves it. It is drawn then: a thread of its own would disturb."""
+def progress_bar(console: Console) -> Iterator[OnProgress]:
+    """Show a bar, and yield a function that moves it. Only that draws: a thread would disturb."""
     columns = (
         BarColumn(),
         TextColumn("{task.percentage:>3.0f} %"),

@@ -22,16 +22,16 @@ from ddp_quant_hooks.state import QuantizedAllreduceState
 __all__ = ["DIRECT", "GRID", "RING", "Beside", "Exchange", "HookTimes", "measure_hooks"]
 
 RING, DIRECT, GRID = "ring", "direct", "grid"
-"""How averages are sent: around a ring, from each rank to each other, or first inside nodes."""
+"""How averages are sent: around a ring, from each rank to every other, or first inside nodes."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """An average while every rank computes; medians of the slowest rank.
+    """The times of an average while every rank computes; medians of the slowest rank.
 
     Attributes:
         seconds: Until the average is there.
-        lost: By how many seconds the computation that was done meanwhile took longer than alone.
+        lost: The extra seconds of the computation that was done meanwhile, compared with computing alone.
         repeats: How often it was measured.
     """
 
@@ -42,7 +42,7 @@ class Beside:
 
 @dataclass(frozen=True)
 class Exchange:
-    """An average of one bucket; medians of the slowest rank.
+    """The times of an average of one bucket; medians of the slowest rank.
 
     Attributes:
         size: The size of the bucket, in bytes.
@@ -71,7 +71,7 @@ class HookTimes:
 
     Attributes:
         name: As in the list of candidates.
-        pattern: ``"ring"``, ``"direct"`` (each rank to each other) or ``"grid"`` (first inside nodes).
+        pattern: ``"ring"``, ``"direct"`` (each rank to every other) or ``"grid"`` (first inside nodes).
         exchanges: By rising size, without those that the budget did not allow.
     """
 
@@ -103,10 +103,10 @@ def measure_hooks(
         device: The device of the buckets.
         budget: Seconds for all of it.
         guess: Seconds for a byte of a bucket, to leave out what does not fit.
-        progress: Is told what comes.
+        progress: Called before each run.
 
     Returns:
-        The hooks, and the seconds that copying a byte of a gradient takes; the same on every rank.
+        The hooks, and the seconds that copying a byte of a gradient takes; identical on all ranks.
     """
     began = time.perf_counter()
     gradients, computation = Gradients(group, max(sizes), device), Computation(device)
@@ -136,7 +136,7 @@ def _pattern(candidate: Candidate) -> str:
 
 
 class _Times(NamedTuple):
-    """What was measured of a trial."""
+    """The measurements of a trial."""
 
     seconds: list[float]
     """The time of every run, on the slowest rank."""

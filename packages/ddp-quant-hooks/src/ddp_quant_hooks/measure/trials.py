@@ -24,9 +24,9 @@ from dist_utils.testing import grad_bucket
 __all__ = ["Gradients", "Sample", "Trial", "tiny_bucket"]
 
 _BLOCK = 1 << 18
-"""Values that are made up for each rank: 1 MiB of fp32. Buckets repeat them."""
+"""Random values for each rank: 1 MiB of fp32. Buckets repeat them."""
 _WIRE_BYTES = {allreduce_hook: 4, bf16_compress_hook: 2}
-"""Bytes of a value on the wire, of hooks that send a ring's share of all values."""
+"""Bytes of a value on the wire, for hooks that send a ring's share of all values."""
 
 
 class Sample(NamedTuple):
@@ -36,11 +36,11 @@ class Sample(NamedTuple):
     cpu: float
     """Processor time of this process, in seconds."""
     units: int
-    """How many were computed meanwhile."""
+    """Units that were computed meanwhile."""
 
 
 class Gradients:
-    """Normal values, other ones on every rank, in one buffer for buckets of all sizes.
+    """Normal values, different on every rank, in one buffer for buckets of all sizes.
 
     Args:
         group: The process group whose ranks average.
@@ -70,8 +70,8 @@ class Gradients:
         return self._buffer.view(-1)[: size // 4]
 
     def copy_seconds(self) -> float:
-        """Return what copying a byte takes, while all ranks do. Collective."""
-        self.fill(self._buffer.nbytes)  # takes memory from the system
+        """Return the seconds of copying a byte while all ranks do so. Collective."""
+        self.fill(self._buffer.nbytes)  # gets the memory from the system
         largest_of_ranks(self._group, [0.0])  # begin together
         times = [time.perf_counter()]
         for _ in range(5):
@@ -151,9 +151,9 @@ class Trial:
 
 
 def tiny_bucket(device: torch.device) -> Any:
-    """Return a bucket to put a buffer of any size into; of its own parameter, so that hooks tell it apart.
+    """Return a bucket for a buffer of any size, with its own parameter, by which hooks identify it.
 
-    A model of 25 MiB would be broadcast first, which a slow link takes seconds for.
+    A model of 25 MiB would be broadcast first, which takes seconds on a slow link.
     """
     return grad_bucket([torch.zeros(1, device=device, dtype=torch.float32)])
 
@@ -161,13 +161,13 @@ def tiny_bucket(device: torch.device) -> Any:
 def _watch(
     future: torch.futures.Future[Any], group: dist.ProcessGroup, device: torch.device
 ) -> Callable[[], bool]:
-    """Return what tells whether an average is there."""
+    """Return a function that tells whether an average is there."""
     if runs_on_host(group, device):
         return future.done
     module = torch.get_device_module(device)
     stream, event = module.Stream(device), module.Event()
     with module.stream(stream):
-        future.wait()  # which an accelerator's future makes the stream do, not the host
+        future.wait()  # on an accelerator the stream waits, not the host
         event.record()
     query: Callable[[], bool] = event.query
     return query

@@ -1,4 +1,4 @@
-"""What every communication hook of ``DistributedDataParallel`` needs, for authors of hooks."""
+"""Building blocks for authors of ``DistributedDataParallel`` communication hooks."""
 
 from dist_utils.comm_hooks.bucket_watch import BucketWatch
 from dist_utils.comm_hooks.buckets import (

@@ -1,4 +1,4 @@
-"""Notice that a hook is not in use: backward passes of its model that bring it no bucket."""
+"""Detect a hook that is not in use: its model runs backward passes, but no bucket reaches the hook."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ _PASSES = 2
 
 
 class BucketWatch:
-    """Warn once if two backward passes of a model have ended and the hook has got no bucket.
+    """Warn once if two backward passes of a model have ended and the hook has received no bucket.
 
-    A hook that is not registered with the module that trains goes unnoticed: the model is averaged in full
-    precision. This happens where a framework takes a hook and ignores it, or wraps the model once more.
+    A hook that is not registered with the module that trains goes unnoticed: gradients are averaged in full
+    precision. This happens if a framework accepts a hook and ignores it, or wraps the model again.
 
     Passes without communication (``no_sync()``) do not count, nor do those of DDP's Python reducer, which has
     no buckets.
 
     Args:
-        ddp: The model. It is not kept alive, and keeps this as long as it watches.
-        state: What the hook's state is called in the warning.
+        ddp: The model. Not kept alive by the watch; it keeps the watch alive until that ends.
+        state: The name of the hook's state, for the warning.
 
     Cost:
-        A hook on every trained parameter, until the first bucket comes or the warning is given.
+        An autograd hook on every trained parameter, until the first bucket arrives or the warning is given.
 
     Example:
         >>> watch = BucketWatch(ddp, "MyState")  # doctest: +SKIP
-        >>> watch.end()  # when a bucket has come # doctest: +SKIP
+        >>> watch.end()  # when a bucket has arrived # doctest: +SKIP
     """
 
     def __init__(self, ddp: DistributedDataParallel, state: str) -> None:
@@ -51,7 +51,7 @@ class BucketWatch:
             ]
 
     def end(self) -> None:
-        """Stop watching: a bucket has come, or none is expected."""
+        """Stop watching: a bucket has arrived, or none is expected."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -61,10 +61,10 @@ class BucketWatch:
             self.end()
             return
         current = torch_compat.graph_task_id()
-        if current == self._last_pass or not ddp.require_forward_param_sync:  # as no_sync() leaves it
+        if current == self._last_pass or not ddp.require_forward_param_sync:  # inside no_sync()
             return
         self._last_pass = current
-        if torch_compat.inside_nested_backward():  # of a pass that counts by itself
+        if torch_compat.inside_nested_backward():  # the pass around it is counted
             return
         self._passes += 1
         if self._passes >= _PASSES:

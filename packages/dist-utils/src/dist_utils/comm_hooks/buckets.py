@@ -1,4 +1,4 @@
-"""What a communication hook is given, and the futures that it returns."""
+"""The arguments of communication hooks, and the futures that hooks return."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 def buckets_only(hook: _Hook) -> _Hook:
     """Let a communication hook raise a helpful error when ``FullyShardedDataParallel`` (FSDP1) calls it.
 
-    That gives its hooks a tensor where ``DistributedDataParallel`` gives a bucket, and mostly one more, for
-    the result. A decorator; what it returns has the hook's name and signature.
+    FSDP1 passes its hooks a tensor instead of a bucket, and usually a second tensor for the result. A
+    decorator; the hook that it returns has the same name and signature.
 
     Raises:
         TypeError: The returned hook raises it when FSDP1 calls it.
@@ -61,8 +61,8 @@ def buckets_only(hook: _Hook) -> _Hook:
 def is_pair(bucket: object) -> TypeGuard[tuple[torch.Tensor, torch.Tensor]]:
     """Return whether a hook's ``bucket`` is really a pair of gradient and parameter.
 
-    That is what a hook gets under ``torch.compile`` with DDP's Python reducer; it has to change the gradient
-    in place then, and return it.
+    A hook gets such a pair under ``torch.compile`` with DDP's Python reducer. It must then change the
+    gradient in place, and return it.
     """
     return isinstance(bucket, tuple)
 
@@ -87,9 +87,9 @@ def completed_future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]
 
 
 def failed_future(error: Exception, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Return a future that raises ``error`` when it is waited for, which is what a hook should do.
+    """Return a future that raises ``error`` when waited for. A hook should return it instead of raising.
 
-    An error that is raised in the hook itself would leave DDP in the middle of a pass.
+    An error raised in the hook itself would leave DDP in the middle of a pass.
 
     Args:
         error: What ``backward()`` raises.

@@ -1,4 +1,4 @@
-"""Whether all ranks give the same bucket to the same hook, checked before any of it is sent."""
+"""Check that all ranks give the same bucket to the same hook, before any of it is sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_CALLS = 1 << 16
 
 
 class _Bucket(Protocol):
-    """What is looked at of a ``GradBucket``."""
+    """The parts of ``GradBucket`` that are used here."""
 
     def index(self) -> int: ...
 
@@ -33,27 +33,28 @@ class _Bucket(Protocol):
 
 
 class _Failure(NamedTuple):
-    """An attempt to agree that failed, and the backward pass that it failed in."""
+    """A failed comparison of the ranks, and the backward pass in which it failed."""
 
     text: str
     task: int
     place: int
 
     def concerns(self, index: int) -> bool:
-        """Return whether the bucket of this index that comes now belongs to the same pass."""
+        """Return whether the current bucket, which has this index, belongs to the same pass."""
         task = torch_compat.graph_task_id()
         if task == self.task and task != -1:
             return True
-        # Outside of autograd, as in join(), and with reentrant checkpoints the task does not tell.
+        # The task does not identify the pass outside of autograd, as in join(), or with reentrant
+        # checkpoints.
         return index > self.place and (task == self.task or torch_compat.inside_nested_backward())
 
 
 class _Agreed:
     """What all ranks have agreed on for the buckets that begin with one parameter.
 
-    Several questions may come about one bucket: from hooks inside of hooks, for one. Those of the last
-    backward pass, in their order, need not be asked again. Any other is, also one that was asked long ago:
-    ranks that have used one hook after another around the same net may go on with different ones.
+    A bucket may be checked several times, for example by hooks inside hooks. The checks of the last backward
+    pass, in the same order, need not be repeated. Every other check is made, even one that was made long ago:
+    ranks that have used several hooks in turn around the same network may continue with different ones.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class _Agreed:
         self._place = 0
 
     def includes(self, key: str, passes: _Passes) -> bool:
-        """Return whether ``key`` need not be asked now."""
+        """Return whether ``key`` need not be compared now."""
         repeated = self._place == len(self._keys) and key in self._keys[-1:]
         number = passes.number(self, begins=self._place == len(self._keys) and key in self._keys[:1])
         if number != self._pass:
@@ -70,27 +71,28 @@ class _Agreed:
         if self._place < len(self._keys) and self._keys[self._place] == key:
             self._place += 1
             return True
-        # Outside of backward passes one hook may be called again and again.
+        # Outside of backward passes one hook may be called repeatedly.
         return repeated and number < 0
 
     def add(self, key: str) -> None:
-        """Note that all ranks agree on ``key``, which was not included."""
+        """Record that all ranks agree on ``key``, which was not included before."""
         self._keys[self._place :] = [key]
         self._place += 1
 
 
 class _Passes:
-    """Tells the backward passes of a group apart."""
+    """Distinguishes the backward passes of a group."""
 
     def __init__(self) -> None:
         self._outside = -1
         self._last: _Agreed | None = None
 
     def number(self, asked: _Agreed, *, begins: bool) -> int:
-        """Return the number of the pass that a question belongs to.
+        """Return the number of the pass that a check belongs to.
 
-        That is autograd's. Outside of autograd, in ``join()`` and where hooks are called by hand, a pass is
-        told by its buckets: another one than in the last question, or the first question about it again.
+        Inside autograd it follows autograd's own number. Outside, in ``join()`` and where hooks are called by
+        hand, a new pass begins with a check of another bucket than the last one, or when the first check of
+        the same bucket is repeated.
         """
         before, self._last = self._last, asked
         task = torch_compat.graph_task_id()
@@ -102,9 +104,9 @@ class _Passes:
 
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
-"""By the first parameter of a bucket."""
+"""Keyed by the first parameter of a bucket."""
 _agreed_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Agreed]] = weakref.WeakKeyDictionary()
-"""By a digest of title and terms, the latest call last."""
+"""Keyed by a digest of title and terms, the latest call last."""
 _passes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Passes] = weakref.WeakKeyDictionary()
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, _Failure] = weakref.WeakKeyDictionary()
 
@@ -114,12 +116,12 @@ def require_same_bucket(
 ) -> None:
     """Return if all ranks give the same bucket to the same hook with the same options, or raise on all ranks.
 
-    The ranks are compared (see :func:`dist_utils.require_same_terms`) for every bucket that is new:
-    in a model's first backward pass, and after ``DistributedDataParallel`` has rebuilt its buckets; and for
-    one that comes again, as with a new model around the same net, when it was another bucket, hook or option
-    in between. (Models that share layers and step in turns are compared every time.) When the ranks do not
-    agree, the rest of the pass is refused without another comparison, in which a late rank would be taken for
-    one that is further on.
+    The ranks are compared (see :func:`dist_utils.require_same_terms`) for every new bucket: in a model's
+    first backward pass, and after ``DistributedDataParallel`` has rebuilt its buckets. A known bucket is
+    compared again if another bucket, hook or option was used in between, for example when a new model is made
+    around the same network. (Models that share layers and step in turns are compared every time.) If the
+    ranks do not agree, the rest of the pass is refused without another comparison, because that would mistake
+    a late rank for one that is further ahead.
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
@@ -152,7 +154,7 @@ def require_same_bucket(
 def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, object]) -> None:
     """Return if all ranks make the same call on plain tensors, or raise on all.
 
-    As :func:`require_same_bucket`, for tensors outside of buckets.
+    Like :func:`require_same_bucket`, for tensors outside of buckets.
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
@@ -185,7 +187,7 @@ def _require_same(
     key: str,
     index: int | None,
 ) -> None:
-    """Ask unless ``key`` is known; ``index`` is that of a bucket, whose pass ends with the first failure."""
+    """Compare the ranks unless ``key`` is known. With a bucket's ``index``, a failure ends the pass."""
     if group.size() == 1:
         return
     failure = _failures.get(group)

@@ -1,4 +1,4 @@
-"""Checks of plain tensors, which are not buckets, before they are summed or averaged."""
+"""Checks of plain tensors (not buckets) before they are summed or averaged."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ __all__ = ["checked_operation", "checked_tensors", "same_kind"]
 
 
 def checked_tensors(call: str, tensor: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a call's tensors, without their graph, if they can be written in place.
+    """Return a call's tensors, detached, if they can be written in place.
 
     Args:
         call: The name of the function, for messages.
         tensor: One tensor, or a sequence of them.
 
     Raises:
-        TypeError: It is something else; a tensor is sparse or not of a floating-point dtype.
+        TypeError: ``tensor`` is neither, or a tensor is sparse or not of a floating-point dtype.
         ValueError: A tensor is part of a graph or inside a transform of ``torch.func``, which would not see
-            the change; holds no memory, as a ``DTensor``; or has elements, or shares memory with another one,
-            so that one place would be written twice.
+            the change; or it holds no memory, like a ``DTensor``; or two elements, of one tensor or of two,
+            share memory, which would be written twice.
     """
     tensors: Any = [tensor] if isinstance(tensor, torch.Tensor) else tensor
     if not isinstance(tensors, Sequence) or not all(isinstance(one, torch.Tensor) for one in tensors):
-        raise TypeError(f"{call} takes a tensor or a sequence of tensors, got {_told(tensor)}")
+        raise TypeError(f"{call} takes a tensor or a sequence of tensors, got {_kinds_of(tensor)}")
     for number, one in enumerate(tensors):
         what = "the tensor" if one is tensor else f"tensor {number}"
         _require_kind(call, what, one)
         _require_own_memory(call, what, one)
     if share_elements(tensors):
         names = [f"tensor {number}" for number in range(len(tensors))]
-        shared = [told for told in named_with_overlaps(names, tensors) if told not in names]
+        shared = [name for name in named_with_overlaps(names, tensors) if name not in names]
         raise ValueError(f"{call}: tensors share memory: {', '.join(shared)}")
     return [one.detach() for one in tensors]
 
@@ -57,7 +57,7 @@ def checked_operation(call: str, op: Any) -> bool:
 
 
 def same_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Group the indices of tensors that have elements by dtype and device.
+    """Group the indices of all nonempty tensors by dtype and device.
 
     The kinds come in the order in which they first appear.
     """
@@ -87,7 +87,9 @@ def _require_own_memory(call: str, what: str, one: torch.Tensor) -> None:
     if one.is_meta:
         raise ValueError(f"{call}: {what} is a meta tensor and holds no values")
     if one.is_inference():
-        raise ValueError(f"{call}: {what} was made in inference mode, and is written elsewhere: give a clone")
+        raise ValueError(
+            f"{call}: {what} was made in inference mode and cannot be written outside of it: give a clone"
+        )
     if one.numel() and not _holds_memory(one):
         raise ValueError(
             f"{call}: {what}, a {type(one).__name__}, holds no memory: of a DTensor give its to_local(), "
@@ -100,11 +102,11 @@ def _require_own_memory(call: str, what: str, one: torch.Tensor) -> None:
 def _holds_memory(tensor: torch.Tensor) -> bool:
     try:
         return tensor.data_ptr() != 0
-    except RuntimeError:  # of torch.func, or a fake one
+    except RuntimeError:  # a tensor of torch.func, or a fake tensor
         return False
 
 
-def _told(given: object) -> str:
+def _kinds_of(given: object) -> str:
     if isinstance(given, Sequence) and not isinstance(given, str):
         kinds = sorted({type(one).__name__ for one in given})
         return f"a {type(given).__name__} of {', '.join(kinds)}"

@@ -1,4 +1,4 @@
-"""One walk through nested containers: every tensor replaced, everything else as it was."""
+"""One walk through nested containers that replaces every tensor and keeps everything else."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: T, *, strict:
 
 
 def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, strict: bool = False) -> Any:
-    """Replace every tensor in nested containers by ``fn(tensor)``.
+    """Replace every tensor in nested containers with ``fn(tensor)``.
 
     Walks list, tuple, dict, set, frozenset, deque and every subclass of them (``OrderedDict``,
     ``defaultdict``, ``Counter``, named tuples, Hugging Face's ``ModelOutput``), struct sequences such as
     ``torch.return_types.max``, dataclasses, attrs classes, pydantic models, ``mappingproxy``, ``UserDict``,
     ``UserList``, ``ChainMap``, ``SimpleNamespace``, ``PackedSequence``, ``TensorDict`` and tensorclasses, and
-    what :func:`register_container` added. To any depth.
+    what :func:`register_container` added, to any depth.
 
     - Types, subclasses, attributes, a ``defaultdict``'s factory and a ``deque``'s length are kept. No
       constructor, ``__post_init__`` or ``__setattr__`` of your classes runs: a changed object is a shallow
       copy with new contents.
     - Where nothing changed the same object comes back, and what was shared stays shared: ``fn`` is called
       once for a tensor that occurs several times.
-    - What a ``cached_property`` has computed is an attribute as any other: ``fn`` is called with its tensors,
-      and it is not computed again.
+    - What a ``cached_property`` has computed is an attribute like any other: ``fn`` is called with its
+      tensors, and it is not computed again.
     - Dictionary keys are left alone, and so is any other object: modules, generators, your own classes.
       With ``strict`` it is an error if a key or such an object holds a tensor.
-    - While ``torch.compile`` traces, lists, tuples, dictionaries, named tuples and dataclasses that hold what
-      their constructors take are part of the graph, built by these, each time that they occur; other
-      containers break it.
-    - Of a ``PackedSequence`` ``fn`` gets the data; the indices follow it to its device.
+    - While ``torch.compile`` traces, lists, tuples, dictionaries, named tuples and dataclasses that hold only
+      what their constructors take are part of the graph. The constructors build them, once for each
+      occurrence. Other containers break the graph.
+    - For a ``PackedSequence``, ``fn`` gets the data; the indices follow it to its device.
 
     Args:
-        fn: Called with each tensor. It may return anything, also the tensor itself.
+        fn: Called with each tensor. It may return anything, including the tensor itself.
         container: What to walk. A lone tensor gives ``fn(tensor)``.
         strict: Refuse objects that hold tensors out of reach. Costs a search of all their attributes.
 
@@ -74,7 +74,7 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
         TypeError: With ``strict``: an object holds a tensor out of reach; the message has the path.
 
     Cost:
-        About 0.2 us a tensor on plain containers, 1 us on dataclasses, beside ``fn``
+        About 0.2 us a tensor on plain containers, 1 us on dataclasses, plus ``fn``
         (``benchmarks/bench_containers.py``). No communication.
 
     Source:
@@ -90,8 +90,8 @@ def apply_to_tensors(fn: Callable[[torch.Tensor], Any], container: Any, *, stric
 
 
 def _walk_untraced(fn: Callable[[torch.Tensor], Any], container: Any, *, strict: bool = False) -> Any:
-    # Dynamo may trace the walk too, and gets some containers wrong. Not loaded just to be switched off.
-    global _opaque_walk  # noqa: PLW0603 - functools.cache is not for what Dynamo may trace
+    # Dynamo may trace the walk too, and gets some containers wrong. It is not imported just to be disabled.
+    global _opaque_walk  # noqa: PLW0603 - Dynamo may trace this, so no functools.cache
     if "torch._dynamo" not in sys.modules:
         return _walk(fn, container, strict=strict)
     if _opaque_walk is None:
@@ -102,8 +102,8 @@ def _walk_untraced(fn: Callable[[torch.Tensor], Any], container: Any, *, strict:
 def _walk(  # noqa: C901 - one loop: a call per tensor would double its cost
     fn: Callable[[torch.Tensor], Any], container: Any, *, strict: bool = False
 ) -> Any:
-    # By identity of containers and tensors: what became of them. Their ids stay theirs, because the lists
-    # in ``walked`` keep every child alive, also those that exist only while we look.
+    # Results by the id of the container or tensor. No id is reused, because the lists in ``walked`` keep
+    # every child alive, even children that exist only while we look.
     results: dict[int, Any] = {}
     walked: list[list[Any]] = []
     kinds: dict[type, Kind] = {}

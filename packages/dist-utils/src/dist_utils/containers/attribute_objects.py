@@ -1,4 +1,4 @@
-"""Objects treated as their attributes: read, copied and written without running their classes' code."""
+"""Objects walked by their attributes, which are read and written without running the classes' code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 __all__ = ["blank", "holds_attributes", "maker_of", "named_attributes", "set_attributes", "slot_places"]
 
 _ATTRS_HASH = "_attrs_cached_hash"
-"""Where the attrs package keeps a hash of the contents; ``None`` has it computed again."""
+"""Where the attrs package keeps a hash of the contents; ``None`` makes attrs compute it again."""
 
 _PYDANTIC_MODELS = {("pydantic.main", "BaseModel"), ("pydantic.v1.main", "BaseModel")}
 
 
 def holds_attributes(cls: type) -> bool:
-    """Whether objects of a class are containers because of their attributes."""
+    """Return whether objects of a class are containers because of their attributes."""
     return (
         dataclasses.is_dataclass(cls)
         or hasattr(cls, "__attrs_attrs__")
@@ -27,9 +27,10 @@ def holds_attributes(cls: type) -> bool:
 
 
 def slot_places(cls: type) -> tuple[tuple[int, str], ...]:
-    """Return where the ``__slots__`` of a class are: which of its bases, and the name there.
+    """Return the ``__slots__`` of a class: for each one the position of its base in the MRO, and its name.
 
-    Also those of a base that a subclass hides. Not the descriptors, which would keep the class alive.
+    Includes slots of a base that a subclass hides. Holds no descriptors, because they would keep the class
+    alive.
     """
     return tuple(
         (depth, name)
@@ -41,7 +42,7 @@ def slot_places(cls: type) -> tuple[tuple[int, str], ...]:
 
 
 def named_attributes(obj: Any, places: tuple[tuple[int, str], ...]) -> list[tuple[str, Any]]:
-    """Return names and values of what is set: in the instance's dictionary first, then in its slots."""
+    """Return names and values of the attributes that are set: the instance's dictionary, then its slots."""
     own = _own_dict(obj)
     # Some dictionaries are their own __dict__: what is in them is walked as items.
     inside = [] if own is None or own is obj else list(own.items())
@@ -55,7 +56,7 @@ def set_attributes(new: Any, original: Any, values: list[Any], places: tuple[tup
         object.__setattr__(new, "__dict__", new)
     elif own:
         count = len(own)
-        # Past __setattr__, which frozen classes refuse and others use to compute.
+        # Bypass __setattr__, which frozen classes refuse and others use for computations.
         target = object.__getattribute__(new, "__dict__")
         target.update(zip(own, values[:count], strict=True))
         if _ATTRS_HASH in target:
@@ -74,11 +75,11 @@ def blank(original: Any, maker: type, *safe: type) -> Any:
 
     Args:
         original: An instance.
-        maker: As :func:`maker_of` says.
+        maker: From :func:`maker_of`.
         *safe: Built-in classes whose state the caller will restore.
 
     Raises:
-        TypeError: The object has a state in a class written in C, which a copy would lose.
+        TypeError: The object has state in a class written in C, which a copy would lose.
     """
     cls = type(original)
     if maker is object:
@@ -98,7 +99,7 @@ def blank(original: Any, maker: type, *safe: type) -> Any:
 
 
 def _own_dict(obj: Any) -> dict[str, Any] | None:
-    """Return the instance's dictionary, and never what ``__getattr__`` or a wrapped object says."""
+    """Return the instance's own dictionary, never one from ``__getattr__`` or a wrapped object."""
     if not type(obj).__dictoffset__:
         return None
     own: dict[str, Any] = object.__getattribute__(obj, "__dict__")
@@ -111,6 +112,6 @@ def _filled_slots(obj: Any, places: tuple[tuple[int, str], ...]) -> list[tuple[A
         member = vars(cls.__mro__[depth])[name]
         try:
             filled.append((member, member.__get__(obj, cls)))
-        except AttributeError:  # never set; hasattr would ask __getattr__
+        except AttributeError:  # never set; hasattr would call __getattr__
             continue
     return filled

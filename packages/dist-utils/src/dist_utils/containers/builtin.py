@@ -1,4 +1,4 @@
-"""The built-in containers and their subclasses, by the built-in class's own methods.
+"""Built-in containers and their subclasses, accessed through the built-in class's own methods.
 
 A subclass may override them, so nothing here calls a method of the object itself.
 """
@@ -16,13 +16,13 @@ __all__ = ["Content", "content_of", "indices"]
 
 
 class Content(NamedTuple):
-    """How to take the contents of a built-in container out, and to make another with new ones.
+    """How to take the contents out of a built-in container, and how to make another one with new contents.
 
     Attributes:
-        values: What is inside and may be replaced.
+        values: The contents that may be replaced.
         make: The original and new values -> a new container of its class, without attributes.
-        names: How a path calls each value.
-        aside: What is inside and stays.
+        names: The name of each value in a path.
+        aside: The contents that are never replaced.
     """
 
     values: Callable[[Any], list[Any]]

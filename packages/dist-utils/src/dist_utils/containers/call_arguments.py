@@ -1,4 +1,4 @@
-"""The arguments of a call: cast as one, and as a flat list."""
+"""The arguments of a call: cast together, or packed into one flat tuple."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def pack_kwargs(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], tuple[str, 
     """Put the arguments of a call into one flat tuple, for functions that take positional arguments only.
 
     Returns:
-        ``(flat_args, kwarg_keys)``, which are the positional arguments followed by the keyword arguments'
-        values, and the names of the latter, in the same order. :func:`unpack_kwargs` is the inverse.
+        ``(flat_args, kwarg_keys)``, the positional arguments followed by the keyword arguments' values, and
+        the keyword names in the same order. :func:`unpack_kwargs` is the inverse.
 
     Source:
         ``torch.distributed.utils._pack_kwargs``.

@@ -1,4 +1,4 @@
-"""Nested containers to another device, with copies to an accelerator beside its computation."""
+"""Move nested containers to another device; copies to an accelerator may overlap its computation."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def recursive_to(
     Args:
         inputs: A tensor or containers, as in :func:`apply_to_tensors`.
         target_device: The device to move to.
-        use_side_stream_for_tensor_copies: Copy from the CPU to an accelerator on a stream of its own, so
-            that the copies run beside what the accelerator computes already. The current stream waits for
-            them. Tensors in pinned memory are copied without blocking the CPU: do not overwrite them
-            before the copy is done.
+        use_side_stream_for_tensor_copies: Copy from the CPU to an accelerator on a stream of its own, so that
+            the copies overlap what the accelerator is computing. The current stream waits for them. Tensors
+            in pinned memory are copied without blocking the CPU: do not overwrite them before the copy is
+            done.
 
     Returns:
         ``(moved,)`` for a tensor or ``PackedSequence``, else ``[moved]``. Always one entry, because PyTorch's
@@ -90,7 +90,7 @@ def to_kwargs(
         use_side_stream_for_tensor_copies: As in :func:`recursive_to`.
 
     Returns:
-        ``((args,), (kwargs,))``, always exactly one call, also without any argument.
+        ``((args,), (kwargs,))``, always exactly one call, even without arguments.
 
     Source:
         ``torch.distributed.utils._to_kwargs``, which returns two empty tuples for a call without arguments.
@@ -124,8 +124,8 @@ def _copy_beside(tensor: torch.Tensor, target: torch.device) -> torch.Tensor:
     stream, current = _copy_stream(target), accelerator.current_stream(target)
     with accelerator.stream(stream):
         moved = tensor.to(target, non_blocking=tensor.is_pinned())
-    # Whoever gets the copy uses it on the current stream: it comes after the copy, and its memory, which
-    # belongs to the copy stream, is not given away before the current stream is done with it.
+    # The caller uses the copy on the current stream, which waits for it here. The memory belongs to the copy
+    # stream, and must not be reused before the current stream is done with it.
     current.wait_stream(stream)
     moved.record_stream(current)
     return moved

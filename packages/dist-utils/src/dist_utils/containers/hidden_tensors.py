@@ -27,16 +27,16 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, ModuleType, l
 
 
 class HiddenTensors:
-    """A search that looks at no object twice."""
+    """A search that visits no object twice."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, object] = {}  # the objects too, so that no id is used again
+        self._seen: dict[int, object] = {}  # holds the objects, so that no id is reused
 
     def path_in(self, obj: object) -> str | None:
         """Return the path from ``obj`` to a tensor that it holds, ``""`` if it is one, or ``None``.
 
-        Looks at attributes, slots and at whatever else the garbage collector says an object refers to; of a
-        function at its defaults and what its closure captured, not at its globals.
+        Follows attributes, slots and whatever else the garbage collector says an object refers to; for a
+        function, its defaults and its closure, but not its globals.
         """
         waiting = [("", obj)]
         while waiting:
@@ -60,7 +60,7 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
         yield ".__closure__", obj.__closure__
     elif isinstance(obj, (GeneratorType, CoroutineType)):
         frame = obj.gi_frame if isinstance(obj, GeneratorType) else obj.cr_frame
-        yield " locals", frame and dict(frame.f_locals)  # no dict itself from Python 3.13 on
+        yield " locals", frame and dict(frame.f_locals)  # not a dict from Python 3.13 on
     elif isinstance(obj, dict):
         yield from ((f"[{short_repr(key)}]", value) for key, value in dict.items(obj))
         yield from ((f" key {short_repr(key)}", key) for key in dict.keys(obj))
@@ -70,11 +70,11 @@ def _held(obj: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".flat[{index}]", value) for index, value in enumerate(obj.flat))
     else:
         yield from ((f".{name}", value) for name, value in named_attributes(obj, slot_places(type(obj))))
-        # Also what C code holds, as in iterators and partial functions.
+        # Also what C code holds, for example in iterators and partial functions.
         yield from ((f" -> {type(value).__name__}", value) for value in gc.get_referents(obj))
 
 
 def _is_object_array(obj: Any) -> bool:
-    """Whether it is a NumPy array of objects, which hides them from the garbage collector."""
+    """Return whether ``obj`` is a NumPy array of objects, which hides them from the garbage collector."""
     numpy: Any = sys.modules.get("numpy")
     return numpy is not None and isinstance(obj, numpy.ndarray) and obj.dtype == object

@@ -1,4 +1,4 @@
-"""How each class of container is walked, the classes of users included."""
+"""How each class of container is walked, including users' classes."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Kind(NamedTuple):
     Attributes:
         children: The objects inside, as a list.
         rebuild: The original and as many new children -> a new object.
-        names: How a path calls each child, as in ``[0]`` or ``.weight``.
-        aside: What else the object holds, which is never replaced, as dictionary keys.
+        names: The name of each child in a path, such as ``[0]`` or ``.weight``.
+        aside: What else the object holds and is never replaced, such as dictionary keys.
     """
 
     children: Callable[[Any], list[Any]]
@@ -49,7 +49,7 @@ TENSOR = Kind(_no_children, lambda obj, _: obj, _no_children)
 LEAF = Kind(_no_children, lambda obj, _: obj, _no_children)
 
 _registered: dict[type, Kind | None] = {}
-"""What users registered; ``None`` for a class that is seen as its attributes."""
+"""What users registered; ``None`` for a class that is walked by its attributes."""
 _known: WeakKeyDictionary[type, Kind] = WeakKeyDictionary()
 
 
@@ -60,15 +60,15 @@ def register_container(
 ) -> None:
     """Tell every function of ``dist_utils`` that walks containers how to walk ``cls`` and its subclasses.
 
-    Without the two functions an object is seen as its instance attributes, slots included: each may hold
-    tensors, and a changed object is a shallow copy with the new attributes, made without a call of
-    ``__init__``. A class registered again is replaced.
+    Without the two functions an object is walked by its instance attributes, slots included: each may hold
+    tensors, and a changed object is a shallow copy with the new attributes, made without calling
+    ``__init__``. Registering a class again replaces its entry.
 
     Args:
         cls: The class.
         flatten: Returns what an object holds, in a fixed order.
         unflatten: Takes the original and the new contents, in that order, and returns a new object. Called
-            only if one of them is another object than before.
+            only if at least one of them is a different object than before.
 
     Raises:
         TypeError: ``cls`` is not a class, or only one of the two functions is given.

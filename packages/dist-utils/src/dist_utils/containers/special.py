@@ -1,4 +1,4 @@
-"""Containers with rules of their own: some of torch's, struct sequences, mapping proxies, TensorDicts."""
+"""Containers with special rules: some of torch's, struct sequences, mapping proxies, TensorDicts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _rebuild_tensordict(obj: Any, values: list[Any]) -> Any:
     devices = {value.device for value in values if isinstance(getattr(value, "device", None), torch.device)}
     moved = obj.device is not None and devices - {obj.device}
     if moved:
-        new.clear_device_()  # else it would move back what is put in
+        new.clear_device_()  # else it would move new values back
     for key, old, value in zip(list(obj.keys()), _entries(obj), values, strict=True):
         if value is not old or not isinstance(value, torch.Tensor):
             new.set(key, value)
@@ -83,7 +83,7 @@ SPECIAL: list[tuple[Callable[[type], bool], Content]] = [
     ),
     (_is_structseq, Content(list, _rebuild_structseq, indices)),
     (
-        # The mapping behind it, with its own type; nothing else gives it out.
+        # The mapping behind the proxy, with its own type; only the garbage collector gives access to it.
         lambda cls: cls is MappingProxyType,
         Content(gc.get_referents, lambda _, values: MappingProxyType(values[0]), lambda _: [".mapping"]),
     ),
@@ -96,4 +96,4 @@ SPECIAL: list[tuple[Callable[[type], bool], Content]] = [
         Content(_entries, _rebuild_tensordict, lambda obj: [f"[{key!r}]" for key in obj.keys()]),  # noqa: SIM118
     ),
 ]
-"""Whom it fits, and how; the first that fits."""
+"""Pairs of a test for a class, and how to walk it; the first match counts."""

@@ -1,4 +1,4 @@
-"""The walk as ``torch.compile`` can trace it: plain recursion over plain containers."""
+"""The walk in a form that ``torch.compile`` can trace: plain recursion over plain containers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["traced"]
 
 
 def traced(fn: Callable[[torch.Tensor], Any], obj: Any, *, otherwise: Callable[..., Any]) -> Any:
-    """Apply ``fn`` to all tensors, and ``otherwise`` to what holds them in another way."""
+    """Apply ``fn`` to all tensors, and pass all other kinds of objects to ``otherwise``."""
     if isinstance(obj, torch.Tensor):
         result = fn(obj)
     elif isinstance(obj, tuple) and hasattr(obj, "_fields"):
@@ -36,11 +36,11 @@ def traced(fn: Callable[[torch.Tensor], Any], obj: Any, *, otherwise: Callable[.
 
 
 def _is_made_of_its_arguments(obj: Any) -> bool:
-    """Whether it is a dataclass whose constructor takes everything that it holds."""
+    """Return whether ``obj`` is a dataclass whose constructor takes everything that it holds."""
     if not hasattr(obj, "__dataclass_fields__"):  # is_dataclass cannot be traced with torch 2.6
         return False
     fields = dataclasses.fields(obj)
-    if isinstance(obj, dict):  # as transformers' ModelOutput, whose items are its fields
+    if isinstance(obj, dict):  # such as transformers' ModelOutput, whose items are its fields
         names = [field.name for field in fields]
         return all(field.init for field in fields) and all(key in names for key in obj)
     return all(field.init for field in fields) and not isinstance(obj, (list, tuple, set, frozenset))

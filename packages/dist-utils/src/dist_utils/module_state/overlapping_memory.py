@@ -1,4 +1,4 @@
-"""Which tensors have memory in common: what is written into one of them is written into the others."""
+"""Find tensors that share memory: a write to one of them changes the others."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ __all__ = ["named_with_overlaps", "share_elements"]
 
 
 def named_with_overlaps(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Return names that tell which tensor begins inside of another one's memory, and where.
+    """Return names that say which tensor begins inside another one's memory, and where.
 
-    The same on all ranks if and only if their tensors lie over each other alike. Views that take turns in
-    memory, as columns do, count as overlapping.
+    They are identical on all ranks if and only if the tensors overlap in the same way. Interleaved views,
+    such as columns, count as overlapping.
 
     Args:
         names: The names of the tensors.
-        tensors: Of any kind; only dense ones are looked at.
+        tensors: Of any kind; only dense ones are considered.
     """
-    told = list(names)
+    located = list(names)
     places = sorted(
         (tensor.data_ptr(), index)
         for index, tensor in enumerate(tensors)
         if tensor.layout is torch.strided and tensor.numel()
     )
-    owner, begin, end = 0, 0, 0  # of what reaches furthest so far
+    owner, begin, end = 0, 0, 0  # of the tensor that reaches furthest so far
     for start, index in places:
         if start < end:
-            told[index] = f"{names[index]} ({start - begin} bytes into {names[owner]})"
+            located[index] = f"{names[index]} ({start - begin} bytes into {names[owner]})"
         if (reach := start + _span(tensors[index])) > end:
             owner, begin, end = index, start, reach
-    return told
+    return located
 
 
 def share_elements(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether a place in memory belongs to two elements, of two tensors or of one.
+    """Return whether two elements, of one tensor or of two, share memory.
 
-    Exactly: columns of one matrix share nothing, although they lie between each other.
+    Exact: columns of one matrix share nothing, although they are interleaved.
 
     Args:
         tensors: Dense.
 
     Cost:
-        A sort; and a byte for each that is reached over by tensors that lie between each other.
+        A sort; for interleaved tensors also one byte of memory for each byte that they span.
     """
-    near: list[torch.Tensor] = []  # their memory is between the same two addresses
+    near: list[torch.Tensor] = []  # their spans overlap
     end = 0
     for tensor in sorted((one for one in tensors if one.numel()), key=torch.Tensor.data_ptr):
         if tensor.data_ptr() >= end and near:
@@ -58,7 +58,7 @@ def share_elements(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _written_twice(tensors: Sequence[torch.Tensor]) -> bool:
-    """Try it out, on a byte for each byte, unless the answer is plain to see."""
+    """Mark every byte of the tensors in a scratch tensor, unless the answer is obvious."""
     if all(tensor.is_contiguous() for tensor in tensors):
         return len(tensors) > 1
     if len(tensors) == 1 and _strides_keep_apart(tensors[0]):
@@ -80,7 +80,7 @@ def _written_twice(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _strides_keep_apart(tensor: torch.Tensor) -> bool:
-    """Return whether every stride is larger than all that smaller ones reach over."""
+    """Return whether every stride is larger than the span of all smaller ones."""
     reach = 0
     for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if length > 1 and stride <= reach:

@@ -1,4 +1,4 @@
-"""Keys of state dicts: another prefix, in place."""
+"""Rename the prefix of a state dict's keys, in place."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def replace_by_prefix(
     *,
     on_collision: Literal["raise", "overwrite", "keep"] = "raise",
 ) -> None:
-    """Replace a prefix of the keys of a state dict, in place and without a change of their order.
+    """Replace a prefix of the keys of a state dict, in place and without changing their order.
 
     All keys are renamed at once, so a new key may be the old key of another entry. Keys that are not strings
     stay. The state dict gets a new ``_metadata`` (the versions of its modules) with names renamed in the same
@@ -24,8 +24,8 @@ def replace_by_prefix(
         state_dict: What ``module.state_dict()`` returned, or any dictionary.
         old_prefix: With its dot, as in ``"module."``. ``""`` puts ``new_prefix`` before every key.
         new_prefix: With its dot; ``""`` to remove ``old_prefix``.
-        on_collision: If a new key is the key of an entry that is not renamed, or a module gets the name
-            of one with another version: ``"raise"``, ``"overwrite"`` what is there, or ``"keep"`` it and
+        on_collision: What to do if a new key is the key of an entry that is not renamed, or a module gets the
+            name of one with another version: ``"raise"``, ``"overwrite"`` what is there, or ``"keep"`` it and
             drop what is renamed.
 
     Raises:
@@ -57,7 +57,7 @@ def replace_by_prefix(
         for name in metadata
         if _dotted(name).startswith(old_prefix)
     }
-    # A module takes the place of its former wrapper; of another module only if both have one version.
+    # A module may replace its former wrapper; another module only if both have the same version.
     module_clashes = {
         old
         for old, new in modules.items()
@@ -85,7 +85,7 @@ def replace_by_prefix(
 
 
 def _dotted(module: str) -> str:
-    """Return what the keys of a module begin with. The root's name is empty."""
+    """Return the prefix of a module's keys. The root's name is empty."""
     return f"{module}." if module else ""
 
 

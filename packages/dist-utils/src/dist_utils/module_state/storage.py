@@ -12,14 +12,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 __all__ = ["alloc_storage", "data_ptr_allocated", "free_storage"]
 
 _more_than_covered: Any = WeakIdKeyDictionary()
-"""How many bytes :func:`alloc_storage` gave to tensors that do not cover all of them."""
+"""The bytes that :func:`alloc_storage` gave to tensors that do not cover all of them."""
 
 
 def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
     """Allocate memory for a tensor whose storage was freed. Its contents are undefined.
 
-    Enough for this tensor: others that share the storage, such as the base of a view, may need more, and
-    must not be read then.
+    Enough for this tensor: others that share the storage, such as the base of a view, may need more and must
+    then not be read.
 
     Args:
         tensor: A strided tensor of any device, after :func:`free_storage`.
@@ -71,7 +71,7 @@ def alloc_storage(tensor: torch.Tensor, size: Sequence[int]) -> bool:
 
 
 def free_storage(tensor: torch.Tensor) -> bool:
-    """Give back the memory of a tensor, whose shape, dtype and autograd history stay.
+    """Free the memory of a tensor; its shape, dtype and autograd history stay.
 
     Whatever else uses the same storage loses its memory too, so the tensor must cover all of it, or have been
     given more than it covers by :func:`alloc_storage`. A view that covers all of it cannot be told from its
@@ -111,7 +111,7 @@ def free_storage(tensor: torch.Tensor) -> bool:
             f"{tensor.storage_offset()} does not cover exactly its storage of {storage.nbytes()} bytes: "
             "freeing it could take the memory of other tensors"
         )
-    for other in list(_more_than_covered):  # whose memory this was too: what it gets next is not its own
+    for other in list(_more_than_covered):  # it shared this memory, and its next memory is not its own
         if other.untyped_storage().data_ptr() == storage.data_ptr():
             del _more_than_covered[other]
     storage.resize_(0)

@@ -1,4 +1,4 @@
-"""The same module on every rank: compared first, then broadcast from one of them."""
+"""Make a module identical on all ranks: compare the ranks first, then broadcast from one of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sync_module_states(
         module: The same architecture on every rank.
         process_group: The ranks that take part: ``None`` for all, a process group or a 1-D DeviceMesh.
         broadcast_bucket_size: Bytes up to which small tensors are put together into one message.
-        src: The rank whose values all get, in the group and not in WORLD, as in PyTorch's function.
+        src: The rank whose values are sent: its rank in the group, not in WORLD, as in PyTorch's function.
         params_and_buffers_to_ignore: Names as in ``named_parameters`` and ``named_buffers``. A tied
             parameter has several; one of them is enough.
         broadcast_buffers: Also send buffers, non-persistent ones included.
@@ -76,17 +76,16 @@ def _held(
     """Return what a module holds, each tensor once, with all its names."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module is a {type(module).__name__}, not a torch.nn.Module")
-    if isinstance(params_and_buffers_to_ignore, str):  # which contains every part of a name
+    if isinstance(params_and_buffers_to_ignore, str):  # a string contains every part of a name
         raise TypeError("params_and_buffers_to_ignore must be a collection of names, not one string")
-    if not hasattr(
-        params_and_buffers_to_ignore, "__contains__"
-    ):  # an iterator would be used up by the first name
+    # An iterator would be used up by the first name.
+    if not hasattr(params_and_buffers_to_ignore, "__contains__"):
         kind = type(params_and_buffers_to_ignore).__name__
         raise TypeError(f"params_and_buffers_to_ignore must be a collection of names, got {kind}")
     named: list[tuple[str, torch.Tensor]] = list(module.named_parameters(remove_duplicate=False))
     if broadcast_buffers:
         named += module.named_buffers(remove_duplicate=False)
-    if len({id(tensor) for _, tensor in named}) == len(named):  # nothing is tied, as nearly always
+    if len({id(tensor) for _, tensor in named}) == len(named):  # nothing is tied, the usual case
         return [(name, tensor) for name, tensor in named if name not in params_and_buffers_to_ignore]
     ignored = {id(tensor) for name, tensor in named if name in params_and_buffers_to_ignore}
     # By identity: a tied tensor once, under all its names.
@@ -154,9 +153,9 @@ def _sync(
     group = resolve_group(process_group)
     problem = problem or _problem(group, tensors, names, bucket_bytes, src)
     if verify:
-        told = names if problem is not None else named_with_overlaps(names, tensors)
+        compared = names if problem is not None else named_with_overlaps(names, tensors)
         arguments = f"broadcast_bucket_size {bucket_bytes!r}, src {src!r}"
-        require_same_tensors(group, TensorClaim.of(tensors, told, arguments, problem), problem)
+        require_same_tensors(group, TensorClaim.of(tensors, compared, arguments, problem), problem)
     elif problem is not None:
         raise problem
     broadcast_tensors(group, tensors, bucket_bytes, src)

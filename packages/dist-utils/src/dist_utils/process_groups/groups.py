@@ -1,4 +1,4 @@
-"""Which ranks talk to each other: one way to name a group, and ranks inside and outside it."""
+"""One way to name a process group, and conversion between group ranks and global ranks."""
 
 from __future__ import annotations
 
@@ -143,9 +143,9 @@ def device_types(group: dist.ProcessGroup) -> list[str]:
 
 
 def runs_on_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the host itself sends tensors of ``device``: of the CPU always, with Gloo of any.
+    """Return whether the host itself sends tensors of ``device``: of the CPU always, with Gloo of any device.
 
-    Waiting for such a collective blocks the caller, on an accelerator as well.
+    Waiting for such a collective blocks the caller, even with tensors of an accelerator.
     """
     return device.type == "cpu" or f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
@@ -155,8 +155,8 @@ def future_of_work(
 ) -> torch.futures.Future[Any]:
     """Return the future of a collective on tensors of ``device``, for readers on any stream.
 
-    Gloo's own futures know nothing of an accelerator's streams: there this waits until the collective is
-    done, and makes a future that does.
+    Gloo's own futures know nothing of an accelerator's streams: in that case this waits until the collective
+    is done, and makes a future that does.
     """
     own: torch.futures.Future[Any] = work.get_future()
     if device.type == "cpu" or not runs_on_host(group, device):

@@ -1,4 +1,4 @@
-"""Whether all ranks hold tensors of the same kind, with the same answer on every rank."""
+"""Check that all ranks hold tensors of the same kinds; every rank gets the same answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
 from dist_utils.process_groups.plain_data import all_gather_plain
-from dist_utils.process_groups.terms import told
+from dist_utils.process_groups.terms import error_text
 from dist_utils.torch_compat import all_gather_single
 
 __all__ = [
@@ -47,7 +47,7 @@ class TensorClaim(NamedTuple):
     ) -> TensorClaim:
         """Describe tensors, or only what is wrong."""
         if problem is not None:
-            return cls([], arguments, told(problem))
+            return cls([], arguments, error_text(problem))
         return cls(list(zip(names, _descriptions(tensors), strict=True)), arguments)
 
 
@@ -73,7 +73,8 @@ def verify_param_shape_across_processes(
         TensorMismatchError: On every rank, with the same message: the first tensor that differs, and what
             two ranks have there; or what is wrong on another rank.
         TypeError: Something in ``tensors`` is not a tensor; the other ranks get a ``TensorMismatchError``.
-        ValueError: There are not as many names as tensors, likewise; or this rank is not in the group.
+        ValueError: There are not as many names as tensors (the other ranks likewise get a
+            ``TensorMismatchError``); or this rank is not in the group.
 
     Cost:
         One all-gather of 33 bytes a rank; only if they differ, another one of descriptions.
@@ -96,7 +97,7 @@ def verify_param_shape_across_processes(
 
 
 def _claim_of(tensors: list[Any], names: list[str] | None) -> TensorClaim:
-    """Return what a rank says of itself; raises if the arguments are wrong."""
+    """Return this rank's claim; raises if the arguments are wrong."""
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}, not a tensor")
@@ -122,8 +123,8 @@ def require_same_tensors(
 
 
 def _disagreement(group: dist.ProcessGroup, claim: TensorClaim) -> str | None:
-    # A digest first: nearly always all are equal. One byte more says whether there is a problem, which
-    # would be no agreement even if all ranks had the same.
+    # A digest first: nearly always all are equal. One more byte says whether there is a problem: equal
+    # problems on all ranks are no agreement.
     digest = hashlib.sha256(repr(claim).encode()).digest() + bytes([bool(claim.problem)])
     own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(collective_device(group))
     digests = own.new_empty(group.size() * len(digest))
@@ -137,7 +138,7 @@ def _disagreement(group: dist.ProcessGroup, claim: TensorClaim) -> str | None:
 
 
 def _claim_from(sent: Any) -> TensorClaim:
-    """Return a claim as a rank has sent it, or one that says what it is instead."""
+    """Return the claim that a rank has sent, or one whose problem says that it is invalid."""
     try:
         tensors, arguments, problem = sent
         named = [(str(name), str(description)) for name, description in tensors]
@@ -161,7 +162,7 @@ def _first_difference(everyone: list[TensorClaim], ranks: list[int]) -> str:
         if everyone[other].tensors[position : position + 1] != first.tensors[position : position + 1]
     )
     position, other = next(different, (None, 0))
-    if position is None:  # equal claims, of which a rank sent other digests
+    if position is None:  # equal claims, but a rank sent a digest of something else
         return "ranks sent digests of their tensors that do not belong to what they claim"
     sides = []
     for index in (0, other):
@@ -176,7 +177,7 @@ _KIND = [operator.attrgetter(name) for name in ("shape", "dtype", "device", "lay
 
 
 def _descriptions(tensors: Sequence[torch.Tensor]) -> list[str]:
-    """Describe tensors: each attribute of all after the other, in half the time of all of each."""
+    """Describe tensors, reading each attribute of all tensors in turn: half the time of tensor by tensor."""
     kinds = [map(attribute, tensors) for attribute in _KIND]
     strides = (tensor.stride() if tensor.layout is torch.strided else None for tensor in tensors)
     return list(map(_described, *kinds, strides))

@@ -34,8 +34,8 @@ def start_messages(
     on 1 Gbit/s). On two ranks and more such messages were faster there than ``all_to_all`` and ``all_gather``
     (19 against 29 ms for both, with 12.5 MiB on four loopback ranks), and they may be of unequal length.
 
-    Gloo sends only CPU tensors between two ranks: those of an accelerator are sent through pinned memory of
-    the host, which waits here until the current stream has computed them.
+    Gloo sends only CPU tensors between two ranks: those of an accelerator go through pinned memory of the
+    host, and the caller waits here until the current stream has computed them.
 
     Args:
         group: The process group of the ranks.
@@ -55,7 +55,7 @@ def start_messages(
             destroyed.
         RuntimeError: A peer is gone; from here or from the works' ``wait``.
     """
-    if not isinstance(group, dist.ProcessGroup):  # what torch returns to those that are not in a new group
+    if not isinstance(group, dist.ProcessGroup):  # what new_group returns on ranks outside the group
         raise ValueError(f"this rank is not in the group: start_messages got {group!r}")  # noqa: TRY004
     incoming, outgoing = (
         [(rank, tensor) for rank, tensor in some if tensor.numel()] for some in (receives, sends)
@@ -74,16 +74,16 @@ def _start(
     outgoing: list[tuple[int, torch.Tensor]],
     tag: int,
 ) -> list[dist.Work]:
-    dist.get_global_rank(group, 0)  # raises for a group that was destroyed; of each peer it would search all
+    dist.get_global_rank(group, 0)  # raises for a destroyed group; per peer, each call would search all
     size, me = group.size(), group.rank()
     for rank, _ in incoming + outgoing:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is out of range for a group of {size} ranks")
-        if rank == me:  # Gloo would fail in its own words, after it has posted what came before
+        if rank == me:  # Gloo would fail with another error, after posting earlier messages
             raise ValueError(f"rank {rank} is this one: messages are for other ranks")
     tags = {nbytes: _tag(tag, nbytes) for nbytes in {tensor.nbytes for _, tensor in incoming + outgoing}}
     if all(tensor.device.type == "cpu" for _, tensor in incoming + outgoing):
-        # No backend of the CPU makes one batch of them, and a P2POp for each costs as much as sending it.
+        # No CPU backend batches them, and a P2POp for each costs as much as sending it.
         received = [group.recv([tensor], rank, tags[tensor.nbytes]) for rank, tensor in incoming]
         return received + [group.send([tensor], rank, tags[tensor.nbytes]) for rank, tensor in outgoing]
     ranks = dist.get_process_group_ranks(group)
@@ -96,9 +96,9 @@ def _start(
 
 
 def _tag(tag: int, nbytes: int) -> int:
-    """Return a tag that has the length in it, the same in every process.
+    """Return a tag that depends on the length, identical in every process.
 
-    Gloo would fill the front of a tensor with a shorter message in silence, and end the process at a longer
+    Gloo would silently fill the front of a tensor with a shorter message, and end the process at a longer
     one.
     """
     return hash((tag, nbytes)) % (1 << 30)
@@ -129,10 +129,10 @@ class _FromHost:
         sent: list[torch.Tensor],
     ) -> None:
         self._works, self._tensors = works, tensors
-        self._sent = sent  # alive until it is
+        self._sent = sent  # keeps them alive until they are sent
 
     def wait(self) -> None:
-        """Return when the host has everything, and the current stream will have."""
+        """Return when the host has received everything and the copies are queued on the current stream."""
         for work in self._works:
             work.wait()
         for on_host, tensor in self._tensors:
@@ -140,5 +140,5 @@ class _FromHost:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return room on the host for a tensor: pinned, so that copies wait for nothing."""
+    """Allocate memory on the host for a tensor: pinned, so that copies do not block."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")

@@ -1,4 +1,4 @@
-"""Jobs that communicate, one at a time and in the same order on every rank, beside the caller."""
+"""Run jobs that communicate, one at a time, in the same order on all ranks, without blocking the caller."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class OrderedWorker:
 
     * On CPU tensors: one thread and one private process group, made for the first job. The private
       group keeps the jobs' collectives apart from those that DDP issues meanwhile on its own group.
-    * On an accelerator whose backend enqueues its collectives, such as NCCL: nothing runs beside the
-      caller. The job is enqueued at once on one side stream, on the group itself, without any host
+    * On an accelerator whose backend enqueues its collectives, such as NCCL: nothing runs concurrently with
+      the caller. The job is enqueued at once on one side stream, on the group itself, without any host
       synchronization.
     * On an accelerator with Gloo, whose collectives block: on the thread as on CPU, with a side stream.
 
@@ -45,7 +45,7 @@ class OrderedWorker:
     error soon and not only at their timeout.
 
     Before the first job the ranks compare the workers' names and ``terms`` (see
-    :func:`dist_utils.require_same_terms`). If they differ, or a rank does not come, that is the first
+    :func:`dist_utils.require_same_terms`). If they differ, or a rank does not take part, that is the first
     error, on every rank. After an error, make a new worker on every rank.
 
     Several threads may submit; which job is first is then up to them, and must be identical on all ranks.
@@ -85,8 +85,8 @@ class OrderedWorker:
         self._agreed: str | None = None
         self._thread: WorkerThread | None = None
         self._side_streams = SideStreams()
-        self._own_error: Exception | None = None  # of what does not run on the thread
-        self._thread_error: Exception | None = None  # like the thread's
+        self._own_error: Exception | None = None  # of jobs that do not run on the thread
+        self._thread_error: Exception | None = None  # a copy of the thread's
         self._closed = False
 
     @property
@@ -96,13 +96,14 @@ class OrderedWorker:
 
     @property
     def error(self) -> Exception | None:
-        """The first error of a job, or one like it; or ``None``. Once set, no later job runs.
+        """The first error of a job or a copy of it, or ``None``. Once set, no later job runs.
 
-        On the thread its traceback keeps the lines, but not the frames: they would keep the private group,
-        whose end tells the peers.
+        For jobs on the thread, the traceback keeps its lines but not its frames: they would keep the private
+        group alive, and its end is what tells the peers.
         """
         if self._thread is not None and self._thread.error is not None and self._thread_error is None:
-            # Raised by a caller it gets frames that may hold this worker, and the thread would hold those.
+            # A copy, because a caller that raises it adds frames that may hold this worker, and the thread
+            # would hold those.
             self._thread_error = same_error(self._thread.error)
         return self._own_error if self._thread_error is None else self._thread_error
 
@@ -116,20 +117,19 @@ class OrderedWorker:
         """Queue ``job`` after all jobs submitted before and return a future of its result.
 
         Args:
-            job: Called with the process group it must use for every collective. On CPU, and with
-                Gloo, it runs on the worker's thread; otherwise in this call, and must not synchronize
-                with the host. On an accelerator the side stream is the current stream, which waits for the
-                work of the caller's stream so far. Tensors it uses must live until its future is complete.
-                Torch's operators use as many threads as on the caller's thread, and treat subnormal numbers
-                in the same way.
+            job: Called with the process group it must use for every collective. On CPU, and with Gloo, it
+                runs on the worker's thread; otherwise in this call, and must not synchronize with the host.
+                On an accelerator the side stream is the current stream, which waits for all earlier work of
+                the caller's stream. Tensors it uses must live until its future is complete. Torch's operators
+                use as many threads as on the caller's thread, and treat subnormal numbers in the same way.
             device: Where the job's tensors live.
-            name: What a profiler calls the job, on the thread where it runs; ``None``: as the worker. See
+            name: What a profiler calls the job, on the thread where it runs; ``None``: the worker's name. See
                 :func:`dist_utils.torch_compat.every_thread`.
 
         Returns:
-            A future that a DDP communication hook may return as it is. Waiting for it raises
-            ``RuntimeError`` with the text of the job's error; :attr:`error` holds one like
-            the job's. What fails before the first job, such as an agreement, fails the future too.
+            A future that a DDP communication hook may return as it is. Waiting for it raises ``RuntimeError``
+            with the text of the job's error; :attr:`error` holds a copy of the job's error. An error before
+            the first job, such as a failed comparison of terms, also fails the future.
 
         Raises:
             RuntimeError: The worker is closed.
@@ -149,15 +149,15 @@ class OrderedWorker:
         return self._run_here(job, side, name)
 
     def agree(self) -> str:
-        """Compare names and ``terms`` with the other ranks, if that was not done yet.
+        """Compare names and ``terms`` with the other ranks, if that has not been done yet.
 
-        For callers that communicate beside the worker before the first job. Every rank must call it.
+        For callers that communicate outside the worker before its first job. Every rank must call it.
 
         Returns:
             A name that is identical on all ranks and that no other worker has.
 
         Raises:
-            AgreementError: They differ, or a rank does not come. It is the worker's first error then.
+            AgreementError: They differ, or a rank does not take part. It is then the worker's first error.
             RuntimeError: The worker is closed.
         """
         with self._starting:
@@ -172,11 +172,11 @@ class OrderedWorker:
                 except Exception as error:
                     self._own_error = error
                     raise
-                self._terms = dict  # its owner may own this worker, and could not become garbage at once
+                self._terms = dict  # it may hold the worker's owner, a cycle
             return self._agreed
 
     def _own_terms(self) -> tuple[Mapping[str, object], Exception | None]:
-        """Return the terms, or why there are none, which the other ranks must hear of."""
+        """Return the terms, or the error that prevented them, for the other ranks."""
         try:
             return self._terms(), None
         except Exception as error:  # noqa: BLE001 - whatever it is
@@ -193,9 +193,10 @@ class OrderedWorker:
                 weakref.finalize(self, self._thread.stop)
 
     def _try(self, begin: Callable[[], object]) -> None:
-        """Begin, or keep the error for this job and all later ones.
+        """Call ``begin``, and keep its error for this job and all later ones.
 
-        Raised here it would leave DDP in the middle of a pass. That the worker is closed is the caller's.
+        An error raised here would leave DDP in the middle of a pass. Only the error of a closed worker is
+        raised.
         """
         try:
             begin()
@@ -203,7 +204,7 @@ class OrderedWorker:
             if self._closed:
                 raise
             self._own_error = error if self._own_error is None else self._own_error
-            drop_frames(error)  # which would keep the caller's model alive
+            drop_frames(error)  # they would keep the caller's model alive
 
     def wait(self) -> None:
         """Return when every job submitted so far has run, with or without an error.
@@ -217,7 +218,7 @@ class OrderedWorker:
     def runs_this_thread(self) -> bool:
         """Return whether the caller is on the worker's thread: in a job, or in a callback of its future.
 
-        Waiting for another job there never ends.
+        Waiting for another job there would never end.
         """
         return self._thread is not None and self._thread.runs_this_thread()
 
@@ -258,10 +259,11 @@ class OrderedWorker:
             if self._own_error is None:
                 try:
                     with torch_compat.profiler_range(name):
-                        # The future records the side stream here; who waits for it makes its stream wait.
+                        # The future records the side stream here, for which the stream of a waiter then
+                        # waits.
                         done.set_result(job(self._process_group))
                 except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
-                    drop_frames(error)  # this one holds the future, which will hold an error like it
+                    drop_frames(error)  # this frame holds the future, which will hold a copy of the error
                     self._own_error = error
             if self._own_error is not None:
                 fail(done, self._own_error)

@@ -30,8 +30,8 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
             Tuples arrive as lists.
 
     Returns:
-        The values; this rank's own is what the others get, too. Whether they are of the expected kinds is
-        for the caller to check: a peer may send anything.
+        The values; this rank's own is returned as the others receive it. The caller must check that they are
+        of the expected kinds: a peer may send anything.
 
     Raises:
         TypeError, ValueError: ``value`` cannot be written as JSON; on this rank, before any communication.
@@ -39,7 +39,7 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
         RuntimeError: A peer is gone; and as :func:`dist_utils.resolve_group`.
 
     Cost:
-        Two all-gathers: of 8 bytes a rank, and of as many as the longest text has.
+        Two all-gathers: of 8 bytes a rank, then of the length of the longest text.
 
     Example:
         >>> all_gather_plain(None, {"rank": dist.get_rank()})  # doctest: +SKIP
@@ -55,7 +55,7 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
     for rank, length in zip(ranks, lengths, strict=True):
         if not 0 < length <= _MOST_BYTES:
             raise AgreementError(f"rank {rank} announced {length} bytes of data, an invalid length")
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")  # whatever the default is
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")  # not the default device
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     rows = _gathered(group, padded.to(device)).cpu()
     return [

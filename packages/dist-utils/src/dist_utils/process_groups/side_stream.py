@@ -1,4 +1,4 @@
-"""Streams beside the caller's, on which jobs are enqueued, and the futures of their results."""
+"""Side streams, on which jobs are enqueued, and the futures of their results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class SideStream(NamedTuple):
-    """Where a job on an accelerator is enqueued, and what must be over there before."""
+    """Where a job on an accelerator is enqueued, and the event that it must wait for."""
 
     stream: torch.Stream
     before: Any  # an event of the accelerator's
@@ -28,7 +28,7 @@ class SideStreams:
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def behind_caller(self, device: torch.device) -> SideStream | None:
-        """Return the stream for a job that follows what the caller's stream has to do now; none on CPU."""
+        """Return the stream for a job that follows all work enqueued on the caller's stream; none on CPU."""
         if device.type == "cpu":
             return None
         accelerator: Any = torch.get_device_module(device)
@@ -59,15 +59,14 @@ def new_future(
 
 
 def fail(done: torch.futures.Future[Any], error: BaseException) -> None:
-    """Complete the first of a :func:`new_future` pair with an error like this one."""
+    """Complete the first of a :func:`new_future` pair with a copy of this error."""
     held = same_error(error)
     done.set_exception(held)
-    held.__traceback__ = held.__context__ = (
-        None  # of the callbacks that have raised it, which hold the future
-    )
+    # The callbacks have raised it by now, and their frames hold the future.
+    held.__traceback__ = held.__context__ = None
 
 
 def _value(done: torch.futures.Future[T]) -> T:
-    # Raising here, in a callback, makes an error that C++ waiters such as DDP's reducer see too: a
-    # future that set_exception has set directly looks to them like one with a strange result.
+    # Raising here, in a callback, makes an error that C++ waiters such as DDP's reducer see too: a future
+    # that set_exception has set directly looks to them like one with an unexpected result.
     return done.value()

@@ -17,18 +17,18 @@ __all__ = ["StoreRequests"]
 T = TypeVar("T")
 
 _LEAST_SECONDS = 2.0
-"""What a request gets after the deadline, too: who stops waiting has to tell the others."""
+"""The least time of a request, even after the deadline: a rank that stops waiting must tell the others."""
 
 
 class StoreRequests:
-    """Asks a store on a thread of its own.
+    """Sends requests to a store on a thread of its own.
 
-    Most requests of torch's ``TCPStore`` know no timeout: of a server that was cut off, as by a broken link,
-    no answer and no error comes for as long as TCP tries, a quarter of an hour. A thread that waits so cannot
-    be ended. It holds its connection, and does not keep the process from ending.
+    Most requests of torch's ``TCPStore`` have no timeout: if the server is cut off, as by a broken link,
+    neither an answer nor an error comes while TCP keeps trying, for a quarter of an hour. A thread that waits
+    like this cannot be ended. It holds its connection, but does not keep the process from ending.
 
     Args:
-        store: Of torch.
+        store: A store of torch.
         seconds: Until the deadline, from now.
     """
 
@@ -62,7 +62,7 @@ class StoreRequests:
             request, answers = asked
             try:
                 answers.put((request(self._store), None))
-            except BaseException as error:  # noqa: BLE001 - whatever it is, who asks must see it
+            except BaseException as error:  # noqa: BLE001 - whatever it is, the caller must see it
                 answers.put((None, error))
             del asked, request, answers
 

@@ -1,4 +1,4 @@
-"""Whether all ranks call with the same terms, checked through the store before anything else is sent."""
+"""Check through the store, before anything else is sent, that all ranks call with the same terms."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from dist_utils.process_groups.store_requests import StoreRequests
 __all__ = ["AgreementError", "require_same_terms"]
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 1.0
-"""Seconds between two looks at the store: a twentieth of the time waited so far, within these bounds."""
+"""Seconds between two requests to the store while waiting: a twentieth of the time waited so far, within
+these bounds."""
 
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 """The first round of a group that this rank does not know to be over."""
 _locks: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.RLock] = weakref.WeakKeyDictionary()
-"""Threads of a rank come to a group one after another."""
+"""Only one thread of a rank uses a group at a time."""
 _one_lock_each = threading.Lock()
 
 
@@ -85,7 +86,7 @@ def require_same_terms(
         texts = _texts(title, terms, timeout)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem, title, timeout = problem or error, str(type(title)), None
-    claim = _Claim(title, texts, "" if problem is None else told(problem))
+    claim = _Claim(title, texts, "" if problem is None else error_text(problem))
     with _lock_of(group):
         limit = timeout or torch_compat.group_timeout(group, collective_device(group))
         seconds = (limit or torch_compat.default_group_timeout()).total_seconds()
@@ -111,21 +112,21 @@ def _texts(title: str, terms: Mapping[str, object] | None, timeout: timedelta | 
 
 
 def _text(value: object) -> str:
-    if isinstance(value, (set, frozenset)):  # whose order differs between processes
+    if isinstance(value, (set, frozenset)):  # their order differs between processes
         return f"{type(value).__name__} of {', '.join(sorted(map(repr, value))) or 'nothing'}"
     return repr(value)
 
 
-def told(problem: object) -> str:
+def error_text(problem: object) -> str:
     """Return an error as text for other ranks."""
     try:
         return f"{type(problem).__name__}: {problem}"
-    except Exception:  # noqa: BLE001 - a class may refuse to be shown in any way
+    except Exception:  # noqa: BLE001 - its str() may fail in any way
         return type(problem).__name__
 
 
 class _Claim(NamedTuple):
-    """What a rank comes with."""
+    """What a rank submits to a round."""
 
     title: str
     terms: dict[str, str]
@@ -133,7 +134,7 @@ class _Claim(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """What came of a round: an error, or a name that no other round has."""
+    """The result of a round: an error, or a name that no other round has."""
 
     error: str
     name: str
@@ -149,13 +150,14 @@ class _Round:
     def __init__(self, group: dist.ProcessGroup, number: int, requests: StoreRequests) -> None:
         self._group, self._number, self._ask = group, number, requests.ask
         self._ranks = dist.get_process_group_ranks(group)
-        # A restarted job may find the store of the last attempt. And torch may give disjoint groups one name.
+        # A restarted job may find the store of the last attempt. And torch may give disjoint groups the same
+        # name.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix = f"dist_utils/terms/{attempt}/{group.group_name}:{self._ranks[0]}/{number}"
 
     @classmethod
     def first_open(cls, group: dist.ProcessGroup, requests: StoreRequests) -> _Round:
-        """Return the first round that is not over: those that are failed, or belong to a former life."""
+        """Return the first round that is not over. Others failed, or belong to an earlier group."""
         number = _rounds.get(group, 0)
         while (found := cls(group, number, requests)).is_over():
             number += 1
@@ -177,7 +179,7 @@ class _Round:
         return f"{self._prefix}/{index}"
 
     def settle(self, claim: _Claim, seconds: float) -> _Verdict:
-        """Come with a claim, wait until the round is over, and return the verdict."""
+        """Submit a claim, wait until the round is over, and return the verdict."""
         me, everyone = self._claim_key(self._group.rank()), [*map(self._claim_key, range(len(self._ranks)))]
         judges = me == everyone[0]
         self._ask(lambda store: store.set(me, json.dumps(claim)))
@@ -209,21 +211,21 @@ class _Round:
 
 
 def _claim_from(text: bytes) -> _Claim:
-    """Return a claim as it stands in the store, where any process of the job may write."""
+    """Return a claim read from the store, to which any process of the job may write."""
     try:
         title, terms, problem = json.loads(text)
         return _Claim(str(title), {name: str(value) for name, value in terms.items()}, str(problem))
     except (ValueError, TypeError, AttributeError, RecursionError):
-        return _Claim("agreement", {}, f"its claim in the store is none: {text[:100]!r}")
+        return _Claim("agreement", {}, f"its claim in the store is invalid: {text[:100]!r}")
 
 
 def _verdict_from(text: bytes) -> _Verdict:
     try:
         error, name = json.loads(text)
         if not (isinstance(error, str) and isinstance(name, str)):
-            raise TypeError("a verdict is two strings")  # noqa: TRY301 - as whatever else is wrong with it
+            raise TypeError("a verdict is two strings")  # noqa: TRY301 - handled like any other defect
     except (ValueError, TypeError, RecursionError):
-        return _Verdict(f"the verdict in the store is none: {text[:100]!r}", "")
+        return _Verdict(f"the verdict in the store is invalid: {text[:100]!r}", "")
     return _Verdict(error, name)
 
 
@@ -239,7 +241,7 @@ def _wait_until(done: Callable[[], bool], seconds: float) -> bool:
         waited = time.monotonic() - start
         if waited > seconds:
             return False
-        # No store.wait(): it keeps every other thread from the store, and logs when it times out.
+        # No store.wait(): it blocks the store for every other thread, and logs when it times out.
         never.wait(min(max(waited / 20, _SHORTEST_PAUSE), _LONGEST_PAUSE, seconds - waited + _SHORTEST_PAUSE))
     return True
 

@@ -25,7 +25,7 @@ _STOP_SECONDS = 5.0
 
 
 class Job(NamedTuple):
-    """What the thread is asked to run, and how the caller's thread would run it."""
+    """A job for the thread, with the settings of the caller's thread."""
 
     run: Callable[[dist.ProcessGroup], Any]
     done: torch.futures.Future[Any]
@@ -36,10 +36,10 @@ class Job(NamedTuple):
 
 
 class WorkerThread:
-    """The thread of an OrderedWorker and what both share. Does not know the worker, which can be garbage.
+    """The thread of an OrderedWorker and their shared state. Does not keep the worker alive.
 
     Args:
-        group: What the jobs use; ended with the thread.
+        group: What the jobs use; destroyed when the thread ends.
         name: The name of the thread.
 
     Attributes:
@@ -96,42 +96,42 @@ class WorkerThread:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             self._handle(job)
-            del job  # it may refer to the worker, which could not become garbage while this waits
+            del job  # it may refer to the worker, which this must not keep alive while it waits
         with self._ending:
             self._ended = True
-        while not self._jobs.empty():  # what came between the end mark and the line above
+        while not self._jobs.empty():  # jobs queued between the end mark and the line above
             if (job := self._jobs.get()) is not None:
                 self._handle(job)
         self._destroy_group()
 
     def _handle(self, job: Job | threading.Event) -> None:
-        if isinstance(job, threading.Event):  # somebody waits for what was queued before
+        if isinstance(job, threading.Event):  # somebody waits for the jobs queued before
             job.set()
             return
         with current(job.side):
             self._complete(job)
 
     def _complete(self, job: Job) -> None:
-        if self.error is not None:  # raised again it would hold this job's frames, too
+        if self.error is not None:  # raising it again would add this job's frames
             fail(job.done, self.error)
             return
-        if torch.get_num_threads() != job.threads:  # every thread has a number of its own
+        if torch.get_num_threads() != job.threads:  # a setting of each thread
             torch.set_num_threads(job.threads)
-        if torch_compat.flushes_denormals() != job.flushes_denormals:  # and a mode of its own
+        if torch_compat.flushes_denormals() != job.flushes_denormals:  # likewise
             torch.set_flush_denormal(job.flushes_denormals)
         try:
             result = self._run_in_group(job)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
-            # The peers wait in this job's collectives: closing our connections tells them. The frames of
-            # the error would keep the group, and so the connections; and the future that holds the error.
-            with contextlib.suppress(BaseException):  # of an error with methods of its own
+            # The peers wait in this job's collectives: closing our connections tells them. The frames of the
+            # error would keep the group and its connections alive, and the future that holds the error.
+            with contextlib.suppress(BaseException):  # the error's own methods may fail
                 drop_frames(error)
             self._destroy_group()
-            self.error = same_error(error)  # of its own: this thread lives as long as its owner
+            self.error = same_error(error)  # a copy: this thread lives as long as its owner
         else:
             job.done.set_result(result)
             return
-        fail(job.done, self.error)  # here: what is raised above would have the job's error as its context
+        fail(job.done, self.error)  # not in the except block, where the job's error would become its context
 
     def _run_in_group(self, job: Job) -> Any:
         group = self._group()

@@ -13,7 +13,7 @@ __all__ = ["call_in_backward"]
 def call_in_backward(x: torch.Tensor, call: Callable[[], object]) -> torch.Tensor:
     """Return ``x``; when its gradient is computed, ``call()`` comes first.
 
-    For tests of a backward pass that raises, ends its process or looks at something half-way.
+    For tests of a backward pass that raises, ends its process or inspects something halfway.
 
     Args:
         x: Any tensor. If it needs no gradient, nothing is called.

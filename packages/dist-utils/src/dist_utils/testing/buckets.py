@@ -31,8 +31,8 @@ class _Gradients(torch.nn.Module):
 def grad_bucket(gradients: Sequence[torch.Tensor]) -> torch_compat.GradBucket:
     """Return a bucket as ``DistributedDataParallel`` hands it to a communication hook.
 
-    For tests and benchmarks of hooks; there is no other way to make buckets. ``set_buffer`` puts other values
-    into it.
+    For tests and benchmarks of hooks; torch has no other way to make buckets. ``set_buffer`` puts other
+    values into it.
 
     Args:
         gradients: The gradients in the bucket, one for each parameter, in this order. Dense, of one dtype. (A

@@ -1,4 +1,4 @@
-"""Equal to the bit: two values on one rank, and one value on all ranks."""
+"""Bitwise comparisons: of two values on one rank, and of one value on all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["same_bits", "same_on_all_ranks"]
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Return whether two values are equal to the bit: tensors, or containers of them.
+    """Return whether two values are bitwise equal: tensors, or containers of them.
 
     Tensors must have one dtype, shape and layout, and the same bits, those of NaN and of negative zero
     included; their strides and devices may differ. Mappings must have their keys in one order.
@@ -89,7 +89,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _outline(values: Any, tensors: list[torch.Tensor]) -> Iterator[str]:
-    """Describe everything but what is in the tensors, which are added to ``tensors``."""
+    """Describe everything except the contents of tensors, which are appended to ``tensors``."""
     if isinstance(values, torch.Tensor):
         tensors.append(values)
         yield repr(_kind(values))

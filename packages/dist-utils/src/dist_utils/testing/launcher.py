@@ -24,7 +24,7 @@ __all__ = ["RankDied", "RankTraceback", "RanksHung", "nccl_can_run", "run_ranks"
 
 
 _LOOK_SECONDS = 0.2
-"""How often to look for ranks that have stopped themselves, which nothing else tells."""
+"""How often to check for ranks that have stopped themselves; nothing else reports them."""
 
 _SETTLE_SECONDS = 1.0
 """How long the other ranks get to fail too once one has failed."""
@@ -43,7 +43,7 @@ class RanksHung(TimeoutError):  # noqa: N818 - says what happened
 
 
 def nccl_can_run(world_size: int) -> bool:
-    """Tell whether there are GPUs enough for NCCL: one for each rank, or one in all where ranks may share.
+    """Return whether there are enough GPUs for NCCL: one for each rank, or a single one if it may be shared.
 
     Ranks may share a GPU with NCCL 2.30 and newer if ``NCCL_MULTI_RANK_GPU_ENABLE=1`` is set, NCCL's own
     variable. That is for tests on a machine with a single GPU; it makes nothing faster.
@@ -73,12 +73,12 @@ def run_ranks(
         fn: A function that the new process can import: defined at the top level of a module.
         world_size: Number of ranks, at least 1.
         *args: Passed on to ``fn``; must pickle.
-        backend: The backend of the default process group, which is there when ``fn`` is called. With
-            ``"nccl"`` rank r uses GPU r (where ranks may share GPUs: r modulo their number, see
-            :func:`nccl_can_run`). ``None``: no process group.
+        backend: The backend of the default process group, which exists when ``fn`` is called. With ``"nccl"``
+            rank r uses GPU r (where ranks may share GPUs: r modulo their number, see :func:`nccl_can_run`).
+            ``None``: no process group.
         timeout: Seconds until every process is killed; more where other work keeps the machine busy
-            (:func:`patience`), for a rank that waits for a core does not hang.
-        group_timeout: Seconds that a collective may take. If not given, as long as the ranks may: no
+            (:func:`patience`), because a rank that waits for a core does not hang.
+        group_timeout: Seconds that a collective may take. By default as long as the ranks may run: no
             collective gives up before they are killed.
         may_die: Ranks that may end without a result, for tests of a dying peer (``os._exit``) or of one that
             hangs (:func:`stop_process`): their result is ``None``.
@@ -138,7 +138,7 @@ def run_ranks(
 def _wait(processes: Sequence[BaseProcess], ranks: Ranks, timeout: float, may_die: Collection[int]) -> None:
     """Return when every process has ended well; raise as soon as one has not, or at the timeout.
 
-    Those that may die may also have ended otherwise, or have stopped.
+    Ranks in ``may_die`` may also end in any other way, or stop.
     """
     began, seconds = time.monotonic(), timeout
     running = {process.sentinel: rank for rank, process in enumerate(processes)}

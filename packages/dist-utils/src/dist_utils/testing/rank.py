@@ -39,9 +39,9 @@ _LEAVE_SECONDS = 2.0
 
 
 class Outputs:
-    """Where the caller's standard output and error lead now: pickled to a rank, it writes there too.
+    """The caller's current standard output and error; a rank that unpickles this can write to them, too.
 
-    Without it a rank of the server would write to where they led when the server was started.
+    Without it a rank forked by the server would write to where they led when the server was started.
     """
 
     def __init__(self, handed_over: Sequence[Any] = ()) -> None:
@@ -83,7 +83,7 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """What every rank runs, and the files by which it tells its parent how that went."""
+    """What every rank runs, and the files by which it reports to its parent."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
@@ -96,9 +96,9 @@ class Ranks:
     outputs: Outputs
 
     def __call__(self, rank: int) -> None:
-        """Be rank ``rank``; the entry point of a new process."""
+        """Run as rank ``rank``; the entry point of a new process."""
         self.outputs.take()
-        os.environ.clear()  # the server's, as it was when that started
+        os.environ.clear()  # still that of the server's start
         os.environ.update(self.environment)
         if hasattr(faulthandler, "register"):
             faulthandler.register(signal.SIGUSR1, file=self._path("stack", rank).open("w"))
@@ -108,17 +108,17 @@ class Ranks:
             result = self.fn(rank, *self.args)
             torch.save(result, self._path("result", rank))
             self._await_others()
-            # A DDP model is a cycle, and keeps its group.
+            # A DDP model is part of a reference cycle, and keeps its group alive.
             gc.collect()
             if torch_compat.GROUPS_END_WITHOUT_GIL:
                 _end_all_groups()
-            # As the interpreter does at its end: a leaked thread is a hang here as it would be there.
+            # As the interpreter does at exit: a leaked thread hangs here as it would there.
             threading._shutdown()  # type: ignore[attr-defined] # noqa: SLF001
-        except BaseException as error:  # noqa: BLE001 - raised again by the parent; pytest's are no Exception
+        except BaseException as error:  # noqa: BLE001 - the parent raises it; pytest's are no Exception
             failure = Failure(time.time(), _picklable(error), traceback.format_exc())
             unfinished = self._path("unfinished", rank)
             unfinished.write_bytes(pickle.dumps(failure))
-            unfinished.replace(self._path("failure", rank))  # whole, or not there
+            unfinished.replace(self._path("failure", rank))  # atomically
             # No clean-up: it could wait for a peer, and closed connections tell the peers at once.
             _flush_and_exit(1)
         atexit._run_exitfuncs()  # noqa: SLF001 - coverage's, for one
@@ -135,7 +135,7 @@ class Ranks:
             "LOCAL_WORLD_SIZE": self.world_size,
         }
         os.environ.update({name: str(value) for name, value in ranks.items()})
-        # With the last of them, init_process_group("gloo") in fn uses the store that there is.
+        # With the last of them, init_process_group("gloo") in fn uses the existing store.
         os.environ.update(
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port), TORCHELASTIC_USE_AGENT_STORE="True"
         )
@@ -153,19 +153,19 @@ class Ranks:
             dist.barrier()
 
     def _await_others(self) -> None:
-        """Return when every rank is through, or soon.
+        """Return when every rank has finished, or after a short time.
 
-        With Gloo a rank can leave a collective, a barrier too, before another one has entered it, which
-        fails if the connection is closed by then; and counts no bytes of a connection that is closed.
+        With Gloo a rank can leave a collective, even a barrier, before another rank has entered it. That rank
+        fails if the connection is closed by then; and it cannot count the bytes sent on a closed connection.
         """
         began = time.monotonic()
-        while not all(map(self._is_through, range(self.world_size))):
+        while not all(map(self._has_finished, range(self.world_size))):
             waited = time.monotonic() - began
             if waited > _LEAVE_SECONDS and waited > patience(_LEAVE_SECONDS):
                 return
             time.sleep(0.002)
 
-    def _is_through(self, rank: int) -> bool:
+    def _has_finished(self, rank: int) -> bool:
         kinds = ("result", "failure", "stopped", "ended")
         return any(self._path(kind, rank).exists() for kind in kinds)
 
@@ -174,12 +174,12 @@ class Ranks:
         self._path("ended", rank).touch()
 
     def result(self, rank: int) -> Any:
-        """Return what a rank's function returned, ``None`` if it did not."""
+        """Return what a rank's function returned, ``None`` if it did not return."""
         path = self._path("result", rank)
         return torch.load(path, weights_only=False) if path.exists() else None
 
     def succeeded(self, rank: int) -> bool:
-        """Return whether a rank has come to its end."""
+        """Return whether a rank's function returned, and nothing failed after that."""
         return self._path("result", rank).exists() and not self._path("failure", rank).exists()
 
     def stopped(self, rank: int) -> bool:
@@ -214,7 +214,7 @@ def _end_all_groups() -> None:
     if dist.is_initialized():
         try:
             dist.destroy_process_group()
-        except KeyError:  # another thread has ended its own group while torch went through the list of all
+        except KeyError:  # another thread destroyed its group while torch went through the list of groups
             dist.destroy_process_group()
 
 
@@ -232,5 +232,5 @@ def _picklable(error: BaseException) -> BaseException:
         pass
     try:
         return RuntimeError(f"{type(error).__name__}: {error}")
-    except Exception:  # noqa: BLE001 - also to be shown
+    except Exception:  # noqa: BLE001 - its str() may fail, too
         return RuntimeError(f"{type(error).__name__}, which cannot be shown")

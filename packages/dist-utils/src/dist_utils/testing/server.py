@@ -1,4 +1,4 @@
-"""What the server that starts the ranks of ``run_ranks`` imports, once, for all of them.
+"""Imports of the server that starts the ranks of ``run_ranks``, made once for all of them.
 
 Importing this module changes the garbage collector of the process: only that server does it.
 """
@@ -10,11 +10,11 @@ import dist_utils.testing  # noqa: F401
 from dist_utils import torch_compat
 
 torch_compat.import_compiler()
-# The usual caller; the module of its rank's function imports it in any case.
+# The usual caller is a pytest module, which imports it in any case.
 with contextlib.suppress(ImportError):
     import pytest  # noqa: F401
 
-# A rank collects garbage at its end. Without this it would look at every object of torch anew, and copy
-# the memory that it shares with the server: a second of processor time for two ranks.
+# A rank collects garbage at its end. Without this it would visit every object of torch again, and copy the
+# memory that it shares with the server: a second of processor time for two ranks.
 gc.collect()
 gc.freeze()

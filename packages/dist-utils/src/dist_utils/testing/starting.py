@@ -1,4 +1,4 @@
-"""How ranks are started: forked from a server that has imported torch, where the system has that."""
+"""How ranks are started: forked from a server that has imported torch, where the system supports it."""
 
 import multiprocessing
 
@@ -6,7 +6,7 @@ __all__ = ["start_method"]
 
 
 def start_method() -> str:
-    """Return how ranks are started: by a server that has imported torch, where the system has that.
+    """Return how ranks are started: by a server that has imported torch, where the system supports it.
 
     It forks itself before anything has run in it, so ranks are as fresh as spawned ones.
     """

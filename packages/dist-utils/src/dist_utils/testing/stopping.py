@@ -1,4 +1,4 @@
-"""A rank that stops, as a machine that hangs does: with its connections open."""
+"""Stop a rank with its connections open, like a machine that hangs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _note: Path | None = None
 
 
 def note_stop_in(path: Path) -> None:
-    """Let this process tell by a file if it stops."""
+    """Have this process create a file if it stops itself."""
     global _note  # noqa: PLW0603 - one process, one rank
     _note = path
 

@@ -1,4 +1,4 @@
-"""Timeouts for what takes a known time on an idle machine."""
+"""Timeouts for operations that take a known time on an idle machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 __all__ = ["MOST_PATIENCE", "patience"]
 
 MOST_PATIENCE = 30.0
-"""How many times as long ``patience`` waits at most."""
+"""The largest factor by which ``patience`` extends a timeout."""
 
 _SAMPLE_SECONDS = 0.05
 """How long ``patience`` computes: several turns of the scheduler."""

@@ -38,16 +38,17 @@ def graph_task_id() -> int:
 def inside_nested_backward() -> bool:
     """Return whether this thread's backward pass was begun inside another one.
 
-    Seen from the calls that led here: a function's or a hook's backward in Python, which called
-    ``backward()``. Costs a walk up the stack. torch has no name for it up to 2.15.
+    Found on the Python stack: a function's backward or a hook in Python that called ``backward()``. Costs a
+    walk up the stack. torch has no name for it up to 2.15.
     """
     return any(True for _ in _nodes_around(sys._getframe()))  # noqa: SLF001
 
 
 def _nodes_around(frame: FrameType) -> Iterator[FrameType | None]:
-    """Yield the Python functions' backwards that passes inside of them were begun in, the innermost first.
+    """Yield the frames of Python functions' backwards in which inner passes were begun, the innermost first.
 
-    Not one that runs as a node of this thread's own pass. ``None`` for a pass that was begun in a hook.
+    Skips a backward that runs as a node of this thread's own pass. Yields ``None`` for a pass begun in a
+    hook.
     """
     inside_pass = False
     while (caller := frame.f_back) is not None:
@@ -62,10 +63,10 @@ def _nodes_around(frame: FrameType) -> Iterator[FrameType | None]:
 
 
 def outermost_root() -> torch.Tensor | None:
-    """Return a tensor that the outermost backward pass around here was begun with.
+    """Return a root tensor of the outermost backward pass around this call.
 
-    ``None`` where the stack does not tell: outside of any pass, and on the engine's threads for accelerators.
-    Costs a walk up the stack. torch has no name for it up to 2.15.
+    ``None`` where the stack does not show it: outside of any pass, and on the engine's threads for
+    accelerators. Costs a walk up the stack. torch has no name for it up to 2.15.
     """
     outermost, frame = None, sys._getframe().f_back  # noqa: SLF001
     while frame is not None:
@@ -79,11 +80,11 @@ def outermost_root() -> torch.Tensor | None:
 
 
 def after_surrounding_backward(callback: Callable[[], None]) -> bool:
-    """Call ``callback`` when the backward pass that this thread's pass was begun in has ended well.
+    """Call ``callback`` when the outermost backward pass around this thread's has ended without an error.
 
-    As :func:`after_backward`, for the outermost pass, which goes on when the passes inside of it are over.
-    It takes callbacks only while its own nodes run, so they come with the next node behind the function whose
-    backward has begun the inner pass. No public name up to torch 2.15.
+    Like :func:`after_backward`, for the outermost pass, which continues when the passes inside it are over.
+    It accepts callbacks only while its own nodes run, so the callback is queued by the next node after the
+    function whose backward began the inner pass. No public name up to torch 2.15.
 
     Returns:
         Whether there is such a pass, one in which a Python function's backward called ``backward()``.
@@ -105,7 +106,7 @@ def after_surrounding_backward(callback: Callable[[], None]) -> bool:
 
 
 def in_final_callback() -> bool:
-    """Return whether this thread's backward pass is over, and only its final callbacks are still run.
+    """Return whether this thread's backward pass has run all its nodes, with only final callbacks left.
 
     DDP hands over the buckets of the first pass of a static graph there, all as bucket 0, and waits for
     them at once. No public name up to torch 2.15.
@@ -114,25 +115,25 @@ def in_final_callback() -> bool:
 
 
 def before_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when this thread's backward pass has computed everything, if it ends well.
+    """Call ``callback`` when this thread's backward pass has computed everything without an error.
 
-    Called from a communication hook: before DistributedDataParallel ends its reduction, which it asks for
-    when its last communication hook has returned. See :func:`after_backward` for the rest.
+    If a communication hook calls this, ``callback`` runs before DistributedDataParallel ends its reduction,
+    which DDP queues when its last communication hook has returned. See :func:`after_backward` for the rest.
     """
     _queue_callback(callback)
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward pass that this thread is running has ended well.
+    """Call ``callback`` when the backward pass that this thread is running has ended without an error.
 
-    Everything that torch does at its end has happened then, the end of DistributedDataParallel's
-    reduction included. The callback runs in the thread that ends the pass, which is still inside
-    ``backward()``; an error of it is an error of ``backward()``. Nothing is called if the pass fails.
+    By then everything that torch does at its end has happened, including the end of DistributedDataParallel's
+    reduction. The callback runs in the thread that ends the pass, which is still inside ``backward()``; its
+    errors are raised by ``backward()``. Nothing is called if the pass fails.
 
     ``torch.autograd.graph.queue_callback`` where it exists (2.15), else its private predecessor.
     """
-    # DDP queues its own end as soon as its last communication hook has returned. A callback that is
-    # queued by a callback comes behind it.
+    # DDP queues its own end as soon as its last communication hook has returned. A callback that is queued by
+    # a callback runs after it.
     _queue_callback(lambda: _queue_callback(callback))
 
 

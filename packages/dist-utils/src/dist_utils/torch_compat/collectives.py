@@ -93,8 +93,8 @@ def functional_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> tor
 def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start the sum of a tensor of real numbers over all ranks, in place; return its work handle.
 
-    ``torch.distributed.all_reduce(async_op=True)`` without what that looks at and logs, which takes as long
-    as a small message.
+    ``torch.distributed.all_reduce(async_op=True)`` without its checks and logging, which take as long as a
+    small message.
     """
     work: dist.Work = group.allreduce([tensor], dist.AllreduceOptions())
     return work

@@ -30,18 +30,18 @@ _SUBNORMAL = 5e-324
 
 
 def flushes_denormals() -> bool:
-    """Return whether arithmetic of this thread takes subnormal numbers for zero.
+    """Return whether arithmetic on this thread treats subnormal numbers as zero.
 
-    What ``torch.set_flush_denormal`` sets, of the thread that calls it; torch has no function that reads it.
+    ``torch.set_flush_denormal`` sets this for the thread that calls it; torch has no function that reads it.
     """
     return _SUBNORMAL * 1.0 == 0.0
 
 
 @contextlib.contextmanager
 def compiling_refused() -> Iterator[None]:
-    """Let a function of ``torch.compile`` raise where it would be compiled."""
+    """Make functions under ``torch.compile`` raise instead of being compiled."""
     stance = getattr(torch.compiler, "set_stance", None)
-    # Whoever has compiled anything has loaded this module, which takes seconds.
+    # Anything compiled has imported this module; importing it here would take seconds.
     with (
         contextlib.nullcontext()
         if stance is None or "torch._dynamo" not in sys.modules
@@ -53,7 +53,7 @@ def compiling_refused() -> Iterator[None]:
 def never_traced(fn: Callable[P, R]) -> Callable[P, R]:
     """Return a function that ``torch.compile`` runs as it is, between two graphs.
 
-    As ``torch.compiler.disable``, which would load the compiler here, for seconds.
+    Like ``torch.compiler.disable``, which would import the compiler here, for seconds.
     """
 
     @functools.wraps(fn)

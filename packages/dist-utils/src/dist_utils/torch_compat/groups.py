@@ -1,4 +1,4 @@
-"""What has no public name about process groups, and groups with a chosen name."""
+"""Features of process groups that have no public names, and groups with a chosen name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> timedelta |
 
 
 def default_group_timeout() -> timedelta:
-    """Return how long collectives may take where nobody says. No public name up to torch 2.15."""
+    """Return how long collectives may take by default. No public name up to torch 2.15."""
     return _c10d.default_pg_timeout
 
 
@@ -95,7 +95,7 @@ def new_named_group(
     """
     rank = ranks.index(dist.get_rank())
     kinds = {part.partition(":")[2] or part for part in backend.split(",")}
-    if len(kinds) == 1:  # as one name, or the group has no default backend, and warns of it at its end
+    if len(kinds) == 1:  # else it has no default backend, and warns about that at its end
         (backend,) = kinds
     helper: Any = _c10d._new_process_group_helper  # noqa: SLF001
     limit = timeout or default_group_timeout()

@@ -40,13 +40,14 @@ def parameter_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def register_comm_hook(
     ddp: DistributedDataParallel, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
 ) -> None:
-    """Register a communication hook, and change nothing in a model that takes no more hooks.
+    """Register a communication hook, and change nothing in a model that accepts no more hooks.
 
-    As after ``_register_builtin_comm_hook``, which leaves no trace in Python: ``ddp.register_comm_hook``
-    raises RuntimeError then, and keeps the hook in its list. No public name for that up to torch 2.15.
+    A model accepts none after ``_register_builtin_comm_hook``, which leaves no trace in Python:
+    ``ddp.register_comm_hook`` then raises RuntimeError, but keeps the hook in its list. No public name for
+    that up to torch 2.15.
 
     Raises:
-        RuntimeError: The model has a hook.
+        RuntimeError: The model already has a hook.
     """
     before = list(ddp._comm_hooks)  # noqa: SLF001
     try:
@@ -73,8 +74,8 @@ def replicated_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
     """Return the ``DistributedDataParallel`` by which ``replicate()`` averages a module's gradients.
 
     ``torch.distributed._composable.replicate`` makes it in the first ``forward()``; it is made now if that is
-    still to come, which communicates as making such a model does. It has the module's parameters, in a list,
-    and not the module. No public name up to torch 2.15.
+    still to come, which communicates like making such a model. It has the module's parameters, in a list, and
+    not the module. No public name up to torch 2.15.
 
     Returns:
         ``None`` if the module was not given to ``replicate()``.

@@ -10,7 +10,7 @@ import torch
 # With it an autograd function works on one level of torch.func; no public name up to torch 2.15.
 from torch._functorch.utils import enable_single_level_autograd_function
 
-# The mode in which AOTAutograd writes down a graph; no public name up to torch 2.15.
+# The mode in which AOTAutograd records a graph; no public name up to torch 2.15.
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 # The only way to see every operator that runs, C++ ones too; no public name up to torch 2.15.
@@ -27,17 +27,17 @@ def linear_operator(
 ) -> Callable[..., torch.Tensor]:
     """Make an operator that is linear in one tensor, and that autograd and ``torch.func`` see everywhere.
 
-    Dynamo writes it into its graph as it is, so that every transform that is traced around it meets its
-    rules: reverse and forward mode of any order, and vmap in any nesting. AOTAutograd writes down what
-    ``compute`` runs in its place, for compilers. An ``autograd.Function`` is taken apart by Dynamo, which
-    knows its backward of first order only; ``torch.library.register_autograd`` is refused by ``torch.func``,
-    and has no forward mode. Once they have what is missing, either of them replaces this.
+    Dynamo records it in its graph as it is, so that every transform that is traced around it applies its
+    rules: reverse and forward mode of any order, and vmap in any nesting. For compilers, AOTAutograd records
+    what ``compute`` runs instead. An ``autograd.Function`` is taken apart by Dynamo, which knows its backward
+    of first order only; ``torch.library.register_autograd`` is refused by ``torch.func``, and has no forward
+    mode. Once they have what is missing, either of them can replace this.
 
     Args:
         name: With a namespace, as in ``"namespace::operator"``, new in this process.
         parameters: What follows the tensor in the operator's schema, as in ``"str kind, SymInt[] splits"``.
-        compute: ``(tensor, *arguments)`` -> result, a new tensor; of operators that can be traced. More
-            dimensions at the tensor's end are a batch, which it does not look at.
+        compute: ``(tensor, *arguments)`` -> result, a new tensor; of operators that can be traced. Extra
+            dimensions at the tensor's end are a batch, which it must not touch.
         transposed: ``(*arguments)`` -> the arguments of the transposed map.
     """
     namespace, _, short = name.partition("::")
@@ -103,7 +103,7 @@ _OPERATORS: list[torch.library.Library] = []
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """As a context manager: calls a function with the name of every operator before this thread runs it.
+    """A context manager that calls a function with the name of every operator before this thread runs it.
 
     Args:
         notice: Gets names such as ``"c10d::allreduce_"``; its errors are raised where the operator is used.
@@ -116,7 +116,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Be called by torch instead of the operator."""
+        """Called by torch instead of the operator."""
         del types
         self._notice(func.name())
         return func(*args, **(kwargs or {}))

@@ -22,8 +22,8 @@ __all__ = [
 
 
 FUSED_CHECK = "_need_device_dtype_check_for_fused"
-"""An attribute of fused SGD and Adagrad: the next step has to look at its parameters' devices, as only the
-first one does."""
+"""An attribute of fused SGD and Adagrad: whether the next step checks its parameters' devices, which normally
+only the first one does."""
 
 _CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
 
@@ -47,7 +47,7 @@ def step_post_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[.
 def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
     """Call an optimizer's ``step`` without any hooks, those of all optimizers included.
 
-    Torch puts what calls them around the ``step`` of a class. No public name up to torch 2.15.
+    torch wraps the ``step`` of a class in the code that calls them. No public name up to torch 2.15.
     """
     step: Any = type(optimizer).step
     if getattr(step, "__code__", None) is _CALLS_HOOKS:

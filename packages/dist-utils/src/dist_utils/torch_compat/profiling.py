@@ -18,7 +18,7 @@ def profiler_range(name: str) -> contextlib.AbstractContextManager[object]:
     """Return a context manager that names what runs in it for a profiler, if one runs in this process.
 
     ``torch.profiler.record_function`` alone takes 25 microseconds where no profiler runs, this 1.5 (torch
-    2.13, two busy cores). Whether a profiler runs is asked on entry, for all threads at once: one that
+    2.13, two busy cores). Whether a profiler runs is checked on entry, for all threads at once: one that
     ``torch.profiler.profile`` starts on any thread counts, and ``torch.autograd.profiler.emit_nvtx`` and
     ``emit_itt``. No public name up to torch 2.15.
 

@@ -45,7 +45,7 @@ class ShardedModule:
     Args:
         name: The name of the module in the model.
         module: The module.
-        group: What FSDP keeps about it.
+        group: FSDP's own record of its parameters.
     """
 
     def __init__(self, name: str, module: Any, group: Any) -> None:
@@ -66,7 +66,7 @@ class ShardedModule:
 
     @property
     def shard_of(self) -> tuple[int, int]:
-        """Which of how many shards this rank holds."""
+        """The index of this rank's shard, and the number of shards."""
         ranks = self.shard_ranks
         return (ranks.index(dist.get_rank()), len(ranks)) if ranks else (0, 1)
 
@@ -80,14 +80,14 @@ class ShardedModule:
 
     @property
     def places(self) -> list[str]:
-        """Where this rank is in the meshes of its parameters, those of tensor parallelism included."""
+        """This rank's coordinates in the meshes of its parameters, including those of tensor parallelism."""
         meshes = [kept.sharded_param.device_mesh for kept in self._group.fsdp_params]
         places = [f"{tuple(mesh.get_coordinate() or ())} of {tuple(mesh.shape)}" for mesh in meshes]
         return list(dict.fromkeys(places))
 
     @property
     def all_reduce_wanted(self) -> bool:
-        """What ``set_requires_all_reduce`` has set, which FSDP itself uses on meshes for HSDP only."""
+        """The value from ``set_requires_all_reduce``, which FSDP itself uses on meshes for HSDP only."""
         return bool(self._group.all_reduce_grads)
 
     @property
@@ -113,9 +113,9 @@ class ShardedModule:
 
     @property
     def waiting_sum(self) -> torch.Tensor | None:
-        """What was reduced and waits for a later micro-batch, where FSDP keeps that on meshes for HSDP.
+        """Reduced gradients that wait for a later micro-batch, kept where FSDP keeps them on meshes for HSDP.
 
-        ``FSDPModule.reset_iter_state`` empties the place, and so does every other reduction.
+        ``FSDPModule.reset_iter_state`` clears them, and so does every other reduction.
         """
         waiting: torch.Tensor | None = self._group._partial_reduce_output  # noqa: SLF001
         return waiting
@@ -149,9 +149,9 @@ class ShardedModule:
         self.module.set_custom_reduce_scatter(reduce_scatter)
 
     def gradients_will_be(self, reduced: torch.Tensor) -> bool:
-        """Tell, in the all-reduce hook, whether ``reduced`` may still be written until backward ends.
+        """Return, in the all-reduce hook, whether ``reduced`` may still be written until backward ends.
 
-        So it is if gradients become views of it, which FSDP neither reads nor changes any more.
+        It may if gradients become views of it, and FSDP no longer reads or changes it.
         """
         if reduced.dtype not in _AVERAGED_DTYPES or getattr(
             self._group, "force_sum_reduction_for_comms", False
@@ -168,7 +168,7 @@ class ShardedModule:
         )
 
     def zero_gradients_in(self, reduced: torch.Tensor) -> None:
-        """Set to zero what is there of gradients that are views of ``reduced``."""
+        """Set existing gradients that are views of ``reduced`` to zero."""
         memory = reduced.untyped_storage().data_ptr()
         for parameter in self.parameters:
             gradient: Any = parameter.grad
@@ -184,7 +184,7 @@ def require_fsdp_method(method: str) -> None:
     """Return if ``FSDPModule`` has this method.
 
     Raises:
-        RuntimeError: It has not, or there is no such class.
+        RuntimeError: It does not, or there is no such class.
     """
     if not hasattr(_fsdp_module(), method):
         raise RuntimeError(f"torch {torch.__version__} has no FSDPModule.{method}: a newer one is needed")
@@ -193,8 +193,8 @@ def require_fsdp_method(method: str) -> None:
 def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
     """Return the modules that ``fully_shard`` was applied to and that have parameters, in the model's order.
 
-    Modules that were given to one ``fully_shard`` together are one, which has the first one's name. Names
-    are those without the wrappers of ``torch.compile`` and of checkpoints.
+    Modules that were given to one ``fully_shard`` call together count as one, with the first one's name.
+    Names are those without the wrappers of ``torch.compile`` and of checkpoints.
 
     Raises:
         ValueError: A module has several groups of parameters, each with a mesh of its own.

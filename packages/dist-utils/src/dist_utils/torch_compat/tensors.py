@@ -1,4 +1,4 @@
-"""What has no public name about tensors and their transforms."""
+"""Features of tensors and their transforms that have no public names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-# Torch's own way to run something as outside of torch.func; no public name up to torch 2.15.
+# torch's own way to run something as if outside of torch.func; no public name up to torch 2.15.
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 
-# torch.autograd.Function asks the same, to choose between its two ways; no public name up to torch 2.15.
+# torch.autograd.Function uses it to choose between its two implementations; no public name up to torch 2.15.
 function_transforms_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # noqa: SLF001
 """Whether a transform of ``torch.func`` is running."""
 
@@ -45,9 +45,9 @@ def tensor_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def gradient_marks(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int] | None]:
-    """Return, for each parameter, what every write in place and every other gradient changes.
+    """Return, for each parameter, a mark that changes if its gradient is written in place or replaced.
 
-    The version of its ``.grad`` and where that lies (0 for a sparse one); ``None`` without a gradient.
+    The version of its ``.grad`` and that tensor's address (0 if sparse); ``None`` without a gradient.
     """
     return [
         None
@@ -60,8 +60,8 @@ def gradient_marks(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int] |
 def saved_tensor_hooks() -> object:
     """Return the hooks that a tensor saved for backward goes through now; ``None`` if there are none.
 
-    They are other ones each time a checkpoint runs its function. No public name up to torch 2.15. torch 2.6
-    does not tell: there they seem to be other ones in every call.
+    They differ each time a checkpoint runs its function. No public name up to torch 2.15. torch 2.6 cannot
+    tell: there every call returns a different object.
     """
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # noqa: SLF001
     if top is None:
@@ -72,19 +72,19 @@ def saved_tensor_hooks() -> object:
 
 @contextlib.contextmanager
 def keep_versions(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Hide writes to these tensors from autograd, which finds them as it has left them.
+    """Hide writes to these tensors from autograd.
 
     For tensors that get their own memory back in the end. No public name up to torch 2.15.
     """
     keep: Any = torch.autograd.grad_mode._unsafe_preserve_version_counter  # noqa: SLF001
     with contextlib.ExitStack() as stack:
-        for tensor in tensors:  # one by one, since torch 2.6 takes no more
+        for tensor in tensors:  # one by one: torch 2.6 accepts only one
             stack.enter_context(keep(tensor))
         yield
 
 
 def outside_function_transforms() -> contextlib.AbstractContextManager[object]:
-    """Return where tensors are made and sent as if no transform of ``torch.func`` was running."""
+    """Return a context for making and sending tensors as if no transform of ``torch.func`` were running."""
     if not function_transforms_active():
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[object] = temporarily_clear_interpreter_stack()
@@ -97,7 +97,7 @@ def copy_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     One by one it takes three times as long. No public names for them up to torch 2.15.
     """
     parts: list[torch.Tensor] = list(torch._utils._unflatten_dense_tensors(flat, tensors))  # type: ignore[no-untyped-call,unused-ignore] # noqa: SLF001
-    if any(tensor.is_neg() or tensor.is_conj() for tensor in tensors):  # which that does not know
+    if any(tensor.is_neg() or tensor.is_conj() for tensor in tensors):  # which _foreach_copy_ does not handle
         for tensor, part in zip(tensors, parts, strict=True):
             tensor.copy_(part)
     else:

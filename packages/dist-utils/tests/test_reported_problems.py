@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of one rank: every rank hears of it at once, whatever it is."""
+"""Invalid arguments on one rank: every rank is told at once, whatever the problem is."""
 
 import time
 from datetime import timedelta
@@ -19,7 +19,7 @@ from dist_utils import (
 from dist_utils.testing import run_ranks
 
 GROUP_TIMEOUT = 50.0
-"""What nobody waits for."""
+"""A timeout that no test reaches."""
 
 
 class NotShown:
@@ -55,7 +55,7 @@ def _terms(*args, **options):
 
 
 LINEAR, TENSORS = torch.nn.Linear(2, 2), [torch.ones(1)]
-# What is right, and what is wrong on one rank.
+# A correct call, and a wrong one for one rank.
 CASES = {
     "module": (_sync(LINEAR), _sync(3)),
     "one name": (_sync(LINEAR), _sync(LINEAR, "weight")),
@@ -83,7 +83,7 @@ def _one_is_wrong(rank, wrong_rank):
             seen[name] = (wrong if rank == wrong_rank else right)()
         except Exception as error:  # noqa: BLE001 - whatever it is
             seen[name] = type(error).__name__, str(error), time.monotonic() - start
-        right()  # the ranks are in step
+        right()  # the ranks are still in step
     return seen
 
 
