@@ -55,8 +55,8 @@ def _fail_everywhere(rank, name, victim):
         ("auto, overlap", 3, 2),
         ("8 bits, overlap", 2, 0),
         ("hierarchical, overlap", 4, 3),
-        ("bf16, fp32 sums, released", 2, 1),
-        ("per channel, overlap after", 2, 0),
+        pytest.param("bf16, fp32 sums, released", 2, 1, marks=pytest.mark.exhaustive),
+        pytest.param("per channel, overlap after", 2, 0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_rank_raises_within_one_timeout(training, size, victim):
@@ -64,7 +64,6 @@ def test_every_rank_raises_within_one_timeout(training, size, victim):
     ranks = run_ranks(
         _fail_everywhere, size, training, victim, group_timeout=timeout, timeout=60 + 10 * timeout
     )
-    slack = patience(2.0)
     for seconds, errors, trained in ranks:
-        assert max(seconds.values()) < timeout + slack, (seconds, errors)
+        assert max(seconds.values()) < 2 * timeout, (seconds, errors)
         assert trained == ranks[0][2]
