@@ -20,6 +20,7 @@ from ddp_optim_overlap import (
     StepError,
     overlap_optimizer,
 )
+from dist_utils.comm_hooks import failed_future
 from dist_utils.testing import call_in_backward, patience, run_ranks, stop_process
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
@@ -139,6 +140,38 @@ def test_a_peer_that_stops_raises_at_the_timeout(mode):
         assert told
         assert (moved, report.stepped) == (0, ()) or mode is OverlapMode.BUCKET
         assert seconds < 7 * limit
+
+
+def _hook_waits_in_vain(rank, limit):
+    """A rank stops in its hook, and the others' hooks give up. These would tell it what they have used."""
+
+    def hook(state, bucket):
+        if not state["fails"]:
+            return allreduce_hook(None, bucket)
+        if rank == 1:
+            stop_process()
+        return failed_future(TimeoutError("rank 1 did not come"), bucket.buffer())
+
+    step_buckets_of(1)
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.002, find_unused_parameters=True)
+    state = {"fails": False}
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    handle = overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=state)
+    for x in batches(2):
+        optimizer.zero_grad()
+        ddp(x).square().sum().backward()
+        handle.wait()
+    state["fails"] = True
+    optimizer.zero_grad()
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+        ddp(batches(1)[0]).square().sum().backward()
+    seconds = time.monotonic() - start
+    assert seconds < limit
+
+
+def test_what_a_hook_has_waited_for_is_not_waited_for_again():
+    run_ranks(_hook_waits_in_vain, 2, GROUP_TIMEOUT / 2, may_die={1}, group_timeout=GROUP_TIMEOUT, timeout=90)
 
 
 def _hook_raises_everywhere(mode):

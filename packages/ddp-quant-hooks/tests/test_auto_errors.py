@@ -2,6 +2,8 @@
 
 import os
 import pickle
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -97,6 +99,30 @@ def test_ranks_that_differ_raise_before_the_first_bucket():
         assert "candidate 'b' averages over ranks" in found["group"][1]
         assert found["group of one rank's"][0] == ("RuntimeError", "ValueError")[rank]
         assert "candidate 'b' averages over ranks" in found["group of one rank's"][1]
+
+
+def _does_not_come(rank):
+    """After a fresh start the ranks may have stopped at different passes, and would all try again."""
+    state, store = AutoState(candidates=TWO), default_store()
+    training = Training(state)
+    for _ in range(3):  # DDP's own collectives before a pass are over
+        training.step()
+    state.close()
+    if rank == 0:
+        store.wait(["raised"], timedelta(seconds=120))
+        return None
+    began = time.monotonic()
+    error = _error_of(training)
+    seconds = time.monotonic() - began
+    store.set("raised", "")
+    return seconds, str(error)
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_to_try_again():
+    timeout = patience(3.0)
+    _, (seconds, text) = run_ranks(_does_not_come, 2, group_timeout=timeout)
+    assert "ranks [0] did not" in text
+    assert seconds < 2 * timeout
 
 
 def _unfit(rank):

@@ -1,19 +1,28 @@
 """Wrong uses of averages in few bits under FSDP2: errors on every rank, before communication."""
 
 import os
+import time
 import warnings
+from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_models import Net, backward, needs_hooks, nodes_and_shards, sharded, state_between
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ddp_quant_hooks import HierarchicalAllreduceState, QuantizedAllreduceState, quantized_allreduce_hook
+from ddp_quant_hooks import (
+    HierarchicalAllreduceState,
+    QuantizedAllreduceState,
+    quantized_allreduce_hook,
+    sharded_averages,
+)
 from ddp_quant_hooks.fsdp import quantize_all_reduce, quantize_reduce_scatter
 from dist_utils import AgreementError
-from dist_utils.testing import run_ranks
+from dist_utils.testing import patience, run_ranks, stop_process
 
 
 def _refused(error, match, call, *arguments):
@@ -207,6 +216,36 @@ def _one_rank_fails(rank):
     with pytest.raises(RuntimeError):
         backward(net, 1)
     return "raised"
+
+
+def _stop(*_, **__):
+    stop_process()
+
+
+def _others_stop(rank, timeout):
+    """All others stop where they would average: one has the same shard, one shares FSDP's collectives."""
+    mine = []
+    for rows in ([[0, 2], [1, 3]], [[0, 1], [2, 3]]):
+        groups = [dist.new_group(row, timeout=timedelta(seconds=timeout)) for row in rows]
+        mine += [group for group, row in zip(groups, rows, strict=True) if rank in row]
+    mesh = DeviceMesh.from_group(
+        mine, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("node", "shard")
+    )
+    net, state = sharded(mesh["shard"]), state_between(mesh)
+    quantize_all_reduce(net, state)
+    if rank:
+        mock.patch.object(sharded_averages, "all_reduce", _stop).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"ranks \[2\] did not"):
+        backward(net, 0)
+    return time.monotonic() - began
+
+
+@needs_hooks
+def test_ranks_that_do_not_come_are_waited_for_once():
+    timeout = patience(3.0)
+    seconds, *_ = run_ranks(_others_stop, 4, timeout, may_die={1, 2, 3}, timeout=60 + 4 * timeout)
+    assert seconds < 2 * timeout
 
 
 @needs_hooks

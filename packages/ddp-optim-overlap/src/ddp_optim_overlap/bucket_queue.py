@@ -194,6 +194,8 @@ class BucketQueue:
 
     def _await(self, current: BackwardPass, bucket: HandedOver, group: dist.ProcessGroup) -> None:
         try:
+            if bucket.reduced.done():
+                bucket.reduced.value()  # raises if it failed: a rank that did not come will not come here
             if bucket.used is not None:
                 bucket.used = _used_anywhere(bucket.used, group, bucket.gradients.buffer.device)
             bucket.gradients.write(current.await_bucket(bucket.reduced))

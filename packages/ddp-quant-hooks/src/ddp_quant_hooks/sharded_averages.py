@@ -137,6 +137,8 @@ class _Hook:
         if beside:
             self._in_flight = all_reduce(reduced, op, averages.state, async_op=True, key=key)
             self._written = reduced
+            if self._in_flight.done():  # FSDP's next collective would wait for a rank that did not come here
+                self._in_flight.wait()
             averages.at_end.add(self._wait)
             return
         self._wait()  # used twice in this pass: FSDP adds to what the first use is still averaging

@@ -15,7 +15,8 @@ from dist_utils import torch_compat
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
 from dist_utils.process_groups.kept_errors import drop_frames, same_error
 from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, fail, new_future
-from dist_utils.process_groups.terms import require_same_terms
+from dist_utils.process_groups.terms import AgreementError, require_same_terms, told
+from dist_utils.process_groups.vain_waits import earlier_vain_wait, note_vain_wait
 from dist_utils.process_groups.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
@@ -243,13 +244,19 @@ class OrderedWorker:
         self.close()
 
     def _private_group(self, name: str) -> dist.ProcessGroup:
+        if earlier := earlier_vain_wait():
+            raise AgreementError(f"{self._name}: {earlier}")
         group = self._process_group
-        return torch_compat.new_named_group(
-            f"{group.group_name}/{self._name}/{name}",
-            dist.get_process_group_ranks(group),
-            backend=dist.get_backend_config(group),
-            timeout=torch_compat.group_timeout(group, torch.device("cpu")),
-        )
+        try:
+            return torch_compat.new_named_group(
+                f"{group.group_name}/{self._name}/{name}",
+                dist.get_process_group_ranks(group),
+                backend=dist.get_backend_config(group),
+                timeout=torch_compat.group_timeout(group, torch.device("cpu")),
+            )
+        except Exception as error:
+            note_vain_wait(f"{self._name}: {told(error)}")
+            raise
 
     def _run_here(
         self, job: Callable[[dist.ProcessGroup], T], side: SideStream | None, name: str

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from dist_utils import torch_compat
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
 from dist_utils.process_groups.store_requests import StoreRequests
+from dist_utils.process_groups.vain_waits import earlier_vain_wait, note_vain_wait
 
 __all__ = ["AgreementError", "require_same_terms"]
 
@@ -48,7 +49,8 @@ def require_same_terms(
     Collective, but it uses only the store that the ranks found each other with: it works where a collective
     would hang or abort because the ranks are about to do different things. As with any collective, all ranks
     of a group must make several calls in the same order. An attempt that fails ends on all ranks at once, and
-    the next call is a new attempt.
+    the next call is a new attempt. Only a backward pass in which ranks did not come waits for none a second
+    time, in any group.
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
@@ -88,13 +90,18 @@ def require_same_terms(
         problem, title, timeout = problem or error, str(type(title)), None
     claim = _Claim(title, texts, "" if problem is None else error_text(problem))
     with _lock_of(group):
+        if earlier := earlier_vain_wait():
+            raise AgreementError(f"{claim.title}: {earlier}") from problem
         limit = timeout or torch_compat.group_timeout(group, collective_device(group))
         seconds = (limit or torch_compat.default_group_timeout()).total_seconds()
         try:
             with StoreRequests(torch_compat.default_store(), seconds) as requests:
                 verdict = _Round.first_open(group, requests).settle(claim, seconds)
         except TimeoutError as error:
+            note_vain_wait(f"{claim.title}: {error}")
             raise AgreementError(f"{claim.title}: {error}") from problem
+        if verdict.timed_out:
+            note_vain_wait(verdict.error)
     if problem is not None:
         raise problem
     if verdict.error:
@@ -134,10 +141,11 @@ class _Claim(NamedTuple):
 
 
 class _Verdict(NamedTuple):
-    """The result of a round: an error, or a name that no other round has."""
+    """The result of a round: an error, perhaps that ranks did not come, or a name that no other round has."""
 
     error: str
     name: str
+    timed_out: bool = False
 
 
 class _Round:
@@ -185,7 +193,7 @@ class _Round:
         self._ask(lambda store: store.set(me, json.dumps(claim)))
         try:
             if not _wait_until(lambda: self.is_over() or (judges and self._has(everyone)), seconds):
-                self._decide(self._who_came(claim.title, everyone, seconds))
+                self._decide(self._who_came(claim.title, everyone, seconds), timed_out=True)
             elif judges and not self.is_over():
                 claims = [_claim_from(text) for text in self._ask(lambda store: store.multi_get(everyone))]
                 self._decide(_first_difference(claims, self._ranks))
@@ -197,8 +205,8 @@ class _Round:
         _rounds[self._group] = self._number + 1
         return _verdict_from(self._ask(lambda store: store.get(self._verdict_key)))
 
-    def _decide(self, error: str) -> None:
-        verdict = json.dumps(_Verdict(error, uuid.uuid4().hex))
+    def _decide(self, error: str, *, timed_out: bool = False) -> None:
+        verdict = json.dumps(_Verdict(error, uuid.uuid4().hex, timed_out))
         self._ask(lambda store: store.compare_set(self._verdict_key, "", verdict))
 
     def _who_came(self, title: str, everyone: list[str], seconds: float) -> str:
@@ -221,12 +229,12 @@ def _claim_from(text: bytes) -> _Claim:
 
 def _verdict_from(text: bytes) -> _Verdict:
     try:
-        error, name = json.loads(text)
+        error, name, timed_out = json.loads(text)
         if not (isinstance(error, str) and isinstance(name, str)):
-            raise TypeError("a verdict is two strings")  # noqa: TRY301 - handled like any other defect
+            raise TypeError("a verdict has two strings")  # noqa: TRY301 - handled like any other defect
     except (ValueError, TypeError, RecursionError):
         return _Verdict(f"the verdict in the store is invalid: {text[:100]!r}", "")
-    return _Verdict(error, name)
+    return _Verdict(error, name, timed_out is True)
 
 
 def _lock_of(group: dist.ProcessGroup) -> threading.RLock:
