@@ -15,7 +15,7 @@ from dist_utils import torch_compat
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
 from dist_utils.process_groups.kept_errors import drop_frames, same_error
 from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, fail, new_future
-from dist_utils.process_groups.terms import AgreementError, require_same_terms, told
+from dist_utils.process_groups.terms import AgreementError, error_text, require_same_terms
 from dist_utils.process_groups.vain_waits import earlier_vain_wait, note_vain_wait
 from dist_utils.process_groups.worker_thread import WorkerThread
 
@@ -255,7 +255,7 @@ class OrderedWorker:
                 timeout=torch_compat.group_timeout(group, torch.device("cpu")),
             )
         except Exception as error:
-            note_vain_wait(f"{self._name}: {told(error)}")
+            note_vain_wait(f"{self._name}: {error_text(error)}")
             raise
 
     def _run_here(
