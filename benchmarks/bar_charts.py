@@ -11,12 +11,12 @@ from drawing import BLUE, GRAY, save, subplots
 Bar = tuple[float, list[float]]
 """A median and its quartiles."""
 
-OURS = ("ours", "dist_utils", "8 bits, ours")
+OURS = ("ours", "8 bits, ours")
 
 
-def bars_of(table: Mapping[str, Mapping[str, Any]], unit: str = "ms") -> dict[str, Bar]:
-    """Return the bars of stored entries with a median and quartiles in ``unit``."""
-    return {name: (entry[f"median_{unit}"], entry[f"quartiles_{unit}"]) for name, entry in table.items()}
+def bars_of(table: Mapping[str, Mapping[str, Any]]) -> dict[str, Bar]:
+    """Return the bars of stored entries with a median and quartiles in ms."""
+    return {name: (entry["median_ms"], entry["quartiles_ms"]) for name, entry in table.items()}
 
 
 def number(value: float) -> str:

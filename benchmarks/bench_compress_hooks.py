@@ -3,7 +3,7 @@
     python benchmarks/bench_compress_hooks.py              # everything, a few minutes; hosts need root
     python benchmarks/bench_compress_hooks.py time --world-sizes 2 --repeats 5
 
-One 25 MiB bucket of fp32 on Gloo. Writes results/compress_hooks.json and .png beside this file.
+One 25 MiB bucket of fp32 on Gloo. Writes results/compress_hooks.json beside this file.
 Times are of the slowest rank, from the hook's call until the mean is in the bucket; every repeat runs all
 hooks, in turns forwards and backwards.
 """
@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bar_charts import bars_of, draw_bars
 from emulated_hosts import EmulationUnavailableError
 from hook_harness import ELEMENTS, be_a_rank, measure_memory, measure_time, real_bucket, time_on_hosts
 from machine import describe_machine
@@ -123,30 +122,6 @@ def _counterpart(name: str) -> str:
     return f"{name.split(',', maxsplit=1)[0]}_compress_hook"
 
 
-SHOWN = {
-    "PyTorch: fp32": "pytorch/allreduce_hook",
-    "ours: fp32": "ours/allreduce_hook",
-    "PyTorch: fp16": "pytorch/fp16_compress_hook",
-    "ours: fp16": "ours/fp16_compress_hook",
-    "ours: fp16, sum in fp32": "ours/fp16, sum in fp32",
-    "PyTorch: bf16": "pytorch/bf16_compress_hook",
-    "ours: bf16": "ours/bf16_compress_hook",
-    "ours: bf16, sum in fp32": "ours/bf16, sum in fp32",
-}
-"""The hooks in the picture; the wrappers take as long as their hooks."""
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Draw the times of both sides."""
-    panels = {
-        f"{world_size} {where}": bars_of({label: times[name] for label, name in SHOWN.items()})
-        for kind, where in (("loopback", "ranks, loopback"), ("hosts", "emulated hosts, 1 Gbit/s"))
-        for world_size, times in results.get(kind, {}).items()
-    }
-    if panels:
-        draw_bars(panels, "ms", path, title="Averaging a bucket of 25 MiB")
-
-
 def measure(wants: set[str], options: argparse.Namespace) -> dict[str, Any]:
     """Measure the wanted parts."""
     results: dict[str, Any] = {
@@ -189,14 +164,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parts = ["time", "memory", "error", "hosts"]
-    parser.add_argument("part", nargs="?", choices=["all", *parts, "plot", "rank"], default="all")
+    parser.add_argument("part", nargs="?", choices=["all", *parts, "rank"], default="all")
     parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4])
     options = parser.parse_args()
-    if options.part == "plot":
-        draw(json.loads((RESULTS / "compress_hooks.json").read_text()), RESULTS / "compress_hooks.png")
-        return
     if options.repeats < 2:
         parser.error("--repeats must be at least 2, for the quartiles")
     if options.part == "rank":
@@ -208,8 +180,7 @@ def main() -> None:
     if options.part == "all":
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "compress_hooks.json").write_text(json.dumps(results, indent=1) + "\n")
-        draw(results, RESULTS / "compress_hooks.png")
-        print(f"\nwritten: {RESULTS / 'compress_hooks.json'} and .png")
+        print(f"\nwritten: {RESULTS / 'compress_hooks.json'}")
 
 
 if __name__ == "__main__":

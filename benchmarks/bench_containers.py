@@ -3,8 +3,8 @@
     pip install optree lightning-utilities accelerate
     python benchmarks/bench_containers.py
 
-Every repeat runs all functions, in turns forwards and backwards. Writes results/containers.json and .png
-beside this file. "keep" returns each tensor itself, so only the function's own cost is left; "cast" makes new
+Every repeat runs all functions, in turns forwards and backwards. Writes results/containers.json beside
+this file. "keep" returns each tensor itself, so only the function's own cost is left; "cast" makes new
 tensors. A peer that leaves the batch's tensors unchanged, or returns another type, gets no number.
 """
 
@@ -24,7 +24,6 @@ from typing import Any
 import optree
 import torch
 from accelerate.utils import recursively_apply
-from bar_charts import bars_of, draw_bars
 from lightning_utilities.core.apply_func import apply_to_collection
 from machine import describe_machine
 from torch.distributed import utils as pytorch
@@ -148,24 +147,13 @@ def measure(sides: dict[str, Callable[[Any], Any]], batch: Any, repeats: int) ->
     return summary
 
 
-def draw(results: dict[str, Any]) -> None:
-    """Draw the walks of all sides."""
-    walks = {name: bars_of(table["keep"], "us") for name, table in results["us_per_tensor"].items()}
-    title = "Walking nested containers (no bar: does not support them)"
-    draw_bars(walks, "microseconds a tensor", RESULTS.with_suffix(".png"), title=title)
-
-
 def main() -> None:
     """Measure everything, print and store it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=300)
-    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
-    if options.plot:
-        draw(json.loads(RESULTS.read_text()))
-        return
     torch.set_num_threads(1)
     results: dict[str, Any] = {
         **describe_machine(),
@@ -198,8 +186,7 @@ def main() -> None:
                     f"   ours is {ours / entry['median_us']:.2f} of it"
                 )
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    draw(results)
-    print(f"\nwritten: {RESULTS} and .png")
+    print(f"\nwritten: {RESULTS}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
 One fp32 bucket in 8 bits with blocks of 128, timed by CUDA events; medians over as many calls as fit into the
 time. The L2 cache is overwritten before every call. Bytes are the least that must be moved per value: 4 read
 and 1.03 written to encode, the reverse to decode, (W + 1) x 1.03 to reduce W ranks, 8 to copy. torchft (fp8
-or int8, one scale per row) gets rows of 512. Writes results/cuda_kernels.json and .png beside this file;
-without a GPU it says so and writes nothing.
+or int8, one scale per row) gets rows of 512. Writes results/cuda_kernels.json beside this file; without
+a GPU it says so and writes nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bar_charts import draw_bars
 from machine import describe_machine
 
 from ddp_quant_hooks import kernels
@@ -216,20 +215,6 @@ def report(mib: int, results: dict[str, Any]) -> None:
             print(f"{what}: {times:.0f} times as fast as PyTorch's per channel")
 
 
-def draw(found: dict[str, Any]) -> None:
-    """Draw the times of a copy and of the kernels; PyTorch's functions take thousands of times as long."""
-    bars = {
-        f"{size} of fp32": {
-            name: (1e3 * entry["median_ms"], [1e3 * quartile for quartile in entry["quartiles_ms"]])
-            for name, entry in entries.items()
-            if not name.startswith(PYTORCH)
-        }
-        for size, entries in found["buckets"].items()
-    }
-    title = f"8-bit kernels on {found['gpu']}"
-    draw_bars(bars, "microseconds", RESULTS / "cuda_kernels.png", title=title)
-
-
 def main() -> None:
     """Measure, print, store."""
     parser = argparse.ArgumentParser(
@@ -237,11 +222,7 @@ def main() -> None:
     )
     parser.add_argument("--mib", type=int, nargs="+", default=[256, 25, 1])
     parser.add_argument("--milliseconds", type=float, default=100.0, help="of calls, for each row")
-    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
-    if options.plot:
-        draw(json.loads((RESULTS / "cuda_kernels.json").read_text()))
-        return
     if not torch.cuda.is_available():
         print("no GPU here: nothing is measured, nothing is written")
         return
@@ -258,7 +239,6 @@ def main() -> None:
     }
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "cuda_kernels.json").write_text(json.dumps(found, indent=1) + "\n")
-    draw(found)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmarks/bench_module_sync.py
 
 Every repeat runs all functions, in turns forwards and backwards; times are of the slowest rank. "with
-verification" compares the ranks' modules first. Writes results/module_sync.json and
-.png beside this file.
+verification" compares the ranks' modules first. Writes results/module_sync.json beside this
+file.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bar_charts import bars_of, draw_bars
 from machine import describe_machine
 from timings import slowest
 from torch.distributed import utils as pytorch
@@ -70,24 +69,13 @@ def measure(rank: int, width: int, repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def draw(results: dict[str, Any]) -> None:
-    """Draw the times, one panel per size."""
-    panels = {size: bars_of(table) for size, table in results["ms"].items()}
-    title = "Sending 200 parameters from one rank to another, loopback"
-    draw_bars(panels, "ms", RESULTS.with_suffix(".png"), title=title)
-
-
 def main() -> None:
     """Measure everything, print and store it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=41)
-    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
-    if options.plot:
-        draw(json.loads(RESULTS.read_text()))
-        return
     results: dict[str, Any] = {**describe_machine(), "repeats": options.repeats, "ms": {}}
     for width in WIDTHS:
         table = slowest(run_ranks(measure, 2, width, options.repeats, timeout=300))
@@ -100,8 +88,7 @@ def main() -> None:
             ratio = entry["median_ms"] / table[name.replace("ours", "pytorch")]["median_ms"]
             print(f"  {name:<28}{entry['median_ms']:7.2f} [{low:.2f}, {high:.2f}]   / pytorch {ratio:.2f}")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    draw(results)
-    print(f"\nwritten: {RESULTS} and .png")
+    print(f"\nwritten: {RESULTS}")
 
 
 if __name__ == "__main__":

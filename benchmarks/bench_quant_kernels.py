@@ -5,7 +5,7 @@
 
 One thread, one fp32 bucket of 25 MiB in 8 bits with blocks of 128; every repeat runs everything, in turns
 forwards and backwards. Bytes are the least that must be moved per value: 4 read and 1.03 written to encode,
-the reverse to decode, 8 to copy. Writes results/quant_kernels.json and .png beside this file.
+the reverse to decode, 8 to copy. Writes results/quant_kernels.json beside this file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bar_charts import bars_of, draw_bars
 from machine import describe_machine
 from timings import slowest
 
@@ -113,17 +112,6 @@ def report(results: dict[str, Any]) -> None:
         print(f"{what}, {best}: {faster:.0f} times as fast as torch operators")
 
 
-def draw(results: dict[str, Any]) -> None:
-    """Draw the times of a copy and of each kernel; torch operators, far slower, are in the title."""
-    times = {name: entry["median_ms"] for name, entry in results["kernels"].items()}
-    bars = bars_of(results["kernels"])
-    best = next(name for name in bars if name.startswith("ours")).rpartition(", ")[2]
-    panel = {name: bar for name, bar in bars.items() if name == "tensor.copy_" or name.endswith(best)}
-    slow = " and ".join(f"{times[f'{what}, {TORCH_OPS}']:.0f}" for what in ("encode", "decode"))
-    title = f"8-bit kernels on {results['bucket_mib']} MiB of fp32, one thread"
-    draw_bars({f"{TORCH_OPS}: {slow} ms": panel}, "ms", RESULTS / "quant_kernels.png", title=title)
-
-
 def main() -> None:
     """Measure, print, store."""
     parser = argparse.ArgumentParser(
@@ -131,11 +119,7 @@ def main() -> None:
     )
     parser.add_argument("--mib", type=int, default=25)
     parser.add_argument("--repeats", type=int, default=101)
-    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
-    if options.plot:
-        draw(json.loads((RESULTS / "quant_kernels.json").read_text()))
-        return
     torch.set_num_threads(1)
     count = options.mib * 2**20 // 4
     results = {
@@ -147,7 +131,6 @@ def main() -> None:
     report(results)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "quant_kernels.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results)
 
 
 if __name__ == "__main__":
