@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ import torch.distributed as dist
 
 from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 from dist_utils.testing import run_ranks
-from soak.long_runs import Samples, judged
+from soak.long_runs import CONTROL, Samples, judged
 from soak.records import resources
+from soak.regression import Line
 from soak.trainings import TRAININGS
 
 __all__ = ["churn"]
@@ -22,56 +24,68 @@ RANKS = 2
 
 
 def churn(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
-    """Make and close as many as the options say, and write each outcome.
+    """Make and close as many as requested by the options, and record each outcome.
+
+    Torch's own groups come first: what they leave behind is allowed for ours.
 
     Args:
-        options: The options of the command line.
+        options: Of the command line.
         write: Called with each outcome.
     """
-    for what, count, rounds in (
-        ("states made and closed", options.states, _states),
-        ("process groups made and destroyed", options.groups, _groups),
-    ):
-        if count:
+    states = {"groups of torch made and destroyed": _plain_group, "states made and closed": _state}
+    jobs = {
+        "process groups with plain DDP": partial(_job, CONTROL),
+        "process groups made and destroyed": partial(_job, "8 bits, feedback, overlap"),
+    }
+    for count, kinds in ((options.states, states), (options.groups, jobs)):
+        control: Line | None = None
+        for what, one in kinds.items() if count else ():
             began = time.monotonic()
-            samples = run_ranks(rounds, RANKS, count, timeout=120 + count)
+            samples = run_ranks(_many, RANKS, one, count, timeout=120 + 2 * count)
             took = round(time.monotonic() - began, 1)
-            write({"what": what, "count": count, "world_size": RANKS, **judged(samples), "took": took})
+            outcome = judged(samples, control)
+            control = control or Line(**outcome["kibibytes"])
+            write({"what": what, "count": count, "world_size": RANKS, **outcome, "took": took})
 
 
-def _states(rank: int, count: int) -> list[dict[str, float]]:
+def _many(rank: int, one: Callable[[int, int], None], count: int) -> list[dict[str, float]]:
     samples = Samples(count)
-    for _ in range(count):
-        began = time.perf_counter()
-        state = QuantizedAllreduceState(min_bytes=0)
-        all_reduce(torch.ones(300), dist.ReduceOp.AVG, state)
-        state.close()
-        del state
-        gc.collect()
-        samples.add({**resources(), "seconds": time.perf_counter() - began})
-    return samples.all()
-
-
-def _groups(rank: int, count: int) -> list[dict[str, float]]:
-    samples = Samples(count)
-    dist.destroy_process_group()
     for number in range(count):
         began = time.perf_counter()
-        server = dist.TCPStore("127.0.0.1", _port(), is_master=False)
-        store = dist.PrefixStore(f"group {number}", server)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-        training = TRAININGS["8 bits, feedback, overlap"].begin()
-        for step in range(3):
-            training.step(step)
-        dist.barrier()
-        training.close()
-        del training
-        dist.destroy_process_group()
-        del store, server
+        one(rank, number)
         gc.collect()
         samples.add({**resources(), "seconds": time.perf_counter() - began})
-    dist.init_process_group("gloo")  # run_ranks destroys it
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")  # run_ranks destroys it
     return samples.all()
+
+
+def _plain_group(rank: int, number: int) -> None:
+    group = dist.new_group(backend="gloo")
+    dist.all_reduce(torch.ones(300), group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def _state(rank: int, number: int) -> None:
+    state = QuantizedAllreduceState(min_bytes=0)
+    all_reduce(torch.ones(300), dist.ReduceOp.AVG, state)
+    state.close()
+
+
+def _job(training_name: str, rank: int, number: int) -> None:
+    if dist.is_initialized():  # the one that run_ranks made
+        dist.destroy_process_group()
+    server = dist.TCPStore("127.0.0.1", _port(), is_master=False)
+    store = dist.PrefixStore(f"group {number}", server)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    training = TRAININGS[training_name].begin()
+    for step in range(3):
+        training.step(step)
+    dist.barrier()
+    training.close()
+    del training
+    dist.destroy_process_group()
 
 
 def _port() -> int:

@@ -71,7 +71,7 @@ def all_reduce(
         async_op: Return a future at once.
 
     Returns:
-        ``None``, or with ``async_op`` a future of ``tensor``: do not touch that before it is complete.
+        ``None``, or with ``async_op`` a future of ``tensor``, not to be touched before it is complete.
         A mean is finite where all ranks' values are. All ranks get the same bits.
 
     Raises:
