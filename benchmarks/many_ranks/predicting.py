@@ -66,7 +66,7 @@ def ring_of(world: int, per_node: int, count: int) -> Program:
 
 @cache
 def direct_of(world: int, per_node: int, count: int, on_host: bool = True) -> Program:
-    """Return 8 bits sent from each rank to every other, as before levels existed."""
+    """Return 8 bits sent from each rank to every other, whatever their number."""
     del per_node
     return all_ranks(direct, world, [count], on_host=on_host)
 
@@ -79,7 +79,7 @@ def planned_of(world: int, per_node: int, count: int, on_host: bool = True) -> P
 
 @cache
 def grid_before_of(world: int, per_node: int, count: int, on_host: bool = True) -> Program:
-    """Return fp32 inside nodes, and 8 bits from each node to every other, as before levels existed."""
+    """Return fp32 inside nodes, and 8 bits from each node to every other."""
     return all_ranks(grid(world, per_node, in_levels=False), world, [count], on_host=on_host)
 
 
@@ -102,7 +102,7 @@ ASSUMED_GPU = {
         },
     ),
     "assumptions": [
-        "Kernels run at 2 to 3 TB/s, and a launch takes 50 to 60 us of the host, as measured on one H100.",
+        "Kernels run at 2 to 3 TB/s, and a launch takes 50 to 60 us of the host: as on an H100, no rotation.",
         "A message sent and one received take the host 75 us, as measured with ranks that share that GPU.",
         "Its flight takes 15 us; the GPU sends itself, inside a node at 200 GB/s.",
         "Launches, kernels and messages of a rank follow each other, which is on the long side.",

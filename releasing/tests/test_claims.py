@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 
 import pytest
 
@@ -102,3 +103,31 @@ def test_the_table_of_gpu_kernels_is_that_of_the_results(row):
     assert cells(page, row, "of a copy") == ["" if large is None else f"{large['of_copy']:.2f}"]
     host = buckets["25 MiB"][GPU_ROWS[row]].get("host_us")
     assert cells(page, row, "of the host") == ["" if host is None else f"{host:.0f} us"]
+
+
+def test_the_stated_shares_of_a_copy_are_those_of_the_results():
+    large = json.loads((RESULTS / "cuda_kernels.json").read_text())["buckets"]["256 MiB"]
+    ours = {name.removeprefix("ours: "): entry["of_copy"] for name, entry in large.items()}
+    whole = [share for name, share in ours.items() if name.startswith(("encode", "decode", "mean"))]
+    assert stands(
+        Place("docs/gpu.md", ""), f"run at {min(whole):.2f} to {max(whole):.2f} of the speed of a copy"
+    )
+    text = f"{ours['reduce, W = 2']:.2f} of a copy for two ranks, {ours['reduce, W = 8']:.2f} for eight"
+    assert stands(Place("docs/gpu.md", ""), text)
+
+
+def test_what_nccl_messages_take_of_the_host_is_that_of_the_results():
+    """The range over ranks, until a call returns and until it is waited for, to the next 5 us outside."""
+    calls = json.loads((RESULTS / "nccl_messages.json").read_text())["us of the host"]
+
+    def stated(*world_sizes):
+        times = [
+            time / (size - 1)
+            for size in world_sizes
+            for rank in calls[f"{size} ranks"]["start_messages"]
+            for time in rank
+        ]
+        return f"{5 * math.floor(min(times) / 5)} to {5 * math.ceil(max(times) / 5)} us"
+
+    text = f"{stated(4, 8)} among four or eight ranks that share the GPU, and {stated(2)} between two"
+    assert stands(Place("docs/gpu.md", ""), text)
