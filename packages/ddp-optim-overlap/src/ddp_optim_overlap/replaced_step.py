@@ -52,7 +52,7 @@ class ReplacedStep:
             earlier.restore()  # it belongs to an overlap that has ended
             earlier.superseded = True
         self._optimizer = weakref.ref(optimizer)
-        self._before = before = optimizer.__dict__.get("step")  # replaced by a scheduler
+        self._before = before = optimizer.__dict__.get("step")  # a wrapper that a scheduler has put there
         enter, ask = weakref.WeakMethod(before_closure), weakref.WeakMethod(is_done)
         signature = inspect.signature(type(optimizer).step)
 

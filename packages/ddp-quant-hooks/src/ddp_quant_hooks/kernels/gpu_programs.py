@@ -149,7 +149,7 @@ def block_program(
         work = f"Work<{shards}, {shards * ranks if kernel == 'decode' else 1}>"
     teams = _BLOCK_THREADS // lanes_of_team(block, unit)
     checks = f"kThreads == {_BLOCK_THREADS} && Block<{numbers}, {block}, {unit}, {whole}>::kTeams == {teams}"
-    # The compiler would keep some kernels with residuals to so few registers that they do not suffice.
+    # Without this bound the compiler gives some kernels with residuals too few registers, so that they spill.
     at_least = 0 if residual_dtype is None else 4
     call = f"{kernel}<{arguments}>"
     return GpuProgram("block_kernels.cu", call, work, _BLOCK_THREADS, teams, checks, at_least)
