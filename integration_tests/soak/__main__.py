@@ -6,8 +6,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-# Both fill over thousands of steps, and would look like something that grows: torch's record of the last 2,000
-# collectives, and the arenas that the C library gives to threads.
+# Both fill over thousands of steps, and would look like something that grows: torch's record of the last
+# 2,000 collectives, and the arenas that the C library gives to threads.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 os.environ.setdefault("MALLOC_ARENA_MAX", "1")
 
