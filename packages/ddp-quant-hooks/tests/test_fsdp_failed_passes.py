@@ -162,7 +162,7 @@ def test_close_is_a_fresh_start_under_reentrant_checkpoints():
 
 
 def _late(rank, timeout):
-    """Ranks wait for each other in vain and make the step again, with a parameter of the root left gathered."""
+    """Ranks wait for each other in vain and make the step again. The root has a parameter of its own."""
     nodes = dist.new_group([0, 1], timeout=timedelta(seconds=timeout))
     shard = [dist.new_group([one]) for one in range(2)][rank]
     mesh = DeviceMesh.from_group(
