@@ -1,7 +1,10 @@
 """FSDP2 after a failed pass: what that left behind changes nothing, with any options."""
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_models import (
     EXACT,
     all_equal,
@@ -10,13 +13,16 @@ from fsdp_models import (
     needs_hooks,
     needs_reset,
     nodes_and_shards,
+    sharded,
     state_between,
 )
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from ddp_quant_hooks.fsdp import quantize_all_reduce
-from dist_utils.testing import run_ranks, same_on_all_ranks
+from dist_utils.testing import patience, run_ranks, same_on_all_ranks
+from dist_utils.torch_compat import default_store
 
 pytestmark = [needs_hooks, needs_reset]
 
@@ -153,3 +159,32 @@ def _one_rank_failed(rank):
 
 def test_close_is_a_fresh_start_under_reentrant_checkpoints():
     assert all(run_ranks(_one_rank_failed, 2, timeout=100, group_timeout=20))
+
+
+def _late(rank, timeout):
+    """Ranks wait for each other in vain and make the step again. The root has a parameter of its own."""
+    nodes = dist.new_group([0, 1], timeout=timedelta(seconds=timeout))
+    shard = [dist.new_group([one]) for one in range(2)][rank]
+    mesh = DeviceMesh.from_group(
+        [nodes, shard], "cpu", mesh=torch.arange(2).view(2, 1), mesh_dim_names=("node", "shard")
+    )
+    nets, state = [sharded(mesh), sharded(mesh["shard"])], state_between(mesh, min_bytes=EXACT)
+    net = nets[1]
+    quantize_all_reduce(net, state)
+    if rank == 1:
+        default_store().wait(["raised"], timedelta(seconds=60))
+    with pytest.raises(RuntimeError, match="did not"):
+        backward(net, 0)
+    default_store().set("raised", "")
+    dist.barrier()
+    state.close()
+    net.zero_grad()
+    net.reset_iter_state()
+    net.zero_grad()
+    for one in nets:
+        backward(one, 1)
+    return all_equal(*map(gradients, nets))
+
+
+def test_ranks_that_waited_in_vain_can_make_the_step_again():
+    assert all(run_ranks(_late, 2, patience(1.0), timeout=100))

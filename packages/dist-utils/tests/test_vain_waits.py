@@ -1,7 +1,10 @@
-"""A backward pass in which ranks did not come waits for none a second time; the next one is a new attempt."""
+"""A backward pass does not wait a second time for ranks that did not come; the next one is a new attempt."""
 
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -40,16 +43,14 @@ def _sum(group):
 
 
 def _wait_in_store(rank, limit):
-    """A rank does not come to the first agreement of a pass. The others still ask for two groups, twice."""
-    pair = dist.new_group([0, 1])
+    """A rank does not come to the first agreement of a pass. The others still ask for two groups with it."""
+    last = dist.new_group([1, 2])
     seen = []
     if rank != ABSENT:
-        worker = OrderedWorker(pair, name="worker")
-        worker.agree()
+        worker = OrderedWorker(name="worker") if rank == 0 else OrderedWorker(last, name="worker")
         seen = _backward(
             lambda: require_same_terms(None, "first", timeout=timedelta(seconds=limit)),
             lambda: require_same_terms(None, "again"),
-            lambda: require_same_terms(pair, "pair", {"rank": rank}),
             lambda: worker.submit(_sum).wait(),
         )
         worker.close()
@@ -65,12 +66,64 @@ def test_a_pass_waits_for_a_rank_in_one_agreement():
     first = f"first: ranks [0, 1] came within {limit:g} s, ranks [2] did not"
     for seen, after in both:
         assert seen[0][0].startswith(f"AgreementError: {first}")
-        for (result, seconds), title in zip(seen[1:], ("again", "pair", "worker"), strict=True):
+        for (result, seconds), title in zip(seen[1:], ("again", "worker"), strict=True):
             assert title in result
             assert first in result
             assert seconds < LONG
         assert after == last
         assert after[1] == 3.0
+
+
+def _meet_others(rank, limit):
+    """A rank does not come to some. One of them meets in another group with a rank that knows nothing of it.
+
+    That one would wait until the timeout, and would take the other's next pass for this one.
+    """
+    some, pair = dist.new_group([0, ABSENT]), dist.new_group([0, 1])
+    seen = []
+    if rank != ABSENT:
+        worker = OrderedWorker(pair, name="worker")
+        calls = [lambda: require_same_terms(pair, "pair"), lambda: worker.submit(_sum).wait()]
+        if rank == 0:
+            calls.insert(0, lambda: require_same_terms(some, "some", timeout=timedelta(seconds=limit)))
+        seen = _backward(*calls)
+        worker.close()
+    dist.barrier()
+    return [result for result, _ in seen]
+
+
+def test_groups_without_a_missing_rank_meet_as_always():
+    (first, *ours), theirs, _ = run_ranks(_meet_others, 3, patience(0.5), group_timeout=GROUP_TIMEOUT)
+    assert "some: ranks [0] came" in first
+    assert ours == theirs
+    assert "Error" not in ours[0]
+    assert ours[1] == 2.0
+
+
+def _wait_in_threads(rank, limit):
+    """Several backward passes at a time wait for a rank, each for itself."""
+    groups = [dist.new_group() for _ in range(3)]
+    meet = threading.Barrier(len(groups))
+
+    def call(group):
+        def meet_and_ask():
+            meet.wait()
+            return require_same_terms(group, "again")
+
+        first = partial(require_same_terms, group, "first", timeout=timedelta(seconds=limit))
+        return _backward(first, meet_and_ask)[1]
+
+    with ThreadPoolExecutor(len(groups)) as threads:
+        seen = [*threads.map(call, groups)] if rank == 0 else []
+    dist.barrier()
+    return seen
+
+
+def test_passes_in_several_threads_wait_once_each():
+    seen, _ = run_ranks(_wait_in_threads, 2, patience(0.5), group_timeout=GROUP_TIMEOUT)
+    for result, seconds in seen:
+        assert result.startswith("AgreementError: again: ranks are not waited for again")
+        assert seconds < LONG
 
 
 def _wait_for_connection(rank, limit):

@@ -361,7 +361,7 @@ BLOCK_MATH void write_numbers(uint8_t* bytes, const float (&values)[2][B::kUnit]
 }
 
 // Writes the block's payload and scale, and what they lose. All lanes of a thread block must come here.
-// Kept: how residuals are stored. kMean: the values are a mean, and so all NaN or none.
+// Kept: how residuals are stored; they are finite. kMean: the values are a mean, and so all NaN or none.
 template <class Kept, bool kRotate, bool kMean, class B>
 BLOCK_MATH void encode_block(B& block, const Shard& shard) {
     constexpr bool kLoses = kHasResiduals<Kept>;

@@ -244,18 +244,19 @@ class OrderedWorker:
         self.close()
 
     def _private_group(self, name: str) -> dist.ProcessGroup:
-        if earlier := earlier_vain_wait():
-            raise AgreementError(f"{self._name}: {earlier}")
         group = self._process_group
+        ranks = dist.get_process_group_ranks(group)
+        if earlier := earlier_vain_wait(ranks):
+            raise AgreementError(f"{self._name}: {earlier}")
         try:
             return torch_compat.new_named_group(
                 f"{group.group_name}/{self._name}/{name}",
-                dist.get_process_group_ranks(group),
+                ranks,
                 backend=dist.get_backend_config(group),
                 timeout=torch_compat.group_timeout(group, torch.device("cpu")),
             )
         except Exception as error:
-            note_vain_wait(f"{self._name}: {error_text(error)}")
+            note_vain_wait({*ranks} - {dist.get_rank()}, f"{self._name}: {error_text(error)}")
             raise
 
     def _run_here(

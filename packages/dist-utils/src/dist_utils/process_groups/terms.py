@@ -8,7 +8,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -49,8 +49,8 @@ def require_same_terms(
     Collective, but it uses only the store that the ranks found each other with: it works where a collective
     would hang or abort because the ranks are about to do different things. As with any collective, all ranks
     of a group must make several calls in the same order. An attempt that fails ends on all ranks at once, and
-    the next call is a new attempt. Only a backward pass in which ranks did not come waits for none a second
-    time, in any group.
+    the next call is a new attempt. Only a backward pass in which a rank did not come does not wait for it a
+    second time, in any group that has it.
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
@@ -90,7 +90,8 @@ def require_same_terms(
         problem, title, timeout = problem or error, str(type(title)), None
     claim = _Claim(title, texts, "" if problem is None else error_text(problem))
     with _lock_of(group):
-        if earlier := earlier_vain_wait():
+        me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
+        if earlier := earlier_vain_wait(ranks):
             raise AgreementError(f"{claim.title}: {earlier}") from problem
         limit = timeout or torch_compat.group_timeout(group, collective_device(group))
         seconds = (limit or torch_compat.default_group_timeout()).total_seconds()
@@ -98,10 +99,10 @@ def require_same_terms(
             with StoreRequests(torch_compat.default_store(), seconds) as requests:
                 verdict = _Round.first_open(group, requests).settle(claim, seconds)
         except TimeoutError as error:
-            note_vain_wait(f"{claim.title}: {error}")
+            note_vain_wait(range(dist.get_world_size()), f"{claim.title}: {error}")  # nobody can be reached
             raise AgreementError(f"{claim.title}: {error}") from problem
-        if verdict.timed_out:
-            note_vain_wait(verdict.error)
+        if verdict.missing:  # for a rank that came too late, the others are gone
+            note_vain_wait({*ranks} - {me} if me in verdict.missing else verdict.missing, verdict.error)
     if problem is not None:
         raise problem
     if verdict.error:
@@ -145,7 +146,7 @@ class _Verdict(NamedTuple):
 
     error: str
     name: str
-    timed_out: bool = False
+    missing: Sequence[int] = ()
 
 
 class _Round:
@@ -193,7 +194,7 @@ class _Round:
         self._ask(lambda store: store.set(me, json.dumps(claim)))
         try:
             if not _wait_until(lambda: self.is_over() or (judges and self._has(everyone)), seconds):
-                self._decide(self._who_came(claim.title, everyone, seconds), timed_out=True)
+                self._decide(*self._who_came(claim.title, everyone, seconds))
             elif judges and not self.is_over():
                 claims = [_claim_from(text) for text in self._ask(lambda store: store.multi_get(everyone))]
                 self._decide(_first_difference(claims, self._ranks))
@@ -205,17 +206,18 @@ class _Round:
         _rounds[self._group] = self._number + 1
         return _verdict_from(self._ask(lambda store: store.get(self._verdict_key)))
 
-    def _decide(self, error: str, *, timed_out: bool = False) -> None:
-        verdict = json.dumps(_Verdict(error, uuid.uuid4().hex, timed_out))
+    def _decide(self, error: str, missing: Sequence[int] = ()) -> None:
+        verdict = json.dumps(_Verdict(error, uuid.uuid4().hex, missing))
         self._ask(lambda store: store.compare_set(self._verdict_key, "", verdict))
 
-    def _who_came(self, title: str, everyone: list[str], seconds: float) -> str:
+    def _who_came(self, title: str, everyone: list[str], seconds: float) -> tuple[str, list[int]]:
         came = [rank for rank, key in zip(self._ranks, everyone, strict=True) if self._has([key])]
         missing = [rank for rank in self._ranks if rank not in came]
-        return (
+        error = (
             f"{title}: ranks {came} came within {seconds:g} s, ranks {missing} did not; every rank of the "
             "process group must use it"
         )
+        return error, missing
 
 
 def _claim_from(text: bytes) -> _Claim:
@@ -229,12 +231,12 @@ def _claim_from(text: bytes) -> _Claim:
 
 def _verdict_from(text: bytes) -> _Verdict:
     try:
-        error, name, timed_out = json.loads(text)
-        if not (isinstance(error, str) and isinstance(name, str)):
-            raise TypeError("a verdict has two strings")  # noqa: TRY301 - handled like any other defect
+        error, name, missing = json.loads(text)
+        if not (isinstance(error, str) and isinstance(name, str) and isinstance(missing, list)):
+            raise TypeError("a verdict is two strings and a list")  # noqa: TRY301 - as any other defect
     except (ValueError, TypeError, RecursionError):
         return _Verdict(f"the verdict in the store is invalid: {text[:100]!r}", "")
-    return _Verdict(error, name, timed_out is True)
+    return _Verdict(error, name, [rank for rank in missing if isinstance(rank, int)])
 
 
 def _lock_of(group: dist.ProcessGroup) -> threading.RLock:

@@ -1,33 +1,50 @@
-"""Waits for ranks that did not come: a backward pass has one at most."""
+"""Waits for ranks that did not come: a backward pass waits for each of them once at most."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from dist_utils import torch_compat
 
 __all__ = ["earlier_vain_wait", "note_vain_wait"]
 
-_vain: dict[int, str] = {}
-"""What came of the first wait in vain of the last backward pass that had one, by the number of that pass."""
+_MOST_PASSES = 16
+"""Threads may run several backward passes at a time."""
+
+_vain: dict[int, dict[int, str]] = {}
+"""By the number of a backward pass, the latest passes last: the ranks that did not come, and the errors."""
 
 
-def note_vain_wait(error: str) -> None:
+def note_vain_wait(missing: Iterable[int], error: str) -> None:
     """Note that ranks did not come in the backward pass that this thread runs, if it runs one.
 
     Args:
-        error: What came of it.
+        missing: Their global ranks.
+        error: The error.
     """
     task = torch_compat.graph_task_id()
-    if task != -1 and task not in _vain:
-        _vain.clear()
-        _vain[task] = error
+    if task == -1:
+        return
+    noted = _vain.setdefault(task, {})
+    for rank in missing:
+        noted.setdefault(rank, error)
+    for old in list(_vain)[:-_MOST_PASSES]:
+        _vain.pop(old, None)
 
 
-def earlier_vain_wait() -> str:
-    """Return why this backward pass waits for no rank any more, as the end of a message; or nothing.
+def earlier_vain_wait(ranks: Iterable[int]) -> str:
+    """Return why this backward pass does not wait for these ranks, as the end of a message; or nothing.
 
     It will raise, but some of its errors only when it ends: what DDP waits for is in futures. Until then
     communication hooks go on, an overlapped step among them, and each would wait for the same ranks until the
     timeout, one after another. The next pass is a new attempt, and so is what is called outside of any.
+
+    Groups without these ranks meet as always: their other ranks may know of no error, and would wait for this
+    rank in vain, or mistake its next pass for this one.
+
+    Args:
+        ranks: Global ranks, all of a group.
     """
-    error = _vain.get(torch_compat.graph_task_id(), "")
+    noted = _vain.get(torch_compat.graph_task_id(), {})
+    error = next((noted[rank] for rank in ranks if rank in noted), "")
     return error and f"ranks are not waited for again in this backward pass; before, {error}"
