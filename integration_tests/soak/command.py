@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome["verdict"] for part in results.LISTS for outcome in found.get(part, []) if _is_ours(outcome)
     )
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
-    return int(set(verdicts) != {"right"})
+    return int(not set(verdicts) <= {"right", "torch's own"})
 
 
 def _is_again(old: dict[str, Any], new: dict[str, Any]) -> bool:
