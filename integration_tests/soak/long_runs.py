@@ -19,8 +19,9 @@ __all__ = ["run_long"]
 
 SAMPLES = 200
 CONTROL = "plain DDP"
-PAGE_KIBIBYTES = 64.0
-"""Total growth of a process's memory in KiB that is always allowed: sixteen pages."""
+ALLOWED_KIBIBYTES = 128.0
+"""Total growth of a process's memory that is always allowed. Plain DDP grew by 0, 55 and 75 KiB in three runs
+of 10,000 steps."""
 
 
 def run_long(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
@@ -90,7 +91,7 @@ def judged(ranks: list[list[dict[str, float]]], control: Line | None = None) -> 
     found: dict[str, Any] = {}
     problems = []
     for what, least in {
-        "kibibytes": PAGE_KIBIBYTES,
+        "kibibytes": ALLOWED_KIBIBYTES,
         "threads": 0.0,
         "kernel_threads": 0.0,
         "descriptors": 0.0,
