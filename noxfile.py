@@ -192,13 +192,16 @@ def sanitize(session: nox.Session) -> None:
     library = Path(session.create_tmp()) / "cpu_kernels.so"
     flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]
     session.run("python", str(folder / "build_cpu_kernels.py"), str(library), *flags)
-    runtime = session.run(
-        os.environ.get("CXX", "c++"), "-print-file-name=libasan.so", external=True, silent=True
-    )
+    compiler = os.environ.get("CXX", "c++")
+    # With the C++ library, or the sanitizer finds no way to pass on what torch throws.
+    runtime = [
+        str(session.run(compiler, f"-print-file-name={name}", external=True, silent=True)).strip()
+        for name in ("libasan.so", "libstdc++.so.6")
+    ]
     env = {
         **ENV,
         "DDP_QUANT_HOOKS_LIBRARY": str(library),
-        "LD_PRELOAD": str(runtime).strip(),
+        "LD_PRELOAD": " ".join(runtime),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python itself leaks at exit
     }
     tests = [str(path) for path in sorted(folder.glob("tests/test_kernel_*.py"))]
