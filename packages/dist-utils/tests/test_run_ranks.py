@@ -211,6 +211,32 @@ def test_no_collective_gives_up_before_the_launcher():
     assert run_ranks(_timeout_of_group, 1, timeout=20.0, group_timeout=7.0) == [7.0]
 
 
+class _Late:
+    """Loaded by one rank of all ``seconds`` later than by the others."""
+
+    def __init__(self, folder, seconds):
+        self.folder, self.seconds = folder, seconds
+
+    def __setstate__(self, state):
+        self.__dict__ = state
+        try:
+            (self.folder / "late").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        time.sleep(self.seconds)
+
+
+def _return_sum(rank, late):
+    value = torch.ones(())
+    dist.all_reduce(value)
+    return value.item()
+
+
+def test_a_process_may_start_later_than_a_collective_may_take(tmp_path):
+    limit = patience(1.0)
+    assert run_ranks(_return_sum, 2, _Late(tmp_path, 2 * limit), group_timeout=limit) == [2.0, 2.0]
+
+
 def _crowd(rank, core):
     os.sched_setaffinity(0, {core})
     dist.barrier()

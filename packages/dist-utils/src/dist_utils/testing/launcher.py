@@ -79,7 +79,7 @@ def run_ranks(
         timeout: Seconds until every process is killed; more where other work keeps the machine busy
             (:func:`patience`), because a rank that waits for a core does not hang.
         group_timeout: Seconds that a collective may take. By default as long as the ranks may run: no
-            collective gives up before they are killed.
+            collective gives up before they are killed. The group is made when every process has started.
         may_die: Ranks that may end without a result, for tests of a dying peer (``os._exit``) or of one that
             hangs (:func:`stop_process`): their result is ``None``.
 
@@ -118,9 +118,18 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         # Kept by this process, which outlives every rank; on a port that the system picks.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        limit = MOST_PATIENCE * timeout if group_timeout is None else group_timeout
+        longest = MOST_PATIENCE * timeout
         ranks = Ranks(
-            fn, args, world_size, backend, limit, store.port, Path(folder), dict(os.environ), Outputs()
+            fn,
+            args,
+            world_size,
+            backend,
+            start_timeout=longest,
+            group_timeout=longest if group_timeout is None else group_timeout,
+            port=store.port,
+            folder=Path(folder),
+            environment=dict(os.environ),
+            outputs=Outputs(),
         )
         context = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
             ranks, nprocs=world_size, join=False, start_method=start_method()

@@ -89,6 +89,7 @@ class Ranks:
     args: tuple[Any, ...]
     world_size: int
     backend: str | None
+    start_timeout: float
     group_timeout: float
     port: int
     folder: Path
@@ -143,8 +144,13 @@ class Ranks:
             return
         if self.backend == "nccl":
             torch.cuda.set_device(rank % torch.cuda.device_count())
+        start = timedelta(seconds=self.start_timeout)
+        store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=start)
+        # The group's timeout is for collectives: a process may start later than the others by more than that.
+        store.set(_started(rank), "")
+        store.wait([_started(other) for other in range(self.world_size)])
         limit = timedelta(seconds=self.group_timeout)
-        store = TCPStore("127.0.0.1", self.port, is_master=False, timeout=limit)
+        store.set_timeout(limit)
         dist.init_process_group(
             self.backend, store=store, rank=rank, world_size=self.world_size, timeout=limit
         )
@@ -208,6 +214,10 @@ class Ranks:
 
     def _path(self, kind: str, rank: int) -> Path:
         return self.folder / f"{kind}-{rank}"
+
+
+def _started(rank: int) -> str:
+    return f"dist_utils.testing/started/{rank}"
 
 
 def _end_all_groups() -> None:
