@@ -15,9 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
     CommunicationError,
+    OptimizerHookState,
     OverlapError,
     OverlapMode,
     StepError,
+    hook_then_optimizer,
     overlap_optimizer,
 )
 from dist_utils.comm_hooks import failed_future
@@ -64,10 +66,10 @@ class RaisesOnce(torch.optim.SGD):
         return super().step(closure)
 
 
-def _start(mode, net=Net, make=torch.optim.SGD, comm_hook=allreduce_hook, comm_state=None):
+def _start(mode, net=Net, make=torch.optim.SGD, comm_hook=allreduce_hook, comm_state=None, **options):
     """Train two steps, so that DDP has rebuilt its buckets; each is stepped by itself."""
     step_buckets_of(1)
-    ddp = DistributedDataParallel(net(), bucket_cap_mb=0.002)
+    ddp = DistributedDataParallel(net(), bucket_cap_mb=0.002, **options)
     optimizer = make(ddp.parameters(), lr=0.1)
     ddp.in_bucket = {}
 
@@ -436,26 +438,57 @@ def test_a_step_that_fails_on_one_rank_raises_on_every_rank(mode, tmp_path):
         assert len(report.stepped) < report.buckets
 
 
-def _hook_raises_on_one(rank):
+def _hook_raises_on_one(rank, mode, find_unused):
     def hook(state, bucket):
         if state["fails"] and bucket.index() == 1 and rank == 1:
             raise ValueError("a bad hook")
         return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
     state = {"fails": False}
-    ddp, _, handle = _start(OverlapMode.AFTER_REDUCE, comm_hook=hook, comm_state=state)
+    ddp, _, handle = _start(mode, comm_hook=hook, comm_state=state, find_unused_parameters=find_unused)
     state["fails"] = True
     before = snapshot(ddp)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="a bad hook" if rank == 1 else None):
         ddp(batches(1)[0]).square().sum().backward()
-    with pytest.raises(CommunicationError):
+    with pytest.raises(CommunicationError, match="a bad hook" if rank == 1 else None) as caught:
         handle.wait()
-    return same(before, snapshot(ddp))
+    return _told_exactly(ddp, before, caught.value.report) and (
+        mode is OverlapMode.BUCKET or same(before, snapshot(ddp))
+    )
 
 
-def test_a_hook_that_raises_on_one_rank_raises_on_every_rank():
-    """The others wait for its part of the average until it exits or the group times out."""
-    assert run_ranks(_hook_raises_on_one, 2, group_timeout=patience(3.0)) == [True, True]
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("mode", OverlapMode)
+def test_a_hook_that_raises_on_one_rank_raises_on_every_rank(mode, find_unused):
+    """The others wait for its part of the average until it exits or the group times out.
+
+    With ``find_unused_parameters`` DDP itself communicates after the last hook, in their place.
+    """
+    ranks = run_ranks(_hook_raises_on_one, 2, mode, find_unused, group_timeout=patience(3.0))
+    assert ranks == [True, True]
+
+
+def _drop_in_raises_on_one(rank):
+    def hook(state, bucket):
+        if state["fails"] and bucket.index() == 1 and rank == 1:
+            raise ValueError("a bad hook")
+        return allreduce_hook(None, bucket)
+
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.002, find_unused_parameters=True)
+    state = {"fails": False}
+    stepped = OptimizerHookState(torch.optim.SGD(ddp.parameters(), lr=0.1))
+    ddp.register_comm_hook(state, hook_then_optimizer(hook, stepped))
+    for x in batches(2):
+        ddp(x).square().sum().backward()
+        ddp.zero_grad()
+    state["fails"] = True
+    with pytest.raises(RuntimeError, match="a bad hook" if rank == 1 else None):
+        ddp(batches(1)[0]).square().sum().backward()
+
+
+def test_a_drop_in_hook_that_raises_on_one_rank_raises_on_every_rank():
+    """It does not know the model, so neither whether DDP itself communicates after the last hook."""
+    run_ranks(_drop_in_raises_on_one, 2, group_timeout=patience(3.0))
 
 
 def _average_fails_on_one(rank):

@@ -10,7 +10,7 @@ import torch
 
 from ddp_optim_overlap.backward_pass import BackwardPass
 from ddp_optim_overlap.bucket_gradients import average_of
-from ddp_optim_overlap.errors import CommunicationError, text_of
+from ddp_optim_overlap.errors import CommunicationError, OverlapError, text_of
 from ddp_optim_overlap.first_error import FirstError
 from dist_utils.torch_compat import GradBucket
 
@@ -24,6 +24,9 @@ class CalledHook:
         hook: Any hook.
         state: Its first argument.
         failure: Records the first error.
+
+    Attributes:
+        error: The first error of the overlap, since the hook has failed; ``None``: it has not.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class CalledHook:
         failure: FirstError,
     ) -> None:
         self._hook, self._state, self._failure = hook, state, failure
+        self.error: OverlapError | None = None
 
     @property
     def name(self) -> str:
@@ -57,5 +61,6 @@ class CalledHook:
         except Exception as error:
             current.cancel()
             text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
-            raise self._failure.keep(CommunicationError(text, current.report())) from error
+            self.error = self._failure.keep(CommunicationError(text, current.report()))
+            raise self.error from error
         return reduced

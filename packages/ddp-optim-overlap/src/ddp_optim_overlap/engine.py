@@ -46,8 +46,9 @@ class Engine:
         stepper: Steps with averaged gradients.
         comm_hook: Any communication hook; it averages.
         comm_state: Its first argument.
-        unused_possible: Returns whether parameters may be left out of a backward pass. Then the ranks tell
-            each other which parameters got a gradient. Called when a pass begins.
+        unused_possible: Returns whether parameters may be left out of a backward pass, as far as is known.
+            Called when a pass begins.
+        tell_unused: Where that is possible, the ranks tell each other which parameters got a gradient.
         check: Watch for stepped weights that the same backward pass reads.
         release: Frees the gradients of every bucket after its step.
     """
@@ -60,7 +61,8 @@ class Engine:
         comm_hook: Callable[[Any, GradBucket], torch.futures.Future[Any]],
         comm_state: object,
         *,
-        unused_possible: Callable[[], bool] = lambda: False,
+        unused_possible: Callable[[], bool] = lambda: True,
+        tell_unused: bool = False,
         check: bool = False,
         release: GradientRelease | None = None,
     ) -> None:
@@ -87,7 +89,7 @@ class Engine:
         self._whole = WholeStep(stepper, self.contents, self._failure) if stepper.whole else None
         self._end = PassEnd(worker, _NAME, self._failure, self._whole)
         always = stepper.whole or release is not None
-        self._used = UsedParameters(self.gradients, unused_possible, always=always)
+        self._used = UsedParameters(self.gradients, unused_possible, tell=tell_unused, always=always)
 
     @property
     def removed(self) -> bool:
@@ -104,9 +106,13 @@ class Engine:
         try:
             return self._take(bucket)
         except OverlapError as error:
-            # Raised here, it would leave DDP in the middle of a pass, and the model unusable.
             self._failure.refusal = error
             self._queue.give_up(error)
+            if self._used.possible and error is self._hook.error:
+                # After the last hook DDP would send its record of used parameters to peers that wait for this
+                # bucket: Gloo aborts a process that receives another size.
+                raise
+            # Raised here, it would leave DDP in the middle of a pass, and the model unusable.
             return failed_future(error)
 
     def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
