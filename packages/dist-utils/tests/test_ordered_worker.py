@@ -337,13 +337,43 @@ def test_the_private_group_keeps_the_timeout_of_the_group():
     assert 0.6 * limit < seconds < 5 * limit
 
 
+def _first_jobs_fail(rank, ranks, workers):
+    """Rank 1 learns last that it is connected: a rank without a worker keeps busy the core that all share."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if rank >= ranks:
+        end = time.monotonic() + 3
+        while time.monotonic() < end:
+            pass
+        return None
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    if rank == 1:  # this thread, not those of Gloo
+        os.sched_setscheduler(0, os.SCHED_IDLE | os.SCHED_RESET_ON_FORK, os.sched_param(0))
+    errors = []
+    for _ in range(workers):
+        with OrderedWorker() as worker:
+            with pytest.raises(RuntimeError) as caught:
+                worker.submit(_fails_at_once).wait()
+            errors.append(str(caught.value))
+        dist.barrier()
+    return ["my own error" in error for error in errors]
+
+
+def _fails_at_once(group):
+    raise ValueError("my own error")
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux's scheduling policies")
+def test_every_rank_raises_its_own_error_where_the_first_job_fails_on_all():
+    ranks, workers = 2, 5
+    own = run_ranks(_first_jobs_fail, ranks + 1, ranks, workers, backend=None)
+    assert own[:ranks] == [[True] * workers] * ranks
+
+
 def _error_reaches_ddp(rank):
     """A job's error must raise in backward: DDP's reducer waits for the future in C++."""
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     worker = OrderedWorker()
-    # The error ends the private group; on a rank that is still connecting, connecting fails.
-    worker.submit(lambda group: dist.barrier(group=group)).wait()
-    dist.barrier()
 
     def hook(state, bucket):
         def job(group):

@@ -1,5 +1,9 @@
 """Identical calls on plain tensors on all ranks: the ranks compare them once, and not again."""
 
+import gc
+import itertools
+import weakref
+
 import pytest
 import torch.distributed as dist
 
@@ -32,3 +36,25 @@ def _steps_of_many_calls(rank, calls):
 @pytest.mark.parametrize("calls", [30, pytest.param(1100, marks=pytest.mark.exhaustive)])
 def test_a_repeated_step_of_many_calls_compares_nothing(calls):
     assert run_ranks(_steps_of_many_calls, 2, calls) == [0, 0]
+
+
+class _Owner:
+    """Makes calls; its calls can be told from those of others by its number."""
+
+
+def _calls_of_owners(rank):
+    counts = [_keys_in_store()]
+    for number in range(3):
+        owner = _Owner()
+        for _ in range(2):
+            require_same_call(None, "call", {"owner": number}, owner=owner)
+        counts.append(_keys_in_store())
+        left = weakref.ref(owner)
+        del owner
+        gc.collect()
+        assert left() is None
+    return [after > before for before, after in itertools.pairwise(counts)]
+
+
+def test_calls_are_remembered_as_long_as_their_owner_exists():
+    assert run_ranks(_calls_of_owners, 2) == [[True, True, True]] * 2

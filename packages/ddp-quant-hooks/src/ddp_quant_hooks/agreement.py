@@ -61,4 +61,5 @@ class Agreement:
         what = [(tensor.numel(), tensor.dtype, tensor.device.type) for tensor in tensors]
         summary = f"{what[0][0]} values of {what[0][1]}" + (f" and {len(what) - 1} more" if what[1:] else "")
         self.first = f"{call}() of {summary}"
-        require_same_call(worker.process_group, call, {**terms, "tensors": what, "state": worker.agree()})
+        terms = {**terms, "tensors": what, "state": worker.agree()}
+        require_same_call(worker.process_group, call, terms, owner=worker)

@@ -19,7 +19,7 @@ __all__ = ["require_same_bucket", "require_same_call"]
 
 
 _MOST_CALLS = 1 << 16
-"""How many calls of a group are remembered, by digests of their terms: 22 MB at most, if all differ."""
+"""How many calls of a group or an owner are remembered, by digests: 22 MB at most, if all differ."""
 
 
 class _Bucket(Protocol):
@@ -105,8 +105,8 @@ class _Passes:
 
 _agreed: weakref.WeakKeyDictionary[dist.ProcessGroup, WeakIdKeyDictionary] = weakref.WeakKeyDictionary()
 """Keyed by the first parameter of a bucket."""
-_agreed_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, _Agreed]] = weakref.WeakKeyDictionary()
-"""Keyed by a digest of title and terms, the latest call last."""
+_agreed_calls: weakref.WeakKeyDictionary[object, dict[str, _Agreed]] = weakref.WeakKeyDictionary()
+"""By group or owner, and by a digest of title and terms, the latest call last."""
 _passes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Passes] = weakref.WeakKeyDictionary()
 _failures: weakref.WeakKeyDictionary[dist.ProcessGroup, _Failure] = weakref.WeakKeyDictionary()
 
@@ -151,7 +151,9 @@ def require_same_bucket(
     _require_same(group, title, terms, agreed, f"{title} {terms!r}", bucket.index())
 
 
-def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, object]) -> None:
+def require_same_call(
+    process_group: GroupLike, title: str, terms: Mapping[str, object], *, owner: object | None = None
+) -> None:
     """Return if all ranks make the same call on plain tensors, or raise on all.
 
     Like :func:`require_same_bucket`, for tensors outside of buckets.
@@ -160,6 +162,8 @@ def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, 
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         title: The name of the function.
         terms: What must be equal, by name.
+        owner: Its calls are remembered as long as it exists; by default the group's. The terms must tell one
+            owner from another.
 
     Raises:
         AgreementError: As :func:`dist_utils.require_same_terms`.
@@ -171,7 +175,7 @@ def require_same_call(process_group: GroupLike, title: str, terms: Mapping[str, 
     group = resolve_group(process_group)
     # The terms of a call on many tensors are long.
     call = hashlib.sha256(f"{title} {terms!r}".encode(errors="surrogatepass")).hexdigest()
-    calls = _agreed_calls.setdefault(group, {})
+    calls = _agreed_calls.setdefault(group if owner is None else owner, {})
     agreed = calls.pop(call, None) or _Agreed()
     calls[call] = agreed  # the latest one comes last
     if len(calls) > _MOST_CALLS:

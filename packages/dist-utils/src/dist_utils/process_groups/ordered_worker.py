@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
+from dist_utils.process_groups.failed_waits import earlier_failed_wait, note_failed_wait
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
 from dist_utils.process_groups.kept_errors import drop_frames, same_error
 from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, fail, new_future
 from dist_utils.process_groups.terms import AgreementError, error_text, require_same_terms
-from dist_utils.process_groups.vain_waits import earlier_vain_wait, note_vain_wait
 from dist_utils.process_groups.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
@@ -190,6 +190,7 @@ class OrderedWorker:
         with self._starting:
             if self._thread is None and self._agreed is not None:
                 self._thread = WorkerThread(self._private_group(self._agreed), self._name)
+                self._thread.submit(_meet, None, f"{self._name}:meet_peers")
                 # At garbage collection and, as finalizers do, at interpreter exit.
                 weakref.finalize(self, self._thread.stop)
 
@@ -246,7 +247,7 @@ class OrderedWorker:
     def _private_group(self, name: str) -> dist.ProcessGroup:
         group = self._process_group
         ranks = dist.get_process_group_ranks(group)
-        if earlier := earlier_vain_wait(ranks):
+        if earlier := earlier_failed_wait(ranks):
             raise AgreementError(f"{self._name}: {earlier}")
         try:
             return torch_compat.new_named_group(
@@ -256,7 +257,7 @@ class OrderedWorker:
                 timeout=torch_compat.group_timeout(group, torch.device("cpu")),
             )
         except Exception as error:
-            note_vain_wait({*ranks} - {dist.get_rank()}, f"{self._name}: {error_text(error)}")
+            note_failed_wait({*ranks} - {dist.get_rank()}, f"{self._name}: {error_text(error)}")
             raise
 
     def _run_here(
@@ -276,3 +277,13 @@ class OrderedWorker:
             if self._own_error is not None:
                 fail(done, self._own_error)
         return result
+
+
+def _meet(group: dist.ProcessGroup) -> None:
+    """Wait, as the first job, until every rank is connected.
+
+    Gloo returns the group to a rank as soon as that rank is. If its first job failed at once, which ends the
+    group, connecting would fail on the others, which would not get to their own job's error.
+    """
+    if "gloo" in dist.get_backend_config(group):
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=group)

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from dist_utils import torch_compat
+from dist_utils.process_groups.failed_waits import earlier_failed_wait, note_failed_wait
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
 from dist_utils.process_groups.store_requests import StoreRequests
-from dist_utils.process_groups.vain_waits import earlier_vain_wait, note_vain_wait
 
 __all__ = ["AgreementError", "require_same_terms"]
 
@@ -91,7 +91,7 @@ def require_same_terms(
     claim = _Claim(title, texts, "" if problem is None else error_text(problem))
     with _lock_of(group):
         me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-        if earlier := earlier_vain_wait(ranks):
+        if earlier := earlier_failed_wait(ranks):
             raise AgreementError(f"{claim.title}: {earlier}") from problem
         limit = timeout or torch_compat.group_timeout(group, collective_device(group))
         seconds = (limit or torch_compat.default_group_timeout()).total_seconds()
@@ -99,10 +99,10 @@ def require_same_terms(
             with StoreRequests(torch_compat.default_store(), seconds) as requests:
                 verdict = _Round.first_open(group, requests).settle(claim, seconds)
         except TimeoutError as error:
-            note_vain_wait(range(dist.get_world_size()), f"{claim.title}: {error}")  # nobody can be reached
+            note_failed_wait(range(dist.get_world_size()), f"{claim.title}: {error}")  # nobody can be reached
             raise AgreementError(f"{claim.title}: {error}") from problem
         if verdict.missing:  # for a rank that came too late, the others are gone
-            note_vain_wait({*ranks} - {me} if me in verdict.missing else verdict.missing, verdict.error)
+            note_failed_wait({*ranks} - {me} if me in verdict.missing else verdict.missing, verdict.error)
     if problem is not None:
         raise problem
     if verdict.error:

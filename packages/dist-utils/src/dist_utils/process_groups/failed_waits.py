@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 from dist_utils import torch_compat
 
-__all__ = ["earlier_vain_wait", "note_vain_wait"]
+__all__ = ["earlier_failed_wait", "note_failed_wait"]
 
 _MOST_PASSES = 16
 """Threads may run several backward passes at a time."""
 
-_vain: dict[int, dict[int, str]] = {}
+_failed: dict[int, dict[int, str]] = {}
 """By the number of a backward pass, the latest passes last: the ranks that did not come, and the errors."""
 
 
-def note_vain_wait(missing: Iterable[int], error: str) -> None:
+def note_failed_wait(missing: Iterable[int], error: str) -> None:
     """Note that ranks did not come in the backward pass that this thread runs, if it runs one.
 
     Args:
@@ -25,14 +25,14 @@ def note_vain_wait(missing: Iterable[int], error: str) -> None:
     task = torch_compat.graph_task_id()
     if task == -1:
         return
-    noted = _vain.setdefault(task, {})
+    noted = _failed.setdefault(task, {})
     for rank in missing:
         noted.setdefault(rank, error)
-    for old in list(_vain)[:-_MOST_PASSES]:
-        _vain.pop(old, None)
+    for old in list(_failed)[:-_MOST_PASSES]:
+        _failed.pop(old, None)
 
 
-def earlier_vain_wait(ranks: Iterable[int]) -> str:
+def earlier_failed_wait(ranks: Iterable[int]) -> str:
     """Return why this backward pass does not wait for these ranks, as the end of a message; or nothing.
 
     It will raise, but some of its errors only when it ends: what DDP waits for is in futures. Until then
@@ -45,6 +45,6 @@ def earlier_vain_wait(ranks: Iterable[int]) -> str:
     Args:
         ranks: Global ranks, all of a group.
     """
-    noted = _vain.get(torch_compat.graph_task_id(), {})
+    noted = _failed.get(torch_compat.graph_task_id(), {})
     error = next((noted[rank] for rank in ranks if rank in noted), "")
     return error and f"ranks are not waited for again in this backward pass; before, {error}"
