@@ -173,7 +173,8 @@ def _hook_waits_in_vain(rank, limit):
 
 
 def test_what_a_hook_has_waited_for_is_not_waited_for_again():
-    run_ranks(_hook_waits_in_vain, 2, GROUP_TIMEOUT / 2, may_die={1}, group_timeout=GROUP_TIMEOUT, timeout=90)
+    timeout = patience(10.0)  # it passes at the end: Gloo waits for what DDP has sent to the stopped rank
+    run_ranks(_hook_waits_in_vain, 2, timeout / 2, may_die={1}, group_timeout=timeout, timeout=90)
 
 
 def _hook_raises_everywhere(mode):

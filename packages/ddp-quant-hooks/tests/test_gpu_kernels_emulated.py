@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 from emulated_gpu import EmulatedGpu, needs_compiler
-from test_kernel_bits import everything, inputs, inputs_of
+from test_kernel_bits import every_length, everything, inputs, inputs_of, some_lengths
 
 from ddp_quant_hooks import affine, kernels
 from ddp_quant_hooks.affine import AffineLayout
@@ -32,23 +32,30 @@ def gpu(tmp_path_factory):
     return EmulatedGpu(tmp_path_factory.mktemp("emulated_gpu"))
 
 
+def _name(layout):
+    return f"{layout.format}-{layout.block_size}" + ("-rotate" if layout.rotate else "")
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "lengths"),
     [
-        pytest.param(
-            layout,
-            id=f"{layout.format}-{layout.block_size}" + ("-rotate" if layout.rotate else ""),
-            marks=() if layout in QUICK_LAYOUTS else pytest.mark.exhaustive,
-        )
-        for layout in LAYOUTS
+        *(pytest.param(layout, some_lengths, id=_name(layout)) for layout in QUICK_LAYOUTS),
+        *(
+            pytest.param(
+                layout,
+                some_lengths if layout.block_size > 1000 else every_length,
+                id=f"{_name(layout)}, exhaustive",
+                marks=pytest.mark.exhaustive,
+            )
+            for layout in LAYOUTS
+        ),
     ],
 )
-def test_the_kernels_text_gives_the_bits_of_torchs_operators(gpu, layout):
-    block = layout.block_size
+def test_the_kernels_text_gives_the_bits_of_torchs_operators(gpu, layout, lengths):
     dtypes = kernels.VALUE_DTYPES
     gpu.plan(lambda: [everything(gpu, layout, d, "", torch.ones(3, dtype=d)) for d in dtypes])
     for dtype in dtypes:
-        for length in (1, block - 1, block, block + 1, 5 * block, 1009) if block < 1000 else (1, block + 1):
+        for length in lengths(layout.block_size):
             for name, values in inputs_of(layout, dtype, length):
                 ours = everything(gpu, layout, dtype, name, values)
                 reference = everything(torch_ops, layout, dtype, name, values)

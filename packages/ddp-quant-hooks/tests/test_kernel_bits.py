@@ -111,21 +111,36 @@ def everything(backend, layout, dtype, name, values):
     return out
 
 
+def some_lengths(block):
+    """Return lengths within, just above and far above a block."""
+    return 1, block + 1, 1009
+
+
+def every_length(block):
+    """Return the lengths at which a kernel may differ."""
+    return 1, block - 1, block, block + 1, 5 * block, 1009
+
+
 @needs_library
 @pytest.mark.parametrize(
-    ("instruction_set", "dtype"),
+    ("instruction_set", "dtype", "lengths"),
     [
-        # Each instruction set once and each dtype once; the other pairs are for the exhaustive check.
-        pytest.param(one, dtype, marks=() if place == number % 3 else pytest.mark.exhaustive)
-        for number, one in enumerate(SETS)
-        for place, dtype in enumerate(kernels.VALUE_DTYPES)
+        # Each instruction set once and each dtype once; all pairs and lengths are for the exhaustive check.
+        *(
+            (one, kernels.VALUE_DTYPES[number % len(kernels.VALUE_DTYPES)], some_lengths)
+            for number, one in enumerate(SETS)
+        ),
+        *(
+            pytest.param(one, dtype, every_length, marks=pytest.mark.exhaustive)
+            for one in SETS
+            for dtype in kernels.VALUE_DTYPES
+        ),
     ],
 )
-def test_every_instruction_set_gives_the_bits_of_torchs_operators(instruction_set, dtype):
+def test_every_instruction_set_gives_the_bits_of_torchs_operators(instruction_set, dtype, lengths):
     backend = CpuKernels(instruction_set)
     for layout in LAYOUTS:
-        block = layout.block_size
-        for length in (1, block - 1, block, block + 1, 5 * block, 1009):
+        for length in lengths(layout.block_size):
             for name, values in inputs_of(layout, dtype, length):
                 ours = everything(backend, layout, dtype, name, values)
                 reference = everything(torch_ops, layout, dtype, name, values)

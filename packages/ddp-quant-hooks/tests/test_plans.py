@@ -86,18 +86,14 @@ def test_ranks_of_a_row_agree_on_it_and_shards_cover_the_chunk_once(sizes):
         assert rows[0] == list(range(rows[0][0], rows[0][0] + sizes[0])), "a row is of consecutive ranks"
         others = [peer for row in rows for peer in row if peer != rank]
         assert len(set(others)) == len(others) == levels.peers
-    parts = sorted(
-        (shard.start, shard.stop)
-        for rank in range(levels.ranks)
-        if len(shard := levels.shards(chunk, rank, BLOCK)[-1])
-    )
+    own = [levels.shards(chunk, rank, BLOCK) for rank in range(levels.ranks)]
+    parts = sorted((shards[-1].start, shards[-1].stop) for shards in own if len(shards[-1]))
     assert parts[0][0] == chunk.start
     assert parts[-1][1] == chunk.stop
     assert all(left[1] == right[0] for left, right in pairwise(parts))
     for rank, rows in seen.items():  # in every level, the ranks that exchange cut the same shard
         for level in range(1, len(sizes)):
-            own = levels.shards(chunk, rank, BLOCK)[level - 1]
-            assert all(levels.shards(chunk, peer, BLOCK)[level - 1] == own for peer in rows[level])
+            assert all(own[peer][level - 1] == own[rank][level - 1] for peer in rows[level])
 
 
 def test_the_first_levels_stay_inside_of_hosts():
