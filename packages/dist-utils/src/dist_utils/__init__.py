@@ -60,4 +60,4 @@ __all__ = [
     "verify_param_shape_across_processes",
 ]
 
-__version__ = "0.8.0"
+__version__ = "0.9.0"
