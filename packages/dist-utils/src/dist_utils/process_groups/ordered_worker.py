@@ -286,4 +286,4 @@ def _meet(group: dist.ProcessGroup) -> None:
     group, connecting would fail on the others, which would not get to their own job's error.
     """
     if "gloo" in dist.get_backend_config(group):
-        dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.int32, device="cpu"), group=group)
