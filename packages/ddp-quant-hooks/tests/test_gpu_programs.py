@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import islice, product
 
 import pytest
 import torch
@@ -82,20 +82,20 @@ def _compiler():
 
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize(
-    "architecture",
+    ("architecture", "step"),
     [
-        pytest.param(architecture, marks=() if architecture == "sm_90" else pytest.mark.exhaustive)
-        for architecture in ARCHITECTURES
+        pytest.param("sm_90", 6, id="sm_90, one of six"),
+        *(pytest.param(name, 1, id=name, marks=pytest.mark.exhaustive) for name in ARCHITECTURES),
     ],
 )
-def test_every_kernel_compiles_and_keeps_everything_in_registers(architecture):
+def test_every_kernel_compiles_and_keeps_everything_in_registers(architecture, step):
     def report(program):
         logs = io.StringIO()
         assert compile_program(program, architecture, logs=logs, use_cache=False).startswith(b"\x7fELF")
         return program.call, logs.getvalue()
 
     with ThreadPoolExecutor(2) as pool:
-        for call, text in pool.map(report, _every_program()):
+        for call, text in pool.map(report, islice(_every_program(), 0, None, step)):
             used = re.findall(r"(\d+) bytes (stack frame|spill stores|spill loads)", text)
             assert sorted(used) == [("0", "spill loads"), ("0", "spill stores"), ("0", "stack frame")], call
             (registers,) = re.findall(r"Used (\d+) registers", text)

@@ -160,6 +160,7 @@ sys.exit(command.main())
 """
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_dies_ends_the_other():
     with closing(socket.socket()) as listener:
         listener.bind(("127.0.0.1", 0))

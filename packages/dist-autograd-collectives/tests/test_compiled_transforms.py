@@ -91,7 +91,8 @@ def test_every_transform_of_every_collective(how):
     assert run_ranks(_transformed, 2, "aot_eager", names, [how], timeout=600) == [{}, {}]
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_transforms_with_other_backends(backend):
     names, transforms = ["all_reduce", "all_gather_cat"], ["grad of grad", "vmap of grad", "jvp", "jacrev"]
     assert run_ranks(_transformed, 2, backend, names, transforms, timeout=600) == [{}, {}]
