@@ -185,6 +185,13 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(default=False)
+def fuzz_bytes(session: nox.Session) -> None:
+    """Fuzz what reads bytes from peers and files, guided by coverage: ``-- --minutes 60 [READER ...]``."""
+    install(session, *GROUPS["fuzz-bytes"])
+    session.run("python", "integration_tests/fuzz_bytes.py", *session.posargs, env=ENV)
+
+
+@nox.session(default=False)
 def sanitize(session: nox.Session) -> None:
     """Run the compiled kernels under sanitizers (address, undefined, thread) and valgrind; needs GCC."""
     install(session, packages=needed("ddp-quant-hooks"))

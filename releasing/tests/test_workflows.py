@@ -14,7 +14,7 @@ from releasing.workspace import ROOT, metadata, packages, tomllib
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 # Sessions whose output a person reads or keeps. ``release`` calls ``wheels``.
-BY_HAND = {"bench", "compatibility", "demo", "fuzz", "release", "soak", "wheels"}
+BY_HAND = {"bench", "compatibility", "demo", "fuzz", "fuzz_bytes", "release", "soak", "wheels"}
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
 INSTALL = 'python -m pip install "nox[uv]"'
 

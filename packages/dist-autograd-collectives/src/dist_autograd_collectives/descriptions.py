@@ -58,7 +58,11 @@ def describe(header: torch.Tensor, who: Members, root: int) -> Wait:
 
 
 def stand_in(description: torch.Tensor, who: Members) -> torch.Tensor:
-    """Return an uninitialized tensor as the source described it."""
+    """Return an uninitialized tensor as the source described it.
+
+    Raises:
+        CollectiveError: It is no description, or not of a tensor that this rank can have.
+    """
     with outside_function_transforms():
         types = device_types(resolve_group(who.group))
         dtype, place, ndim, *shape = description.tolist()
@@ -69,6 +73,12 @@ def stand_in(description: torch.Tensor, who: Members) -> torch.Tensor:
                 "which is no description: does it have the same version of this package?"
             )
         there = torch.device(types[place])
-        if there.type != "cpu":
-            there = torch.device(there.type, torch.get_device_module(there).current_device())
-        return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=there)
+        try:
+            if there.type != "cpu":
+                there = torch.device(there.type, torch.get_device_module(there).current_device())
+            return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=there)
+        except (RuntimeError, AssertionError, AttributeError) as error:  # torch's, also for a missing device
+            what = f"{_DTYPES[dtype]} of shape {tuple(shape[:ndim])} on {there.type}"
+            raise CollectiveError(
+                f"scatter: the source sends {what}, which this rank cannot hold: {error}"
+            ) from error
