@@ -36,7 +36,7 @@ class CompressState:
             a dtype in their name accept only that one or ``None``.
         accumulate: ``"wire"`` lets the backend's all-reduce sum in the wire dtype, with a rounding at
             every step. ``"fp32"`` sends the same number of 16-bit values but sums them in fp32, with
-            one rounding, and is faster where the backend's 16-bit sum is slow (Gloo).
+            one rounding.
         saturate: Clamp a finite value that the wire dtype cannot hold to the largest that it can, and
             count it in :attr:`saturated`, instead of sending an infinity. NaN and infinities of the
             gradient itself stay. With ``"wire"`` every rank's share is clamped at 1/W of the range, so
