@@ -106,19 +106,18 @@ def _churn(results: dict[str, Any]) -> str:
 
 
 def _growth(found: dict[str, dict[str, Any]], time: str) -> str:
-    """Return a table with a column for each of them: what grows is below each other, for narrow screens."""
-    rows = [
-        ["growth", *found],
-        ["---"] * (1 + len(found)),
-        *zip(("KiB", "descriptors", "threads", time), *map(_lines, found.values()), strict=True),
-        ["verdict", *(outcome["verdict"] for outcome in found.values())],
-    ]
+    """Return a table with a row for each of them."""
+    rows = [["", "KiB", "descriptors", "threads", time, "verdict"], ["---"] * 6]
+    for name, outcome in found.items():
+        rows.append([name, *_lines(outcome), outcome["verdict"]])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _lines(outcome: dict[str, Any]) -> Iterator[str]:
-    for what in ("kibibytes", "descriptors", "kernel_threads"):
+    line = outcome["kibibytes"]
+    yield f"{line['growth']:.0f} ± {line['error']:.0f}"
+    for what in ("descriptors", "kernel_threads"):
         line = outcome[what]
-        yield f"{line['growth']:.0f} ± {line['error']:.0f} of {line['mean']:.0f}"
+        yield f"{line['growth']:.0f} of {line['mean']:.0f}"
     line = outcome["seconds"]
     yield f"{1000 * line['growth']:.1f} ± {1000 * line['error']:.1f} of {1000 * line['mean']:.1f}"
