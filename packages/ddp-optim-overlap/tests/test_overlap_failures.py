@@ -1,9 +1,11 @@
 """A peer, a hook or a step that fails: an error on every rank, never a hang, and no wrong step."""
 
+import gc
 import itertools
 import os
 import threading
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -402,12 +404,45 @@ def _model_goes_on(mode):
     return all(found)
 
 
+def _fail_and_go(mode, make, comm_hook, options):
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.002, **options)
+    optimizer = make(ddp.parameters(), lr=0.1)
+    overlap_optimizer(ddp, optimizer, mode=mode, comm_hook=comm_hook)
+    optimizer.victim = ddp.module.conv.weight
+    with pytest.raises(RuntimeError):
+        ddp(batches(1)[0]).square().sum().backward()
+    with pytest.raises(OverlapError):
+        optimizer.step()
+    return weakref.ref(ddp)
+
+
+def _models_go(mode):
+    """A kept error must not hold the frames in which it was raised, and with them the model."""
+
+    def raises(state, bucket):
+        raise ValueError("a bad hook")
+
+    threads = threading.active_count()
+    gone = []
+    for options in ({}, {"find_unused_parameters": True}):
+        for make, hook in ((torch.optim.SGD, raises), (RaisesOnce, allreduce_hook)):
+            gone.append(_fail_and_go(mode, make, hook, options))
+    deadline = time.monotonic() + patience(10.0)  # the worker's thread may still notify the peers
+    while time.monotonic() < deadline:
+        gc.collect()
+        if all(model() is None for model in gone) and threading.active_count() <= threads:
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def _everywhere(_):
     return {
         (part.__name__, mode.name): part(mode)
         for part in (
             _hook_raises_everywhere,
             _model_goes_on,
+            _models_go,
             _hook_future_fails,
             _step_raises_everywhere,
             _fails_on_the_way,
@@ -421,7 +456,7 @@ def _everywhere(_):
 
 def test_a_failure_on_all_ranks():
     for rank in run_ranks(_everywhere, 2, timeout=90, group_timeout=GROUP_TIMEOUT):
-        assert len(rank) == 16
+        assert len(rank) == 18
         assert all(rank.values()), rank
 
 

@@ -57,5 +57,5 @@ class CalledHook:
         except Exception as error:
             current.cancel()
             text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
-            raise self._failure.keep(CommunicationError(text, current.report())) from error
+            raise self._failure.keep(CommunicationError(text, current.report()), error) from error
         return reduced

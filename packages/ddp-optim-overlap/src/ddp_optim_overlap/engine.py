@@ -109,12 +109,12 @@ class Engine:
         try:
             return self._take(bucket)
         except OverlapError as error:
-            self._failure.refusal = error
-            self._queue.give_up(error)
+            refusal = self._failure.refuse(error)
+            self._queue.give_up(refusal)
             if self._ddp_sends_last():  # to peers that may wait for this bucket
                 raise
             # Raised here, it would leave DDP in the middle of a pass, and the model unusable.
-            return failed_future(error)
+            return failed_future(refusal)
 
     def _ddp_sends_last(self) -> bool:
         """Whether DDP may send its record of used parameters after the last hook.
