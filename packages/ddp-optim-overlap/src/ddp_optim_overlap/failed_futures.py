@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.errors import OverlapError
-from dist_utils.process_groups.kept_errors import same_error
+from dist_utils.process_groups import same_error
 
 __all__ = ["failed_future", "raise_error"]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ddp_optim_overlap.errors import CommunicationError, OverlapError
 from ddp_optim_overlap.report import StepReport
 from dist_utils import OrderedWorker
-from dist_utils.process_groups.kept_errors import drop_frames, same_error
+from dist_utils.process_groups import drop_frames, same_error
 
 __all__ = ["FirstError"]
 
