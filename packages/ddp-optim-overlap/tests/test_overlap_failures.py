@@ -1,8 +1,11 @@
 """A peer, a hook or a step that fails: an error on every rank, never a hang, and no wrong step."""
 
+import gc
+import itertools
 import os
 import threading
 import time
+import weakref
 from functools import partial
 from pathlib import Path
 
@@ -365,11 +368,81 @@ def _the_first_error_is_kept(mode):
     return told and isinstance(caught.value, StepError) and "no step today" in str(caught.value)
 
 
+def _model_goes_on(mode):
+    """Without the overlap after a hook that has raised, in the first pass or a later one."""
+    found = []
+    for options, failing in itertools.product(({}, {"static_graph": True}), (1, 3)):
+        passes = 0
+
+        def hook(state, bucket, failing=failing):
+            nonlocal passes
+            passes += bucket.index() == 0
+            if passes == failing and (bucket.is_last() or failing == 1):
+                raise ValueError("a bad hook")
+            return allreduce_hook(state, bucket)
+
+        runs = []
+        for fails in (True, False):
+            ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.002, **options)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            if fails:
+                handle = overlap_optimizer(ddp, optimizer, mode=mode, comm_hook=hook)
+            for number, x in enumerate(batches(5), start=1):
+                optimizer.zero_grad()
+                if fails and number == failing:
+                    before = ddp.state_dict()
+                    before = {name: value.clone() for name, value in before.items()}
+                    with pytest.raises(RuntimeError, match="a bad hook"):
+                        ddp(x).square().sum().backward()
+                    handle.remove()
+                    ddp.load_state_dict(before)
+                    optimizer.zero_grad()
+                ddp(x).square().sum().backward()
+                optimizer.step()
+            runs.append(snapshot(ddp))
+        found.append(same(*runs))
+    return all(found)
+
+
+def _fail_and_go(mode, make, comm_hook, options):
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.002, **options)
+    optimizer = make(ddp.parameters(), lr=0.1)
+    overlap_optimizer(ddp, optimizer, mode=mode, comm_hook=comm_hook)
+    optimizer.victim = ddp.module.conv.weight
+    with pytest.raises(RuntimeError):
+        ddp(batches(1)[0]).square().sum().backward()
+    with pytest.raises(OverlapError):
+        optimizer.step()
+    return weakref.ref(ddp)
+
+
+def _models_go(mode):
+    """A kept error must not hold the frames in which it was raised, and with them the model."""
+
+    def raises(state, bucket):
+        raise ValueError("a bad hook")
+
+    threads = threading.active_count()
+    gone = []
+    for options in ({}, {"find_unused_parameters": True}):
+        for make, hook in ((torch.optim.SGD, raises), (RaisesOnce, allreduce_hook)):
+            gone.append(_fail_and_go(mode, make, hook, options))
+    deadline = time.monotonic() + patience(10.0)  # the worker's thread may still notify the peers
+    while time.monotonic() < deadline:
+        gc.collect()
+        if all(model() is None for model in gone) and threading.active_count() <= threads:
+            return True
+        time.sleep(0.01)
+    return False
+
+
 def _everywhere(_):
     return {
         (part.__name__, mode.name): part(mode)
         for part in (
             _hook_raises_everywhere,
+            _model_goes_on,
+            _models_go,
             _hook_future_fails,
             _step_raises_everywhere,
             _fails_on_the_way,
@@ -383,7 +456,7 @@ def _everywhere(_):
 
 def test_a_failure_on_all_ranks():
     for rank in run_ranks(_everywhere, 2, timeout=90, group_timeout=GROUP_TIMEOUT):
-        assert len(rank) == 14
+        assert len(rank) == 18
         assert all(rank.values()), rank
 
 
@@ -490,6 +563,31 @@ def _drop_in_raises_on_one(rank):
 def test_a_drop_in_hook_that_raises_on_one_rank_raises_on_every_rank():
     """It does not know the model, so neither whether DDP itself communicates after the last hook."""
     run_ranks(_drop_in_raises_on_one, 2, group_timeout=patience(3.0))
+
+
+def _refused_on_one(rank, drop_in):
+    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.002, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    if drop_in:
+        ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
+    else:
+        overlap_optimizer(ddp, optimizer, comm_hook=allreduce_hook)
+    for x in batches(2):
+        optimizer.zero_grad()
+        ddp(x).square().sum().backward()
+    if rank == 1:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    optimizer.zero_grad()
+    before = snapshot(ddp)
+    with pytest.raises(RuntimeError, match="pre-hook" if rank == 1 else None):
+        ddp(batches(1)[0]).square().sum().backward()
+    return same(before, snapshot(ddp))
+
+
+@pytest.mark.parametrize("drop_in", [False, True])
+def test_a_pass_that_is_refused_on_one_rank_raises_on_every_rank(drop_in):
+    """With ``find_unused_parameters``, of which a drop-in does not know."""
+    assert run_ranks(_refused_on_one, 2, drop_in, group_timeout=patience(3.0)) == [True, True]
 
 
 def _average_fails_on_one(rank):

@@ -10,7 +10,7 @@ import torch
 
 from ddp_optim_overlap.backward_pass import BackwardPass
 from ddp_optim_overlap.bucket_gradients import average_of
-from ddp_optim_overlap.errors import CommunicationError, OverlapError, text_of
+from ddp_optim_overlap.errors import CommunicationError, text_of
 from ddp_optim_overlap.first_error import FirstError
 from dist_utils.torch_compat import GradBucket
 
@@ -24,9 +24,6 @@ class CalledHook:
         hook: Any hook.
         state: Its first argument.
         failure: Records the first error.
-
-    Attributes:
-        error: The first error of the overlap, since the hook has failed; ``None``: it has not.
     """
 
     def __init__(
@@ -36,7 +33,6 @@ class CalledHook:
         failure: FirstError,
     ) -> None:
         self._hook, self._state, self._failure = hook, state, failure
-        self.error: OverlapError | None = None
 
     @property
     def name(self) -> str:
@@ -61,6 +57,5 @@ class CalledHook:
         except Exception as error:
             current.cancel()
             text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
-            self.error = self._failure.keep(CommunicationError(text, current.report()))
-            raise self.error from error
+            raise self._failure.keep(CommunicationError(text, current.report()), error) from error
         return reduced

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.backward_pass import BackwardPass, CancelUnlessCalled, Passes
 from ddp_optim_overlap.bucket_gradients import KnownBuckets
@@ -46,9 +48,9 @@ class Engine:
         stepper: Steps with averaged gradients.
         comm_hook: Any communication hook; it averages.
         comm_state: Its first argument.
-        unused_possible: Returns whether parameters may be left out of a backward pass, as far as is known.
-            Called when a pass begins.
-        tell_unused: Where that is possible, the ranks tell each other which parameters got a gradient.
+        unused_possible: Returns whether parameters may be left out of a backward pass. Then the ranks tell
+            each other which parameters got a gradient. Called when a pass begins.
+        model: The model; ``None``: unknown.
         check: Watch for stepped weights that the same backward pass reads.
         release: Frees the gradients of every bucket after its step.
     """
@@ -61,8 +63,8 @@ class Engine:
         comm_hook: Callable[[Any, GradBucket], torch.futures.Future[Any]],
         comm_state: object,
         *,
-        unused_possible: Callable[[], bool] = lambda: True,
-        tell_unused: bool = False,
+        unused_possible: Callable[[], bool] = lambda: False,
+        model: weakref.ref[DistributedDataParallel] | None = None,
         check: bool = False,
         release: GradientRelease | None = None,
     ) -> None:
@@ -89,7 +91,8 @@ class Engine:
         self._whole = WholeStep(stepper, self.contents, self._failure) if stepper.whole else None
         self._end = PassEnd(worker, _NAME, self._failure, self._whole)
         always = stepper.whole or release is not None
-        self._used = UsedParameters(self.gradients, unused_possible, tell=tell_unused, always=always)
+        self._used = UsedParameters(self.gradients, unused_possible, always=always)
+        self._model = model
 
     @property
     def removed(self) -> bool:
@@ -106,14 +109,20 @@ class Engine:
         try:
             return self._take(bucket)
         except OverlapError as error:
-            self._failure.refusal = error
-            self._queue.give_up(error)
-            if self._used.possible and error is self._hook.error:
-                # After the last hook DDP would send its record of used parameters to peers that wait for this
-                # bucket: Gloo aborts a process that receives another size.
+            refusal = self._failure.refuse(error)
+            self._queue.give_up(refusal)
+            if self._ddp_sends_last():  # to peers that may wait for this bucket
                 raise
             # Raised here, it would leave DDP in the middle of a pass, and the model unusable.
-            return failed_future(error)
+            return failed_future(refusal)
+
+    def _ddp_sends_last(self) -> bool:
+        """Whether DDP may send its record of used parameters after the last hook.
+
+        If a peer waits for another collective meanwhile, Gloo aborts a process that receives another size.
+        """
+        model = None if self._model is None else self._model()
+        return model is None or (model.find_unused_parameters and not model.static_graph)
 
     def _take(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if bucket.index() == 0:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.errors import OverlapError
+from dist_utils.process_groups import same_error
 
 __all__ = ["failed_future", "raise_error"]
 
@@ -22,4 +23,4 @@ def failed_future(error: OverlapError) -> torch.futures.Future[torch.Tensor]:
 
 def raise_error(error: OverlapError, _: object) -> Any:
     """Raise the error, as a future's callback or a worker's job."""
-    raise error
+    raise same_error(error)  # the frames of a raised one would live as long as the error that is kept

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from ddp_optim_overlap.errors import CommunicationError, OverlapError
 from ddp_optim_overlap.report import StepReport
 from dist_utils import OrderedWorker
+from dist_utils.process_groups import drop_frames, same_error
 
 __all__ = ["FirstError"]
 
 
 class FirstError:
     """Keeps an error until the overlap is removed, or a refusal until the next backward pass.
+
+    It keeps copies: those that are raised get frames, which hold the caller's model. The model's reducer, of
+    which the garbage collector knows nothing, holds the overlap.
 
     Args:
         worker: Its error counts, too: that of a job or of a peer.
@@ -26,16 +30,24 @@ class FirstError:
         self.refusal: OverlapError | None = None
         """Why the rest of the running pass is refused: the ranks' collectives would no longer match."""
 
-    def keep(self, error: OverlapError) -> OverlapError:
-        """Return the first error: this one, unless there was one before."""
-        self._error = self._first() or error
-        return self._error
+    def keep(self, error: OverlapError, cause: BaseException | None = None) -> OverlapError:
+        """Return the first error, to be raised: this one, unless there was one before."""
+        first = self._first()
+        if first is None:
+            error.__cause__ = cause or error.__cause__
+            first = self._error = _without_frames(error)
+        return _copied(first)
+
+    def refuse(self, error: OverlapError) -> OverlapError:
+        """Keep this as the refusal, and return what is kept."""
+        self.refusal = _without_frames(error)
+        return self.refusal
 
     def raise_if_any(self) -> None:
         """Raise the first error, or else the refusal, if there is one."""
         error = self._first() or self.refusal
         if error is not None:
-            raise error
+            raise _copied(error)
 
     def forget_worker(self) -> None:
         """Ignore errors of the worker from now on."""
@@ -48,3 +60,14 @@ class FirstError:
             self._error.__cause__ = error
             return self._error
         return error
+
+
+def _copied(error: OverlapError) -> OverlapError:
+    copied = same_error(error)
+    return copied if isinstance(copied, OverlapError) else error
+
+
+def _without_frames(error: OverlapError) -> OverlapError:
+    copied = _copied(error)
+    drop_frames(copied)
+    return copied

@@ -157,7 +157,7 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
             average_like_ddp,
             group,
             unused_possible=lambda: possible,
-            tell_unused=True,
+            model=None if model is None else weakref.ref(model),
         )
 
     lazy = EngineAtFirstBucket(make)

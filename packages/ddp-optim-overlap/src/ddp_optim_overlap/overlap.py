@@ -271,8 +271,8 @@ def overlap_optimizer(
         overlapped,
         comm_hook or average_like_ddp,
         ddp.process_group if comm_hook is None else comm_state,
-        unused_possible=partial(_may_leave_out, weakref.ref(ddp)),
-        tell_unused=unused == "skip" and not whole,
+        unused_possible=partial(_may_leave_out, weakref.ref(ddp), told=unused == "skip" and not whole),
+        model=weakref.ref(ddp),
         check=check,
         release=release,
     )
@@ -289,15 +289,15 @@ def overlap_optimizer(
     return OverlapHandle(engine, optimizers, mode, overlapped)
 
 
-def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]") -> bool:
-    """Whether a backward pass may leave out parameters. The graph may be made static later."""
+def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]", *, told: bool) -> bool:
+    """Whether the ranks must tell which parameters got a gradient. The graph may be made static later."""
     model = ddp()
-    return model is not None and (model.find_unused_parameters or model.static_graph)
+    return told and model is not None and (model.find_unused_parameters or model.static_graph)
 
 
 def _release(ddp: DistributedDataParallel, parts: PartialSteps) -> GradientRelease:
     memory = memory_of(list(ddp.parameters()))
-    may_leave_out = partial(_may_leave_out, weakref.ref(ddp))
+    may_leave_out = partial(_may_leave_out, weakref.ref(ddp), told=True)
     require_readable(memory, may_leave_out=may_leave_out(), as_view=ddp.gradient_as_bucket_view)
     require_owned(averaged_parameters(ddp), parts.parameters)
     return GradientRelease(memory, ddp.process_group, steps=parts, may_leave_out=may_leave_out)

@@ -18,27 +18,23 @@ class UsedParameters:
     Args:
         gradients: Tracks the gradients.
         unused_possible: Returns whether parameters may be left out of a backward pass.
-        tell: If they may, the ranks tell each other.
         always: Find out even if none may be left out.
 
     Attributes:
-        possible: Whether parameters may be left out of this pass.
         told: Whether the ranks tell each other in this pass.
     """
 
     def __init__(
-        self, gradients: GradientWatch, unused_possible: Callable[[], bool], *, tell: bool, always: bool
+        self, gradients: GradientWatch, unused_possible: Callable[[], bool], *, always: bool
     ) -> None:
-        self.possible = self.told = False
-        self._tell = tell
+        self.told = False
         self._gradients = gradients
         self._unused_possible = unused_possible
         self._always = always
 
     def begin(self) -> None:
         """Begin a backward pass."""
-        self.possible = self._unused_possible()
-        self.told = self.possible and self._tell
+        self.told = self._unused_possible()
 
     def of(self, parameters: Sequence[torch.Tensor]) -> list[bool] | None:
         """Return which of these got a gradient on this rank; ``None`` if it does not matter.

@@ -109,5 +109,5 @@ def _written(
         gradients.write(reduced.value())
     except Exception as error:
         not_written, failure = not_averaged(index, error, current.report()), weak_failure()
-        raise not_written if failure is None else failure.keep(not_written) from error
+        raise not_written if failure is None else failure.keep(not_written, error) from error
     return gradients.buffer

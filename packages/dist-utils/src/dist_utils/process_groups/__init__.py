@@ -11,6 +11,7 @@ from dist_utils.process_groups.groups import (
     resolve_group,
     runs_on_host,
 )
+from dist_utils.process_groups.kept_errors import drop_frames, same_error
 from dist_utils.process_groups.matching_tensors import (
     TensorClaim,
     TensorMismatchError,
@@ -32,6 +33,7 @@ __all__ = [
     "all_gather_plain",
     "collective_device",
     "device_types",
+    "drop_frames",
     "future_of_work",
     "global_rank",
     "group_of_model",
@@ -40,6 +42,7 @@ __all__ = [
     "require_same_terms",
     "resolve_group",
     "runs_on_host",
+    "same_error",
     "start_messages",
     "verify_param_shape_across_processes",
 ]

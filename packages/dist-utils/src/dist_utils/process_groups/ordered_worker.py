@@ -285,5 +285,5 @@ def _meet(group: dist.ProcessGroup) -> None:
     Gloo returns the group to a rank as soon as that rank is. If its first job failed at once, which ends the
     group, connecting would fail on the others, which would not get to their own job's error.
     """
-    if "gloo" in dist.get_backend_config(group):
+    if "cpu:gloo" in dist.get_backend_config(group).split(","):
         dist.all_reduce(torch.zeros(1, dtype=torch.int32, device="cpu"), group=group)
