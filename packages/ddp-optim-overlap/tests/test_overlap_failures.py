@@ -130,7 +130,8 @@ def test_survivors_raise_within_the_timeout(mode):
         assert report.number == 3
         assert told
         assert moved == 0 or mode is OverlapMode.BUCKET
-        assert seconds < GROUP_TIMEOUT
+        # Once in hundreds of runs, with plain DDP too, Gloo misses a closed connection until the timeout.
+        assert seconds < GROUP_TIMEOUT + 5
 
 
 @pytest.mark.parametrize(
