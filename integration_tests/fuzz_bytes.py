@@ -180,9 +180,9 @@ def _fuzz(reader: str, seconds: int, folder: Path) -> None:
         read(seed)
         (folder / f"seed-{number}").write_bytes(seed)
     limits = [f"-max_total_time={seconds}", f"-max_len={MOST_BYTES}", "-rss_limit_mb=0"]
-    options = [*limits, "-print_final_stats=1", f"-artifact_prefix={folder}/", str(folder)]
+    options = [*limits, "-print_final_stats=1", f"-artifact_prefix=fuzz-{reader}-", str(folder)]
     atheris.Setup([sys.argv[0], *options], read)
-    atheris.Fuzz()
+    atheris.Fuzz()  # ends the process
     kept.close()
 
 
@@ -197,7 +197,7 @@ def main() -> int:
     if unknown := set(chosen) - set(READERS):
         parser.error(f"unknown readers: {', '.join(sorted(unknown))}")
     if options.folder is not None:
-        _fuzz(chosen[0], round(60 * options.minutes), options.folder)
+        _fuzz(chosen[0], max(1, round(60 * options.minutes)), options.folder)
     wrong = []
     for reader in chosen:
         print(f"== {reader}", flush=True)  # noqa: T201 - a command

@@ -95,7 +95,7 @@ def _long_runs(results: dict[str, Any]) -> str:
     steps = sorted({outcome["steps"] for outcome in runs.values()})
     title = (
         f"Growth over three quarters of {', '.join(map(str, steps))} steps on the rank where it is largest, "
-        "with the regression's standard error."
+        'with the regression\'s standard error where it is not zero, and "of" the mean.'
     )
     return f"{title}\n\n{_growth(runs, 'ms a step')}"
 
@@ -106,7 +106,7 @@ def _churn(results: dict[str, Any]) -> str:
 
 
 def _growth(found: dict[str, dict[str, Any]], time: str) -> str:
-    """Return a table with a row for each of them."""
+    """Return a table with a row for each training or cycle."""
     rows = [["", "KiB", "descriptors", "threads", time, "verdict"], ["---"] * 6]
     for name, outcome in found.items():
         rows.append([name, *_lines(outcome), outcome["verdict"]])

@@ -50,7 +50,7 @@ class Engine:
         comm_state: Its first argument.
         unused_possible: Returns whether parameters may be left out of a backward pass. Then the ranks tell
             each other which parameters got a gradient. Called when a pass begins.
-        model: The model; ``None``: unknown.
+        model: A weak reference to the model; ``None`` if it is unknown.
         check: Watch for stepped weights that the same backward pass reads.
         release: Frees the gradients of every bucket after its step.
     """
@@ -117,9 +117,9 @@ class Engine:
             return failed_future(refusal)
 
     def _ddp_sends_last(self) -> bool:
-        """Whether DDP may send its record of used parameters after the last hook.
+        """Return whether DDP may send its record of used parameters after the last hook.
 
-        If a peer waits for another collective meanwhile, Gloo aborts a process that receives another size.
+        A peer may still wait for a bucket: Gloo aborts a process that receives a message of another size.
         """
         model = None if self._model is None else self._model()
         return model is None or (model.find_unused_parameters and not model.static_graph)

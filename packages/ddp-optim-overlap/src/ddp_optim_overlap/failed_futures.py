@@ -23,4 +23,4 @@ def failed_future(error: OverlapError) -> torch.futures.Future[torch.Tensor]:
 
 def raise_error(error: OverlapError, _: object) -> Any:
     """Raise the error, as a future's callback or a worker's job."""
-    raise same_error(error)  # the frames of a raised one would live as long as the error that is kept
+    raise same_error(error)  # a copy: raising adds frames, which a kept error must not hold

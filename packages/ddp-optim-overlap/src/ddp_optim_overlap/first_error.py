@@ -34,7 +34,8 @@ class FirstError:
         """Return the first error, to be raised: this one, unless there was one before."""
         first = self._first()
         if first is None:
-            error.__cause__ = cause or error.__cause__
+            if cause is not None:
+                error.__cause__ = cause
             first = self._error = _without_frames(error)
         return _copied(first)
 
@@ -69,5 +70,5 @@ def _copied(error: OverlapError) -> OverlapError:
 
 def _without_frames(error: OverlapError) -> OverlapError:
     copied = _copied(error)
-    drop_frames(copied)
+    drop_frames(copied, clear=False)
     return copied

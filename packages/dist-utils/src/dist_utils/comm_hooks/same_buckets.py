@@ -162,8 +162,8 @@ def require_same_call(
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
         title: The name of the function.
         terms: What must be equal, by name.
-        owner: Its calls are remembered as long as it exists; by default the group's. The terms must tell one
-            owner from another.
+        owner: An object, such as a worker: its calls are remembered as long as it exists. The terms must tell
+            one owner from another. ``None``: the process group.
 
     Raises:
         AgreementError: As :func:`dist_utils.require_same_terms`.

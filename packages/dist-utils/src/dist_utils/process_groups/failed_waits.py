@@ -40,7 +40,7 @@ def earlier_failed_wait(ranks: Iterable[int]) -> str:
     timeout, one after another. The next pass is a new attempt, and so is what is called outside of any.
 
     Groups without these ranks meet as always: their other ranks may know of no error, and would wait for this
-    rank in vain, or mistake its next pass for this one.
+    rank for nothing, or mistake its next pass for this one.
 
     Args:
         ranks: Global ranks, all of a group.

@@ -14,8 +14,13 @@ __all__ = ["drop_frames", "same_error"]
 _GROUPS: Any = getattr(builtins, "BaseExceptionGroup", ())  # from Python 3.11 on
 
 
-def drop_frames(error: BaseException) -> None:
+def drop_frames(error: BaseException, *, clear: bool = True) -> None:
     """Drop the frames of an error and of its causes, but keep the lines of their tracebacks.
+
+    Args:
+        error: The error.
+        clear: Clear the frames, too, as they may be part of cycles. Not where another error is raised with
+            them: debuggers show its variables.
 
     A frame holds what it refers to, such as a process group with its connections. Clearing it is not enough:
     since Python 3.11 it also holds its function, and a function made inside another, such as a generator
@@ -27,7 +32,8 @@ def drop_frames(error: BaseException) -> None:
         one = errors.pop()
         if one is not None and id(one) not in seen:
             seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)  # they may be part of cycles
+            if clear:
+                traceback.clear_frames(one.__traceback__)
             BaseException.with_traceback(one, _with_empty_frames(one.__traceback__))
             errors += [one.__cause__, one.__context__, *(one.exceptions if isinstance(one, _GROUPS) else ())]
 
