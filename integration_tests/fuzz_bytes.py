@@ -15,6 +15,7 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -175,6 +176,7 @@ def _fuzz(reader: str, seconds: int, folder: Path) -> None:
     spawn.Process(target=_be_peer, args=(store.port, theirs), daemon=True).start()
     theirs.close()
     _join(store, rank=0)
+    warnings.simplefilter("ignore")  # torch has one for each number that stands for a pickle's protocol
     read, seeds = READERS[reader](_trained())
     for number, seed in enumerate(seeds):
         read(seed)
