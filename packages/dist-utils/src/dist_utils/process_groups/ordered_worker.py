@@ -172,9 +172,8 @@ class OrderedWorker:
                     terms, problem = self._own_terms()
                     self._agreed = require_same_terms(self._process_group, self._name, terms, problem=problem)
                 except Exception as error:
-                    self._own_error = same_error(
-                        error
-                    )  # a raised one gets frames, which hold the caller's model
+                    # A copy: raising adds frames, which hold the caller's model.
+                    self._own_error = same_error(error)
                     drop_frames(self._own_error, clear=False)
                     raise
                 self._terms = dict  # it may hold the worker's owner, a cycle
