@@ -1,5 +1,6 @@
 """A few of the soak run's faults: real training with one fault each, compared with an undisturbed run."""
 
+import json
 import math
 
 import pytest
@@ -23,6 +24,9 @@ JOBS = [
     ("disk full in a checkpoint", "plain tensors, 4 bits, feedback", 2, 1, 12),
     ("link cut", "8 bits", 2, 0, 5),
 ]
+
+ATTEMPTS = 3
+"""On a busy machine Gloo misses a closed connection in 2 jobs of 100, with plain DDP, too."""
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +54,23 @@ def test_a_fault_is_an_error_on_every_rank_or_changes_no_bit(
     link = FAULTS[fault].where == "link"
     timeout = patience(2.0)
     job = Job(0, training, size, fault, victim, step, 0.5, 0.4, timeout=timeout, hosts=link)
-    outcome = run(runner, job, references)
-    assert outcome["verdict"] == "right", outcome
+    _is_right_and_in_time(job, runner, references)
+
+
+def _is_right_and_in_time(job, runner, references):
+    for _ in range(ATTEMPTS):
+        outcome = run(runner, job, references)
+        assert outcome["verdict"] == "right", json.dumps(outcome, indent=1)
+        if not outcome["late"]:
+            return
+    pytest.fail(f"late {ATTEMPTS} times: {json.dumps(outcome, indent=1)}")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("training", TRAININGS)
 def test_a_killed_rank_is_an_error_on_every_other_under_every_hook(training, runner, references):
     size = max(TRAININGS[training].world_sizes)
-    outcome = run(runner, Job(0, training, size, "kill -9", 1, 15, 0.5), references)
-    assert outcome["verdict"] == "right", outcome
+    _is_right_and_in_time(Job(0, training, size, "kill -9", 1, 15, 0.5), runner, references)
 
 
 def _record(*steps, raised=None):
@@ -87,6 +98,10 @@ def test_wrong_outcomes_are_judged_wrong():
     victim = _record(*steps[:4], raised=math.inf)
     right = _ended(_record(*steps[:4], raised=5.1), victim)
     assert judge(job, right, reference)["verdict"] == "right"
+    missed = _ended(_record(*steps[:4], raised=9.0 + patience(1.0)), victim)  # by Gloo, until the timeout
+    outcome = judge(job, missed, reference)
+    assert (outcome["verdict"], outcome["late"]) == ("right", 1)
+    assert judge(job, right, reference)["late"] == 0
     late = _ended(_record(*steps[:4], raised=5.1 + patience(60.0)), victim)
     stepped = _ended(_record(*steps[:3], "not averaged", raised=5.1), victim)
     went_on = _ended(_record(*steps), victim)

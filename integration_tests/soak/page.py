@@ -53,7 +53,10 @@ def _faults(results: dict[str, Any]) -> str:
         spread = f"{_at(seconds, 0.5):.2f} / {_at(seconds, 1.0):.2f}" if seconds else "-"
         verdicts = Counter(outcome["verdict"] for outcome in outcomes)
         told, named = (sum(outcome[key] for outcome in outcomes) for key in ("told", "named"))
-        others = "".join(f", {verdicts[which]} {which}" for which in ("wrong", "hung") if verdicts[which])
+        verdicts["late"] = sum(outcome.get("late", 0) > 0 for outcome in outcomes)
+        others = "".join(
+            f", {count} {which}" for which in ("late", "wrong", "hung") if (count := verdicts[which])
+        )
         rows.append(
             f"| {fault} | {verdicts['right']}/{len(outcomes)}{others} | {spread} | "
             f"{f'{named} of {told}' if told else '-'} |"

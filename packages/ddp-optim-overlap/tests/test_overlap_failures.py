@@ -130,7 +130,7 @@ def test_survivors_raise_within_the_timeout(mode):
         assert report.number == 3
         assert told
         assert moved == 0 or mode is OverlapMode.BUCKET
-        # Once in hundreds of runs, with plain DDP too, Gloo misses a closed connection until the timeout.
+        # Gloo may miss a connection that closes just as a wait on it starts, with plain DDP, too.
         assert seconds < GROUP_TIMEOUT + 5
 
 

@@ -75,7 +75,7 @@ def test_survivors_raise_within_the_timeout_and_keep_their_parameters(hook):
     assert died is None
     for unchanged, seconds in (first, last):
         assert unchanged
-        # Once in hundreds of runs, with plain DDP too, Gloo misses a closed connection until the timeout.
+        # Gloo may miss a connection that closes just as a wait on it starts, with plain DDP, too.
         assert seconds < GROUP_TIMEOUT + 5
 
 
@@ -90,9 +90,10 @@ def _kernel_fails(rank):
 
     def broken(*arguments, **options):
         if rank == 1:
+            time.sleep(0.5)  # Gloo may miss a connection that closes just as a wait on it starts
             raise MemoryError("no room for a kernel")
         if rank == 0:
-            time.sleep(0.5)  # it starts to send when rank 1 is gone, and rank 2 waits for this rank first
+            time.sleep(1.5)  # it starts to send when rank 1 is gone, and rank 2 waits for this rank first
         real(*arguments, **options)
 
     exchanges.kernels.encode_shards = broken

@@ -136,6 +136,7 @@ def _one_rank_fails(rank):
     def job(group, index):
         ran.append(index)
         if rank == 1 and index == 1:
+            time.sleep(1.0)  # Gloo may miss a connection that closes just as a wait on it starts
             raise ValueError("bad bucket 1")
         value = torch.ones(1)
         dist.all_reduce(value, group=group)
