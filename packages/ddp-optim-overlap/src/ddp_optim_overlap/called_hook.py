@@ -54,8 +54,9 @@ class CalledHook:
             reduced = self._hook(self._state, bucket)
             if not callable(getattr(reduced, "then", None)):
                 raise TypeError(f"it must return a future, got {type(reduced).__name__}")  # noqa: TRY301
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the cause of what is raised
             current.cancel()
             text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
-            raise self._failure.keep(CommunicationError(text, current.report()), error) from error
+            first = self._failure.keep(CommunicationError(text, current.report()), error)
+            raise first from first.__cause__
         return reduced

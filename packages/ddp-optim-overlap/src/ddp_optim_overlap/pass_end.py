@@ -100,7 +100,7 @@ class PassEnd:
             cause = error.__cause__
             if cause is not None and not isinstance(cause, Exception):  # an interrupt, or an exit
                 raise cause from None
-            raise failure from cause
+            raise failure from failure.__cause__
         whole.keep_contents()
 
     def _keep(self, error: StepError, device: torch.device) -> OverlapError:

@@ -109,5 +109,8 @@ def _written(
         gradients.write(reduced.value())
     except Exception as error:
         not_written, failure = not_averaged(index, error, current.report()), weak_failure()
-        raise not_written if failure is None else failure.keep(not_written, error) from error
+        if failure is None:
+            raise not_written from error
+        first = failure.keep(not_written, error)
+        raise first from first.__cause__
     return gradients.buffer
