@@ -164,11 +164,13 @@ class Ranks:
         With Gloo a rank can leave a collective, even a barrier, before another rank has entered it. That rank
         fails if the connection is closed by then; and it cannot count the bytes sent on a closed connection.
         """
-        began = time.monotonic()
+        began, limit = time.monotonic(), _LEAVE_SECONDS
         while not all(map(self._has_finished, range(self.world_size))):
             waited = time.monotonic() - began
-            if waited > _LEAVE_SECONDS and waited > patience(_LEAVE_SECONDS):
-                return
+            if waited > limit:
+                limit = patience(_LEAVE_SECONDS)  # costs processor time, so not in every turn
+                if waited > limit:
+                    return
             time.sleep(0.002)
 
     def _has_finished(self, rank: int) -> bool:
