@@ -4,7 +4,9 @@ They meet in a hook's agreements and its private group, and in those of the over
 has waited for in vain the next must not wait for again.
 """
 
+import gc
 import time
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -43,9 +45,13 @@ def _fail_everywhere(rank, name, victim):
             with pytest.raises((RuntimeError, trouble.UserError)) as caught:
                 _train(training)
             seconds[place], errors[place] = time.monotonic() - began, str(caught.value)
+            del caught
         store.set(f"{place}/{rank}", "over")
         store.wait([f"{place}/{other}" for other in range(dist.get_world_size())], timedelta(seconds=120))
+        net = weakref.ref(training.net)
         training.close()
+        gc.collect()
+        assert net() is None, f"after an error in {place} the model is never freed"
     return seconds, errors, trained
 
 

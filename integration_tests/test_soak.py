@@ -122,3 +122,7 @@ def test_a_leak_is_seen_in_a_line_and_noise_is_not():
     grows = [{**held, "descriptors": 20 + index // 50} for index in range(200)]
     assert judged([[held] * 200])["verdict"] == "right"
     assert judged([[held] * 200, grows])["verdict"] == "wrong"
+    leaks = [{**held, "heap": 300.0 + index / 2} for index in range(200)]
+    fragmented = [{**held, "heap": 300.0, "kibibytes": 400.0 * (index > 100)} for index in range(200)]
+    assert judged([leaks])["verdict"] == "wrong"
+    assert judged([fragmented])["verdict"] == "right"

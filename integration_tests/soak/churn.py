@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 from dist_utils.testing import run_ranks
-from soak.long_runs import CONTROL, Samples, judged
+from soak.long_runs import CONTROL, Samples, judged, memory_of
 from soak.records import resources
 from soak.regression import Line
 from soak.trainings import TRAININGS
@@ -38,14 +38,14 @@ def churn(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
         "process groups made and destroyed": partial(_job, "8 bits, feedback, overlap"),
     }
     for count, kinds in ((options.states, states), (options.groups, jobs)):
-        control: Line | None = None
+        control: dict[str, Line] | None = None
         for what, one in kinds.items() if count else ():
             began = time.monotonic()
             samples = run_ranks(_many, RANKS, one, count, timeout=120 + 2 * count)
             took = round(time.monotonic() - began, 1)
             outcome = judged(samples, control)
             if control is None:
-                control = Line(**outcome["kibibytes"])
+                control = memory_of(outcome)
                 outcome |= {"verdict": "torch's own", "problems": []}
             write({"what": what, "count": count, "world_size": RANKS, **outcome, "took": took})
 

@@ -110,15 +110,16 @@ def _churn(results: dict[str, Any]) -> str:
 
 def _growth(found: dict[str, dict[str, Any]], time: str) -> str:
     """Return a table with a row for each training or cycle."""
-    rows = [["", "KiB", "descriptors", "threads", time, "verdict"], ["---"] * 6]
+    rows = [["", "KiB in use", "KiB resident", "descriptors", "threads", time, "verdict"], ["---"] * 7]
     for name, outcome in found.items():
         rows.append([name, *_lines(outcome), outcome["verdict"]])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _lines(outcome: dict[str, Any]) -> Iterator[str]:
-    line = outcome["kibibytes"]
-    yield f"{line['growth']:.0f} ± {line['error']:.0f}"
+    for what in ("heap", "kibibytes"):
+        line = outcome.get(what)
+        yield f"{line['growth']:.0f} ± {line['error']:.0f}" if line else "-"
     for what in ("descriptors", "kernel_threads"):
         line = outcome[what]
         yield f"{line['growth']:.0f} of {line['mean']:.0f}"
