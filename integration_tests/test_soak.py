@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from soak import verdicts
 from soak.faults import FAULTS, Job
 from soak.injected import run, why_skipped
 from soak.jobs import Ended, Runner
@@ -89,8 +90,9 @@ def _ended(*records, codes=(0, -9), injected=5.0):
     return Ended(list(records), list(codes), injected, [6.0, 5.0], {}, [], [], "")
 
 
-def test_wrong_outcomes_are_judged_wrong():
+def test_wrong_outcomes_are_judged_wrong(monkeypatch):
     """A verdict that can never be "wrong" would prove nothing."""
+    monkeypatch.setattr(verdicts, "patience", lambda seconds: seconds)
     steps = ["a", "b", "c", "d", "e", "f", "g", "h"]
     plain = Job(0, "8 bits", 2, steps=len(steps))
     reference = Reference(plain, _ended(_record(*steps), _record(*steps), codes=(0, 0)))
@@ -98,11 +100,11 @@ def test_wrong_outcomes_are_judged_wrong():
     victim = _record(*steps[:4], raised=math.inf)
     right = _ended(_record(*steps[:4], raised=5.1), victim)
     assert judge(job, right, reference)["verdict"] == "right"
-    missed = _ended(_record(*steps[:4], raised=9.0 + patience(1.0)), victim)  # by Gloo, until the timeout
+    missed = _ended(_record(*steps[:4], raised=10.1), victim)  # by Gloo, until the timeout
     outcome = judge(job, missed, reference)
     assert (outcome["verdict"], outcome["late"]) == ("right", 1)
     assert judge(job, right, reference)["late"] == 0
-    late = _ended(_record(*steps[:4], raised=5.1 + patience(60.0)), victim)
+    late = _ended(_record(*steps[:4], raised=15.1), victim)
     stepped = _ended(_record(*steps[:3], "not averaged", raised=5.1), victim)
     went_on = _ended(_record(*steps), victim)
     aborted = right._replace(exit_codes=[-6, -9])

@@ -58,7 +58,8 @@ def judge(job: Job, ended: Ended, reference: Reference) -> dict[str, Any]:
     stopped = any(_event(events, "raised") for events in ended.records) or any(ended.exit_codes)
     ends = stopped if job.kind.ends is None else job.kind.ends
     seconds: list[float] = []
-    soon, latest = _soon(job), _latest(job)
+    latest = job.timeout + patience(GRACE_SECONDS)
+    soon = patience(GONE_SECONDS) if job.kind.gone and job.step >= STEADY else latest
     if ends:
         for rank in survivors:
             raised = _event(ended.records[rank], "raised")
@@ -110,16 +111,6 @@ def _timed_out(events: list[dict[str, Any]]) -> bool:
 
 def _is_killed(job: Job) -> bool:
     return job.fault in {"kill -9", "no more memory: killed by the system"}
-
-
-def _soon(job: Job) -> float:
-    """Return when a survivor should have raised, given the current load of this machine."""
-    return patience(GONE_SECONDS) if job.kind.gone and job.step >= STEADY else _latest(job)
-
-
-def _latest(job: Job) -> float:
-    """Return when every survivor must have raised."""
-    return job.timeout + patience(GRACE_SECONDS)
 
 
 def _could_know(job: Job, ended: Ended, rank: int) -> float | None:
