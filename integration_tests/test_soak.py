@@ -5,6 +5,7 @@ import math
 
 import pytest
 from soak import verdicts
+from soak.command import too_many_late
 from soak.faults import FAULTS, Job
 from soak.injected import run, why_skipped
 from soak.jobs import Ended, Runner
@@ -104,6 +105,8 @@ def test_wrong_outcomes_are_judged_wrong(monkeypatch):
     outcome = judge(job, missed, reference)
     assert (outcome["verdict"], outcome["late"]) == ("right", 1)
     assert judge(job, right, reference)["late"] == 0
+    assert not too_many_late([outcome, *[{"late": 0}] * 19])
+    assert too_many_late([outcome, *[{"late": 0}] * 18])
     late = _ended(_record(*steps[:4], raised=15.1), victim)
     stepped = _ended(_record(*steps[:3], "not averaged", raised=5.1), victim)
     went_on = _ended(_record(*steps), victim)
