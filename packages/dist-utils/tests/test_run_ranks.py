@@ -1,11 +1,15 @@
 """Ranks that return, raise, die and hang, as the caller sees them."""
 
+import contextlib
+import ctypes
 import gc
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,7 @@ from dist_utils.testing import (
     run_ranks,
     stop_process,
 )
+from dist_utils.testing import rank as testing_rank
 
 
 class Custom(Exception):  # noqa: N818
@@ -191,6 +196,71 @@ def test_a_hang_ends_at_the_timeout_and_names_the_rank_and_the_line():
     assert re.search(r"ranks \[1\] of 2 did not finish within [\d.]+ s", message), message
     line = _hang.__code__.co_firstlineno + 2
     assert re.search(rf"test_run_ranks.py\", line {line} in _hang", message), message
+
+
+def test_a_rank_that_only_waits_for_the_others_is_not_called_hung(monkeypatch):
+    monkeypatch.setenv("SECONDS_TO_LEAVE", "1000")  # as on a very busy machine
+    with pytest.raises(RanksHung, match=r"ranks \[1\] of 2 did not finish"):
+        run_ranks(_hang_while_others_wait, 2, backend=None, timeout=5.0)
+
+
+def _hang_while_others_wait(rank):
+    testing_rank._LEAVE_SECONDS = float(os.environ["SECONDS_TO_LEAVE"])
+    return _hang(rank)
+
+
+def _hang_for_good(rank, folder):
+    (folder / f"unfinished-{rank}").write_text(str(os.getpid()))
+    (folder / f"unfinished-{rank}").rename(folder / f"pid-{rank}")
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    ctypes.PyDLL(None).sleep(1000)  # with the GIL
+
+
+_CALLER = """
+from pathlib import Path
+from dist_utils.testing import run_ranks
+from test_run_ranks import _hang_for_good
+
+if __name__ == "__main__":
+    run_ranks(_hang_for_good, 2, Path({folder!r}), timeout=600.0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can end a process with another one")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
+def test_ranks_that_hang_end_when_their_caller_is_killed(how, tmp_path):
+    (tmp_path / "caller.py").write_text(_CALLER.format(folder=str(tmp_path)))
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
+    caller = subprocess.Popen([sys.executable, str(tmp_path / "caller.py")], env=environment)
+    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    try:
+        _wait_until(lambda: all(path.exists() for path in pids))
+    finally:
+        caller.send_signal(how)
+        caller.wait()
+    try:
+        _wait_until(lambda: not any(_runs(int(path.read_text())) for path in pids))
+    finally:
+        for path in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def _wait_until(condition):
+    deadline = time.monotonic() + patience(30.0)
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def _runs(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
 
 
 def test_bad_input_starts_nothing():

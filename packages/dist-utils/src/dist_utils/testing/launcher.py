@@ -16,6 +16,7 @@ import torch
 import torch.multiprocessing as mp
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, not in its __all__
 
+from dist_utils.testing.ending import let_ranks_end_with_this_process
 from dist_utils.testing.rank import Outputs, Ranks
 from dist_utils.testing.starting import start_method
 from dist_utils.testing.waiting import MOST_PATIENCE, patience
@@ -94,8 +95,9 @@ def run_ranks(
         BaseException: What ``fn`` raised first, of the same type. Its ``__cause__`` is a
             :class:`RankTraceback` with the tracebacks of all ranks that failed until then.
 
-    Processes that ``fn`` itself starts are not killed with it. A rank that has returned keeps its connections
-    until all have, or for two seconds (longer on a busy machine): a peer's last collective still succeeds.
+    Processes that ``fn`` itself starts are not killed with it. On Linux the ranks are killed if the caller's
+    process ends, even by a signal. A rank that has returned keeps its connections until all have, or for two
+    seconds (longer on a busy machine): a peer's last collective still succeeds.
 
     Cost:
         Half a second, and the imports of ``fn``'s module in every process; torch, with what DDP models need
@@ -131,16 +133,17 @@ def run_ranks(
             environment=dict(os.environ),
             outputs=Outputs(),
         )
-        context = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-            ranks, nprocs=world_size, join=False, start_method=start_method()
-        )
-        processes: list[BaseProcess] = context.processes
-        try:
-            _wait(processes, ranks, timeout, may_die)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+        with let_ranks_end_with_this_process(ranks.caller):
+            context = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
+                ranks, nprocs=world_size, join=False, start_method=start_method()
+            )
+            processes: list[BaseProcess] = context.processes
+            try:
+                _wait(processes, ranks, timeout, may_die)
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.join()
         return [ranks.result(index) for index in range(world_size)]
 
 
@@ -161,7 +164,7 @@ def _wait(processes: Sequence[BaseProcess], ranks: Ranks, timeout: float, may_di
         if not ended and seconds == timeout and (seconds := patience(timeout)) > timeout:
             continue
         if not ended:
-            hung = list(running.values())
+            hung = [rank for rank in running.values() if not ranks.waits(rank)] or list(running.values())
             stacks = [
                 f"rank {rank} hung here:\n{ranks.stack(rank, processes[rank].pid or 0)}" for rank in hung
             ]

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, not in its __all__
 
 from dist_utils import torch_compat
+from dist_utils.testing.ending import end_with_caller
 from dist_utils.testing.starting import start_method
 from dist_utils.testing.stopping import note_stop_in
 from dist_utils.testing.waiting import patience
@@ -98,6 +99,7 @@ class Ranks:
 
     def __call__(self, rank: int) -> None:
         """Run as rank ``rank``; the entry point of a new process."""
+        end_with_caller(self.caller)
         self.outputs.take()
         os.environ.clear()  # still that of the server's start
         os.environ.update(self.environment)
@@ -108,7 +110,7 @@ class Ranks:
             self._start(rank)
             result = self.fn(rank, *self.args)
             torch.save(result, self._path("result", rank))
-            self._await_others()
+            self._await_others(rank)
             # A DDP model is part of a reference cycle, and keeps its group alive.
             gc.collect()
             if torch_compat.GROUPS_END_WITHOUT_GIL:
@@ -158,24 +160,32 @@ class Ranks:
             # A rank that has connected to all could end before they have connected to it: an error there.
             dist.barrier()
 
-    def _await_others(self) -> None:
+    def _await_others(self, rank: int) -> None:
         """Return when every rank has finished, or after a short time.
 
         With Gloo a rank can leave a collective, even a barrier, before another rank has entered it. That rank
         fails if the connection is closed by then; and it cannot count the bytes sent on a closed connection.
         """
-        began, limit = time.monotonic(), _LEAVE_SECONDS
+        began, next_look = time.monotonic(), _LEAVE_SECONDS
+        waits = self._path("waits", rank)
+        waits.touch()
         while not all(map(self._has_finished, range(self.world_size))):
             waited = time.monotonic() - began
-            if waited > limit:
-                limit = patience(_LEAVE_SECONDS)  # costs processor time, so not in every turn
-                if waited > limit:
-                    return
+            if waited > next_look:
+                if waited > patience(_LEAVE_SECONDS):
+                    break
+                next_look = waited + 1.0  # to look costs processor time, so not in every turn
             time.sleep(0.002)
+        waits.unlink()
 
     def _has_finished(self, rank: int) -> bool:
         kinds = ("result", "failure", "stopped", "ended")
         return any(self._path(kind, rank).exists() for kind in kinds)
+
+    @property
+    def caller(self) -> Path:
+        """The named pipe that is open as long as the caller lives."""
+        return self.folder / "caller"
 
     def note_end(self, rank: int) -> None:
         """Let the others know that a rank's process has ended; called by the parent."""
@@ -193,6 +203,10 @@ class Ranks:
     def stopped(self, rank: int) -> bool:
         """Return whether a rank has stopped itself, and will never end."""
         return self._path("stopped", rank).exists()
+
+    def waits(self, rank: int) -> bool:
+        """Return whether a rank's function returned, and the rank waits for the others to finish."""
+        return self._path("waits", rank).exists()
 
     def failure(self, rank: int) -> Failure | None:
         """Return what a rank raised, if it did."""
