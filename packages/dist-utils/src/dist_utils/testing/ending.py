@@ -17,16 +17,17 @@ __all__ = ["end_with_caller", "let_ranks_end_with_this_process"]
 
 @contextlib.contextmanager
 def let_ranks_end_with_this_process(pipe: Path) -> Iterator[None]:
-    """Keep a new named pipe open at its writing end; the system closes it if this process is killed."""
-    if sys.platform != "linux":
-        yield
-        return
-    os.mkfifo(pipe)
-    descriptor = os.open(pipe, os.O_RDWR)  # for writing only it would wait for a reader
+    """Keep a new named pipe open for writing; the system closes it if this process is killed."""
+    descriptor = None
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # a file system without pipes: ranks then do not end by themselves
+            os.mkfifo(pipe)
+            descriptor = os.open(pipe, os.O_RDWR)  # for writing only it would wait for a reader
     try:
         yield
     finally:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def end_with_caller(pipe: Path) -> None:
@@ -35,14 +36,10 @@ def end_with_caller(pipe: Path) -> None:
     It needs no thread, so it also ends a process that hangs with the GIL, or that is stopped. Does nothing
     except on Linux: other systems have no signal of their choice for this.
     """
-    if sys.platform != "linux":
+    if sys.platform != "linux" or not pipe.exists():
         return
     # A pipe that is opened by its name has a signal and an owner of its own in every process. It stays open.
-    try:
-        descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    except FileNotFoundError:  # the caller has ended, and something removed its files
-        os.kill(os.getpid(), signal.SIGKILL)
-        raise
+    descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
@@ -50,5 +47,5 @@ def end_with_caller(pipe: Path) -> None:
         at_end = os.read(descriptor, 1) == b""
     except BlockingIOError:  # nothing is ever written
         at_end = False
-    if at_end:  # before the system was asked to tell
+    if at_end:  # the caller ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)
