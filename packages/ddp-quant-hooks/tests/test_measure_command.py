@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.measure import measure
+from ddp_quant_hooks.measure import Model, measure
 from ddp_quant_hooks.measure.__main__ import main, parse
 from ddp_quant_hooks.measure.joining import find_place
 from dist_utils import AgreementError
@@ -222,6 +222,19 @@ def test_wrong_options_are_refused_before_anything_is_joined(options, message, c
 def _threads():
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
+
+
+def _measured_in_no_time(rank):
+    report = measure(budget=1e-6)
+    return report.as_dict(), report.for_model(Model(parameters=7_000_000, step_seconds=0.2)).advice.hook
+
+
+def test_the_smallest_buckets_are_measured_whatever_the_budget():
+    (first, advice), (second, _) = run_ranks(_measured_in_no_time, 2)
+    assert first == second
+    assert [[entry["size"] for entry in hook["exchanges"]] for hook in first["hooks"]] == [[SIZES[0]]] * 4
+    assert all(hook["exchanges"][0]["seconds"] > 0 for hook in first["hooks"])
+    assert advice in [hook["name"] for hook in first["hooks"]]
 
 
 def _measured_in_a_grid(rank):

@@ -112,7 +112,7 @@ def measure(
             together.
         device: The device of the buckets.
         budget: Seconds for all of it; hooks get half of them at least. What does not fit is left out, on all
-            ranks alike.
+            ranks alike; the smallest bucket is measured in any case.
         node: A name that the ranks of this node share; ``None``: the host's name.
         progress: Called with the share that is done and a text about what comes next.
 
@@ -121,9 +121,8 @@ def measure(
 
     Raises:
         AgreementError: The ranks call with different arguments, or some do not call.
-        TypeError, ValueError: The group has one rank only, or not all; the budget is not a number, not
-            positive and finite, or too short for the smallest bucket; there is no such device; and as
-            :func:`dist_utils.resolve_group`.
+        TypeError, ValueError: The group has one rank only, or not all; the budget is not a number, or not
+            positive and finite; there is no such device; and as :func:`dist_utils.resolve_group`.
         RuntimeError: A rank fails; raised on every rank.
 
     Cost:

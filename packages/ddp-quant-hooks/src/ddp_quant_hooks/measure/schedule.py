@@ -25,7 +25,8 @@ def run_trials(
 
     First each runs once, small buckets first. That is the warm-up; the first run counts only for trials that
     take too long to be repeated. A trial that would not fit, judging by the same hook's run on the previous
-    size, is left out. Then all run in rounds, forwards and backwards.
+    size, is left out, except the hooks alone on the smallest size: without them there is no result. Then all
+    run in rounds, forwards and backwards.
 
     Args:
         trials: In the order of their sizes.
@@ -49,7 +50,8 @@ def run_trials(
 
     for place, trial in enumerate(trials):
         known = per_byte.get((trial.name, trial.beside)) or per_byte.get((trial.name, False), guess)
-        if known * trial.size <= clock.left:
+        needed = trial.size == trials[0].size and not trial.beside
+        if needed or known * trial.size <= clock.left:
             run(place)
             per_byte[trial.name, trial.beside] = costs[place] / trial.size
     turn = 0
