@@ -6,6 +6,7 @@ changes that: ``require`` makes a missing compiler an error, ``skip`` makes a pu
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -43,20 +44,48 @@ def compile_library(
         OSError: There is no compiler.
         subprocess.CalledProcessError: It fails; its messages are in ``stderr``.
     """
-    chosen = os.environ.get("CXX")
-    compilers = [chosen] if chosen else ["c++", "g++", "clang++"]
-    compiler = next((found for name in compilers if (found := shutil.which(name.split()[0]))), None)
-    if compiler is None or sys.platform == "win32":
-        raise FileNotFoundError(f"no C++ compiler among {', '.join(compilers)}")
-    arguments = chosen.split()[1:] if chosen else []
     # Under another name first: a library that a process has loaded must not change under it.
     part = output.with_suffix(f".{os.getpid()}.part")
-    command = [compiler, *arguments, *FLAGS, *extra, str(folder / source), "-o", str(part)]
+    command = [*find_compiler(), *FLAGS, *extra, str(folder / source), "-o", str(part)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)  # noqa: S603 - the user's compiler
         part.replace(output)
     finally:
         part.unlink(missing_ok=True)
+
+
+def compile_if_needed(folder: Path, output: Path) -> None:
+    """Do as :func:`compile_library`, unless ``output`` was compiled in the same way from the same sources.
+
+    It takes half a minute, and every new environment of a checkout asks for it.
+    """
+    record = output.with_name(output.name + ".record")
+    if output.exists() and record.exists() and record.read_text() == _fingerprint(folder, output):
+        return
+    compile_library(folder, output)
+    record.write_text(_fingerprint(folder, output))
+
+
+def find_compiler() -> list[str]:
+    """Return the compiler and its own arguments; raises ``FileNotFoundError`` if there is none."""
+    chosen = os.environ.get("CXX")
+    compilers = [chosen] if chosen else ["c++", "g++", "clang++"]
+    compiler = next((found for name in compilers if (found := shutil.which(name.split()[0]))), None)
+    if compiler is None or sys.platform == "win32":
+        raise FileNotFoundError(f"no C++ compiler among {', '.join(compilers)}")
+    return [compiler, *(chosen.split()[1:] if chosen else [])]
+
+
+def _fingerprint(folder: Path, library: Path) -> str:
+    """Return a digest of the compiler, its options, all sources, and what was compiled."""
+    command = find_compiler()
+    version = subprocess.run([command[0], "--version"], check=True, capture_output=True).stdout  # noqa: S603
+    sources = sorted(path for path in (folder / SOURCE).parent.iterdir() if path.is_file())
+    parts = [repr([*command, *FLAGS]).encode(), version, *(path.read_bytes() for path in sources)]
+    digest = hashlib.sha256()
+    for part in (*parts, library.read_bytes()):
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()
 
 
 class CpuKernels(BuildHookInterface[Any]):
@@ -77,7 +106,7 @@ class CpuKernels(BuildHookInterface[Any]):
         try:
             if wanted == "skip":
                 raise FileNotFoundError("DDP_QUANT_HOOKS_BUILD is 'skip'")
-            compile_library(Path(self.root), library)
+            (compile_if_needed if editable else compile_library)(Path(self.root), library)
         except (OSError, subprocess.CalledProcessError) as error:
             if wanted == "require":
                 raise RuntimeError(f"{error}\n{getattr(error, 'stderr', '')}") from error

@@ -1,5 +1,6 @@
 """Building a wheel: with a compiler it has the kernels, without it is a pure one that works."""
 
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -76,3 +77,47 @@ def test_a_required_library_that_cannot_be_built_is_an_error(tmp_path, monkeypat
         build(tmp_path, monkeypatch, CXX="no-such-compiler", DDP_QUANT_HOOKS_BUILD="require")
     with pytest.raises(ValueError, match="must be 'require' or 'skip', got 'maybe'"):
         build(tmp_path / "again", monkeypatch, DDP_QUANT_HOOKS_BUILD="maybe")
+
+
+def build_cpu_kernels():
+    """Import the build hook's module."""
+    spec = importlib.util.spec_from_file_location("build_cpu_kernels", PACKAGE / "build_cpu_kernels.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then cat "$0.version"; exit; fi
+echo compiled >> "$0.log"
+while [ "$1" != -o ]; do shift; done
+echo library > "$2"
+"""
+
+
+def test_an_editable_install_compiles_only_what_has_changed(tmp_path, monkeypatch):
+    compiler, log = tmp_path / "compiler", tmp_path / "compiler.log"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    (tmp_path / "compiler.version").write_text("1")
+    monkeypatch.setenv("CXX", str(compiler))
+    csrc = tmp_path / "src/ddp_quant_hooks/csrc"
+    shutil.copytree(PACKAGE / "src/ddp_quant_hooks/csrc", csrc)
+    library = tmp_path / "cpu_kernels.so"
+
+    def compiled():
+        before = len(log.read_text().splitlines()) if log.exists() else 0
+        build_cpu_kernels().compile_if_needed(tmp_path, library)
+        assert library.read_text() == "library\n"
+        return len(log.read_text().splitlines()) - before
+
+    assert [compiled(), compiled()] == [1, 0]
+    with (csrc / "rotation.h").open("a") as header:
+        header.write("// changed")
+    assert [compiled(), compiled()] == [1, 0]
+    library.write_text("another")
+    assert [compiled(), compiled()] == [1, 0]
+    (tmp_path / "compiler.version").write_text("2")
+    assert [compiled(), compiled()] == [1, 0]
+    monkeypatch.setenv("CXX", f"{compiler} -g")
+    assert [compiled(), compiled()] == [1, 0]
