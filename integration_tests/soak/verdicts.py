@@ -25,7 +25,7 @@ CLOSE_SECONDS = 12.0
 """Seconds for closing: a hanging worker is waited for 5 s, and a training may have two."""
 
 COUNTED = ("sockets", "threads")
-"""Resources that survivors must close; a rank that was cut off from the store keeps a connection to it."""
+"""Resources that survivors must close; a rank that still waits for the store keeps a connection to it."""
 
 
 class Reference:
@@ -152,6 +152,11 @@ def _wrong_bits(job: Job, ended: Ended, reference: Reference) -> Iterator[str]:
             yield f"rank {rank}: parameters that no step gives, after {done} steps"
 
 
+def _store_did_not_answer(job: Job) -> bool:
+    frozen = job.fault == "stopped for longer than the timeout" and job.store == "rank 0" and job.victim == 0
+    return frozen or job.fault == "link cut"
+
+
 def _remains(job: Job, ended: Ended, survivors: list[int]) -> Iterator[str]:
     if ended.left:
         yield f"processes left behind: {len(ended.left)}"
@@ -167,7 +172,7 @@ def _remains(job: Job, ended: Ended, survivors: list[int]) -> Iterator[str]:
             continue
         for what in COUNTED:
             more = left["after"][what] - left["before"][what]
-            more -= job.fault == "link cut"
+            more -= _store_did_not_answer(job)
             if more > 0:
                 yield f"rank {rank}: {more} {what} left open: {left['open']}"
         if (closing := _closing(ended.records[rank])) > patience(CLOSE_SECONDS):
