@@ -69,7 +69,7 @@ def _free_job():
 def test_torchrun_starts_it_and_rank_0_alone_reports(tmp_path):
     file = tmp_path / "report.json"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    options = [*("--budget", "4", "--json", str(file), "--params", "7000000", "--step-seconds", "0.2")]
+    options = [*("--budget", "1.5", "--json", str(file), "--params", "7000000", "--step-seconds", "0.2")]
     options += ["--world", "16", "--gbit", "10", "--gpus-per-node", "8"]
     ((code, said, complaints),) = _outcomes(
         ([*torchrun, "-m", "ddp_quant_hooks.measure", *options], _environ())
@@ -259,7 +259,7 @@ def _measured_in_a_grid(rank):
     torch.set_default_dtype(torch.float64)
     random, threads = torch.get_rng_state(), _threads()
     with torch.no_grad():
-        report = measure(budget=5.0, node="ab"[rank // 2], progress=lambda share, _: shares.append(share))
+        report = measure(budget=2.0, node="ab"[rank // 2], progress=lambda share, _: shares.append(share))
     assert torch.equal(torch.get_rng_state(), random)
     assert _threads() <= threads or not GROUPS_END_WITHOUT_GIL  # each group has some
     assert shares == sorted(shares)

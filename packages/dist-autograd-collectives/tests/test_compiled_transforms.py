@@ -1,5 +1,7 @@
 """Transforms of ``torch.func`` give the same results inside ``torch.compile`` as without it."""
 
+import itertools
+
 import pytest
 import torch
 from collective_cases import CASES, inputs
@@ -59,43 +61,45 @@ def _difference(f, x, backend, *, fullgraph=True):
     return max((compiled(x) - right).abs().max().item() for _ in range(3))
 
 
-def _transformed(rank, backend, collectives, transforms):
+def _transformed(rank, backend, pairs):
     wrong = {}
-    for name in collectives:
-        for how in transforms:
-            # Two dimensions of length 4: one to map over, and one that two ranks can share.
-            x = inputs(rank, (4, 4), torch.float64, ties=False)
-            if how in ("jacrev", "jacfwd"):
-                x = x[0]
-            error = _difference(TRANSFORMS[how](COLLECTIVES[name]), x, backend)
-            # Products of about ten numbers up to 100.
-            if not error < 1e-10:
-                wrong[name, how] = error
+    for name, how in pairs:
+        # Two dimensions of length 4: one to map over, and one that two ranks can share.
+        x = inputs(rank, (4, 4), torch.float64, ties=False)
+        if how in ("jacrev", "jacfwd"):
+            x = x[0]
+        error = _difference(TRANSFORMS[how](COLLECTIVES[name]), x, backend)
+        # Products of about ten numbers up to 100.
+        if not error < 1e-10:
+            wrong[name, how] = error
     return wrong
 
 
-def test_every_transform_of_a_collective():
-    names = ["all_reduce product, replicated"]
-    assert run_ranks(_transformed, 2, "aot_eager", names, list(TRANSFORMS), timeout=600) == [{}, {}]
+def _goes(name, how):
+    """Ranks whose results have different lengths have Jacobians, and so batches, of different lengths."""
+    return not ("uneven" in name and how == "jacrev")
 
 
-def test_a_transform_of_every_collective():
-    assert run_ranks(_transformed, 2, "aot_eager", list(COLLECTIVES), ["grad"], timeout=600) == [{}, {}]
+def test_every_transform_and_every_collective():
+    pairs = list(zip(COLLECTIVES, itertools.cycle(TRANSFORMS), strict=False))
+    assert all(itertools.starmap(_goes, pairs))
+    assert {how for _, how in pairs} == set(TRANSFORMS)
+    assert run_ranks(_transformed, 2, "aot_eager", pairs, timeout=600) == [{}, {}]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("how", TRANSFORMS)
 def test_every_transform_of_every_collective(how):
-    # Ranks whose results have different lengths have Jacobians, and so batches, of different lengths.
-    names = [name for name in COLLECTIVES if not ("uneven" in name and how == "jacrev")]
-    assert run_ranks(_transformed, 2, "aot_eager", names, [how], timeout=600) == [{}, {}]
+    pairs = [(name, how) for name in COLLECTIVES if _goes(name, how)]
+    assert run_ranks(_transformed, 2, "aot_eager", pairs, timeout=600) == [{}, {}]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_transforms_with_other_backends(backend):
     names, transforms = ["all_reduce", "all_gather_cat"], ["grad of grad", "vmap of grad", "jvp", "jacrev"]
-    assert run_ranks(_transformed, 2, backend, names, transforms, timeout=600) == [{}, {}]
+    pairs = list(itertools.product(names, transforms))
+    assert run_ranks(_transformed, 2, backend, pairs, timeout=600) == [{}, {}]
 
 
 def _cubed(x):
