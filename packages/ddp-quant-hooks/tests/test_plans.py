@@ -96,6 +96,10 @@ def test_ranks_of_a_row_agree_on_it_and_shards_cover_the_chunk_once(sizes):
             assert all(own[peer][level - 1] == own[rank][level - 1] for peer in rows[level])
 
 
+def test_no_values_need_no_levels():
+    assert plan_levels(32, 0, ranks_per_host=8) == Levels((32,))
+
+
 def test_the_first_levels_stay_inside_of_hosts():
     for ranks, per_host in ((64, 8), (1024, 8), (1024, 4), (96, 6), (4096, 16)):
         sizes = plan_levels(ranks, BUCKET, per_host).sizes

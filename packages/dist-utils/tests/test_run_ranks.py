@@ -219,34 +219,69 @@ def _hang_for_good(rank, folder):
 
 
 _CALLER = """
+import threading
 from pathlib import Path
 from dist_utils.testing import run_ranks
-from test_run_ranks import _hang_for_good
+from test_run_ranks import _fork_child, _hang_for_good
 
 if __name__ == "__main__":
-    run_ranks(_hang_for_good, 2, Path({folder!r}), timeout=600.0)
+    folder = Path({folder!r})
+    threading.Thread(target=_fork_child, args=(folder,), daemon=True).start()
+    run_ranks(_hang_for_good, 2, folder, timeout=600.0)
 """
+
+
+def _fork_child(folder):
+    """Start a process that outlives the caller; it was forked while ranks ran."""
+    _wait_until(lambda: all((folder / f"pid-{rank}").exists() for rank in range(2)))
+    if os.fork() == 0:
+        (folder / "unfinished-child").write_text(str(os.getpid()))
+        (folder / "unfinished-child").rename(folder / "pid-child")
+        time.sleep(1000)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux can end a process with another one")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=lambda how: how.name)
 def test_ranks_that_hang_end_when_their_caller_is_killed(how, tmp_path):
     (tmp_path / "caller.py").write_text(_CALLER.format(folder=str(tmp_path)))
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
-    caller = subprocess.Popen([sys.executable, str(tmp_path / "caller.py")], env=environment)
-    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    caller = subprocess.Popen([sys.executable, str(tmp_path / "caller.py")], env=_environment(tmp_path))
+    pids = [tmp_path / f"pid-{name}" for name in (0, 1, "child")]
     try:
         _wait_until(lambda: all(path.exists() for path in pids))
     finally:
         caller.send_signal(how)
         caller.wait()
     try:
-        _wait_until(lambda: not any(_runs(int(path.read_text())) for path in pids))
+        _wait_until(lambda: not any(_runs(int(path.read_text())) for path in pids[:2]))
+        assert _runs(int(pids[2].read_text()))
     finally:
         for path in pids:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+_CALLER_WITHOUT_OUTPUT = """
+from pathlib import Path
+from dist_utils.testing import run_ranks
+from test_run_ranks import _no_group
+
+if __name__ == "__main__":
+    Path({file!r}).write_text(repr(run_ranks(_no_group, 2, backend=None)))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs descriptors that can be closed at the start")
+@pytest.mark.parametrize("closed", [1, 2])
+def test_the_caller_may_have_no_standard_output_or_error(closed, tmp_path):
+    (tmp_path / "caller.py").write_text(_CALLER_WITHOUT_OUTPUT.format(file=str(tmp_path / "results")))
+    command = f'exec "{sys.executable}" "{tmp_path / "caller.py"}" {closed}>&-'
+    subprocess.run(["/bin/sh", "-c", command], env=_environment(tmp_path), timeout=patience(60.0), check=True)
+    assert (tmp_path / "results").read_text() == "[False, False]"
+
+
+def _environment(folder):
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _wait_until(condition):

@@ -148,3 +148,22 @@ def _two_threads_cross(rank):
 @pytest.mark.skipif(not hasattr(dist.Store, "clone"), reason="threads share one connection to the store")
 def test_threads_on_groups_of_their_own_do_not_wait_for_each_other():
     assert run_ranks(_two_threads_cross, 2, group_timeout=patience(10.0)) == [{0: 2.0, 1: 2.0}] * 2
+
+
+def _thread_does_not_begin(rank, name):
+    """A thread finds no memory for its first call, and vanishes: Python itself would wait for it forever."""
+    begin = threading.Thread._bootstrap
+    threading.Thread._bootstrap = lambda thread: (rank == 1 and thread.name == name) or begin(thread)
+    worker, start = OrderedWorker(name="hook"), time.monotonic()
+    message = _error_of(worker.submit(_sum))
+    seconds = time.monotonic() - start
+    worker.close()
+    return message, seconds
+
+
+@pytest.mark.parametrize("name", ["store requests", "hook"])
+def test_a_thread_that_does_not_begin_is_an_error_on_every_rank(name):
+    limit = patience(2.0)
+    (_, first), (message, second) = run_ranks(_thread_does_not_begin, 2, name, group_timeout=limit)
+    assert f"the thread '{name}' did not begin within {limit:g} s" in message
+    assert max(first, second) < limit + patience(5.0)

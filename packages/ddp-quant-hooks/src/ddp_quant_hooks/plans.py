@@ -129,7 +129,7 @@ def plan_levels(ranks: int, values: int, ranks_per_host: int = 1) -> Levels:
         prime, or a product of small factors only, such as 25 or 49.
     """
     direct = Levels((ranks,))
-    if ranks <= _DIRECT:
+    if ranks <= _DIRECT or not values:  # a file of residuals may have a bucket without values
         return direct
     possible = [
         Levels(sizes)

@@ -9,6 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from dist_utils import torch_compat
+
 __all__ = [
     "GroupLike",
     "collective_device",
@@ -19,6 +21,7 @@ __all__ = [
     "group_rank",
     "resolve_group",
     "runs_on_host",
+    "timeout_seconds",
 ]
 
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
@@ -173,3 +176,9 @@ def collective_device(group: dist.ProcessGroup) -> torch.device:
     if "cpu" in types:
         return torch.device("cpu")
     return torch.device(types[0], torch.get_device_module(types[0]).current_device())
+
+
+def timeout_seconds(group: dist.ProcessGroup) -> float:
+    """Return how long a collective of ``group`` may take; torch's default if the group does not say."""
+    limit = torch_compat.group_timeout(group, collective_device(group))
+    return (limit or torch_compat.default_group_timeout()).total_seconds()

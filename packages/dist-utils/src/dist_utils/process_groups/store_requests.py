@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from dist_utils.process_groups.thread_starts import start_thread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -30,6 +31,9 @@ class StoreRequests:
     Args:
         store: A store of torch.
         seconds: Until the deadline, from now.
+
+    Raises:
+        TimeoutError: The thread has not begun by then.
     """
 
     def __init__(self, store: Any, seconds: float) -> None:
@@ -37,7 +41,7 @@ class StoreRequests:
         self._deadline = time.monotonic() + seconds
         self._requests: queue.SimpleQueue[tuple[Callable[[Any], Any], queue.SimpleQueue[Any]] | None]
         self._requests = queue.SimpleQueue()
-        threading.Thread(target=self._answer, name="store requests", daemon=True).start()
+        start_thread(self._answer, name="store requests", seconds=seconds)
 
     def ask(self, request: Callable[[Any], T]) -> T:
         """Return what a request returns, or raise what it raises.

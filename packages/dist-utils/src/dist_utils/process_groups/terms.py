@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.failed_waits import earlier_failed_wait, note_failed_wait
-from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
+from dist_utils.process_groups.groups import GroupLike, resolve_group, timeout_seconds
 from dist_utils.process_groups.store_requests import StoreRequests
 
 __all__ = ["AgreementError", "require_same_terms"]
@@ -93,8 +93,7 @@ def require_same_terms(
         me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
         if earlier := earlier_failed_wait(ranks):
             raise AgreementError(f"{claim.title}: {earlier}") from problem
-        limit = timeout or torch_compat.group_timeout(group, collective_device(group))
-        seconds = (limit or torch_compat.default_group_timeout()).total_seconds()
+        seconds = timeout.total_seconds() if timeout else timeout_seconds(group)
         try:
             with StoreRequests(torch_compat.default_store(), seconds) as requests:
                 verdict = _Round.first_open(group, requests).settle(claim, seconds)

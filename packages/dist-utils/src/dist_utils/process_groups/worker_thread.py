@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
+from dist_utils.process_groups.groups import timeout_seconds
 from dist_utils.process_groups.kept_errors import drop_frames, same_error
 from dist_utils.process_groups.side_stream import SideStream, current, fail, new_future
+from dist_utils.process_groups.thread_starts import start_thread
 
 __all__ = ["WorkerThread"]
 
@@ -42,6 +44,9 @@ class WorkerThread:
         group: What the jobs use; destroyed when the thread ends.
         name: The name of the thread.
 
+    Raises:
+        TimeoutError, RuntimeError, MemoryError: The thread does not begin.
+
     Attributes:
         error: The first error of a job. Once set, no later job runs.
     """
@@ -55,8 +60,11 @@ class WorkerThread:
         # torch's registry is the only owner of the group, so the group's end is ours. A weakref
         # callback may run anywhere, in the middle of submit too: it only puts, which is reentrant.
         self._group = weakref.ref(group, lambda _: self._jobs.put(None))
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread = start_thread(self._run, name=name, seconds=timeout_seconds(group))
+        except BaseException:
+            self._destroy_group()  # which tells the peers
+            raise
 
     def submit(
         self, run: Callable[[dist.ProcessGroup], T], side: SideStream | None, name: str

@@ -14,20 +14,36 @@ if sys.platform == "linux":
 
 __all__ = ["end_with_caller", "let_ranks_end_with_this_process"]
 
+_kept_open: set[int] = set()
+
 
 @contextlib.contextmanager
 def let_ranks_end_with_this_process(pipe: Path) -> Iterator[None]:
     """Keep a new named pipe open for writing; the system closes it if this process is killed."""
     descriptor = None
     if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a file system without pipes: ranks then do not end by themselves
+        try:
             os.mkfifo(pipe)
             descriptor = os.open(pipe, os.O_RDWR)  # for writing only it would wait for a reader
+            _kept_open.add(descriptor)
+        except OSError:  # no pipes on this file system: ranks then do not end by themselves
+            pipe.unlink(missing_ok=True)
     try:
         yield
     finally:
-        if descriptor is not None:
+        if descriptor in _kept_open:
+            _kept_open.remove(descriptor)
             os.close(descriptor)
+
+
+def _close_in_child() -> None:
+    """Close the pipes in a forked process, which may outlive this one."""
+    while _kept_open:
+        os.close(_kept_open.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
 
 
 def end_with_caller(pipe: Path) -> None:

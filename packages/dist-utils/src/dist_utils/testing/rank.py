@@ -245,8 +245,9 @@ def _end_all_groups() -> None:
 
 
 def _flush_and_exit(code: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # closed when the server was started
+            stream.flush()
     os._exit(code)
 
 
