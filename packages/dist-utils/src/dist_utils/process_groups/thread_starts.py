@@ -1,4 +1,4 @@
-"""Threads that begin, or an error: ``Thread.start`` waits forever for one that has no memory to begin with."""
+"""Threads that begin, or an error: ``Thread.start`` waits forever for one that has no memory to do so."""
 
 from __future__ import annotations
 
