@@ -26,11 +26,12 @@ def start_thread(target: Callable[[], object], *, name: str, seconds: float) -> 
     """
     begun, turn = threading.Event(), threading.Lock()
     problems: list[BaseException] = []
+    targets = [target]
 
     def run() -> None:
         if turn.acquire(blocking=False):  # the caller has not given up
             begun.set()
-            target()
+            targets.pop()()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
 
@@ -43,6 +44,7 @@ def start_thread(target: Callable[[], object], *, name: str, seconds: float) -> 
 
     _thread.start_new_thread(start, ())
     if not begun.wait(seconds) and turn.acquire(blocking=False):
+        targets.clear()  # a thread that finds no memory for its first call keeps what it was to call
         raise TimeoutError(f"the thread {name!r} did not begin within {seconds:g} s: is there memory left?")
     if problems:
         raise problems[0]
