@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from soak import verdicts
@@ -116,6 +117,13 @@ def test_wrong_outcomes_are_judged_wrong(monkeypatch):
     for ended in (late, stepped, went_on, aborted, left, never):
         assert judge(job, ended, reference)["verdict"] == "wrong"
     assert judge(job, right._replace(stacks={0: "in wait"}), reference)["verdict"] == "hung"
+    frozen = replace(job, fault="stopped for longer than the timeout", length=6.0)
+    seen = []
+    for step in (2, 3):  # before and after all connections exist
+        records = _record(*steps[:step], raised=5.1), _record(*steps[:step], raised=5.0 + 6.0 + 25.1)
+        outcome = judge(replace(frozen, step=step), _ended(*records, codes=(0, 0)), reference)
+        seen.append((outcome["verdict"], outcome["late"]))
+    assert seen == [("right", 1), ("wrong", 1)]
 
 
 def test_a_leak_is_seen_in_a_line_and_noise_is_not():
