@@ -38,10 +38,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def digests(tensors: Iterable[torch.Tensor]) -> list[str]:
     """Return a digest of each tensor's bits."""
-    return [
-        hashlib.blake2b(tensor.detach().contiguous().numpy().tobytes(), digest_size=6).hexdigest()
-        for tensor in tensors
-    ]
+    as_bytes = (tensor.detach().flatten().view(torch.uint8) for tensor in tensors)  # NumPy has no bf16
+    return [hashlib.blake2b(flat.numpy().tobytes(), digest_size=6).hexdigest() for flat in as_bytes]
 
 
 def resources() -> dict[str, int]:

@@ -6,6 +6,7 @@ changes that: ``require`` makes a missing compiler an error, ``skip`` makes a pu
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -59,11 +60,13 @@ def compile_if_needed(folder: Path, output: Path) -> None:
 
     It takes half a minute, and every new environment of a checkout asks for it.
     """
-    record = output.with_name(output.name + ".record")
-    if output.exists() and record.exists() and record.read_text() == _fingerprint(folder, output):
-        return
+    record, inputs = output.with_name(output.name + ".record"), _digest_of_inputs(folder)
+    with contextlib.suppress(OSError):
+        if record.read_text() == f"{inputs} {_digest(output)}":
+            return
     compile_library(folder, output)
-    record.write_text(_fingerprint(folder, output))
+    with contextlib.suppress(OSError):  # then it is compiled again the next time
+        record.write_text(f"{inputs} {_digest(output)}")
 
 
 def find_compiler() -> list[str]:
@@ -76,16 +79,17 @@ def find_compiler() -> list[str]:
     return [compiler, *(chosen.split()[1:] if chosen else [])]
 
 
-def _fingerprint(folder: Path, library: Path) -> str:
-    """Return a digest of the compiler, its options, all sources, and what was compiled."""
+def _digest_of_inputs(folder: Path) -> str:
+    """Return a digest of the platform, the compiler, its options and all sources."""
     command = find_compiler()
-    version = subprocess.run([command[0], "--version"], check=True, capture_output=True).stdout  # noqa: S603
+    version = subprocess.run([*command, "--version"], check=False, capture_output=True).stdout  # noqa: S603
+    how = repr((sysconfig.get_platform(), command, FLAGS, version))
     sources = sorted(path for path in (folder / SOURCE).parent.iterdir() if path.is_file())
-    parts = [repr([*command, *FLAGS]).encode(), version, *(path.read_bytes() for path in sources)]
-    digest = hashlib.sha256()
-    for part in (*parts, library.read_bytes()):
-        digest.update(hashlib.sha256(part).digest())
-    return digest.hexdigest()
+    return hashlib.sha256(repr((how, [(path.name, _digest(path)) for path in sources])).encode()).hexdigest()
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 class CpuKernels(BuildHookInterface[Any]):

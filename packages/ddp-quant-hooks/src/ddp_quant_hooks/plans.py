@@ -24,10 +24,10 @@ many values), longer ones more memory and more time in which the wire idles (4 %
 many)."""
 
 _PEERS_OF_A_CHUNK = 4
-"""A rank with more peers has longer chunks in proportion: a message keeps 320 Ki values as long as the bucket
-allows, so that a larger group takes hardly more messages for each of its ranks than five ranks do. With a
-quarter of that, a bucket of 25 MiB took 1.1 times as long on eight emulated hosts with 1 and 10 Gbit/s, and
-1.4 times as long among sixteen ranks on loopback."""
+"""A rank with more peers has longer chunks in proportion: a message keeps 270 Ki to 320 Ki values as long as
+the bucket allows, so that a larger group takes hardly more messages for each of its ranks than five ranks do.
+With chunks of one length for all groups of up to 20 ranks, 25 MiB took 1.1 times as long on eight emulated
+hosts with 1 and 10 Gbit/s, and 1.4 times as long among sixteen ranks on loopback."""
 
 _LONGEST_CHUNK = 1 << 23
 """More than a bucket of 25 MiB has; it bounds the memory for larger tensors."""

@@ -33,7 +33,7 @@ class StoreRequests:
         seconds: Until the deadline, from now.
 
     Raises:
-        TimeoutError: The thread has not begun by then.
+        TimeoutError, RuntimeError, MemoryError: The thread cannot be started.
     """
 
     def __init__(self, store: Any, seconds: float) -> None:
