@@ -22,7 +22,7 @@ A rank that raises between the two is late: if a wait starts just while its conn
 end it before the timeout. That happens in plain DDP, too.
 """
 CONNECT_ATTEMPTS = 5
-"""So often does Gloo try to connect to a rank that has given up, each time until the timeout."""
+"""How often Gloo tries to connect to a rank that has given up, each time until the timeout."""
 
 CLOSE_SECONDS = 12.0
 """Seconds for closing: a hanging worker is waited for 5 s, and a training may have two."""

@@ -49,9 +49,9 @@ def quantized_allreduce_hook(
 
     Cost:
         With a block of 128 and 8 bits, 1.03 bytes a value sent per rank at two ranks and 2.06 (W - 1) / W
-        from three on: 0.258 of a ring all-reduce in fp32 at any world size. Scratch memory for a few chunks
-        of a million values, longer ones with more than 19 peers. 2 (W - 1) messages for each chunk, fewer in
-        levels: see ``levels`` of the state.
+        from three on: 0.258 of a ring all-reduce in fp32 at any world size. Scratch memory for a few chunks:
+        of 1.3 million values up to five ranks, of more in proportion to the peers, at most of 8.4 million.
+        2 (W - 1) messages for each chunk, fewer in levels: see ``levels`` of the state.
 
     Example:
         >>> ddp.register_comm_hook(QuantizedAllreduceState(), quantized_allreduce_hook)  # doctest: +SKIP

@@ -64,7 +64,7 @@ def advise(
     """
     size = max(_common_sizes(hooks), default=None)
     if size is None:
-        raise ValueError("no bucket size was measured with all hooks: raise the budget")
+        raise ValueError("no bucket size was measured with all hooks")
     exchanges = {hook.name: exchange for hook in hooks if (exchange := hook.at(size)) is not None}
     plain, *_ = exchanges
     taken = _fastest(exchanges, estimate)

@@ -50,11 +50,12 @@ def end_with_caller(pipe: Path) -> None:
     """Have the system kill this process when nobody has the pipe open for writing anymore.
 
     It needs no thread, so it also ends a process that hangs with the GIL, or that is stopped. Does nothing
-    except on Linux: other systems have no signal of their choice for this.
+    except on Linux: ``F_SETSIG``, which chooses the signal, exists only there.
     """
     if sys.platform != "linux" or not pipe.exists():
         return
-    # A pipe that is opened by its name has a signal and an owner of its own in every process. It stays open.
+    # Each process opens the pipe by its name: signal and owner belong to the open file, which processes that
+    # inherit it would share. It is never closed.
     descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)

@@ -117,6 +117,7 @@ def run_ranks(
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     if backend == "nccl" and not nccl_can_run(world_size):
         raise ValueError(f"nccl needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
+    outputs = Outputs()
     with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
         # Kept by this process, which outlives every rank; on a port that the system picks.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -131,7 +132,7 @@ def run_ranks(
             port=store.port,
             folder=Path(folder),
             environment=dict(os.environ),
-            outputs=Outputs(),
+            outputs=outputs,
         )
         with let_ranks_end_with_this_process(ranks.caller):
             context = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]

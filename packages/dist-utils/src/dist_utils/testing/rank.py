@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import reduction
@@ -42,36 +42,49 @@ _LEAVE_SECONDS = 2.0
 class Outputs:
     """The caller's current standard output and error; a rank that unpickles this can write to them, too.
 
-    Without it a rank forked by the server would write to where they led when the server was started.
+    Without it a rank forked by the server would write to where they led when the server was started. What is
+    closed in the caller is ``os.devnull`` in a rank.
     """
 
-    def __init__(self, handed_over: Sequence[Any] = ()) -> None:
-        self._handed_over = handed_over
+    def __init__(self) -> None:
+        self._open = [descriptor for descriptor in _OUTPUTS if _is_open(descriptor)]  # before other files are
+        self._handed_over: dict[int, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Hand the descriptors over; a spawned process has them already."""
         if start_method() != "forkserver":
             return Outputs, ()
-        return Outputs, ([_handed_over(descriptor) for descriptor in _OUTPUTS],)
+        return _received, ({descriptor: reduction.DupFd(descriptor) for descriptor in self._open},)
 
     def take(self) -> None:
         """Write to them from now on."""
-        for descriptor, given in zip(_OUTPUTS, self._handed_over, strict=False):
-            if given is not None:
-                inherited = given.detach()
-                os.dup2(inherited, descriptor)
-                os.close(inherited)
+        if start_method() != "forkserver":
+            return
+        for descriptor in _OUTPUTS:
+            given = self._handed_over.get(descriptor)
+            new = os.open(os.devnull, os.O_WRONLY) if given is None else given.detach()
+            if new == descriptor:  # it was closed here, too
+                os.set_inheritable(descriptor, True)
+            else:
+                os.dup2(new, descriptor)
+                os.close(new)
 
 
 _OUTPUTS = (1, 2)
 
 
-def _handed_over(descriptor: int) -> Any:
+def _received(handed_over: dict[int, Any]) -> Outputs:
+    outputs = Outputs()
+    outputs._handed_over = handed_over  # noqa: SLF001 - made here
+    return outputs
+
+
+def _is_open(descriptor: int) -> bool:
     try:
         os.fstat(descriptor)
-    except OSError:  # closed
-        return None
-    return reduction.DupFd(descriptor)
+    except OSError:
+        return False
+    return True
 
 
 class Failure(NamedTuple):
@@ -99,8 +112,8 @@ class Ranks:
 
     def __call__(self, rank: int) -> None:
         """Run as rank ``rank``; the entry point of a new process."""
-        end_with_caller(self.caller)
         self.outputs.take()
+        end_with_caller(self.caller)
         os.environ.clear()  # still that of the server's start
         os.environ.update(self.environment)
         if hasattr(faulthandler, "register"):
