@@ -117,13 +117,29 @@ def test_wrong_outcomes_are_judged_wrong(monkeypatch):
     for ended in (late, stepped, went_on, aborted, left, never):
         assert judge(job, ended, reference)["verdict"] == "wrong"
     assert judge(job, right._replace(stacks={0: "in wait"}), reference)["verdict"] == "hung"
-    frozen = replace(job, fault="stopped for longer than the timeout", length=6.0)
-    seen = []
-    for step in (2, 3):  # before and after all connections exist
-        records = _record(*steps[:step], raised=5.1), _record(*steps[:step], raised=5.0 + 6.0 + 25.1)
-        outcome = judge(replace(frozen, step=step), _ended(*records, codes=(0, 0)), reference)
-        seen.append((outcome["verdict"], outcome["late"]))
-    assert seen == [("right", 1), ("wrong", 1)]
+
+
+def test_a_connection_to_a_store_that_does_not_answer_is_no_leak():
+    """Of a rank that was cut off, or whose store is in the frozen process; but only that one connection."""
+    plain = Job(0, "8 bits", 2, steps=8)
+    reference = Reference(plain, _ended(_record(*"abcdefgh"), _record(*"abcdefgh"), codes=(0, 0)))
+    frozen = replace(plain, fault="stopped for longer than the timeout", victim=0, step=4, length=6.0)
+    seen = {}
+    for store in ("rank 0", "apart"):
+        for sockets in (1, 2):
+            waiting = _record(*"abcd", raised=5.1)
+            after = {"sockets": sockets, "threads": 2}
+            waiting.append(
+                {"event": "left", "before": {"sockets": 0, "threads": 1}, "after": after, "open": []}
+            )
+            ended = _ended(_record(*"abcd", raised=11.1), waiting, codes=(0, 0))
+            seen[store, sockets] = judge(replace(frozen, store=store), ended, reference)["verdict"]
+    assert seen == {
+        ("rank 0", 1): "right",
+        ("rank 0", 2): "wrong",
+        ("apart", 1): "wrong",
+        ("apart", 2): "wrong",
+    }
 
 
 def test_a_leak_is_seen_in_a_line_and_noise_is_not():

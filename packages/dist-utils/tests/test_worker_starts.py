@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_utils import AgreementError, OrderedWorker
+from dist_utils import AgreementError, OrderedWorker, torch_compat
 from dist_utils.testing import patience, run_ranks
-from dist_utils.torch_compat import default_store
+from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL, default_store
 
 
 def _sum(group):
@@ -166,4 +166,38 @@ def test_a_thread_that_does_not_begin_is_an_error_on_every_rank(name):
     limit = patience(2.0)
     (_, first), (message, second) = run_ranks(_thread_does_not_begin, 2, name, group_timeout=limit)
     assert f"the thread '{name}' did not begin within {limit:g} s" in message
+    assert max(first, second) < limit + patience(5.0)
+
+
+def _group_takes_too_long(rank, limit):
+    """The store is cut off while a rank makes the worker's group, which it can make when nobody wants it."""
+    real, done = torch_compat.new_named_group, threading.Event()
+
+    def late(*arguments, **options):
+        time.sleep(2 * limit + 4.0)
+        try:
+            return real(f"late on {rank}", [rank], **options)
+        finally:
+            done.set()
+
+    if rank == 1:
+        torch_compat.new_named_group = late
+    groups = len(dist.distributed_c10d._world.pg_map)
+    worker, start = OrderedWorker(name="hook"), time.monotonic()
+    message = _error_of(worker.submit(_sum))
+    seconds = time.monotonic() - start
+    worker.close()
+    if rank == 1:
+        done.wait()
+        deadline = time.monotonic() + patience(10.0)
+        while GROUPS_END_WITHOUT_GIL and len(dist.distributed_c10d._world.pg_map) > groups:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    return message, seconds
+
+
+def test_a_group_that_cannot_be_made_in_time_is_an_error_on_every_rank():
+    limit = patience(2.0)
+    (_, first), (message, second) = run_ranks(_group_takes_too_long, 2, limit, group_timeout=limit)
+    assert f"TimeoutError: the ranks were not connected within {limit + 2:g} s" in message
     assert max(first, second) < limit + patience(5.0)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.failed_waits import earlier_failed_wait, note_failed_wait
-from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
+from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host, timeout_seconds
 from dist_utils.process_groups.kept_errors import drop_frames, same_error
 from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, fail, new_future
+from dist_utils.process_groups.store_requests import StoreRequests
 from dist_utils.process_groups.terms import AgreementError, error_text, require_same_terms
 from dist_utils.process_groups.worker_thread import WorkerThread
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["OrderedWorker"]
 
 T = TypeVar("T")
+
+_MORE_SECONDS = 2.0
+"""How much longer than its timeout a group may take to be made: its own error, at the timeout, says more."""
 
 
 class OrderedWorker:
@@ -253,13 +258,18 @@ class OrderedWorker:
         ranks = dist.get_process_group_ranks(group)
         if earlier := earlier_failed_wait(ranks):
             raise AgreementError(f"{self._name}: {earlier}")
+        backend = dist.get_backend_config(group)
+        make = functools.partial(
+            torch_compat.new_named_group,
+            f"{group.group_name}/{self._name}/{name}",
+            ranks,
+            backend=backend,
+            timeout=torch_compat.group_timeout(group, torch.device("cpu")),
+        )
         try:
-            return torch_compat.new_named_group(
-                f"{group.group_name}/{self._name}/{name}",
-                ranks,
-                backend=dist.get_backend_config(group),
-                timeout=torch_compat.group_timeout(group, torch.device("cpu")),
-            )
+            if all(part.endswith("gloo") for part in backend.split(",")):
+                return _made_in_time(make, timeout_seconds(group) + _MORE_SECONDS)
+            return make()
         except Exception as error:
             note_failed_wait({*ranks} - {dist.get_rank()}, f"{self._name}: {error_text(error)}")
             raise
@@ -281,6 +291,31 @@ class OrderedWorker:
             if self._own_error is not None:
                 fail(done, self._own_error)
         return result
+
+
+def _made_in_time(make: Callable[[], dist.ProcessGroup], seconds: float) -> dist.ProcessGroup:
+    """Make a group on a thread of its own; raises ``TimeoutError`` if that takes too long.
+
+    Gloo tries five times to connect to a rank that has given up, each time for the whole timeout; and a new
+    connection to a store that is cut off takes minutes to fail.
+    """
+    turn, made = threading.Lock(), list[dist.ProcessGroup]()
+
+    def make_or_drop(store: Any) -> None:
+        del store
+        group = make()
+        made.append(group)
+        if not turn.acquire(blocking=False):  # the caller has given up
+            made.clear()
+            dist.destroy_process_group(group)
+
+    with StoreRequests(torch_compat.default_store(), seconds) as requests:
+        try:
+            requests.ask(make_or_drop)
+        except TimeoutError:
+            if turn.acquire(blocking=False):
+                raise TimeoutError(f"the ranks were not connected within {seconds:g} s") from None
+    return made.pop()
 
 
 def _await_connections(group: dist.ProcessGroup) -> None:
