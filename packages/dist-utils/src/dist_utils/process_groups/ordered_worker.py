@@ -307,7 +307,8 @@ def _made_in_time(make: Callable[[], dist.ProcessGroup], seconds: float) -> dist
         made.append(group)
         if not turn.acquire(blocking=False):  # the caller has given up
             made.clear()
-            dist.destroy_process_group(group)
+            if torch_compat.GROUPS_END_WITHOUT_GIL:  # else it ends with all the others
+                dist.destroy_process_group(group)
 
     with StoreRequests(torch_compat.default_store(), seconds) as requests:
         try:
