@@ -18,15 +18,18 @@ def _start_through_host(group, *, receives, sends, tag=0):
 
 
 def _exchanged(rank, world_size, start):
-    """Every rank sends values of its own to each peer; their number depends on the peer."""
+    """Every rank sends values of its own to each peer; their number depends on the peer.
+
+    In turn all messages are short, some are, and none is: long ones are posted in another order.
+    """
     group, peers = dist.group.WORLD, [peer for peer in range(world_size) if peer != rank]
     results = []
-    for repeat in range(3):
-        received = {peer: torch.zeros(1000 * rank) for peer in peers}
+    for repeat, length in enumerate((1000, 10_000, 100_000)):
+        received = {peer: torch.zeros(length * rank) for peer in peers}
         works = start(
             group,
             receives=[(peer, received[peer]) for peer in peers],
-            sends=[(peer, torch.full((1000 * peer,), float(10 * rank + repeat))) for peer in peers],
+            sends=[(peer, torch.full((length * peer,), float(10 * rank + repeat))) for peer in peers],
             tag=repeat,
         )
         for work in works:

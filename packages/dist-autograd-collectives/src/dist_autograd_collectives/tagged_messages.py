@@ -24,6 +24,11 @@ __all__ = ["exchange"]
 _TAG = 1 << 30
 """Added to all tags, so that they never match a user's own ``send`` and ``recv``."""
 
+_SHORT_BYTES = 64 << 10
+"""Messages up to this length are sent before receives are posted, as in :func:`dist_utils.start_messages`:
+with busy cores an exchange of 1 KiB took half the time. Sends are waited for first, which takes 0.65 of the
+time for 1 MiB between two ranks."""
+
 
 def exchange(
     call: Call, outgoing: Sequence[torch.Tensor | None], incoming: Sequence[torch.Tensor | None]
@@ -41,18 +46,16 @@ def exchange(
     who, group = call.who, call.who.group
     assert group is not None
 
-    tags: dict[tuple[int, ...], int] = {}  # most messages of a call have the same shape
-    works: list[dist.Work] = []
-    # Receives first: with sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
-    for parts, step, message in ((incoming, -1, group.recv), (outgoing, 1, group.send)):
-        for distance in range(1, who.size):  # so that not all ranks send to the same one at once
-            rank = (who.rank + step * distance) % who.size
-            part = parts[rank]
-            if part is not None and part.numel():
-                tag = tags.get(part.shape)
-                if tag is None:
-                    tag = tags[part.shape] = _tag(part, call)
-                works.append(message([part], rank, tag))
+    sends, receives = _addressed(outgoing, 1, call), _addressed(incoming, -1, call)
+
+    def receive() -> list[dist.Work]:
+        return [group.recv([part], rank, tag) for part, rank, tag in receives]
+
+    # Long messages: with sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
+    long = any(part.nbytes > _SHORT_BYTES for part, _, _ in sends + receives)
+    received = receive() if long else None
+    sent = [group.send([part], rank, tag) for part, rank, tag in sends]
+    works = sent + (receive() if received is None else received)
     mine, own = incoming[who.rank], outgoing[who.rank]
     if mine is not None and own is not None:
         mine.copy_(own)
@@ -67,6 +70,24 @@ def exchange(
         kept.clear()
 
     return wait
+
+
+def _addressed(
+    parts: Sequence[torch.Tensor | None], step: int, call: Call
+) -> list[tuple[torch.Tensor, int, int]]:
+    """Return the messages, each with its other rank and its tag: the next rank first, or the one before."""
+    who = call.who
+    tags: dict[tuple[int, ...], int] = {}  # most messages of a call have the same shape
+    found = []
+    for distance in range(1, who.size):  # so that not all ranks send to the same one at once
+        rank = (who.rank + step * distance) % who.size
+        part = parts[rank]
+        if part is not None and part.numel():
+            tag = tags.get(part.shape)
+            if tag is None:
+                tag = tags[part.shape] = _tag(part, call)
+            found.append((part, rank, tag))
+    return found
 
 
 def _tag(tensor: torch.Tensor, call: Call) -> int:
