@@ -121,31 +121,34 @@ def every_length(block):
     return 1, block - 1, block, block + 1, 5 * block, 1009
 
 
-@needs_library
-@pytest.mark.parametrize(
-    ("instruction_set", "dtype", "lengths"),
-    [
-        # Each instruction set once and each dtype once; all pairs and lengths are for the exhaustive check.
-        *(
-            (one, kernels.VALUE_DTYPES[number % len(kernels.VALUE_DTYPES)], some_lengths)
-            for number, one in enumerate(SETS)
-        ),
-        *(
-            pytest.param(one, dtype, every_length, marks=pytest.mark.exhaustive)
-            for one in SETS
-            for dtype in kernels.VALUE_DTYPES
-        ),
-    ],
-)
-def test_every_instruction_set_gives_the_bits_of_torchs_operators(instruction_set, dtype, lengths):
-    backend = CpuKernels(instruction_set)
+def require_bits_of_torch(instruction_sets, dtype, lengths):
+    """Compare compiled kernels with torch's operators, which are slow and run only once for all of them."""
+    backends = {name: CpuKernels(name) for name in instruction_sets}
     for layout in LAYOUTS:
         for length in lengths(layout.block_size):
             for name, values in inputs_of(layout, dtype, length):
-                ours = everything(backend, layout, dtype, name, values)
                 reference = everything(torch_ops, layout, dtype, name, values)
-                for what, tensor in reference.items():
-                    assert same_bits(ours[what], tensor), (layout, length, name, what)
+                for instruction_set, backend in backends.items():
+                    ours = everything(backend, layout, dtype, name, values)
+                    for what, tensor in reference.items():
+                        assert same_bits(ours[what], tensor), (instruction_set, layout, length, name, what)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("instruction_set", "dtype"),
+    # Each instruction set once and each dtype once; all pairs and lengths are for the exhaustive check.
+    [(one, kernels.VALUE_DTYPES[number % len(kernels.VALUE_DTYPES)]) for number, one in enumerate(SETS)],
+)
+def test_an_instruction_set_gives_the_bits_of_torchs_operators(instruction_set, dtype):
+    require_bits_of_torch([instruction_set], dtype, some_lengths)
+
+
+@needs_library
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES, ids=str)
+def test_all_instruction_sets_give_the_bits_of_torchs_operators_at_every_length(dtype):
+    require_bits_of_torch(SETS, dtype, every_length)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:5], ids=str)
