@@ -3,13 +3,20 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "checks"))  # for api_fields and long_names
+sys.path.insert(0, str(Path(__file__).parent / "checks"))  # for the extensions there
 
 project = "torch-dist-extras"
 author = "the torch-dist-extras authors"
 copyright = "2026, " + author  # noqa: A001 - Sphinx's name for it
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "api_fields", "long_names"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "api_fields",
+    "code_host",
+    "long_names",
+]
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 3
 exclude_patterns = ["_build"]

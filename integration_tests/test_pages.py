@@ -87,6 +87,12 @@ def test_links_of_readmes_have_a_target(readme):
         assert not anchor or anchor in _anchors(target), link
 
 
+def test_pages_have_no_directives_that_a_code_host_shows_as_they_are():
+    directive = re.compile(r"\{(include|literalinclude|toctree|func|class|meth|doc|ref|sub)\}")
+    shown = {page: re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL) for page in PAGES}
+    assert [page for page, text in shown.items() if directive.search(text)] == []
+
+
 @pytest.mark.parametrize("readme", PAGES[:6], ids=lambda readme: readme.parent.name)
 def test_readmes_are_short(readme):
     assert len(readme.read_text().splitlines()) <= 160

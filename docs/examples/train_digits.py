@@ -1,8 +1,10 @@
-"""Train a small network on handwritten digits through every communication hook, and compare them.
+r"""Train a small network on handwritten digits through every communication hook, and compare them.
 
-    torchrun --standalone --nproc-per-node 2 train_digits.py
-    torchrun --standalone --nproc-per-node 2 train_digits.py --hook fp16_compress_hook --epochs 3
-    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 train_digits.py
+    torchrun --standalone --nproc-per-node 2 docs/examples/train_digits.py
+    torchrun --standalone --nproc-per-node 2 docs/examples/train_digits.py \
+        --hook fp16_compress_hook --epochs 3
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-id 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \
+        docs/examples/train_digits.py
 
 The data is scikit-learn's bundled set of 1797 images: nothing is downloaded. Needs, beside
 ddp-quant-hooks: scikit-learn, tqdm.
