@@ -62,7 +62,7 @@ def compile_if_needed(folder: Path, output: Path) -> None:
     """
     record, inputs = output.with_name(output.name + ".record"), _digest_of_inputs(folder)
     with contextlib.suppress(OSError):
-        if record.read_text() == f"{inputs} {_digest(output)}":
+        if record.read_bytes() == f"{inputs} {_digest(output)}".encode():  # whatever the record has become
             return
     compile_library(folder, output)
     with contextlib.suppress(OSError):  # then it is compiled again the next time
@@ -71,12 +71,12 @@ def compile_if_needed(folder: Path, output: Path) -> None:
 
 def find_compiler() -> list[str]:
     """Return the compiler and its own arguments; raises ``FileNotFoundError`` if there is none."""
-    chosen = os.environ.get("CXX")
-    compilers = [chosen] if chosen else ["c++", "g++", "clang++"]
-    compiler = next((found for name in compilers if (found := shutil.which(name.split()[0]))), None)
+    chosen = os.environ.get("CXX", "").split()
+    compilers = chosen[:1] or ["c++", "g++", "clang++"]
+    compiler = next((found for name in compilers if (found := shutil.which(name))), None)
     if compiler is None or sys.platform == "win32":
         raise FileNotFoundError(f"no C++ compiler among {', '.join(compilers)}")
-    return [compiler, *(chosen.split()[1:] if chosen else [])]
+    return [compiler, *chosen[1:]]
 
 
 def _digest_of_inputs(folder: Path) -> str:

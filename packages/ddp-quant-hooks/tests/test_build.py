@@ -117,6 +117,8 @@ def test_an_editable_install_compiles_only_what_has_changed(tmp_path, monkeypatc
     assert [compiled(), compiled()] == [1, 0]
     library.write_text("another")
     assert [compiled(), compiled()] == [1, 0]
+    (tmp_path / "cpu_kernels.so.record").write_bytes(b"\xff\x00damaged")
+    assert [compiled(), compiled()] == [1, 0]
     (tmp_path / "compiler.version").write_text("2")
     assert [compiled(), compiled()] == [1, 0]
     monkeypatch.setenv("CXX", f"{compiler} -g")

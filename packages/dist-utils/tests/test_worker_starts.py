@@ -1,5 +1,6 @@
 """How a worker starts: ranks agree first, a failed start prevents no later one, threads may race."""
 
+import signal
 import threading
 import time
 from datetime import timedelta
@@ -201,3 +202,85 @@ def test_a_group_that_cannot_be_made_in_time_is_an_error_on_every_rank():
     (_, first), (message, second) = run_ranks(_group_takes_too_long, 2, limit, group_timeout=limit)
     assert f"TimeoutError: the ranks were not connected within {limit + 2:g} s" in message
     assert max(first, second) < limit + patience(5.0)
+
+
+def _stopped_starts(rank):
+    """A signal or another thread stops the first job while it starts: nothing of it is left."""
+    real, groups, threads = torch_compat.new_named_group, len(_groups()), threading.active_count()
+    stopped, found = threading.Event(), []
+
+    def signalled(*arguments, **options):
+        """Make the group behind the signal, on a thread of its own."""
+        while not stopped.wait(0.05):  # one signal may come just before the main thread begins to wait
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
+        return real(*arguments, **options)
+
+    def interrupt(*_):
+        if not stopped.is_set():
+            stopped.set()
+            raise KeyboardInterrupt
+
+    def close(*_):
+        worker.close()
+        stopped.set()
+
+    for handler, error in ((interrupt, KeyboardInterrupt), (close, RuntimeError)):
+        worker = OrderedWorker(name="hook")
+        if rank == 0:
+            stopped.clear()
+            signal.signal(signal.SIGUSR2, handler)
+            torch_compat.new_named_group = signalled
+            with pytest.raises(error, match="hook is closed" if error is RuntimeError else None):
+                worker.submit(_sum)
+            torch_compat.new_named_group = real
+        if rank == 1 or error is KeyboardInterrupt:
+            found.append(_error_of(worker.submit(_sum)))
+            worker.close()
+    # On both ranks: closed when they have agreed, as by another thread.
+    worker = OrderedWorker(name="hook")
+    agree = worker.agree
+    worker.agree = lambda: (agree(), worker.close())[0]
+    with pytest.raises(RuntimeError, match="hook is closed"):
+        worker.submit(_sum)
+    deadline = time.monotonic() + patience(10.0)
+    while threading.active_count() > threads or (GROUPS_END_WITHOUT_GIL and len(_groups()) > groups):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+def _groups():
+    return dist.distributed_c10d._world.pg_map
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
+def test_a_start_that_is_interrupted_or_closed_leaves_nothing():
+    (again,), first = run_ranks(_stopped_starts, 2, group_timeout=patience(10.0))
+    assert "KeyboardInterrupt" in again
+    assert len(first) == 2
+
+
+def _two_threads_fail_to_start(rank):
+    """The group cannot be made, while another thread waits with a job: it does not try again."""
+    tried, gate, messages = [], threading.Barrier(2), []
+
+    def fail(name, *_, **__):
+        tried.append(name)
+        raise OSError("no group")
+
+    torch_compat.new_named_group = fail
+    with OrderedWorker(name="hook") as worker:
+        agree = worker.agree
+        worker.agree = lambda: (agree(), gate.wait())[0]
+        threads = [
+            threading.Thread(target=lambda: messages.append(_error_of(worker.submit(_sum)))) for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return len(tried), ["no group" in message for message in messages]
+
+
+def test_a_group_that_cannot_be_made_is_not_tried_again():
+    assert run_ranks(_two_threads_fail_to_start, 2) == [(1, [True, True])] * 2

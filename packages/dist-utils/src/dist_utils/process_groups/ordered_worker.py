@@ -177,9 +177,7 @@ class OrderedWorker:
                     terms, problem = self._own_terms()
                     self._agreed = require_same_terms(self._process_group, self._name, terms, problem=problem)
                 except Exception as error:
-                    # A copy: raising adds frames, which hold the caller's model.
-                    self._own_error = same_error(error)
-                    drop_frames(self._own_error, clear=False)
+                    self._keep(error)
                     raise
                 self._terms = dict  # it may hold the worker's owner, a cycle
             return self._agreed
@@ -191,17 +189,29 @@ class OrderedWorker:
         except Exception as error:  # noqa: BLE001 - whatever it is
             return {}, error
 
+    def _keep(self, error: BaseException) -> None:
+        """Keep a copy as the first error: raising adds frames, which hold the caller's model."""
+        self._own_error = same_error(error)
+        drop_frames(self._own_error, clear=False)
+
     def _start_thread(self) -> None:
         if self._thread is not None and not self._closed:
             return
-        self.agree()
+        name = self.agree()
         with self._starting:
-            if self._thread is None and self._agreed is not None:
-                thread = WorkerThread(self._private_group(self._agreed), self._name)
+            if self._thread is None and self._own_error is None:
+                try:
+                    thread = WorkerThread(self._private_group(name), self._name)
+                except BaseException as error:  # an interrupt, too: the name must not be used again
+                    self._keep(error)
+                    raise
                 # At garbage collection and, as finalizers do, at interpreter exit.
                 weakref.finalize(self, thread.stop)
                 thread.submit(_await_connections, None, f"{self._name}:connect")
                 self._thread = thread  # not before: a job of another thread must not come first
+        if self._closed:  # meanwhile
+            self.close()
+            raise RuntimeError(f"{self._name} is closed")
 
     def _try(self, begin: Callable[[], object]) -> None:
         """Call ``begin``, and keep its error for this job and all later ones.
@@ -238,10 +248,10 @@ class OrderedWorker:
 
         On torch 2.6 the group ends with ``destroy_process_group``.
 
-        Waits a few seconds at most: a job that hangs on a dead peer is left to its timeout.
+        Waits a few seconds at most: a job that hangs on a dead peer is left to its timeout, and so is another
+        thread that waits for the other ranks with the first job. May be called in a signal handler.
         """
-        with self._starting:
-            self._closed = True
+        self._closed = True  # without the lock: a signal handler may interrupt the thread that holds it
         if self._thread is not None:
             self._thread.stop()
 
@@ -296,19 +306,23 @@ class OrderedWorker:
 def _made_in_time(make: Callable[[], dist.ProcessGroup], seconds: float) -> dist.ProcessGroup:
     """Make a group on a thread of its own; raises ``TimeoutError`` if that takes too long.
 
+    A group that is made after that, or after an interrupt of the caller, is destroyed.
+
     Gloo tries five times to connect to a rank that has given up, each time for the whole timeout; and a new
     connection to a store that is cut off takes minutes to fail.
     """
     turn, made = threading.Lock(), list[dist.ProcessGroup]()
 
+    def drop() -> None:
+        group = made.pop()
+        if torch_compat.GROUPS_END_WITHOUT_GIL:  # else it ends with all the others
+            dist.destroy_process_group(group)
+
     def make_or_drop(store: Any) -> None:
         del store
-        group = make()
-        made.append(group)
+        made.append(make())
         if not turn.acquire(blocking=False):  # the caller has given up
-            made.clear()
-            if torch_compat.GROUPS_END_WITHOUT_GIL:  # else it ends with all the others
-                dist.destroy_process_group(group)
+            drop()
 
     with StoreRequests(torch_compat.default_store(), seconds) as requests:
         try:
@@ -316,6 +330,10 @@ def _made_in_time(make: Callable[[], dist.ProcessGroup], seconds: float) -> dist
         except TimeoutError:
             if turn.acquire(blocking=False):
                 raise TimeoutError(f"the ranks were not connected within {seconds:g} s") from None
+        except BaseException:
+            if not turn.acquire(blocking=False):  # interrupted when it was made
+                drop()
+            raise
     return made.pop()
 
 

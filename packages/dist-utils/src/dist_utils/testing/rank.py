@@ -47,7 +47,9 @@ class Outputs:
     """
 
     def __init__(self) -> None:
-        self._open = [descriptor for descriptor in _OUTPUTS if _is_open(descriptor)]  # before other files are
+        self._open = [
+            descriptor for descriptor in _OUTPUTS if _is_output(descriptor)
+        ]  # before others are open
         self._handed_over: dict[int, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -79,12 +81,12 @@ def _received(handed_over: dict[int, Any]) -> Outputs:
     return outputs
 
 
-def _is_open(descriptor: int) -> bool:
+def _is_output(descriptor: int) -> bool:
+    """Return whether it is open, and no file of the caller that has got the number of a closed output."""
     try:
-        os.fstat(descriptor)
+        return os.get_inheritable(descriptor)
     except OSError:
         return False
-    return True
 
 
 class Failure(NamedTuple):
