@@ -41,6 +41,9 @@ SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20}
 # Multiples of the default number of repeats.
 SHARES = {"1 KiB": 20, "1 MiB": 5, "64 MiB": 1}
 
+TWIN = "pytorch, again"
+"""The same code as the side that ratios are relative to: what differs between the two is noise."""
+
 Call = Callable[[], Any]
 
 
@@ -53,7 +56,7 @@ def sides(x: torch.Tensor, size: int) -> dict[str, dict[str, Call]]:
     out = torch.empty_like(x)
     outs = list(torch.empty_like(x).view(size, -1).unbind(0))
     found: dict[str, dict[str, Call]] = {}
-    for who, module in (("pytorch", nnf), ("ours", dac)):
+    for who, module in (("pytorch", nnf), (TWIN, nnf), ("ours", dac)):
         calls: dict[str, Call] = {
             "all_reduce": lambda module=module: module.all_reduce(x),
             "broadcast": lambda module=module: module.broadcast(x, 0),
@@ -67,6 +70,14 @@ def sides(x: torch.Tensor, size: int) -> dict[str, dict[str, Call]]:
         }
         for name, call in calls.items():
             found.setdefault(name, {})[who] = call
+    # PyTorch returns the caller's buffer, so it must be a new one while anything still needs the last.
+    for who, module in (("pytorch", nnf), ("ours", dac)):
+        found["all_to_all"][f"{who}, new buffer"] = lambda module=module: module.all_to_all(
+            list(torch.empty_like(x).view(size, -1).unbind(0)), list(parts.unbind(0))
+        )
+        found["all_to_all_single"][f"{who}, new buffer"] = lambda module=module: module.all_to_all_single(
+            torch.empty_like(x), x
+        )
     # PyTorch has nothing that takes as little memory: no buffer, no list.
     found["scatter"]["ours, like="] = lambda: dac.scatter(list(parts.unbind(0)), 0, like=own)
     found["all_gather"]["ours, all_gather_stack"] = lambda: dac.all_gather_stack(x)

@@ -18,7 +18,8 @@ _SHORT_BYTES = 64 << 10
 A receive tells the sender to begin, which then writes the message on the thread that sends, under a lock of
 the connection. If that thread loses its core to Gloo's own thread, which spins for the lock, both lose a time
 slice of 4 ms. With sends first, Gloo's thread writes: with busy cores, an exchange of 1 to 64 KiB between two
-ranks took half the time (2 instead of 4 ms), and a bucket of 1 MiB in 8 bits 0.84 of it.
+ranks took half the time (2 instead of 4 ms), and a bucket of 1 MiB in 8 bits 0.84 of it
+(benchmarks/results/message_order.json).
 """
 
 
@@ -97,9 +98,14 @@ def _start(
         def receive() -> list[dist.Work]:
             return [group.recv([tensor], rank, tags[tensor.nbytes]) for rank, tensor in incoming]
 
-        received = receive() if max(tags) > _SHORT_BYTES else None
-        sent = [group.send([tensor], rank, tags[tensor.nbytes]) for rank, tensor in outgoing]
-        return sent + (receive() if received is None else received)
+        def send() -> list[dist.Work]:
+            return [group.send([tensor], rank, tags[tensor.nbytes]) for rank, tensor in outgoing]
+
+        if max(tags) > _SHORT_BYTES:
+            received, sent = receive(), send()
+        else:
+            sent, received = send(), receive()
+        return sent + received
     ranks = dist.get_process_group_ranks(group)
     operations = [
         dist.P2POp(operation, tensor, ranks[rank], group, tags[tensor.nbytes])
