@@ -87,6 +87,14 @@ def build_cpu_kernels():
     return module
 
 
+def test_a_cxx_of_spaces_is_none(tmp_path, monkeypatch):
+    compiler = tmp_path / "c++"
+    compiler.touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "  ")
+    assert build_cpu_kernels().find_compiler() == [str(compiler)]
+
+
 COMPILER = """#!/bin/sh
 case "$*" in *--version) cat "$0.version"; exit;; esac
 echo compiled >> "$0.log"

@@ -13,12 +13,12 @@ from dist_utils.process_groups.groups import runs_on_host
 __all__ = ["Arrival", "start_messages"]
 
 _SHORT_BYTES = 64 << 10
-"""On Gloo, messages up to this length are sent before receives are posted.
+"""On Gloo, messages are sent before receives are posted if none of them is longer.
 
 A receive tells the sender to begin, which then writes the message on the thread that sends, under a lock of
 the connection. If that thread loses its core to Gloo's own thread, which spins for the lock, both lose a time
-slice of 4 ms. With sends first, Gloo's thread writes: with busy cores, an exchange of 1 to 64 KiB between two
-ranks took half the time (2 instead of 4 ms), and a bucket of 1 MiB in 8 bits 0.84 of it
+slice of 4 ms. With sends first, Gloo's thread writes. With busy cores, 1 to 64 KiB between two ranks on
+loopback took half the time (2 instead of 4 ms), and a bucket of 64 KiB in 8 bits among four ranks 0.89 of it
 (benchmarks/results/message_order.json).
 """
 
@@ -39,7 +39,7 @@ def start_messages(
 ) -> Sequence[Arrival]:
     """Start receiving from and sending to several ranks of a group, as one batch.
 
-    The receives of long messages are posted first: on Gloo a message that arrives before its receive was
+    The receives are posted first if a message is long: on Gloo a message that arrives before its receive was
     posted waits for it, and a link that could carry both directions at once carries one after the other (half
     the speed, measured on 1 Gbit/s). On two ranks and more such messages were faster there than
     ``all_to_all`` and ``all_gather`` (19 against 29 ms for both, with 12.5 MiB on four loopback ranks), and
@@ -56,10 +56,10 @@ def start_messages(
         tag: The tag of all these messages. Messages of one tag and length between two ranks arrive in order.
 
     Returns:
-        What to wait for; in this order it is fastest. Empty tensors are not sent, so both sides must agree on
-        which tensors are empty, and on how long the others are. On Gloo a message is not received by a tensor
-        of another length (except by chance, once in 2^30), and both sides wait until the group's timeout.
-        Both sides must use this function; ``dist.recv`` does not receive what it sends.
+        What to wait for: sends first. Empty tensors are not sent, so both sides must agree on which tensors
+        are empty, and on how long the others are. On Gloo a message is not received by a tensor of another
+        length (except by chance, once in 2^30), and both sides wait until the group's timeout. Both sides
+        must use this function; ``dist.recv`` does not receive what it sends.
 
     Raises:
         ValueError: A rank is out of range or this one itself, this one is not in the group, or the group was

@@ -200,15 +200,18 @@ class OrderedWorker:
         name = self.agree()
         with self._starting:
             if self._thread is None and self._own_error is None:
+                thread = None
                 try:
                     thread = WorkerThread(self._private_group(name), self._name)
+                    # At garbage collection and, as finalizers do, at interpreter exit.
+                    weakref.finalize(self, thread.stop)
+                    thread.submit(_await_connections, None, f"{self._name}:connect")
+                    self._thread = thread  # not before: a job of another thread must not come first
                 except BaseException as error:  # an interrupt, too: the name must not be used again
+                    if thread is not None:
+                        thread.stop()
                     self._keep(error)
                     raise
-                # At garbage collection and, as finalizers do, at interpreter exit.
-                weakref.finalize(self, thread.stop)
-                thread.submit(_await_connections, None, f"{self._name}:connect")
-                self._thread = thread  # not before: a job of another thread must not come first
         if self._closed:  # meanwhile
             self.close()
             raise RuntimeError(f"{self._name} is closed")
@@ -306,7 +309,7 @@ class OrderedWorker:
 def _made_in_time(make: Callable[[], dist.ProcessGroup], seconds: float) -> dist.ProcessGroup:
     """Make a group on a thread of its own; raises ``TimeoutError`` if that takes too long.
 
-    A group that is made after that, or after an interrupt of the caller, is destroyed.
+    A group that is made after that, or after an interrupt of the caller's wait, is destroyed.
 
     Gloo tries five times to connect to a rank that has given up, each time for the whole timeout; and a new
     connection to a store that is cut off takes minutes to fail.

@@ -44,8 +44,11 @@ def start_thread(target: Callable[[], object], *, name: str, seconds: float) -> 
             begun.set()
 
     _thread.start_new_thread(start, ())
-    begun.wait(seconds)
-    if turn.acquire(blocking=False):  # the target has not been called, and never will be
+    try:
+        begun.wait(seconds)
+    finally:  # of an interrupted wait, too
+        given_up = turn.acquire(blocking=False)  # then the target has not been called, and never will be
+    if given_up:
         targets.clear()  # CPython leaks the function of a thread that finds no memory for its first call
         if problems:
             raise problems.pop()

@@ -47,9 +47,8 @@ class Outputs:
     """
 
     def __init__(self) -> None:
-        self._open = [
-            descriptor for descriptor in _OUTPUTS if _is_output(descriptor)
-        ]  # before others are open
+        # Now, before other files are open.
+        self._open = [descriptor for descriptor in _OUTPUTS if _is_output(descriptor)]
         self._handed_over: dict[int, Any] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -82,7 +81,10 @@ def _received(handed_over: dict[int, Any]) -> Outputs:
 
 
 def _is_output(descriptor: int) -> bool:
-    """Return whether it is open, and no file of the caller that has got the number of a closed output."""
+    """Return whether it is open and inheritable.
+
+    The caller's own files are not inheritable; one of them may have got the number of a closed output.
+    """
     try:
         return os.get_inheritable(descriptor)
     except OSError:
