@@ -58,7 +58,7 @@ def show_table(seen: dict[str, Any]) -> None:
     columns = ("ms a step [quartiles]", "exposed ms", "speed", "MB sent a step", "loss")
     print(" " * 16 + "{:>24}{:>12}{:>9}{:>16}{:>8}".format(*columns))
     for name, way in ways.items():
-        low, step, high = statistics.quantiles(way["seconds"], n=4)
+        low, step, high = statistics.quantiles(way["seconds"], n=4, method="inclusive")
         time = f"{1e3 * step:.0f} [{1e3 * low:.0f}, {1e3 * high:.0f}]"
         if name == "no communication":
             print(f"{name:<16}{time:>24}")
