@@ -209,7 +209,7 @@ def _stopped_starts(rank):
     real, groups, threads = torch_compat.new_named_group, len(_groups()), threading.active_count()
     stopped, found = threading.Event(), []
 
-    def signalled(*arguments, **options):
+    def signaled(*arguments, **options):
         """Make the group behind the signal, on a thread of its own."""
         while not stopped.wait(0.05):  # one signal may come just before the main thread begins to wait
             signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
@@ -229,7 +229,7 @@ def _stopped_starts(rank):
         if rank == 0:
             stopped.clear()
             signal.signal(signal.SIGUSR2, handler)
-            torch_compat.new_named_group = signalled
+            torch_compat.new_named_group = signaled
             with pytest.raises(error, match="hook is closed" if error is RuntimeError else None):
                 worker.submit(_sum)
             torch_compat.new_named_group = real
