@@ -56,7 +56,7 @@ def start_messages(
         tag: The tag of all these messages. Messages of one tag and length between two ranks arrive in order.
 
     Returns:
-        What to wait for: sends first. Empty tensors are not sent, so both sides must agree on which tensors
+        What to wait for, sends first. Empty tensors are not sent, so both sides must agree on which tensors
         are empty, and on how long the others are. On Gloo a message is not received by a tensor of another
         length (except by chance, once in 2^30), and both sides wait until the group's timeout. Both sides
         must use this function; ``dist.recv`` does not receive what it sends.
