@@ -97,8 +97,8 @@ def _refusals(rank):
     for kind, match, arguments in (
         (TypeError, "floating-point dtype", (ones.long(),)),
         (TypeError, "must be dense", (ones.to_sparse(),)),
-        (ValueError, "share memory", ([ones, ones[1:]],)),
         (ValueError, "share memory", ([square, square.t()],)),
+        (ValueError, "elements of the tensor share memory", (torch.ones(1).expand(3),)),
         (ValueError, "holds no memory", (freed,)),
         (ValueError, "ReduceOp.SUM or ReduceOp.AVG", (ones, dist.ReduceOp.PRODUCT)),
         (TypeError, "resolve|group", (ones, AVG, "world")),
@@ -106,14 +106,14 @@ def _refusals(rank):
         with pytest.raises(kind, match=match):
             all_reduce(*arguments)
     for match, arguments in (
-        ("op is", (ones, (SUM, AVG)[rank])),
-        ("tensors is", (torch.ones(4 + rank),)),
+        ("op is", (ones, (SUM, AVG)[rank], dist.new_group())),
+        ("tensors is", (torch.ones(4 + rank), SUM, dist.new_group())),
         ("wire_dtype is", (ones, AVG, CompressState(wire_dtype=(torch.float16, torch.bfloat16)[rank]))),
     ):
         with pytest.raises(AgreementError, match=match):
             all_reduce(*arguments)
-    with pytest.raises(RuntimeError, match="op is"):
-        all_reduce(ones, (SUM, AVG)[rank], async_op=True).wait()
+        with pytest.raises(RuntimeError, match=match):
+            all_reduce(*arguments, async_op=True).wait()
     wire = CompressState(wire_dtype=torch.bfloat16, accumulate="fp32")
     with torch.inference_mode():
         all_reduce([square.t()], AVG, wire)

@@ -4,13 +4,11 @@ import pytest
 import torch
 from hook_buckets import HOOKS, error_bound, make_bucket, run_hook
 
-from ddp_compress_hooks import ring
 from dist_utils.testing import run_ranks
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 # Several 16-bit pieces, not divisible by the world size; and fewer elements than ranks.
 SIZES = {"large": [5_000_003, 2], "small": [100_003, 2]}
-SMALL_PIECE_BYTES = 1 << 15
 
 
 def _inputs(world_size, dtype, size):
@@ -19,8 +17,6 @@ def _inputs(world_size, dtype, size):
 
 
 def _run_all(rank, world_size, sizes):
-    if sizes == "small":
-        ring._PIECE_BYTES_PER_RANK = SMALL_PIECE_BYTES
     bucket = make_bucket()
     seen = {}
     for dtype in DTYPES:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_utils.comm_hooks import require_same_bucket, same_buckets
+from dist_utils import AgreementError
+from dist_utils.comm_hooks import require_same_bucket
 from dist_utils.testing import patience, run_ranks
 from dist_utils.torch_compat import default_store
 
@@ -19,10 +20,10 @@ def _model(layers=4):
 
 
 def _hook_of(title, **options):
-    def hook(_, bucket):
+    def hook(group, bucket):
         future: torch.futures.Future = torch.futures.Future()
         try:
-            require_same_bucket(None, title, options, bucket)
+            require_same_bucket(group, title, options, bucket)
         except RuntimeError as error:
             text = str(error)
 
@@ -42,23 +43,24 @@ def _step(ddp):
     ddp(torch.ones(2, 90)).sum().backward()
 
 
-def _wrap(hook, **options):
+def _wrap(hook, group=None, **options):
     ddp = DistributedDataParallel(_model(), **options)
-    ddp.register_comm_hook(None, hook)
+    ddp.register_comm_hook(group, hook)
     return ddp
 
 
 def _differ(rank):
     """Whatever differs is named: options, hooks, buckets; even if other models have used them before."""
-    for title, bits in (("a", 8), ("b", 8), ("a", 4)):
-        _step(_wrap(_hook_of(title, bits=bits)))
     messages = []
     for hook in (
         _hook_of("ab"[rank == 1], bits=8),
         _hook_of("a", bits=4 if rank == 1 else 8),
     ):
+        group = dist.new_group()
+        for title, bits in (("a", 8), ("b", 8), ("a", 4)):
+            _step(_wrap(_hook_of(title, bits=bits), group))
         with pytest.raises(RuntimeError) as caught:
-            _step(_wrap(hook))
+            _step(_wrap(hook, group))
         messages.append(str(caught.value))
     caps = _wrap(
         _hook_of("a", bits=8), bucket_cap_mb=0.07 if rank == 1 else 0.03, find_unused_parameters=True
@@ -75,28 +77,6 @@ def test_what_differs_between_ranks_is_named_on_every_rank(world_size):
         assert f"a on {others}, b on rank 1" in hook
         assert f"bits is 8 on {others}, 4 on rank 1" in option
         assert "values in the bucket is " in bucket
-
-
-def _swapped(rank):
-    """All ranks have used two hooks in turn around one network; now some ranks use one and some the other."""
-    net = _model(1)
-
-    def step(title):
-        ddp = DistributedDataParallel(net)
-        ddp.register_comm_hook(None, _hook_of(title))
-        _step(ddp)
-
-    step("a")
-    step("b")
-    with pytest.raises(RuntimeError) as caught:
-        step("ab"[rank])
-    return str(caught.value)
-
-
-def test_hooks_that_were_used_one_after_another_are_not_taken_for_each_other():
-    limit = patience(3.0)
-    asked, _ = run_ranks(_swapped, 2, group_timeout=limit)
-    assert f"ranks [0] came within {limit:g} s, ranks [1] did not" in asked
 
 
 def _late(rank, limit):
@@ -133,47 +113,30 @@ class _Bucket:
         return [self._parameter]
 
 
-def _hook_inside_of_a_hook(state, bucket):
-    require_same_bucket(None, "outer", {}, bucket)
-    return _hook_of("inner")(state, bucket)
-
-
 def _known(rank):
-    """A known bucket is not compared again: one rank alone returns."""
+    """A known bucket is not compared again: one rank alone returns. A refusal is raised again."""
     parameter = torch.nn.Parameter(torch.ones(3))
-    require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
     second = torch.nn.Parameter(torch.ones(3))
-    require_same_bucket(None, "hook", {"bits": 8}, _Bucket(second, index=1))
+    for title in ("one", "two"):
+        require_same_bucket(None, title, {"bits": 8}, _Bucket(parameter))
+        require_same_bucket(None, title, {"bits": 8}, _Bucket(second, index=1))
     if rank == 0:
-        require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
+        for title in ("two", "one", "two"):
+            require_same_bucket(None, title, {"bits": 8}, _Bucket(parameter))
     dist.barrier()
     other = _Bucket(torch.nn.Parameter(torch.ones(3 + rank)))
-    with pytest.raises(RuntimeError, match="values in the bucket is 3 on rank 0, 4 on rank 1"):
-        require_same_bucket(None, "hook", {"bits": 8}, other)
-    # The rest of that pass is refused; the next one, which begins again at index 0, is not.
-    with pytest.raises(RuntimeError, match="values in the bucket is 3 on rank 0, 4 on rank 1"):
-        require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter, index=1))
-    require_same_bucket(None, "hook", {"bits": 8}, _Bucket(parameter))
-    if rank == 0:  # other known buckets of it pass, too; the failure is forgotten
-        require_same_bucket(None, "hook", {"bits": 8}, _Bucket(second, index=1))
-    # Two hooks in turns, outside of backward passes, are compared once each.
-    require_same_bucket(None, "one", {}, _Bucket(parameter))
-    require_same_bucket(None, "two", {}, _Bucket(parameter))
-    if rank == 0:
-        require_same_bucket(None, "one", {}, _Bucket(parameter))
+    differ = "values in the bucket is 3 on rank 0, 4 on rank 1"
+    with pytest.raises(AgreementError, match=differ):
+        require_same_bucket(None, "one", {"bits": 8}, other)
+    if rank == 0:  # without another comparison, for any bucket of the group
+        for _ in range(2):
+            with pytest.raises(AgreementError, match=differ):
+                require_same_bucket(None, "one", {"bits": 8}, _Bucket(parameter))
     dist.barrier()
-    # So are hooks inside hooks, in backward passes.
-    asked = []
-    same_buckets.require_same_terms = lambda group, title, terms: asked.append(title)
-    ddp = _wrap(_hook_inside_of_a_hook)
-    for _ in range(4):
-        _step(ddp)
-    first_and_rebuilt = asked.count("outer")
-    assert first_and_rebuilt <= 2 * 5
-    assert asked == ["outer", "inner"] * first_and_rebuilt
+    require_same_bucket(dist.new_group(), "one", {"bits": 8}, _Bucket(parameter))
 
 
-def test_a_bucket_is_compared_once():
+def test_a_bucket_is_compared_once_and_a_refusal_is_raised_again():
     run_ranks(_known, 2)
 
 

@@ -191,3 +191,60 @@ def test_a_store_that_does_not_answer_is_an_error_at_the_timeout():
     for text, seconds in run_ranks(_store_stops, 2, port, limit, backend=None, timeout=60):
         assert f"AgreementError: after: the store did not answer within {limit:g} s" in text
         assert seconds < limit + patience(5.0)
+
+
+def _keys_and_threads(rank, agreements):
+    """Many agreements, among them failed ones, leave nothing in the store and start no thread."""
+    store = dist.distributed_c10d._get_default_store()
+    require_same_terms(None, "first")
+    dist.barrier()
+    keys, threads = store.num_keys(), threading.active_count()
+    dist.barrier()
+    for number in range(agreements):
+        assert "Error" not in _caught("hook", {"number": number})
+    assert "differs" in _caught("hook", {"rank": rank})
+    dist.barrier()
+    return store.num_keys() - keys, threading.active_count() - threads
+
+
+@pytest.mark.parametrize("agreements", [300, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_agreements_leave_no_key_and_no_thread(agreements):
+    assert run_ranks(_keys_and_threads, 3, agreements, timeout=200) == [(0, 0)] * 3
+
+
+class _NotShown:
+    def __init__(self, error):
+        self._error = error
+
+    def __repr__(self):
+        raise self._error
+
+
+def _odd_terms(rank):
+    """Equal terms in another order are equal; whatever a rank cannot say is told to the others."""
+    numbers = list(range(50)) if rank else list(reversed(range(50)))
+    seen = {"nested": _caught("hook", {"sets": [{str(number) for number in numbers}, {"a": set(numbers)}]})}
+    for name, wrong in (
+        ("names", {"terms": {1: "a"}}),
+        ("negative", {"timeout": timedelta(seconds=-1)}),
+        ("silent", {"terms": {"a": _NotShown(LookupError("no text"))}}),
+        ("exits", {"terms": {"a": _NotShown(SystemExit(3))}}),
+    ):
+        try:
+            seen[name] = _caught("hook", **(wrong if rank else {"terms": {"a": 1}}))
+        except (TypeError, LookupError, SystemExit) as error:
+            seen[name] = f"{type(error).__name__}: {error}"
+    return seen
+
+
+def test_equal_terms_are_equal_in_any_order_and_problems_are_told():
+    first, second = run_ranks(_odd_terms, 2)
+    assert first["nested"] == second["nested"]
+    assert "Error" not in first["nested"]
+    for name, kind in (("names", "TypeError"), ("negative", "ValueError"), ("silent", "LookupError")):
+        assert second[name].startswith(kind)
+        assert first[name] == f"AgreementError: hook: rank 1 cannot go on: {second[name]}"
+    assert (first["exits"], second["exits"]) == (
+        "AgreementError: hook: rank 1 cannot go on: SystemExit: 3",
+        "SystemExit: 3",
+    )

@@ -151,59 +151,6 @@ def test_threads_on_groups_of_their_own_do_not_wait_for_each_other():
     assert run_ranks(_two_threads_cross, 2, group_timeout=patience(10.0)) == [{0: 2.0, 1: 2.0}] * 2
 
 
-def _thread_does_not_begin(rank, name):
-    """A thread finds no memory for its first call, and vanishes: Python itself would wait for it forever."""
-    begin = threading.Thread._bootstrap
-    threading.Thread._bootstrap = lambda thread: (rank == 1 and thread.name == name) or begin(thread)
-    worker, start = OrderedWorker(name="hook"), time.monotonic()
-    message = _error_of(worker.submit(_sum))
-    seconds = time.monotonic() - start
-    worker.close()
-    return message, seconds
-
-
-@pytest.mark.parametrize("name", ["store requests", "hook"])
-def test_a_thread_that_does_not_begin_is_an_error_on_every_rank(name):
-    limit = patience(2.0)
-    (_, first), (message, second) = run_ranks(_thread_does_not_begin, 2, name, group_timeout=limit)
-    assert f"the thread '{name}' did not begin within {limit:g} s" in message
-    assert max(first, second) < limit + patience(5.0)
-
-
-def _group_takes_too_long(rank, limit):
-    """The store is cut off while a rank makes the worker's group, which it can make when nobody wants it."""
-    real, done = torch_compat.new_named_group, threading.Event()
-
-    def late(*arguments, **options):
-        time.sleep(2 * limit + 4.0)
-        try:
-            return real(f"late on {rank}", [rank], **options)
-        finally:
-            done.set()
-
-    if rank == 1:
-        torch_compat.new_named_group = late
-    groups = len(dist.distributed_c10d._world.pg_map)
-    worker, start = OrderedWorker(name="hook"), time.monotonic()
-    message = _error_of(worker.submit(_sum))
-    seconds = time.monotonic() - start
-    worker.close()
-    if rank == 1:
-        done.wait()
-        deadline = time.monotonic() + patience(10.0)
-        while GROUPS_END_WITHOUT_GIL and len(dist.distributed_c10d._world.pg_map) > groups:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    return message, seconds
-
-
-def test_a_group_that_cannot_be_made_in_time_is_an_error_on_every_rank():
-    limit = patience(2.0)
-    (_, first), (message, second) = run_ranks(_group_takes_too_long, 2, limit, group_timeout=limit)
-    assert f"TimeoutError: the ranks were not connected within {limit + 2:g} s" in message
-    assert max(first, second) < limit + patience(5.0)
-
-
 def _stopped_starts(rank):
     """A signal or another thread stops the first job while it starts: nothing of it is left."""
     real, groups, threads = torch_compat.new_named_group, len(_groups()), threading.active_count()

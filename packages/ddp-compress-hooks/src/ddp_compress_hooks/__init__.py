@@ -1,8 +1,8 @@
 """Average gradients in 32 or 16 bits: hooks for DistributedDataParallel, and a collective."""
 
-from ddp_compress_hooks.collectives import all_reduce
 from ddp_compress_hooks.hooks import allreduce_hook, bf16_compress_hook, compress_hook, fp16_compress_hook
 from ddp_compress_hooks.state import CompressState
+from ddp_compress_hooks.tensors import all_reduce
 from ddp_compress_hooks.wrappers import CommHook, bf16_compress_wrapper, fp16_compress_wrapper
 
 __all__ = [
@@ -17,4 +17,4 @@ __all__ = [
     "fp16_compress_wrapper",
 ]
 
-__version__ = "0.3.1"
+__version__ = "1.0.0.dev0"

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from ddp_compress_hooks.payload import Clamp, largest_share_for_fp32_sum
+from ddp_compress_hooks.averaging import Clamp, encode, largest_share, largest_share_for_fp32_sum
 from ddp_compress_hooks.state import CompressState
 from dist_utils import torch_compat
-from dist_utils.finite_means import held_mean, held_shares, held_sum, largest_share
 
 __all__ = ["average"]
 
@@ -30,24 +29,22 @@ def average(
         average(state, group, torch.view_as_real(gradient), wire_dtype)
         return gradient
     wire_dtype = wire_dtype or gradient.dtype
-    share = gradient.to(torch.promote_types(gradient.dtype, wire_dtype)) / world_size
-    in_fp32 = state.sums_in_fp32(wire_dtype)
-    limit = largest_share_for_fp32_sum if in_fp32 else largest_share
-    clamp = state.clamp(limit(wire_dtype, world_size))
-    payload = (share if clamp is None else clamp(share)).to(wire_dtype)
-    if in_fp32:
-        mean = _sum_in_fp32(payload, group, state.clamp(torch.finfo(wire_dtype).max))
-    else:
-        mean = torch_compat.functional_all_reduce(held_shares(payload, world_size), group)
-    return gradient.copy_(held_mean(mean, gradient.dtype))
+    if state.sums_in_fp32(wire_dtype):
+        limit = largest_share_for_fp32_sum(wire_dtype, world_size)
+        return gradient.copy_(
+            _exchange_sums(encode(gradient, world_size, wire_dtype, state.clamp, limit), group, state.clamp)
+        )
+    share = encode(gradient, world_size, wire_dtype, state.clamp, largest_share(wire_dtype, world_size))
+    return gradient.copy_(torch_compat.functional_all_reduce(share, group))
 
 
-def _sum_in_fp32(payload: torch.Tensor, group: dist.ProcessGroup, clamp: Clamp | None) -> torch.Tensor:
+def _exchange_sums(share: torch.Tensor, group: dist.ProcessGroup, clamp: Clamp | None) -> torch.Tensor:
+    """Return the sums of all ranks' shares, computed in fp32."""
     world_size = group.size()
-    padded = pad(payload.flatten(), (0, -payload.numel() % world_size))
+    padded = pad(share.flatten(), (0, -share.numel() % world_size))
     received = torch_compat.functional_all_to_all_single(padded, group)
     total = received.view(world_size, -1).sum(0, dtype=torch.float32)
-    total = held_sum(total if clamp is None else clamp(total), world_size, payload.dtype)
-    shard = total.to(payload.dtype)
-    gathered = torch_compat.functional_all_gather(shard, group)
-    return gathered[: payload.numel()].view_as(payload)
+    if clamp is not None:
+        total = clamp(total, torch.finfo(share.dtype).max)
+    gathered = torch_compat.functional_all_gather(total.to(share.dtype), group)
+    return gathered[: share.numel()].view_as(share)

@@ -5,15 +5,15 @@
 import torch
 import torch.distributed as dist
 
-from ddp_compress_hooks import compiled, ring, two_shot
-from ddp_compress_hooks.state import CompressState, HookState, as_state
+from ddp_compress_hooks import compiled
+from ddp_compress_hooks.averaging import all_reduce_mean, exchange_mean, sparse_mean
+from ddp_compress_hooks.state import CompressState, GroupOrState, as_state
 from dist_utils.comm_hooks import (
     buckets_only,
     check_gradient_dtype,
     completed_future,
     failed_future,
     is_pair,
-    require_same_bucket,
 )
 from dist_utils.torch_compat import GradBucket, profiler_range
 
@@ -26,7 +26,7 @@ __all__ = [
 
 
 @buckets_only
-def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def allreduce_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in its own dtype, as DDP does without a hook.
 
     Args:
@@ -36,8 +36,8 @@ def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.future
         bucket: From DDP: fp16, bf16, fp32, fp64 or complex; dense or sparse.
 
     Returns:
-        A future of ``bucket.buffer()`` holding the mean, finite where all ranks' values are. At world size 1
-        and for an empty bucket it is complete, and nothing is sent.
+        A future of ``bucket.buffer()`` holding the mean. At world size 1 and for an empty bucket it is
+        complete, and nothing is sent.
 
     Raises:
         TypeError: The bucket is not of a floating-point dtype, or ``process_group`` is not a group;
@@ -64,7 +64,7 @@ def allreduce_hook(process_group: HookState, bucket: GradBucket) -> torch.future
 
 
 @buckets_only
-def compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def compress_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in the wire dtype of its state.
 
     Args:
@@ -83,8 +83,8 @@ def compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures
         RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
-        Each rank sends ``2 (W - 1) / W`` times the bucket's elements in the wire dtype's size. On CPUs a
-        payload narrower than the bucket takes no extra memory.
+        Each rank sends ``2 (W - 1) / W`` times the bucket's elements in the wire dtype's size, and takes
+        memory for them.
 
     Example:
         >>> state = CompressState(wire_dtype=torch.bfloat16, accumulate="fp32")  # doctest: +SKIP
@@ -95,7 +95,7 @@ def compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures
 
 
 @buckets_only
-def fp16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def fp16_compress_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in ``torch.float16``: half the bytes of fp32, 11 bits of precision, up to 65504.
 
     The gradient is divided by the world size before it is cast, so a value overflows to infinity only if
@@ -118,8 +118,8 @@ def fp16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
         RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
-        Half the bytes of fp32: each rank sends ``2 (W - 1) / W`` times 2 bytes per value. On CPUs no extra
-        memory.
+        Half the bytes of fp32: each rank sends ``2 (W - 1) / W`` times 2 bytes per value. 2 bytes per value
+        of memory.
 
     Source:
         ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook``.
@@ -131,7 +131,7 @@ def fp16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
 
 
 @buckets_only
-def bf16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def bf16_compress_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket in ``torch.bfloat16``: half the bytes of fp32, 8 bits of precision, the same range.
 
     Works wherever the backend sums bfloat16, Gloo included.
@@ -152,8 +152,8 @@ def bf16_compress_hook(process_group: HookState, bucket: GradBucket) -> torch.fu
         RuntimeError: A peer failed; raised by ``backward()``.
 
     Cost:
-        Half the bytes of fp32: each rank sends ``2 (W - 1) / W`` times 2 bytes per value. On CPUs no extra
-        memory.
+        Half the bytes of fp32: each rank sends ``2 (W - 1) / W`` times 2 bytes per value. 2 bytes per value
+        of memory.
 
     Source:
         ``torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook``.
@@ -190,23 +190,25 @@ def _average(
         check_gradient_dtype(buffer)
         if group.size() == 1 or buffer.numel() == 0:
             return completed_future(buffer)
-        on_worker = not buffer.is_sparse and state.sums_in_fp32(wire_dtype or buffer.dtype)
         try:
-            require_same_bucket(group, name, state.terms(), bucket)
-            if on_worker:  # each state has its own worker
-                require_same_bucket(group, name, {"state": state.worker.agree()}, bucket)
+            state.require_same_bucket(name, bucket)
         except RuntimeError as error:
             return failed_future(error, buffer)
         if buffer.is_sparse:
-            return ring.average_sparse(group, buffer)
+            return sparse_mean(group, buffer)
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
         wire_dtype = wire_dtype or values.dtype
-        if not on_worker:
-            return ring.average(state, group, buffer, values, wire_dtype)
+        if not state.sums_in_fp32(wire_dtype):
+            return all_reduce_mean(group, values, wire_dtype, state.clamp).then(lambda done: _give(done, buffer))
 
         def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-            two_shot.average(state, private_group, values, wire_dtype)
+            exchange_mean(private_group, values, wire_dtype, state.clamp)
             return buffer
 
         job_name = f"{name}:average_bucket_{bucket.index()}"
         return state.worker.submit(job, device=buffer.device, name=job_name)
+
+
+def _give(done: torch.futures.Future[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
+    done.value()  # raises the collective's error
+    return buffer

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ddp_optim_overlap.errors import CommunicationError, OverlapError
 from ddp_optim_overlap.report import StepReport
 from dist_utils import OrderedWorker
-from dist_utils.process_groups import drop_frames, same_error
+from dist_utils.process_groups import same_error
 
 __all__ = ["FirstError"]
 
@@ -36,12 +36,12 @@ class FirstError:
         if first is None:
             if cause is not None:
                 error.__cause__ = cause
-            first = self._error = _without_frames(error)
+            first = self._error = _copied(error)
         return _copied(first)
 
     def refuse(self, error: OverlapError) -> OverlapError:
         """Keep this as the refusal, and return what is kept."""
-        self.refusal = _without_frames(error)
+        self.refusal = _copied(error)
         return self.refusal
 
     def raise_if_any(self) -> None:
@@ -66,9 +66,3 @@ class FirstError:
 def _copied(error: OverlapError) -> OverlapError:
     copied = same_error(error)
     return copied if isinstance(copied, OverlapError) else error
-
-
-def _without_frames(error: OverlapError) -> OverlapError:
-    copied = _copied(error)
-    drop_frames(copied, clear=False)
-    return copied

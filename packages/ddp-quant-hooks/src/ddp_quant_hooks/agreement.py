@@ -8,7 +8,6 @@ import torch
 
 from ddp_quant_hooks.resume import Bucket
 from dist_utils import OrderedWorker
-from dist_utils.comm_hooks import require_same_bucket, require_same_call
 
 __all__ = ["Agreement"]
 
@@ -41,7 +40,7 @@ class Agreement:
         """
         buffer = bucket.buffer()
         self.first = f"{buffer.numel()} values of {buffer.dtype}"
-        require_same_bucket(worker.process_group, self._name, {"state": worker.agree()}, bucket)
+        worker.require_same_bucket(self._name, {}, bucket)
 
     def on_call(
         self,
@@ -58,8 +57,6 @@ class Agreement:
             terms: What must be identical on all ranks, by name.
             tensors: The tensors of the call.
         """
-        what = [(tensor.numel(), tensor.dtype, tensor.device.type) for tensor in tensors]
-        summary = f"{what[0][0]} values of {what[0][1]}" + (f" and {len(what) - 1} more" if what[1:] else "")
-        self.first = f"{call}() of {summary}"
-        terms = {**terms, "tensors": what, "state": worker.agree()}
-        require_same_call(worker.process_group, call, terms, owner=worker)
+        more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
+        self.first = f"{call}() of {tensors[0].numel()} values of {tensors[0].dtype}{more}"
+        worker.require_same_call(call, terms, tensors)

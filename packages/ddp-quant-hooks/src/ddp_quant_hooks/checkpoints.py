@@ -238,7 +238,7 @@ class ResidualCheckpoints(BoundModel):
             raise ValueError(f"{name} must be one of the group's ranks {ranks}, got {rank!r}")
 
     def _agree(self, call: str, problem: Exception | None) -> None:
-        require_same_tensors(self.process_group, TensorClaim.of([], [], call, problem), problem)
+        require_same_tensors(self.process_group, TensorClaim([], call), problem)
 
     def _refuse_inside_backward(self, call: str) -> None:
         if inside_backward():

@@ -9,12 +9,14 @@ from dist_utils.comm_hooks.buckets import (
     failed_future,
     is_pair,
 )
-from dist_utils.comm_hooks.same_buckets import require_same_bucket, require_same_call
+from dist_utils.comm_hooks.hook_state import HookState
 from dist_utils.comm_hooks.tensor_calls import checked_operation, checked_tensors, same_kind
+from dist_utils.process_groups.known_terms import require_same_bucket, require_same_call
 
 __all__ = [
     "BucketWatch",
     "CommHook",
+    "HookState",
     "buckets_only",
     "check_gradient_dtype",
     "checked_operation",

@@ -50,8 +50,7 @@ def buckets_only(hook: _Hook) -> _Hook:
         if any(isinstance(argument, torch.Tensor) for argument in arguments):
             raise TypeError(
                 f"{hook.__name__} averages buckets of DistributedDataParallel, and FullyShardedDataParallel "
-                "(FSDP1) has none: use fully_shard (FSDP2), where MixedPrecisionPolicy(reduce_dtype=...) "
-                "reduces in 16 bits, and ddp_quant_hooks.fsdp.quantize_all_reduce in 8 or 4"
+                "(FSDP1) has none: use fully_shard (FSDP2), which has options and hooks of its own"
             )
         return hook(*arguments, **named)
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from dist_utils.process_groups.groups import global_rank
-from dist_utils.process_groups.plain_data import all_gather_plain
-from dist_utils.process_groups.terms import AgreementError
+from dist_utils.process_groups.agreement import AgreementError
+from dist_utils.process_groups.messages import all_gather_plain
 from dist_utils.torch_compat import copy_flat
 
 __all__ = ["are_ordinary", "broadcast_tensors", "why_not_sendable"]

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from dist_utils.module_state.broadcasts import are_ordinary, broadcast_tensors, why_not_sendable
-from dist_utils.module_state.overlapping_memory import named_with_overlaps
 from dist_utils.process_groups.groups import GroupLike, device_types, resolve_group
 from dist_utils.process_groups.matching_tensors import TensorClaim, require_same_tensors
 
@@ -153,9 +152,9 @@ def _sync(
     group = resolve_group(process_group)
     problem = problem or _problem(group, tensors, names, bucket_bytes, src)
     if verify:
-        compared = names if problem is not None else named_with_overlaps(names, tensors)
         arguments = f"broadcast_bucket_size {bucket_bytes!r}, src {src!r}"
-        require_same_tensors(group, TensorClaim.of(tensors, compared, arguments, problem), problem)
+        claim = TensorClaim([]) if problem is not None else TensorClaim.of(tensors, names, arguments)
+        require_same_tensors(group, claim, problem)
     elif problem is not None:
         raise problem
     broadcast_tensors(group, tensors, bucket_bytes, src)

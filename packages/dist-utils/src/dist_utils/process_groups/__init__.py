@@ -1,5 +1,7 @@
 """Process groups: their ranks, agreement between ranks, messages between two of them, work in order."""
 
+from dist_utils.process_groups.agreement import AgreementError, require_same_terms
+from dist_utils.process_groups.errors import drop_frames, same_error
 from dist_utils.process_groups.groups import (
     GroupLike,
     collective_device,
@@ -11,17 +13,14 @@ from dist_utils.process_groups.groups import (
     resolve_group,
     runs_on_host,
 )
-from dist_utils.process_groups.kept_errors import drop_frames, same_error
 from dist_utils.process_groups.matching_tensors import (
     TensorClaim,
     TensorMismatchError,
     require_same_tensors,
     verify_param_shape_across_processes,
 )
-from dist_utils.process_groups.messages import Arrival, start_messages
+from dist_utils.process_groups.messages import Arrival, all_gather_plain, start_messages
 from dist_utils.process_groups.ordered_worker import OrderedWorker
-from dist_utils.process_groups.plain_data import all_gather_plain
-from dist_utils.process_groups.terms import AgreementError, require_same_terms
 
 __all__ = [
     "AgreementError",

@@ -41,7 +41,8 @@ def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
     Raises:
         RuntimeError: There is no default process group yet.
         TypeError: ``group`` is none of the three.
-        ValueError: This rank is not a member of ``group``, or the mesh has several dimensions.
+        ValueError: This rank is not a member of ``group``, the group was destroyed, or the mesh has several
+            dimensions.
 
     Example:
         >>> resolve_group(None) is dist.group.WORLD  # doctest: +SKIP
@@ -71,7 +72,14 @@ def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
             "a group must be None, a ProcessGroup or a one-dimensional DeviceMesh, "
             f"got {type(group).__name__}"
         )
-    if dist.get_rank(group) < 0:
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        raise ValueError(
+            "the process group was destroyed: whatever was made for it, such as a hook's state, must be made "
+            "anew"
+        ) from error
+    if rank < 0:
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of the process group with ranks "
             f"{dist.get_process_group_ranks(group)}"

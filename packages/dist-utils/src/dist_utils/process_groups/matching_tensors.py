@@ -1,9 +1,8 @@
-"""Check that all ranks hold tensors of the same kinds; every rank gets the same answer."""
+"""Tensors as what ranks agree on: their kinds, not their values."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,10 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
-from dist_utils.process_groups.plain_data import all_gather_plain
-from dist_utils.process_groups.terms import error_text
-from dist_utils.torch_compat import all_gather_single
+from dist_utils.process_groups.agreement import AgreementError, Claim, compare
+from dist_utils.process_groups.groups import GroupLike, resolve_group
 
 __all__ = [
     "TensorClaim",
@@ -24,7 +21,7 @@ __all__ = [
 ]
 
 
-class TensorMismatchError(RuntimeError):
+class TensorMismatchError(AgreementError):
     """Ranks hold different numbers of tensors, or tensors of another name, shape, dtype, stride or kind."""
 
 
@@ -34,20 +31,14 @@ class TensorClaim(NamedTuple):
     Attributes:
         tensors: Name and description of each tensor.
         arguments: The arguments of the call, where they must be equal.
-        problem: Why this rank cannot go on, if so.
     """
 
     tensors: list[tuple[str, str]]
     arguments: str = ""
-    problem: str = ""
 
     @classmethod
-    def of(
-        cls, tensors: Sequence[Any], names: Sequence[str], arguments: str = "", problem: object = None
-    ) -> TensorClaim:
-        """Describe tensors, or only what is wrong."""
-        if problem is not None:
-            return cls([], arguments, error_text(problem))
+    def of(cls, tensors: Sequence[Any], names: Sequence[str], arguments: str = "") -> TensorClaim:
+        """Describe tensors."""
         return cls(list(zip(names, _descriptions(tensors), strict=True)), arguments)
 
 
@@ -71,13 +62,14 @@ def verify_param_shape_across_processes(
 
     Raises:
         TensorMismatchError: On every rank, with the same message: the first tensor that differs, and what
-            two ranks have there; or what is wrong on another rank.
-        TypeError: Something in ``tensors`` is not a tensor; the other ranks get a ``TensorMismatchError``.
+            two ranks have there; or what is wrong on another rank, or which ranks did not come.
+        TypeError: Something in ``tensors`` is not a tensor, or in ``names`` not a string; the other ranks get
+            a ``TensorMismatchError``.
         ValueError: There are not as many names as tensors (the other ranks likewise get a
             ``TensorMismatchError``); or this rank is not in the group.
 
     Cost:
-        One all-gather of 33 bytes a rank; only if they differ, another one of descriptions.
+        As :func:`dist_utils.require_same_terms`: the descriptions travel only if they differ.
 
     Source:
         ``torch.distributed.utils._verify_param_shape_across_processes``, which on a mismatch lets rank 0
@@ -87,83 +79,61 @@ def verify_param_shape_across_processes(
         >>> verify_param_shape_across_processes(None, list(model.parameters()))  # doctest: +SKIP
     """
     group = resolve_group(process_group)
-    problem: Exception | None = None
+    claim, problem = TensorClaim([]), None
     try:
         claim = _claim_of(list(tensors), None if names is None else list(names))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error
-        claim = TensorClaim.of([], [], problem=problem)
     require_same_tensors(group, claim, problem, logger)
 
 
-def _claim_of(tensors: list[Any], names: list[str] | None) -> TensorClaim:
+def _claim_of(tensors: list[Any], names: list[Any] | None) -> TensorClaim:
     """Return this rank's claim; raises if the arguments are wrong."""
     for index, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}, not a tensor")
-    if names is not None and len(names) != len(tensors):
+    if names is None:
+        return TensorClaim.of(tensors, [""] * len(tensors))
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"names must be strings, got a {type(name).__name__}")
+    if len(names) != len(tensors):
         raise ValueError(f"{len(names)} names for {len(tensors)} tensors")
-    return TensorClaim.of(tensors, [""] * len(tensors) if names is None else names)
+    return TensorClaim.of(tensors, names)
 
 
 def require_same_tensors(
-    group: dist.ProcessGroup, claim: TensorClaim, problem: Exception | None = None, logger: Any = None
+    group: dist.ProcessGroup, claim: TensorClaim, problem: BaseException | None = None, logger: Any = None
 ) -> None:
     """Return if all ranks claim the same and none has a problem; otherwise raise on every rank.
 
     A rank with a problem raises that, after it has told the others.
+
+    Raises:
+        TensorMismatchError: Claims differ, or another rank has a problem or did not come.
     """
-    message = None if group.size() == 1 else _disagreement(group, claim)
-    if message is not None and logger is not None:
-        logger.set_error_and_log(message)
-    if problem is not None:
-        raise problem
-    if message is not None:
-        raise TensorMismatchError(message)
-
-
-def _disagreement(group: dist.ProcessGroup, claim: TensorClaim) -> str | None:
-    # A digest first: nearly always all are equal. One more byte says whether there is a problem: equal
-    # problems on all ranks are no agreement.
-    digest = hashlib.sha256(repr(claim).encode()).digest() + bytes([bool(claim.problem)])
-    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(collective_device(group))
-    digests = own.new_empty(group.size() * len(digest))
-    all_gather_single(digests, own, group)
-    rows = digests.view(group.size(), -1)
-    if bool((rows == own).all()) and not claim.problem:
-        # All equal to mine: true on one rank if and only if on every rank.
-        return None
-    everyone = [_claim_from(sent) for sent in all_gather_plain(group, claim)]
-    return _first_difference(everyone, dist.get_process_group_ranks(group))
-
-
-def _claim_from(sent: Any) -> TensorClaim:
-    """Return the claim that a rank has sent, or one whose problem says that it is invalid."""
     try:
-        tensors, arguments, problem = sent
-        named = [(str(name), str(description)) for name, description in tensors]
-        return TensorClaim(named, str(arguments), str(problem))
-    except (TypeError, ValueError):
-        return TensorClaim([], problem="it sent data that does not describe tensors")
+        compare(group, Claim("", claim), _different_tensors, problem=problem)
+    except AgreementError as error:
+        if logger is not None:
+            logger.set_error_and_log(str(error))
+        if error is problem:
+            raise
+        raise TensorMismatchError(str(error)) from None
 
 
-def _first_difference(everyone: list[TensorClaim], ranks: list[int]) -> str:
-    for rank, claim in zip(ranks, everyone, strict=True):
-        if claim.problem:
-            return f"rank {rank} cannot go on: {claim.problem}"
+def _different_tensors(claims: list[Claim], ranks: list[int]) -> str:
+    everyone = [TensorClaim(*claim.body) for claim in claims]
     first = everyone[0]
     for rank, claim in zip(ranks, everyone, strict=True):
         if claim.arguments != first.arguments:
             return f"rank {ranks[0]} was called with {first.arguments}, rank {rank} with {claim.arguments}"
-    different = (
+    position, other = next(
         (position, other)
         for position in range(max(len(claim.tensors) for claim in everyone))
         for other in range(1, len(everyone))
         if everyone[other].tensors[position : position + 1] != first.tensors[position : position + 1]
     )
-    position, other = next(different, (None, 0))
-    if position is None:  # equal claims, but a rank sent a digest of something else
-        return "ranks sent digests of their tensors that do not belong to what they claim"
     sides = []
     for index in (0, other):
         held = everyone[index].tensors
@@ -179,8 +149,16 @@ _KIND = [operator.attrgetter(name) for name in ("shape", "dtype", "device", "lay
 def _descriptions(tensors: Sequence[torch.Tensor]) -> list[str]:
     """Describe tensors, reading each attribute of all tensors in turn: half the time of tensor by tensor."""
     kinds = [map(attribute, tensors) for attribute in _KIND]
-    strides = (tensor.stride() if tensor.layout is torch.strided else None for tensor in tensors)
-    return list(map(_described, *kinds, strides))
+    return list(map(_described, *kinds, map(_memory, tensors)))
+
+
+def _memory(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return what tells how a tensor's parts lie in memory."""
+    if tensor.layout is torch.strided:
+        return tensor.stride()
+    if tensor.layout is torch.sparse_coo:
+        return tensor.sparse_dim(), tensor.dense_dim()
+    return tuple(tensor.values().shape[1:]) if not tensor.is_mkldnn else ()
 
 
 @functools.lru_cache(1024)  # a module has many tensors of few kinds
@@ -190,7 +168,7 @@ def _described(
     device: torch.device,
     layout: torch.layout,
     requires_grad: bool,
-    strides: tuple[int, ...] | None,
+    memory: tuple[int, ...],
 ) -> str:
-    memory = f"layout {layout}" if strides is None else f"stride {strides}"
-    return f"shape {tuple(shape)}, {dtype} on {device.type}, {memory}, requires_grad {requires_grad}"
+    kind = f"stride {memory}" if layout is torch.strided else f"layout {layout} {memory}"
+    return f"shape {tuple(shape)}, {dtype} on {device.type}, {kind}, requires_grad {requires_grad}"

@@ -1,16 +1,18 @@
-"""Messages between two ranks, many at once."""
+"""Messages between ranks: tensors between two of them, many at once, and plain data of all."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from dist_utils.process_groups.groups import runs_on_host
+from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group, runs_on_host
+from dist_utils.torch_compat import all_gather_single
 
-__all__ = ["Arrival", "start_messages"]
+__all__ = ["Arrival", "all_gather_plain", "start_messages"]
 
 _SHORT_BYTES = 64 << 10
 """On Gloo, messages are sent before receives are posted if none of them is longer.
@@ -162,3 +164,44 @@ class _FromHost:
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Allocate memory on the host for a tensor: pinned, so that copies do not block."""
     return torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type != "cpu")
+
+
+def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
+    """Return every rank's ``value``, in rank order.
+
+    It travels as JSON, of which nothing is executed: ``torch.distributed``'s collectives of objects unpickle
+    what a peer has sent, which may run any code.
+
+    Args:
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
+        value: ``None``, booleans, numbers, strings, and lists, tuples and dicts (with string keys) of these.
+            Tuples arrive as lists.
+
+    Returns:
+        The values; this rank's own is returned as the others receive it.
+
+    Raises:
+        TypeError, ValueError: ``value`` cannot be written as JSON; on this rank, before any communication.
+        RuntimeError: A peer is gone; and as :func:`dist_utils.resolve_group`.
+
+    Cost:
+        Two all-gathers: of 8 bytes a rank, then of the length of the longest text.
+
+    Example:
+        >>> all_gather_plain(None, {"rank": dist.get_rank()})  # doctest: +SKIP
+        [{'rank': 0}, {'rank': 1}]
+    """
+    group = resolve_group(process_group)
+    text = json.dumps(value).encode()
+    device = collective_device(group)
+    lengths = _gather_rows(group, torch.tensor([len(text)], device=device)).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")  # not the default device
+    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    rows = _gather_rows(group, padded.to(device)).tolist()
+    return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _gather_rows(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+    everyone = own.new_empty(group.size() * own.numel())
+    all_gather_single(everyone, own, group)
+    return everyone.view(group.size(), -1)

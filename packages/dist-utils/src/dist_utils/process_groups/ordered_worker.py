@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import functools
+import hashlib
+import os
+import socket
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.failed_waits import earlier_failed_wait, note_failed_wait
-from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host, timeout_seconds
-from dist_utils.process_groups.kept_errors import drop_frames, same_error
+from dist_utils.process_groups.agreement import Agreed, compare_terms
+from dist_utils.process_groups.errors import drop_frames, same_error
+from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
+from dist_utils.process_groups.known_terms import Bucket, KnownTerms
 from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, fail, new_future
-from dist_utils.process_groups.store_requests import StoreRequests
-from dist_utils.process_groups.terms import AgreementError, error_text, require_same_terms
-from dist_utils.process_groups.worker_thread import WorkerThread
+from dist_utils.process_groups.worker_thread import FirstError, WorkerThread
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -27,9 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["OrderedWorker"]
 
 T = TypeVar("T")
-
-_MORE_SECONDS = 2.0
-"""How much longer than its timeout a group may take to be made: its own error, at the timeout, says more."""
 
 
 class OrderedWorker:
@@ -46,18 +45,20 @@ class OrderedWorker:
       synchronization.
     * On an accelerator with Gloo, whose collectives block: on the thread as on CPU, with a side stream.
 
-    Every rank of the group must submit the same jobs in the same order. The first error of a job is kept and
-    given to all later jobs, which do not run. It also ends the private group, so that the other ranks get an
-    error soon and not only at their timeout.
+    Every rank of the group must submit the same jobs in the same order. The first error is kept and given to
+    all later jobs, which do not run. It also ends the private group, so that the other ranks get an error
+    soon and not only at their timeout. After an error, make a new worker on every rank.
 
     Before the first job the ranks compare the workers' names and ``terms`` (see
-    :func:`dist_utils.require_same_terms`). If they differ, or a rank does not take part, that is the first
-    error, on every rank. After an error, make a new worker on every rank.
+    :func:`dist_utils.require_same_terms`), and later on what :meth:`require_same_bucket` and
+    :meth:`require_same_call` are given. If they differ, or a rank does not take part, that is the first
+    error, on every rank.
 
     Several threads may submit; which job is first is then up to them, and must be identical on all ranks.
 
     The thread ends on :meth:`close`, when the worker is garbage collected, at interpreter exit and on
-    ``destroy_process_group``.
+    ``destroy_process_group``. A process that is forked from this one has no such thread: make a new worker
+    there.
 
     Args:
         process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
@@ -88,11 +89,12 @@ class OrderedWorker:
         self._name = name
         self._terms = terms
         self._starting = threading.Lock()
-        self._agreed: str | None = None
+        self._failure = FirstError()
+        self._shown_error: Exception | None = None
+        self._agreed: Agreed | None = None
+        self._known = KnownTerms()
         self._thread: WorkerThread | None = None
         self._side_streams = SideStreams()
-        self._own_error: Exception | None = None  # of jobs that do not run on the thread
-        self._thread_error: Exception | None = None  # a copy of the thread's
         self._closed = False
 
     @property
@@ -102,16 +104,15 @@ class OrderedWorker:
 
     @property
     def error(self) -> Exception | None:
-        """The first error of a job or a copy of it, or ``None``. Once set, no later job runs.
+        """A copy of the first error, or ``None``. Once set, no later job runs.
 
-        For jobs on the thread, the traceback keeps its lines but not its frames: they would keep the private
-        group alive, and its end is what tells the peers.
+        Its cause has the traceback as text. The frames themselves would keep the private group alive, and its
+        end is what tells the peers.
         """
-        if self._thread is not None and self._thread.error is not None and self._thread_error is None:
-            # A copy, because a caller that raises it adds frames that may hold this worker, and the thread
-            # would hold those.
-            self._thread_error = same_error(self._thread.error)
-        return self._own_error if self._thread_error is None else self._thread_error
+        if self._shown_error is None and self._failure.error is not None:
+            # A caller that raises it adds frames that may hold this worker, and the thread has the other one.
+            self._shown_error = same_error(self._failure.error)
+        return self._shown_error
 
     def submit(
         self,
@@ -138,7 +139,7 @@ class OrderedWorker:
             the first job, such as a failed comparison of terms, also fails the future.
 
         Raises:
-            RuntimeError: The worker is closed.
+            RuntimeError: The worker is closed, or was used before this process was forked.
 
         Cost:
             Before the first job, one exchange of ``terms`` through the store; the first CPU job makes a
@@ -147,12 +148,16 @@ class OrderedWorker:
         """
         device, name = torch.device(device), name or self._name
         side = self._side_streams.behind_caller(device)
-        if side is not None and not runs_on_host(self._process_group, device):
-            self._try(self.agree)
-        else:
-            self._try(self._start_thread)
-            if self._thread is not None:
-                return self._thread.submit(job, side, name)
+        on_thread = side is None or runs_on_host(self._process_group, device)
+        try:
+            if on_thread:
+                return self._started_thread().submit(job, side, name)
+            self.agree()
+        except Exception as error:
+            if self._closed or self._failure.error is None:
+                raise
+            drop_frames(error)  # they would keep the caller's model alive
+        # An error raised here would leave DDP in the middle of a pass, so the future has it.
         return self._run_here(job, side, name)
 
     def agree(self) -> str:
@@ -170,71 +175,107 @@ class OrderedWorker:
         with self._starting:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
-            if self._own_error is not None:
-                raise same_error(self._own_error)
+            if self._failure.error is not None:
+                raise same_error(self._failure.error)
             if self._agreed is None:
                 try:
-                    terms, problem = self._own_terms()
-                    self._agreed = require_same_terms(self._process_group, self._name, terms, problem=problem)
-                except Exception as error:
-                    self._keep(error)
+                    self._agreed = self._compare_terms()
+                except BaseException as error:  # an interrupt, too: the other ranks are told of it
+                    self._failure.keep(error)
                     raise
                 self._terms = dict  # it may hold the worker's owner, a cycle
-            return self._agreed
+            return self._agreed.name
 
-    def _own_terms(self) -> tuple[Mapping[str, object], Exception | None]:
-        """Return the terms, or the error that prevented them, for the other ranks."""
+    def _compare_terms(self) -> Agreed:
+        terms: Mapping[str, object] = {}
+        problem: Exception | None = None
         try:
-            return self._terms(), None
-        except Exception as error:  # noqa: BLE001 - whatever it is
-            return {}, error
+            terms = self._terms()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+            problem = error
+        return compare_terms(self._process_group, self._name, terms, problem=problem, note=_this_host())
 
-    def _keep(self, error: BaseException) -> None:
-        """Keep a copy as the first error: raising adds frames, which hold the caller's model."""
-        self._own_error = same_error(error)
-        drop_frames(self._own_error, clear=False)
+    def hosts(self) -> list[int]:
+        """Return for each rank of the group the number of its host; hosts are numbered as they first appear.
 
-    def _start_thread(self) -> None:
+        Ranks share a host if they have its name, boot and network namespace in common. They tell each other
+        when they :meth:`agree`, which this does if need be.
+        """
+        self.agree()
+        names = [] if self._agreed is None else self._agreed.notes
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        return [numbers[name] for name in names]
+
+    def require_same_bucket(self, title: str, options: Mapping[str, object], bucket: Bucket) -> None:
+        """Return if all ranks give the same bucket to the same hook, or raise on all ranks.
+
+        As :func:`dist_utils.comm_hooks.require_same_bucket`, for the buckets of this worker: a refusal is its
+        first error, and ends its private group.
+        """
+        self._require(lambda: self._known.require_bucket(self._process_group, title, options, bucket))
+
+    def require_same_call(
+        self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Do as :meth:`require_same_bucket`, for a call on plain tensors."""
+        self._require(lambda: self._known.require_call(self._process_group, title, terms, tensors))
+
+    def _require(self, comparison: Callable[[], None]) -> None:
+        self.agree()
+        try:
+            comparison()
+        except Exception as error:
+            self._failure.keep(error)
+            if self._thread is not None:
+                self._thread.end_group()
+            raise
+
+    def _started_thread(self) -> WorkerThread:
+        """Return the thread, which is started for the first job."""
         if self._thread is not None and not self._closed:
-            return
+            return self._thread
         name = self.agree()
         with self._starting:
-            if self._thread is None and self._own_error is None:
-                thread = None
-                try:
-                    thread = WorkerThread(self._private_group(name), self._name)
-                    # At garbage collection and, as finalizers do, at interpreter exit.
-                    weakref.finalize(self, thread.stop)
-                    thread.submit(_await_connections, None, f"{self._name}:connect")
-                    self._thread = thread  # not before: a job of another thread must not come first
-                except BaseException as error:  # an interrupt, too: the name must not be used again
-                    if thread is not None:
-                        thread.stop()
-                    self._keep(error)
-                    raise
+            if self._failure.error is not None:
+                raise same_error(self._failure.error)
+            if self._thread is None:
+                self._thread = self._start_thread(name)
         if self._closed:  # meanwhile
             self.close()
             raise RuntimeError(f"{self._name} is closed")
+        return self._thread
 
-    def _try(self, begin: Callable[[], object]) -> None:
-        """Call ``begin``, and keep its error for this job and all later ones.
-
-        An error raised here would leave DDP in the middle of a pass. Only the error of a closed worker is
-        raised.
-        """
+    def _start_thread(self, name: str) -> WorkerThread:
+        thread = None
         try:
-            begin()
-        except Exception as error:
-            if self._closed:
-                raise
-            self._own_error = error if self._own_error is None else self._own_error
-            drop_frames(error)  # they would keep the caller's model alive
+            thread = WorkerThread(self._private_group(name), self._name, self._failure)
+            # At garbage collection and, as finalizers do, at interpreter exit.
+            weakref.finalize(self, thread.stop)
+            thread.submit(_await_connections, None, f"{self._name}:connect")
+        except BaseException as error:  # an interrupt, too: the name must not be used again
+            if thread is not None:
+                thread.stop()
+            self._failure.keep(error)
+            raise
+        return thread
+
+    def _private_group(self, name: str) -> dist.ProcessGroup:
+        group = self._process_group
+        return torch_compat.new_named_group(
+            f"{group.group_name}/{self._name}/{name}",
+            dist.get_process_group_ranks(group),
+            backend=dist.get_backend_config(group),
+            timeout=torch_compat.group_timeout(group, torch.device("cpu")),
+        )
 
     def wait(self) -> None:
         """Return when every job submitted so far has run, with or without an error.
 
         On an accelerator whose backend enqueues its collectives there is nothing to wait for: the caller's
         stream is not made to wait either.
+
+        Raises:
+            RuntimeError: This process was forked while jobs were queued.
         """
         if self._thread is not None:
             self._thread.wait()
@@ -266,78 +307,33 @@ class OrderedWorker:
     ) -> None:
         self.close()
 
-    def _private_group(self, name: str) -> dist.ProcessGroup:
-        group = self._process_group
-        ranks = dist.get_process_group_ranks(group)
-        if earlier := earlier_failed_wait(ranks):
-            raise AgreementError(f"{self._name}: {earlier}")
-        backend = dist.get_backend_config(group)
-        make = functools.partial(
-            torch_compat.new_named_group,
-            f"{group.group_name}/{self._name}/{name}",
-            ranks,
-            backend=backend,
-            timeout=torch_compat.group_timeout(group, torch.device("cpu")),
-        )
-        try:
-            if all(part.endswith("gloo") for part in backend.split(",")):
-                return _made_in_time(make, timeout_seconds(group) + _MORE_SECONDS)
-            return make()
-        except Exception as error:
-            note_failed_wait({*ranks} - {dist.get_rank()}, f"{self._name}: {error_text(error)}")
-            raise
-
     def _run_here(
         self, job: Callable[[dist.ProcessGroup], T], side: SideStream | None, name: str
     ) -> torch.futures.Future[T]:
         done, result = new_future(side)
         with current(side):
-            if self._own_error is None:
+            if self._failure.error is None:
                 try:
                     with torch_compat.profiler_range(name):
                         # The future records the side stream here, for which the stream of a waiter then
                         # waits.
                         done.set_result(job(self._process_group))
                 except Exception as error:  # noqa: BLE001 - whatever it is, backward() must raise it
-                    drop_frames(error)  # this frame holds the future, which will hold a copy of the error
-                    self._own_error = error
-            if self._own_error is not None:
-                fail(done, self._own_error)
+                    self._failure.keep(error)
+                    drop_frames(error)  # this frame holds the future
+            if self._failure.error is not None:
+                fail(done, self._failure.error)
         return result
 
 
-def _made_in_time(make: Callable[[], dist.ProcessGroup], seconds: float) -> dist.ProcessGroup:
-    """Make a group on a thread of its own; raises ``TimeoutError`` if that takes too long.
-
-    A group that is made after that, or after an interrupt of the caller's wait, is destroyed.
-
-    Gloo tries five times to connect to a rank that has given up, each time for the whole timeout; and a new
-    connection to a store that is cut off takes minutes to fail.
-    """
-    turn, made = threading.Lock(), list[dist.ProcessGroup]()
-
-    def drop() -> None:
-        group = made.pop()
-        if torch_compat.GROUPS_END_WITHOUT_GIL:  # else it ends with all the others
-            dist.destroy_process_group(group)
-
-    def make_or_drop(store: Any) -> None:
-        del store
-        made.append(make())
-        if not turn.acquire(blocking=False):  # the caller has given up
-            drop()
-
-    with StoreRequests(torch_compat.default_store(), seconds) as requests:
-        try:
-            requests.ask(make_or_drop)
-        except TimeoutError:
-            if turn.acquire(blocking=False):
-                raise TimeoutError(f"the ranks were not connected within {seconds:g} s") from None
-        except BaseException:
-            if not turn.acquire(blocking=False):  # interrupted when it was made
-                drop()
-            raise
-    return made.pop()
+def _this_host() -> str:
+    """Return what ranks on one host have in common: its name, its boot, and their network namespace."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.readlink("/proc/self/ns/net")
+    except OSError:  # not Linux
+        boot = network = ""
+    return hashlib.sha256(f"{socket.gethostname()} {boot} {network}".encode()).hexdigest()[:16]
 
 
 def _await_connections(group: dist.ProcessGroup) -> None:

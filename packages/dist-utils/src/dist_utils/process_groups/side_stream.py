@@ -1,4 +1,4 @@
-"""Side streams, on which jobs are enqueued, and the futures of their results."""
+"""Where a job runs and completes: on the host, or on a side stream of an accelerator."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from dist_utils.process_groups.kept_errors import same_error
+from dist_utils.process_groups.errors import same_error
 
 __all__ = ["SideStream", "SideStreams", "current", "fail", "new_future"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import weakref
@@ -13,12 +14,10 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.groups import timeout_seconds
-from dist_utils.process_groups.kept_errors import drop_frames, same_error
+from dist_utils.process_groups.errors import drop_frames, same_error
 from dist_utils.process_groups.side_stream import SideStream, current, fail, new_future
-from dist_utils.process_groups.thread_starts import start_thread
 
-__all__ = ["WorkerThread"]
+__all__ = ["FirstError", "WorkerThread"]
 
 T = TypeVar("T")
 
@@ -26,7 +25,20 @@ _STOP_SECONDS = 5.0
 """How long stopping waits for a job in progress. The thread is a daemon, so the interpreter can exit."""
 
 
-class Job(NamedTuple):
+class FirstError:
+    """The first error of a worker, kept as a copy without frames: they would keep the caller's model alive."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def keep(self, error: BaseException) -> Exception:
+        """Keep an error, unless there is one already, and return the one that is kept."""
+        if self.error is None:
+            self.error = same_error(error)
+        return self.error
+
+
+class _Job(NamedTuple):
     """A job for the thread, with the settings of the caller's thread."""
 
     run: Callable[[dist.ProcessGroup], Any]
@@ -43,41 +55,45 @@ class WorkerThread:
     Args:
         group: What the jobs use; destroyed when the thread ends.
         name: The name of the thread.
-
-    Raises:
-        TimeoutError, RuntimeError, MemoryError: The thread does not begin.
-
-    Attributes:
-        error: The first error of a job. Once set, no later job runs.
+        failure: Gets the first error of a job. Once it has one, no later job runs.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
-        self.error: Exception | None = None
+    def __init__(self, group: dist.ProcessGroup, name: str, failure: FirstError) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[Job | threading.Event | None] = queue.SimpleQueue()  # None: the end
+        self._failure = failure
+        self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()  # None: the end
+        self._unfinished = 0
         self._ended = False
         self._ending = threading.Lock()
         # torch's registry is the only owner of the group, so the group's end is ours. A weakref
         # callback may run anywhere, in the middle of submit too: it only puts, which is reentrant.
         self._group = weakref.ref(group, lambda _: self._jobs.put(None))
-        try:
-            self._thread = start_thread(self._run, name=name, seconds=timeout_seconds(group))
-        except BaseException:
-            self._destroy_group()  # which tells the peers
-            raise
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def submit(
         self, run: Callable[[dist.ProcessGroup], T], side: SideStream | None, name: str
     ) -> torch.futures.Future[T]:
-        """Queue a job and return a future of its result."""
+        """Queue a job and return a future of its result.
+
+        Raises:
+            RuntimeError: This process is a fork, which has no such thread.
+        """
+        if self._is_gone_in_fork():
+            raise RuntimeError(
+                f"{self._name} has a thread in the process that this one was forked from, and none here: make "
+                "a new one"
+            )
         done, result = new_future(side)
         with self._ending:
             if not self._ended:
+                self._unfinished += 1
                 self._jobs.put(
-                    Job(run, done, side, name, torch.get_num_threads(), torch_compat.flushes_denormals())
+                    _Job(run, done, side, name, torch.get_num_threads(), torch_compat.flushes_denormals())
                 )
                 return result
-        fail(done, self.error or self._group_is_gone())
+        fail(done, self._failure.error or self._group_is_gone())
         return result
 
     def runs_this_thread(self) -> bool:
@@ -85,9 +101,17 @@ class WorkerThread:
         return threading.current_thread() is self._thread
 
     def wait(self) -> None:
-        """Return when the jobs that are queued have run."""
+        """Return when the jobs that are queued have run.
+
+        Raises:
+            RuntimeError: This process was forked while jobs were queued.
+        """
         if self.runs_this_thread():
             return  # it would wait for itself
+        if self._is_gone_in_fork():
+            if self._unfinished:
+                raise RuntimeError(f"this process was forked while jobs of {self._name} were queued")
+            return
         reached = threading.Event()
         with self._ending:
             if self._ended:
@@ -95,11 +119,18 @@ class WorkerThread:
             self._jobs.put(reached)
         reached.wait()
 
+    def end_group(self) -> None:
+        """End the group after the job in progress: the worker has failed, and its peers must hear of it."""
+        self.submit(lambda _: None, None, self._name)
+
     def stop(self) -> None:
         """End the thread after the jobs that are queued, and then its group."""
         self._jobs.put(None)
-        if not self.runs_this_thread():
+        if not self.runs_this_thread() and not self._is_gone_in_fork():
             self._thread.join(_STOP_SECONDS)
+
+    def _is_gone_in_fork(self) -> bool:
+        return os.getpid() != self._pid
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -112,36 +143,37 @@ class WorkerThread:
                 self._handle(job)
         self._destroy_group()
 
-    def _handle(self, job: Job | threading.Event) -> None:
+    def _handle(self, job: _Job | threading.Event) -> None:
         if isinstance(job, threading.Event):  # somebody waits for the jobs queued before
             job.set()
             return
         with current(job.side):
-            self._complete(job)
+            result = self._try(job) if self._failure.error is None else None
+            with self._ending:
+                self._unfinished -= 1
+            if self._failure.error is None:
+                job.done.set_result(result)
+            else:
+                # Peers may wait in this job's collectives: closing our connections tells them.
+                self._destroy_group()
+                fail(job.done, self._failure.error)
 
-    def _complete(self, job: Job) -> None:
-        if self.error is not None:  # raising it again would add this job's frames
-            fail(job.done, self.error)
-            return
+    def _try(self, job: _Job) -> Any:
+        """Run a job, and keep its error."""
         if torch.get_num_threads() != job.threads:  # a setting of each thread
             torch.set_num_threads(job.threads)
         if torch_compat.flushes_denormals() != job.flushes_denormals:  # likewise
             torch.set_flush_denormal(job.flushes_denormals)
         try:
-            result = self._run_in_group(job)
+            return self._run_in_group(job)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
-            # The peers wait in this job's collectives: closing our connections tells them. The frames of the
-            # error would keep the group and its connections alive, and the future that holds the error.
+            self._failure.keep(error)
+            # Its frames would keep the group and its connections alive, and the future that holds the error.
             with contextlib.suppress(BaseException):  # the error's own methods may fail
                 drop_frames(error)
-            self._destroy_group()
-            self.error = same_error(error)  # a copy: this thread lives as long as its owner
-        else:
-            job.done.set_result(result)
-            return
-        fail(job.done, self.error)  # not in the except block, where the job's error would become its context
+        return None
 
-    def _run_in_group(self, job: Job) -> Any:
+    def _run_in_group(self, job: _Job) -> Any:
         group = self._group()
         if group is None:
             raise self._group_is_gone()

@@ -3,42 +3,48 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 
-from ddp_compress_hooks import ring, two_shot
-from ddp_compress_hooks.packs import Pack, packs
-from ddp_compress_hooks.state import CompressState, HookState, as_state
-from dist_utils import torch_compat
+from ddp_compress_hooks.averaging import all_reduce_mean, exchange_mean, when_all_have
+from ddp_compress_hooks.state import CompressState, GroupOrState, as_state
 from dist_utils.comm_hooks import (
     checked_operation,
     checked_tensors,
     completed_future,
     failed_future,
-    require_same_call,
     same_kind,
 )
 from dist_utils.process_groups import future_of_work
+from dist_utils.torch_compat import profiler_range
 
 __all__ = ["all_reduce"]
 
 _NAME = "ddp_compress_hooks.all_reduce"
+
+_PACK_BYTES = 25 << 20
+"""The largest pack of small tensors: as large as a bucket of ``DistributedDataParallel``."""
+
+_MEAN_TAG, _SUM_TAG = 1 << 20, 1 << 21
+"""Tags of messages: a sum does not meet a mean, nor a bucket."""
+
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _Future = torch.futures.Future[torch.Tensor]
 
-_completing: set[tuple[int, int]] = set()
-"""Threads of a backend or of a state that have completed a call, see :func:`_this_thread`. Two such threads
-run callbacks in an order that may differ between ranks."""
+_completing: dict[int, int] = {}
+"""Threads of a backend or of a state that have completed a call: native numbers, of which the system has few,
+and Python's. Two such threads run callbacks in an order that may differ between ranks. (Threads that C++ has
+made lose what ``threading.local`` holds after every callback.)"""
 
 
 @overload
 def all_reduce(
     tensor: Tensors,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: HookState = ...,
+    group: GroupOrState = ...,
     async_op: Literal[False] = ...,
 ) -> None: ...
 
@@ -47,7 +53,7 @@ def all_reduce(
 def all_reduce(
     tensor: Tensors,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
-    group: HookState = ...,
+    group: GroupOrState = ...,
     *,
     async_op: Literal[True],
 ) -> torch.futures.Future[Any]: ...
@@ -56,14 +62,14 @@ def all_reduce(
 def all_reduce(
     tensor: Tensors,
     op: Any = dist.ReduceOp.SUM,
-    group: HookState = None,
+    group: GroupOrState = None,
     async_op: bool = False,
 ) -> torch.futures.Future[Any] | None:
     """Sum or average tensors over all ranks, in place, in the wire dtype of a state.
 
     Args:
         tensor: A tensor, or a sequence of tensors: fp16, bf16, fp32, fp64 or complex; dense. Small ones
-            are sent together.
+            are sent together. They must not share memory.
         op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``.
         group: The first argument of a hook: a process group, a ``DeviceMesh``, ``None`` for WORLD, or a
             :class:`CompressState`. Reuse one state for many calls: with ``accumulate="fp32"`` it has a thread
@@ -72,18 +78,19 @@ def all_reduce(
 
     Returns:
         ``None``, or with ``async_op`` a future of ``tensor``, not to be touched before it is complete.
-        A mean is finite where all ranks' values are. All ranks get the same bits.
+        All ranks get the same bits.
 
     Raises:
         TypeError: A tensor is sparse or not of a floating-point dtype, or an argument has the wrong type.
-        ValueError: The operation is neither of the two, tensors share memory or are part of a graph, or this
-            rank is not in the group. Raised, like ``TypeError``, before any communication.
+        ValueError: The operation is neither of the two, a tensor is expanded, given twice or part of a graph,
+            or this rank is not in the group. Raised, like ``TypeError``, before any communication.
         AgreementError: The ranks' tensors or options differ; with ``async_op`` the future raises it.
         RuntimeError: A peer failed, or this is called in a callback of another call's future.
 
     Cost:
         Each rank sends ``2 (W - 1) / W`` times the elements, in the wire dtype's size. Small tensors are
-        copied: up to 25 MiB at a time, or all of them with ``async_op``.
+        copied: up to 25 MiB at a time, or all of them with ``async_op``. Ranks compare a call whose tensors
+        have new lengths, which takes half a millisecond or more.
 
     Source:
         ``torch.distributed.all_reduce``.
@@ -97,81 +104,99 @@ def all_reduce(
     filled = [one for one in tensors if one.numel()]
     like = filled[0] if filled else torch.empty(0)
     # Tensors made here are written elsewhere, so they must not be inference tensors.
-    with torch_compat.profiler_range(_NAME), torch.inference_mode(False):
+    with profiler_range(_NAME), torch.inference_mode(False):
         if state.process_group.size() == 1:
             return _result(completed_future(like), tensor) if async_op else None
-        if _this_thread() in _completing:
+        if _completing.get(threading.get_native_id()) == threading.get_ident():
             raise RuntimeError(
                 f"{_NAME} in a callback of another call's future, where the order of calls may differ "
                 "between ranks: wait for that future, then call"
             )
         try:
-            _agree(state, filled, mean=mean)
+            state.require_same_call(_NAME, {"op": "AVG" if mean else "SUM"}, filled)
         except RuntimeError as error:
             if not async_op:
                 raise
             return failed_future(error, like)
         arrivals = []
         for places in same_kind(tensors):
-            for pack in packs(tensors[place] for place in places):
+            for pack in _packs(tensors[place] for place in places):
                 arrivals.append(_start(state, pack, mean=mean))
                 if not async_op:
                     arrivals.pop().wait()
-    return _result(ring.when_all_have(arrivals or [completed_future(like)]), tensor) if async_op else None
+    return _result(when_all_have(arrivals or [completed_future(like)]), tensor) if async_op else None
 
 
-def _agree(state: CompressState, tensors: Sequence[torch.Tensor], *, mean: bool) -> None:
-    """Compare the call with those of the other ranks."""
-    wire = {state.wire_dtype or _real(tensor.dtype) for tensor in tensors}
-    worker = state.worker.agree() if any(map(state.sums_in_fp32, wire)) else None
-    what = [(tensor.numel(), tensor.dtype, tensor.device.type) for tensor in tensors]
-    terms = {**state.terms(), "op": "AVG" if mean else "SUM", "tensors": what, "state": worker}
-    require_same_call(state.process_group, _NAME, terms)
+def _packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Group tensors of one dtype and device into packs, in their order."""
+    pack: list[torch.Tensor] = []
+    nbytes = 0
+    for tensor in tensors:
+        if pack and nbytes + tensor.nbytes > _PACK_BYTES:
+            yield pack
+            pack, nbytes = [], 0
+        pack.append(tensor)
+        nbytes += tensor.nbytes
+    if pack:
+        yield pack
 
 
-def _start(state: CompressState, pack: Pack, *, mean: bool) -> _Future:
+def _start(state: CompressState, pack: list[torch.Tensor], *, mean: bool) -> _Future:
+    """Start to sum or average the tensors of a pack together."""
     group, world_size = state.process_group, state.process_group.size()
-    buffer = pack.together()
+    buffer = _join(pack)
     values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
     wire_dtype = state.wire_dtype or values.dtype
 
-    def finish(_: object = None, *, factor: int = 1 if mean else world_size) -> torch.Tensor:
-        if factor > 1:
+    def finish(factor: int) -> torch.Tensor:
+        if factor != 1:
             values.mul_(factor)
-        pack.put_back(buffer)
+        if len(pack) > 1 or buffer.data_ptr() != pack[0].data_ptr():
+            parts = torch.split(buffer, [tensor.numel() for tensor in pack])
+            for tensor, part in zip(pack, parts, strict=True):
+                tensor.copy_(part.view(tensor.shape))
         return buffer
 
+    factor = 1 if mean else world_size
     if state.sums_in_fp32(wire_dtype):
 
         def job(private_group: dist.ProcessGroup) -> torch.Tensor:
-            two_shot.average(state, private_group, values, wire_dtype)
-            return finish()
+            tag = _MEAN_TAG if mean else _SUM_TAG
+            exchange_mean(private_group, values, wire_dtype, state.clamp, tag=tag)
+            return finish(factor)
 
         return state.worker.submit(job, device=buffer.device, name=f"{_NAME}:exchange")
     if mean or wire_dtype != values.dtype:
-        return ring.average(state, group, buffer, values, wire_dtype).then(lambda done: finish(done.value()))
-    work: Any = dist.all_reduce(values, group=group, async_op=True)
-    arrival: torch.futures.Future[Any] = future_of_work(work, group, values.device)
-    torch.autograd.graph.increment_version(values)  # the backend does not tell autograd
-    return arrival.then(lambda done: finish(done.value(), factor=1))
+        arrival: _Future = all_reduce_mean(group, values, wire_dtype, state.clamp)
+    else:
+        factor = 1
+        work: Any = dist.all_reduce(values, group=group, async_op=True)
+        arrival = future_of_work(work, group, values.device)
+        torch.autograd.graph.increment_version(values)  # the backend does not tell autograd
+
+    def finish_when_there(done: torch.futures.Future[Any]) -> torch.Tensor:
+        done.value()  # raises the collective's error
+        return finish(factor)
+
+    return arrival.then(finish_when_there)
 
 
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
+def _join(pack: list[torch.Tensor]) -> torch.Tensor:
+    """Return all values in one flat tensor; a single contiguous tensor is not copied."""
+    first = pack[0]
+    if len(pack) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg()):
+        return first.view(-1)
+    return torch.cat([tensor.flatten() for tensor in pack]).resolve_conj().resolve_neg()
 
 
 def _result(done: _Future, tensor: Tensors) -> torch.futures.Future[Any]:
-    caller = _this_thread()
+    caller = threading.get_ident()
 
     def value(future: _Future) -> Any:
-        if (here := _this_thread()) != caller:
-            _completing.add(here)  # before the caller's own callbacks run here
+        if threading.get_ident() != caller:
+            # Before the caller's own callbacks run here.
+            _completing[threading.get_native_id()] = threading.get_ident()
         future.value()  # raises the call's error
         return tensor
 
     return done.then(value)
-
-
-def _this_thread() -> tuple[int, int]:
-    """Return both numbers of this thread: each alone may soon be reused after the thread has ended."""
-    return threading.get_ident(), threading.get_native_id()

@@ -1,0 +1,67 @@
+"""Errors that something long-lived keeps, without the frames that would keep alive whatever they refer to."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+
+__all__ = ["OriginalTraceback", "drop_frames", "error_text", "same_error"]
+
+
+class OriginalTraceback(Exception):  # noqa: N818 - the cause of an error, not an error to catch
+    """Where an error was raised first, as text: the cause of a copy that :func:`same_error` makes."""
+
+    def __str__(self) -> str:
+        """Return the text in lines of its own."""
+        return f"\n{self.args[0]}"
+
+
+def same_error(error: BaseException) -> Exception:
+    """Return an error of the same type and text, with the traceback as text in its cause.
+
+    For errors that something long-lived holds, such as a future or a thread: each raise adds frames to an
+    error, and what they hold would live as long as the holder. An error that cannot be copied becomes a
+    ``RuntimeError`` that shows it. Raises nothing, whatever the error's own methods do.
+    """
+    copied = _copy(error)
+    original = error.__cause__
+    if not isinstance(original, OriginalTraceback):
+        original = OriginalTraceback(_text_or_type(error, lambda: "".join(traceback.format_exception(error))))
+    copied.__cause__ = original
+    return copied
+
+
+def drop_frames(error: BaseException) -> None:
+    """Clear and drop the frames of an error and of its causes, which may be part of cycles."""
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        one = errors.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            BaseException.with_traceback(one, None)
+            errors += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error's type and text, for other ranks; the type alone if its own methods fail."""
+    return _text_or_type(error, lambda: f"{type(error).__name__}: {error}")
+
+
+def _copy(error: BaseException) -> Exception:
+    try:
+        copied = type(error).__new__(type(error), *error.args)  # its constructor may take other arguments
+        copied.__dict__.update(error.__dict__)
+        if isinstance(copied, Exception) and str(copied) == str(error):
+            return copied
+    except BaseException:  # noqa: BLE001, S110 - whoever waits for the error must get one
+        pass
+    return RuntimeError(_text_or_type(error, lambda: repr(error)))
+
+
+def _text_or_type(error: BaseException, text: Callable[[], str]) -> str:
+    try:
+        return text()
+    except BaseException:  # noqa: BLE001 - a user's class, whose methods may do anything
+        return type(error).__name__
