@@ -110,12 +110,12 @@ def test_a_copied_error_holds_nothing_and_shows_where_it_was_raised():
     copied = same_error(original)
     assert (type(copied), str(copied), copied.note) == (RuntimeError, "another one", "kept")
     again = same_error(copied)
-    assert str(again.__cause__) == str(copied.__cause__)
+    assert (type(again.__cause__), str(again.__cause__)) == (ValueError, "_Held")
     drop_frames(original)
     assert watched() is None
     shown = "".join(traceback.format_exception(again))
-    assert 'raise RuntimeError("another one") from error' in shown
     assert "raise ValueError" in shown
+    assert "RuntimeError: another one" in shown
     assert str(same_error(_OddError(1, 2))) == "1 and 2"
     assert str(same_error(KeyboardInterrupt())) == "KeyboardInterrupt()"
 

@@ -9,7 +9,7 @@ __all__ = ["OriginalTraceback", "drop_frames", "error_text", "same_error"]
 
 
 class OriginalTraceback(Exception):  # noqa: N818 - the cause of an error, not an error to catch
-    """Where an error was raised first, as text: the cause of a copy that :func:`same_error` makes."""
+    """Where an error was raised first, as text: the last cause of a copy that :func:`same_error` makes."""
 
     def __str__(self) -> str:
         """Return the text in lines of its own."""
@@ -17,17 +17,18 @@ class OriginalTraceback(Exception):  # noqa: N818 - the cause of an error, not a
 
 
 def same_error(error: BaseException) -> Exception:
-    """Return an error of the same type and text, with the traceback as text in its cause.
+    """Return an error of the same type and text and with the same causes; the last has the traceback as text.
 
     For errors that something long-lived holds, such as a future or a thread: each raise adds frames to an
     error, and what they hold would live as long as the holder. An error that cannot be copied becomes a
     ``RuntimeError`` that shows it. Raises nothing, whatever the error's own methods do.
     """
-    copied = _copy(error)
-    original = error.__cause__
-    if not isinstance(original, OriginalTraceback):
-        original = OriginalTraceback(_text_or_type(error, lambda: "".join(traceback.format_exception(error))))
-    copied.__cause__ = original
+    copied, cause = _copy(error), error.__cause__
+    if cause is None:
+        lines = _text_or_type(error, lambda: "".join(traceback.format_exception(error)))
+        copied.__cause__ = OriginalTraceback(lines)
+    else:
+        copied.__cause__ = cause if isinstance(cause, OriginalTraceback) else same_error(cause)
     return copied
 
 
