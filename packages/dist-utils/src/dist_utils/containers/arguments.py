@@ -36,7 +36,7 @@ def recursive_to(
 
     Args:
         inputs: A tensor or containers, as in :func:`apply_to_tensors`.
-        target_device: The device to move to.
+        target_device: The device to move to. Without an index: the current one of its type.
         use_side_stream_for_tensor_copies: Copy from the CPU to an accelerator on a stream of its own, so that
             the copies overlap what the accelerator is computing. The current stream waits for them. Tensors
             in pinned memory are copied without blocking the CPU: do not overwrite them before the copy is
@@ -62,7 +62,7 @@ def recursive_to(
         device(type='meta')
     """
     target = torch.device(target_device)
-    if target.type in ("cpu", "meta") and target.index == 0:  # the devices of their tensors have no index
+    if target.type in ("cpu", "meta"):  # a tensor's device has no index there
         target = torch.device(target.type)
     beside = use_side_stream_for_tensor_copies and _has_streams(target)
 
@@ -71,7 +71,7 @@ def recursive_to(
             return tensor
         if beside and tensor.device.type == "cpu":
             return _copy_beside(tensor, target)
-        return tensor.to(target)  # the same tensor if its device is the current one of its kind
+        return tensor.to(target)  # without an index the current device, where it stays the same tensor
 
     moved = apply_to_tensors(move, inputs)
     return (moved,) if isinstance(inputs, (torch.Tensor, PackedSequence)) else [moved]

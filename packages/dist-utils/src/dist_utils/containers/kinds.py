@@ -60,7 +60,7 @@ def register_container(
         A ``TensorDict`` (nested ones are its contents), and with it every tensorclass::
 
             def unflatten(old, values):
-                return TensorDict(dict(zip(old.keys(), values)), old.batch_size)
+                return TensorDict(dict(zip(old.keys(), values, strict=True)), old.batch_size)
 
             register_container(TensorDict, lambda old: old.values(), unflatten)
     """
@@ -121,8 +121,9 @@ class Kind:
         return found
 
     def _items(self, obj: Any) -> Iterable[Any]:
-        base = self.base
-        return base.values(obj) if self.is_dict else base.__iter__(obj) if base in _WITH_ITEMS else ()
+        if self.base in _WITH_ITEMS:
+            return self.base.values(obj) if self.is_dict else self.base.__iter__(obj)  # type: ignore[no-any-return]
+        return ()
 
     def _with_items(self, obj: Any, items: list[Any]) -> Any:
         """Return a new object of the original's class with other items, without attributes."""
