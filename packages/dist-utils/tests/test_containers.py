@@ -310,7 +310,7 @@ def test_getattr_is_never_asked():
         object.__getattribute__(changed, "unset")
 
 
-def test_cached_properties_do_not_run():
+def test_properties_and_cached_properties_do_not_run():
     @attrs.define
     class Lazy:
         a: Any
@@ -319,7 +319,22 @@ def test_cached_properties_do_not_run():
         def costly(self):
             raise AssertionError("ran")
 
+    @dataclasses.dataclass
+    class Checked:
+        a: Any
+
+        @property
+        def hidden(self):
+            raise AssertionError("ran")
+
+        @hidden.setter
+        def hidden(self, value):
+            raise AssertionError("ran")
+
+    checked = Checked(one())
+    vars(checked)["hidden"] = one()
     assert apply_to_tensors(double, Lazy(one())).a.item() == 2
+    assert vars(apply_to_tensors(double, checked))["hidden"].item() == 2
 
 
 def test_a_dictionary_that_is_its_own_dict_stays_so():

@@ -103,11 +103,15 @@ class Kind:
 
     def rebuild(self, obj: Any, children: list[Any]) -> Any:
         """Return a new object with other children than the original's."""
-        attributes = self._attributes(obj)
-        first = len(children) - len(attributes)
+        names = list(self._attributes(obj))
+        first = len(children) - len(names)
         new = self.unflatten(obj, children[:first])
-        for name, value in zip(attributes, children[first:], strict=True):
-            object.__setattr__(new, name, value)
+        attributes = dict(zip(names, children[first:], strict=True))
+        for name in self.slots:
+            if name in attributes:
+                object.__setattr__(new, name, attributes.pop(name))
+        if attributes:  # past properties of the same name
+            object.__getattribute__(new, "__dict__").update(attributes)
         if self.has_dict and object.__getattribute__(obj, "__dict__") is obj:
             object.__setattr__(new, "__dict__", new)
         return new
