@@ -62,7 +62,7 @@ def recursive_to(
         device(type='meta')
     """
     target = torch.device(target_device)
-    if target.index is not None and target.type in ("cpu", "meta"):  # the devices of their tensors have none
+    if target.type in ("cpu", "meta") and target.index is not None:  # the devices of their tensors have none
         target = torch.device(target.type)
     beside = use_side_stream_for_tensor_copies and _has_streams(target)
 
