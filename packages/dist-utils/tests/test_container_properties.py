@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,7 +45,6 @@ def containers_of(children):
         st.dictionaries(keys, children, max_size=4),
         st.dictionaries(keys, children, max_size=4).map(OrderedDict),
         st.dictionaries(keys, children, max_size=4).map(lambda values: defaultdict(int, values)),
-        st.dictionaries(keys, children, max_size=4).map(MappingProxyType),
         st.dictionaries(keys, children, max_size=4).map(UserDict),
         pairs.map(lambda values: Point(*values)),
         pairs.map(lambda values: Frozen(*values)),
@@ -66,7 +65,7 @@ def parts(obj):
         return obj.maxlen, list(obj)
     if isinstance(obj, (list, tuple, set)):
         return None, list(obj)
-    if isinstance(obj, (dict, UserDict, MappingProxyType)):
+    if isinstance(obj, (dict, UserDict)):
         return (list(obj), getattr(obj, "default_factory", None)), list(obj.values())
     if isinstance(obj, Slots):
         return None, [obj.a, obj.b]

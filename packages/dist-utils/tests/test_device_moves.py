@@ -9,7 +9,6 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from dist_utils import recursive_to, to_kwargs
-from dist_utils.containers import device_moves
 
 
 @dataclasses.dataclass
@@ -45,6 +44,16 @@ def test_what_is_there_already_is_the_same_object():
     assert recursive_to(packed, torch.device("cpu"), True)[0] is packed
 
 
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu", 0)])
+def test_the_cpu_is_the_same_device_with_and_without_its_index(device):
+    batch = {"x": [torch.ones(2)], "y": pack_sequence([torch.ones(2)])}
+    assert recursive_to(batch, device, False)[0] is batch
+    assert recursive_to(batch["x"][0], device, True)[0] is batch["x"][0]
+    assert to_kwargs((), batch, device, True)[1][0] is batch
+    meta = torch.ones(2, device="meta")
+    assert recursive_to(meta, "meta:0", False)[0] is meta
+
+
 def test_a_call_without_arguments_is_one_call():
     assert to_kwargs((), None, "cpu", False) == (((),), ({},))
     assert to_kwargs((), {}, "cpu", True) == (((),), ({},))
@@ -64,68 +73,64 @@ class Recorder:
 
     def __init__(self):
         self.events = []
-        self.inside = []
 
     def current_device(self):
         return 0
 
     def current_stream(self, device):
-        return RecordedStream(self, "current")
+        return RecordedStream("current")
 
     def Stream(self, device):  # noqa: N802 - torch's name
-        return RecordedStream(self, "side")
+        return RecordedStream("side")
 
     def stream(self, stream):
         return stream
 
 
+RECORDER = Recorder()
+"""One for all tests, because the side stream of a device is made once."""
+
+
 class RecordedStream:
-    def __init__(self, recorder, name):
-        self.recorder, self.name = recorder, name
+    def __init__(self, name):
+        self.name = name
 
     def __enter__(self):
-        self.recorder.events.append(f"enter {self.name}")
+        RECORDER.events.append(f"enter {self.name}")
 
     def __exit__(self, *_):
-        self.recorder.events.append(f"leave {self.name}")
+        RECORDER.events.append(f"leave {self.name}")
 
     def wait_stream(self, other):
-        self.recorder.events.append(f"{self.name} waits for {other.name}")
+        RECORDER.events.append(f"{self.name} waits for {other.name}")
 
 
 class Recorded(torch.Tensor):
     """A CPU tensor that records its copies and the streams that use it."""
 
-    recorder: Recorder
-
     def to(self, *args, **kwargs):
-        self.recorder.events.append(f"copy {args[0]} {kwargs}")
+        RECORDER.events.append(f"copy {args[0]} {kwargs}")
         return self
 
     def is_pinned(self):
         return True
 
     def record_stream(self, stream):
-        self.recorder.events.append(f"used on {stream.name}")
+        RECORDER.events.append(f"used on {stream.name}")
 
 
 @pytest.fixture
 def recorder(monkeypatch):
-    recorder = Recorder()
-    monkeypatch.setattr(Recorded, "recorder", recorder, raising=False)
-    monkeypatch.setattr(torch, "get_device_module", lambda _: recorder)
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
-    device_moves._copy_stream.cache_clear()
-    yield recorder
-    device_moves._copy_stream.cache_clear()
+    RECORDER.events.clear()
+    monkeypatch.setattr(torch, "mtia", RECORDER)  # which no machine of ours has
+    return RECORDER
 
 
 def test_copies_to_an_accelerator_use_a_side_stream_that_the_current_stream_waits_for(recorder):
-    recursive_to([torch.ones(2).as_subclass(Recorded)], "cuda", True)
+    recursive_to([torch.ones(2).as_subclass(Recorded)], "mtia", True)
     assert recorder.events == [
         "enter side",
-        "copy cuda:0 {'non_blocking': True}",  # the memory is pinned
+        "copy mtia:0 {'non_blocking': True}",  # the memory is pinned
         "leave side",
         "current waits for side",
         "used on current",
@@ -134,24 +139,24 @@ def test_copies_to_an_accelerator_use_a_side_stream_that_the_current_stream_wait
 
 def test_pageable_memory_is_copied_blocking(recorder, monkeypatch):
     monkeypatch.setattr(Recorded, "is_pinned", lambda _: False)
-    recursive_to([torch.ones(2).as_subclass(Recorded)], "cuda", True)
-    assert recorder.events[1] == "copy cuda:0 {'non_blocking': False}"
+    recursive_to([torch.ones(2).as_subclass(Recorded)], "mtia", True)
+    assert recorder.events[1] == "copy mtia:0 {'non_blocking': False}"
 
 
 def test_only_copies_from_the_cpu_use_the_side_stream(recorder):
     source = torch.ones(2, device="meta").as_subclass(Recorded)
-    recursive_to([source], "cuda", True)
-    assert recorder.events == ["copy cuda {}"]
+    recursive_to([source], "mtia", True)
+    assert recorder.events == ["copy mtia {}"]
 
 
 def test_an_accelerator_without_streams_gets_plain_copies(recorder, monkeypatch):
-    monkeypatch.setattr(torch, "get_device_module", lambda _: torch.mps)
-    recursive_to([torch.ones(2).as_subclass(Recorded)], "cuda", True)
-    assert recorder.events == ["copy cuda {}"]
+    monkeypatch.setattr(torch, "mtia", torch.mps)
+    recursive_to([torch.ones(2).as_subclass(Recorded)], "mtia", True)
+    assert recorder.events == ["copy mtia {}"]
 
 
 def test_no_side_stream_unless_asked_for_and_for_an_accelerator(recorder):
-    recursive_to([torch.ones(2).as_subclass(Recorded)], "cuda", False)
-    assert recorder.events == ["copy cuda {}"]
+    recursive_to([torch.ones(2).as_subclass(Recorded)], "mtia", False)
+    assert recorder.events == ["copy mtia {}"]
     recursive_to([torch.ones(2).as_subclass(Recorded)], "meta", True)
     assert recorder.events[1:] == ["copy meta {}"]

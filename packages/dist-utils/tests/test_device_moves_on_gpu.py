@@ -26,3 +26,10 @@ def test_a_packed_sequence_on_a_gpu():
     (moved,) = recursive_to(packed, "cuda", True)
     assert (moved.data.device.type, moved.sorted_indices.device.type) == ("cuda", "cuda")
     assert moved.batch_sizes.device.type == "cpu"
+
+
+def test_the_current_gpu_is_the_same_device_with_and_without_its_index():
+    batch = [torch.ones(2, device="cuda")]
+    for device in ("cuda", f"cuda:{torch.cuda.current_device()}", torch.cuda.current_device()):
+        for side_stream in (False, True):
+            assert recursive_to(batch, device, side_stream)[0] is batch

@@ -30,7 +30,7 @@ def test_docstrings(module):
 
 
 def test_there_are_examples():
-    found = doctest.DocTestFinder().find(importlib.import_module("dist_utils.containers.call_arguments"))
+    found = doctest.DocTestFinder().find(importlib.import_module("dist_utils.containers.arguments"))
     assert sum(len(test.examples) for test in found) >= 3
 
 

@@ -1,56 +1,32 @@
-"""How each class of container is walked, including users' classes."""
+"""How each class of container is taken apart and made again, including users' classes."""
 
 from __future__ import annotations
 
+import contextlib
 import enum
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from types import MemberDescriptorType, SimpleNamespace
+from typing import Any, TypeVar
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
-from dist_utils.containers.attribute_objects import (
-    blank,
-    holds_attributes,
-    maker_of,
-    named_attributes,
-    set_attributes,
-    slot_places,
-)
-from dist_utils.containers.builtin import Content, content_of, indices
-from dist_utils.containers.special import SPECIAL
-
-__all__ = ["LEAF", "TENSOR", "Kind", "kind_of", "register_container"]
+__all__ = ["KINDS", "TENSOR", "Kind", "register_container"]
 
 T = TypeVar("T")
 
+_Functions = tuple[Callable[[Any], Iterable[Any]], Callable[[Any, list[Any]], Any]]
 
-class Kind(NamedTuple):
-    """What the walker needs to know about a class. Holds no reference to the class, which may be short-lived.
+_WITH_ITEMS = (list, tuple, set, frozenset, deque, dict, defaultdict, OrderedDict)
+_BUILT_IN = (*_WITH_ITEMS, SimpleNamespace, object)
+"""Classes whose ``__new__`` makes objects of users' classes."""
 
-    Attributes:
-        children: The objects inside, as a list.
-        rebuild: The original and as many new children -> a new object.
-        names: The name of each child in a path, such as ``[0]`` or ``.weight``.
-        aside: What else the object holds and is never replaced, such as dictionary keys.
-    """
+_MARKS = ("__dataclass_fields__", "__attrs_attrs__", "__pydantic_fields_set__")
+"""Names in classes whose objects are containers because of their attributes."""
 
-    children: Callable[[Any], list[Any]]
-    rebuild: Callable[[Any, list[Any]], Any]
-    names: Callable[[Any], list[str]]
-    aside: Callable[[Any], list[Any]] = lambda _: []
-
-
-def _no_children(_: object) -> list[Any]:
-    return []
-
-
-TENSOR = Kind(_no_children, lambda obj, _: obj, _no_children)
-LEAF = Kind(_no_children, lambda obj, _: obj, _no_children)
-
-_registered: dict[type, Kind | None] = {}
-"""What users registered; ``None`` for a class that is walked by its attributes."""
-_known: WeakKeyDictionary[type, Kind] = WeakKeyDictionary()
+_registered: dict[type, _Functions | None] = dict.fromkeys((ChainMap, SimpleNamespace, UserDict, UserList))
+"""Classes to walk by two functions; ``None`` for those that are walked by their attributes."""
 
 
 def register_container(
@@ -80,66 +56,138 @@ def register_container(
         >>> register_container(Lazy)
         >>> apply_to_tensors(torch.neg, Lazy([torch.ones(1)])).parts
         [tensor([-1.])]
+
+        A ``TensorDict`` (nested ones are its contents), and with it every tensorclass::
+
+            def unflatten(old, values):
+                return TensorDict(dict(zip(old.keys(), values, strict=True)), old.batch_size)
+
+            register_container(TensorDict, lambda old: old.values(), unflatten)
     """
     if not isinstance(cls, type):
         raise TypeError(f"register_container needs a class, got {cls!r}")
-    if flatten is None and unflatten is None:
-        _registered[cls] = None
-    elif flatten is None or unflatten is None:
+    if (flatten is None) != (unflatten is None):
         raise TypeError("register_container needs both flatten and unflatten, or neither")
-    else:
-        take, put = flatten, unflatten
-        _registered[cls] = Kind(lambda obj: list(take(obj)), put, lambda obj: indices(list(take(obj))))
-    _known.clear()
+    _registered[cls] = None if flatten is None or unflatten is None else (flatten, unflatten)
+    KINDS.clear()
 
 
-def kind_of(cls: type) -> Kind:
-    """Return how to walk objects of exactly this class."""
-    kind = _known.get(cls)
-    if kind is None:
-        kind = _known[cls] = _find_kind(cls)
-    return kind
+class Kind:
+    """How objects of one class are walked: their items, as those of a list, and then their attributes.
 
+    The methods of built-in classes read and write the items, and those of ``object`` the attributes, so that
+    no code of a user's class runs.
+    """
 
-def _find_kind(cls: type) -> Kind:
-    content, places = content_of(cls), slot_places(cls)
-    registered = next((base for base in cls.__mro__ if base in _registered), None)
-    special = next((parts for fits, parts in SPECIAL if fits(cls)), None)
-    if registered is not None:
-        kind = _registered[registered] or _attribute_kind(content, places, maker_of(cls))
-    elif issubclass(cls, torch.Tensor):
-        kind = TENSOR
-    elif issubclass(cls, (torch.nn.Module, enum.Enum)):  # shared by identity, never copied
-        kind = LEAF
-    elif special is not None:
-        kind = Kind(*special)
-    elif content is not None and not cls.__dictoffset__ and not places:
-        kind = Kind(*content)
-    elif content is not None or holds_attributes(cls):
-        kind = _attribute_kind(content, places, maker_of(cls))
-    else:
-        kind = LEAF
-    return kind
+    def __init__(self, cls: type, functions: _Functions | None = None) -> None:
+        self.base: Any = next(base for base in cls.__mro__ if base in _BUILT_IN)
+        self.flatten, self.unflatten = functions or (self._items, self._with_items)
+        self.is_dict = functions is None and issubclass(self.base, dict)
+        self.has_dict = functions is None and cls.__dictoffset__ != 0
+        # Those of built-in classes too: the factory of a defaultdict is one.
+        self.slots = [
+            name
+            for base in cls.__mro__
+            for name, member in vars(base).items()
+            if functions is None and isinstance(member, MemberDescriptorType) and name != "__dict__"
+        ]
 
+    def children(self, obj: Any) -> list[Any]:
+        """Return what an object holds."""
+        return [*self.flatten(obj), *self._attributes(obj).values()]
 
-def _attribute_kind(content: Content | None, places: tuple[tuple[int, str], ...], maker: type) -> Kind:
-    """Return the kind of objects with attributes, which may be built-in containers too."""
+    def names(self, obj: Any) -> list[str]:
+        """Return the name of each child in a path."""
+        keys = self.base.keys(obj) if self.is_dict else range(len(list(self.flatten(obj))))
+        return [f"[{key!r}]" for key in keys] + [f".{name}" for name in self._attributes(obj)]
 
-    def values(obj: Any) -> list[Any]:
-        return content.values(obj) if content else []
-
-    def rebuild(obj: Any, children: list[Any]) -> Any:
-        inside = len(values(obj))
-        new = content.make(obj, children[:inside]) if content else blank(obj, maker)
-        set_attributes(new, obj, children[inside:], places)
+    def rebuild(self, obj: Any, children: list[Any]) -> Any:
+        """Return a new object with other children than the original's."""
+        names = list(self._attributes(obj))
+        first = len(children) - len(names)
+        new = self.unflatten(obj, children[:first])
+        attributes = dict(zip(names, children[first:], strict=True))
+        for name in self.slots:
+            if name in attributes:
+                object.__setattr__(new, name, attributes.pop(name))
+        if attributes:  # past properties of the same name
+            object.__getattribute__(new, "__dict__").update(attributes)
+        if self.has_dict and object.__getattribute__(obj, "__dict__") is obj:
+            object.__setattr__(new, "__dict__", new)
         return new
 
-    return Kind(
-        children=lambda obj: values(obj) + [value for _, value in named_attributes(obj, places)],
-        rebuild=rebuild,
-        names=lambda obj: (
-            (content.names(obj) if content else [])
-            + [f".{name}" for name, _ in named_attributes(obj, places)]
-        ),
-        aside=content.aside if content else lambda _: [],
-    )
+    def _attributes(self, obj: Any) -> dict[str, Any]:
+        own = object.__getattribute__(obj, "__dict__") if self.has_dict else {}
+        found = {} if own is obj else own  # by the recipe ``self.__dict__ = self`` they are the items
+        for name in self.slots:
+            with contextlib.suppress(AttributeError):  # never set
+                found = {**found, name: object.__getattribute__(obj, name)}
+        return found
+
+    def _items(self, obj: Any) -> Iterable[Any]:
+        if self.base in _WITH_ITEMS:
+            return self.base.values(obj) if self.is_dict else self.base.__iter__(obj)  # type: ignore[no-any-return]
+        return ()
+
+    def _with_items(self, obj: Any, items: list[Any]) -> Any:
+        """Return a new object of the original's class with other items, without attributes."""
+        base, cls = self.base, type(obj)
+        try:
+            new = base.__new__(cls, items) if base in (tuple, frozenset) else base.__new__(cls)
+        except TypeError as error:  # it has state that base does not know
+            message = f"{cls.__qualname__} needs register_container with two functions: {error}"
+            raise TypeError(message) from error
+        if self.is_dict:
+            for key, value in zip(base.keys(obj), items, strict=True):
+                base.__setitem__(new, key, value)
+        elif base is deque:
+            deque.__init__(new, items, obj.maxlen)
+        elif base in (list, set):
+            base.__init__(new, items)
+        if base in (set, frozenset) and base.__len__(new) != len(items):
+            raise ValueError(
+                f"a {cls.__name__} of {len(items)} elements would shrink to {base.__len__(new)}, because fn "
+                "returned equal objects for different ones"
+            )
+        return new
+
+
+TENSOR = Kind(torch.Tensor)
+
+
+class _Kinds(dict[type, Kind | None]):
+    """How to walk objects of exactly one class, ``None`` for objects that are no containers."""
+
+    def __missing__(self, cls: type) -> Kind | None:
+        if len(self) >= 1000:  # classes may be short-lived
+            self.clear()
+        kind = self[cls] = _find_kind(cls)
+        return kind
+
+
+KINDS = _Kinds()
+
+
+def _find_kind(cls: type) -> Kind | None:
+    registered = next((base for base in cls.__mro__ if base in _registered), None)
+    if registered is not None:
+        return Kind(cls, _registered[registered])
+    if issubclass(cls, torch.Tensor):
+        return TENSOR
+    if issubclass(cls, (torch.nn.Module, enum.Enum)):  # shared by identity, never copied
+        return None
+    if isinstance(getattr(cls, "n_sequence_fields", None), int):  # a struct sequence, with hidden fields
+        return Kind(cls, (tuple.__iter__, lambda obj, items: type(obj)(items, obj.__reduce__()[1][1])))
+    kind = Kind(cls)
+    return kind if kind.base is not object or any(hasattr(cls, mark) for mark in _MARKS) else None
+
+
+def _with_data(packed: PackedSequence, items: list[Any]) -> PackedSequence:
+    # The lengths stay on the CPU and the indices follow the data: neither is for fn to compute with.
+    (data,) = items
+    device = getattr(data, "device", packed.data.device)
+    indices = [index if index is None else index.to(device) for index in packed[2:]]
+    return tuple.__new__(type(packed), (data, packed.batch_sizes, *indices))
+
+
+register_container(PackedSequence, lambda packed: [packed.data], _with_data)
