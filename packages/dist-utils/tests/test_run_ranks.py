@@ -222,6 +222,7 @@ def test_a_hang_ends_at_the_timeout_and_names_the_rank_and_the_line():
     assert re.search(r"ranks \[1\] of 2 did not finish within [\d.]+ s", message), message
     line = _hang.__code__.co_firstlineno + 2
     assert re.search(rf"test_run_ranks.py\", line {line} in _hang", message), message
+    assert "rank 0" not in message  # it has returned, and only waits
 
 
 def _hang_for_good(rank, folder):
@@ -272,6 +273,24 @@ def test_ranks_that_hang_end_when_their_caller_is_killed(how, tmp_path):
         for path in pids:
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+_CALLER_WITHOUT_OUTPUT = """
+from pathlib import Path
+from dist_utils.testing import run_ranks
+from test_run_ranks import _no_group
+
+if __name__ == "__main__":
+    Path({file!r}).write_text(repr(run_ranks(_no_group, 2)))
+"""
+
+
+@pytest.mark.parametrize("closed", [1, 2])
+def test_the_caller_may_have_no_standard_output_or_error(closed, tmp_path):
+    (tmp_path / "caller.py").write_text(_CALLER_WITHOUT_OUTPUT.format(file=str(tmp_path / "results")))
+    command = f'exec "{sys.executable}" "{tmp_path / "caller.py"}" {closed}>&-'
+    subprocess.run(["/bin/sh", "-c", command], env=_environment(tmp_path), timeout=patience(60.0), check=True)
+    assert (tmp_path / "results").read_text() == "[True, True]"
 
 
 def _environment(folder):

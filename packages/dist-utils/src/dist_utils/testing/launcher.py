@@ -69,9 +69,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` in ``world_size`` new processes and return what each rank returned.
 
-    The processes are started with ``torch.multiprocessing``, find each other through a store that the
-    caller's process keeps (so that rank 0 may die), and have ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
-    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set. torch uses one CPU thread per rank
+    The processes find each other through a store that the caller's process keeps (so that rank 0 may die),
+    and have ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT`` set. torch uses one CPU thread per rank
     unless ``OMP_NUM_THREADS`` says otherwise. What they print goes to where the caller's file descriptors 1
     and 2 lead during this call (pytest's ``capfd``, not ``capsys``).
 
@@ -93,22 +93,21 @@ def run_ranks(
         The results in rank order. They must pickle.
 
     Raises:
-        ValueError: ``world_size`` is less than 1, or NCCL needs more GPUs for it.
-        RanksHung: A rank did not finish in time. The stacks of its threads are in the message (on
-            systems with signals).
+        TypeError: ``world_size`` or a timeout is of a wrong type, or a result cannot be pickled or unpickled.
+        ValueError: One of them is not positive and finite, or NCCL needs more GPUs.
+        RanksHung: A rank did not finish in time. The stacks of its threads are in the message.
         RankDied: A rank's process ended without a result. The message has its exit code or signal.
         BaseException: What ``fn`` raised first, of the same type. Its ``__cause__`` is a
             :class:`RankTraceback` with the tracebacks of all ranks that failed until then.
 
     Processes that ``fn`` itself starts are not killed with it. On Linux the ranks are killed if the caller's
-    process ends, even by a signal. A rank that has returned keeps its connections until all have, or for two
-    seconds (longer on a busy machine): a peer's last collective still succeeds.
+    process ends, even by a signal. A rank that has returned keeps its connections until all have: a peer's
+    last collective still succeeds. Then it ends, and does not call ``destroy_process_group``.
 
     Cost:
         Half a second, and the imports of ``fn``'s module in every process; torch, with what DDP models need
         of its compiler, is imported once, by the first call (some seconds), in a server that lives as long
-        as the caller's process. Where there is no ``fork``, as on Windows, every process imports it. Group
-        small checks into one call.
+        as the caller's process, and that forks the ranks: not on Windows. Group small checks into one call.
 
     Example:
         >>> def total(rank, start):  # doctest: +SKIP
@@ -122,9 +121,9 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["dist_utils.testing.server"])
     with contextlib.ExitStack() as until_return:
-        # Connections, because these hand their descriptors over when they are pickled.
-        outputs = [until_return.enter_context(Connection(os.dup(file))) for file in (1, 2)]
         stacks = until_return.enter_context(tempfile.TemporaryFile("a+"))
+        # Connections, because these hand their descriptors over when they are pickled.
+        files = [until_return.enter_context(Connection(os.dup(file))) for file in (1, 2, stacks.fileno())]
         # Kept by this process, which outlives every rank; on a port that the system picks.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = {
@@ -145,8 +144,8 @@ def run_ranks(
                 backend,
                 group_timeout=_MOST_PATIENCE * timeout if group_timeout is None else group_timeout,
                 environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                outputs=outputs,
-                stacks=Connection(os.dup(stacks.fileno())),
+                outputs=files[:2],
+                stacks=files[2],
                 alive=_pipe_of_this_process()[0],
                 connection=theirs,
             )
@@ -288,8 +287,9 @@ def _write_stacks(ranks: Sequence[_Rank], stacks: IO[str]) -> str:
     for rank in ranks:
         stacks.write(f"rank {rank.number} hung here:\n")
         stacks.flush()
+        assert rank.process.pid is not None  # it has started
         with contextlib.suppress(ProcessLookupError):
-            os.kill(rank.process.pid or 0, signal.SIGUSR1)
+            os.kill(rank.process.pid, signal.SIGUSR1)
         time.sleep(patience(_SETTLE_SECONDS))
     stacks.seek(0)
     return stacks.read()
