@@ -1,8 +1,7 @@
 """A pytest fixture that runs a function on several ranks, with options for the backend and their number.
 
-And markers: ``@pytest.mark.gpu`` skips a test, with the reason, where CUDA finds no GPU (``gpu(2)``: fewer
-than two); ``pytest -m gpu`` runs what needs one. ``@pytest.mark.exhaustive`` names what a quick check may
-leave out: ``pytest -m "not exhaustive"``.
+And a marker: ``@pytest.mark.gpu`` skips a test, with the reason, where CUDA finds no GPU (``gpu(2)``: fewer
+than two); ``pytest -m gpu`` runs what needs one.
 
 Switch it on with ``-p dist_utils.pytest_plugin`` (in ``addopts``), or with
 ``pytest_plugins = ["dist_utils.pytest_plugin"]`` in the root ``conftest.py``.
@@ -23,24 +22,20 @@ __all__ = ["Launch", "launch"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--backend`` and ``--world-size``."""
+    """Add ``--dist-backend`` and ``--dist-world-size``."""
     group = parser.getgroup("dist_utils", "multi-rank tests")
     group.addoption(
-        "--backend",
+        "--dist-backend",
         choices=["auto", "gloo", "nccl"],
         default="auto",
         help="backend of the launch fixture's ranks; auto: nccl if there are enough GPUs, else gloo",
     )
-    group.addoption("--world-size", type=int, default=2, help="how many ranks the launch fixture starts")
+    group.addoption("--dist-world-size", type=int, default=2, help="how many ranks the launch fixture starts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the markers known."""
-    for marker in (
-        "gpu(count=1): needs this many GPUs; skipped where there are fewer",
-        "exhaustive: slow, and one of many of a kind; the quick check has others of that kind",
-    ):
-        config.addinivalue_line("markers", marker)
+    """Make the marker known."""
+    config.addinivalue_line("markers", "gpu(count=1): needs this many GPUs; skipped where there are fewer")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -77,10 +72,10 @@ class Launch:
 def launch(request: pytest.FixtureRequest) -> Launch:
     """``launch(fn, *args)`` runs ``fn(rank, *args)`` on every rank and returns their results.
 
-    Skips the test when ``--backend nccl`` asks for more GPUs than there are.
+    Skips the test when ``--dist-backend nccl`` asks for more GPUs than there are.
     """
-    backend: str = request.config.getoption("--backend")
-    world_size: int = request.config.getoption("--world-size")
+    backend: str = request.config.getoption("--dist-backend")
+    world_size: int = request.config.getoption("--dist-world-size")
     if backend == "auto":
         backend = "nccl" if nccl_can_run(world_size) else "gloo"
     if backend == "nccl" and not nccl_can_run(world_size):

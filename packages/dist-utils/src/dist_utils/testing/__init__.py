@@ -4,13 +4,17 @@ Made for tests of code that communicates: the results of all ranks come back, an
 its traceback, and a hang ends at a timeout with the place where each rank hung.
 """
 
-from dist_utils.testing.backward import call_in_backward
-from dist_utils.testing.buckets import grad_bucket
 from dist_utils.testing.comparisons import same_bits, same_on_all_ranks
-from dist_utils.testing.launcher import RankDied, RanksHung, RankTraceback, nccl_can_run, run_ranks
-from dist_utils.testing.stopping import stop_process
-from dist_utils.testing.traffic import tcp_bytes_sent
-from dist_utils.testing.waiting import patience
+from dist_utils.testing.launcher import (
+    RankDied,
+    RanksHung,
+    RankTraceback,
+    nccl_can_run,
+    patience,
+    run_ranks,
+)
+from dist_utils.testing.probes import call_in_backward, grad_bucket, tcp_bytes_sent
+from dist_utils.testing.rank import stop_process
 
 __all__ = [
     "RankDied",

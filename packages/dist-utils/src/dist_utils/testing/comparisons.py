@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from dist_utils.process_groups import GroupLike, collective_device, global_rank, resolve_group
+from dist_utils.process_groups import GroupLike, collective_device, resolve_group
 from dist_utils.torch_compat import all_gather_single
 
 __all__ = ["same_bits", "same_on_all_ranks"]
@@ -56,26 +56,19 @@ def same_on_all_ranks(values: Any, group: GroupLike = None) -> bool:
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
     Cost:
-        Collective: an all-gather of 32 bytes a rank, and a broadcast of the tensors' bytes.
+        Collective: an all-gather of 32 bytes a rank. Tensors are copied to the CPU and hashed there.
 
     Example:
         >>> assert same_on_all_ranks(model.state_dict())  # doctest: +SKIP
     """
     resolved = resolve_group(group)
-    device = collective_device(resolved)
-    tensors: list[torch.Tensor] = []
-    outline = "".join(_outline(values, tensors)).encode()
-    mine = torch.frombuffer(bytearray(hashlib.sha256(outline).digest()), dtype=torch.uint8).to(device)
+    digest = hashlib.sha256()
+    for part in _parts(values):
+        digest.update(part)
+    mine = torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8).to(collective_device(resolved))
     everyone = mine.new_empty(resolved.size() * mine.numel())
     all_gather_single(everyone, mine, resolved)
-    if not bool((everyone.view(resolved.size(), -1) == mine).all()):
-        return False
-    content = torch.cat([mine.new_empty(0), *(_bytes(tensor).to(device) for tensor in tensors)])
-    first = content.clone()
-    dist.broadcast(first, global_rank(resolved, 0), group=resolved)
-    differs = (first != content).any().to(torch.int32)
-    dist.all_reduce(differs, group=resolved)
-    return not bool(differs)
+    return bool((everyone.view(resolved.size(), -1) == mine).all())
 
 
 def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, torch.layout]:
@@ -88,22 +81,23 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
-def _outline(values: Any, tensors: list[torch.Tensor]) -> Iterator[str]:
-    """Describe everything except the contents of tensors, which are appended to ``tensors``."""
+def _parts(values: Any) -> Iterator[bytes]:
+    """Yield all that a comparison with other ranks depends on."""
     if isinstance(values, torch.Tensor):
-        tensors.append(values)
-        yield repr(_kind(values))
+        content = _bytes(values)
+        yield repr(_kind(values)).encode()
+        yield ctypes.string_at(content.data_ptr(), content.numel())
     elif isinstance(values, Mapping):
-        yield "{"
+        yield b"{"
         for key, value in values.items():
-            yield f"{key!r}:"
-            yield from _outline(value, tensors)
-        yield "}"
+            yield f"{key!r}:".encode()
+            yield from _parts(value)
+        yield b"}"
     elif isinstance(values, (list, tuple)):
-        yield "["
+        yield b"["
         for value in values:
-            yield from _outline(value, tensors)
-            yield ","
-        yield "]"
+            yield from _parts(value)
+            yield b","
+        yield b"]"
     else:
-        yield repr(values)
+        yield repr(values).encode()

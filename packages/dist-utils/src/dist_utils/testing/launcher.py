@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
+import multiprocessing
 import os
+import pickle
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
-import torch.multiprocessing as mp
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # documented, not in its __all__
 
-from dist_utils.testing.ending import let_ranks_end_with_this_process
-from dist_utils.testing.rank import Outputs, Ranks
-from dist_utils.testing.starting import start_method
-from dist_utils.testing.waiting import MOST_PATIENCE, patience
+from dist_utils.testing.rank import Failure, Job, Stage, run_rank
 
-__all__ = ["RankDied", "RankTraceback", "RanksHung", "nccl_can_run", "run_ranks"]
+__all__ = ["RankDied", "RankTraceback", "RanksHung", "nccl_can_run", "patience", "run_ranks"]
 
 
-_LOOK_SECONDS = 0.2
-"""How often to check for ranks that have stopped themselves; nothing else reports them."""
+_MOST_PATIENCE = 30.0
+"""The largest factor by which ``patience`` extends a timeout."""
 
-_SETTLE_SECONDS = 1.0
-"""How long the other ranks get to fail too once one has failed."""
+_SAMPLE_SECONDS = 0.05
+"""How long ``patience`` computes: several turns of the scheduler."""
+
+_SETTLE_SECONDS = 0.5
+"""How long the other ranks get to fail too once one has failed; how long a rank gets to write its stack."""
 
 
 class RankTraceback(Exception):  # noqa: N818 - the cause of an error, not an error to catch
@@ -64,9 +69,9 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` in ``world_size`` new processes and return what each rank returned.
 
-    The processes are started with ``torch.multiprocessing``, find each other through a store that the
-    caller's process keeps (so that rank 0 may die), and have ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``,
-    ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` set. torch uses one CPU thread per rank
+    The processes find each other through a store that the caller's process keeps (so that rank 0 may die),
+    and have ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
+    ``MASTER_PORT`` set. torch uses one CPU thread per rank
     unless ``OMP_NUM_THREADS`` says otherwise. What they print goes to where the caller's file descriptors 1
     and 2 lead during this call (pytest's ``capfd``, not ``capsys``).
 
@@ -88,22 +93,21 @@ def run_ranks(
         The results in rank order. They must pickle.
 
     Raises:
-        ValueError: ``world_size`` is less than 1, or NCCL needs more GPUs for it.
-        RanksHung: A rank did not finish in time. The stacks of its threads are in the message (on
-            systems with signals).
+        TypeError: ``world_size`` or a timeout is of a wrong type, or a result cannot be pickled or unpickled.
+        ValueError: One of them is not positive and finite, or NCCL needs more GPUs.
+        RanksHung: A rank did not finish in time. The stacks of its threads are in the message.
         RankDied: A rank's process ended without a result. The message has its exit code or signal.
         BaseException: What ``fn`` raised first, of the same type. Its ``__cause__`` is a
             :class:`RankTraceback` with the tracebacks of all ranks that failed until then.
 
     Processes that ``fn`` itself starts are not killed with it. On Linux the ranks are killed if the caller's
-    process ends, even by a signal. A rank that has returned keeps its connections until all have, or for two
-    seconds (longer on a busy machine): a peer's last collective still succeeds.
+    process ends, even by a signal. A rank that has returned keeps its connections until all have: a peer's
+    last collective still succeeds. Then it ends, and does not call ``destroy_process_group``.
 
     Cost:
         Half a second, and the imports of ``fn``'s module in every process; torch, with what DDP models need
         of its compiler, is imported once, by the first call (some seconds), in a server that lives as long
-        as the caller's process. Where there is no ``fork``, as on Windows, every process imports it. Group
-        small checks into one call.
+        as the caller's process, and that forks the ranks: not on Windows. Group small checks into one call.
 
     Example:
         >>> def total(rank, start):  # doctest: +SKIP
@@ -113,98 +117,211 @@ def run_ranks(
         >>> run_ranks(total, 2, 10)  # doctest: +SKIP
         [21, 21]
     """
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, got {world_size}")
-    if backend == "nccl" and not nccl_can_run(world_size):
-        raise ValueError(f"nccl needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
-    outputs = Outputs()
-    with tempfile.TemporaryDirectory(prefix="run_ranks_") as folder:
+    _check(world_size, backend, timeout, group_timeout)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["dist_utils.testing.server"])
+    with contextlib.ExitStack() as until_return:
+        stacks = until_return.enter_context(tempfile.TemporaryFile("a+"))
+        # Connections, because these hand their descriptors over when they are pickled.
+        files = [until_return.enter_context(Connection(os.dup(file))) for file in (1, 2, stacks.fileno())]
         # Kept by this process, which outlives every rank; on a port that the system picks.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        longest = MOST_PATIENCE * timeout
-        ranks = Ranks(
-            fn,
-            args,
-            world_size,
-            backend,
-            start_timeout=longest,
-            group_timeout=longest if group_timeout is None else group_timeout,
-            port=store.port,
-            folder=Path(folder),
-            environment=dict(os.environ),
-            outputs=outputs,
-        )
-        with let_ranks_end_with_this_process(ranks.caller):
-            context = mp.start_processes(  # type: ignore[attr-defined,no-untyped-call]
-                ranks, nprocs=world_size, join=False, start_method=start_method()
+        environment = {
+            **os.environ,
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # init_process_group uses the store that exists
+        }
+        ranks: list[_Rank] = []
+        for rank in range(world_size):
+            connection, theirs = context.Pipe()
+            job = Job(
+                fn,
+                args,
+                rank,
+                backend,
+                group_timeout=_MOST_PATIENCE * timeout if group_timeout is None else group_timeout,
+                environment={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                outputs=files[:2],
+                stacks=files[2],
+                alive=_pipe_of_this_process()[0],
+                connection=theirs,
             )
-            processes: list[BaseProcess] = context.processes
-            try:
-                _wait(processes, ranks, timeout, may_die)
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.join()
-        return [ranks.result(index) for index in range(world_size)]
+            process = context.Process(target=run_rank, args=(job,))
+            process.start()
+            theirs.close()
+            ranks.append(_Rank(rank, process, connection, may_die=rank in may_die))
+            until_return.callback(ranks[-1].end)
+        began = time.monotonic()
+        for stage in (Stage.READY, Stage.RETURNED, Stage.ENDED):
+            _wait(ranks, stage, began, timeout, stacks)
+            for each in ranks:
+                each.let_go_on()
+    return [each.result() for each in ranks]
 
 
-def _wait(processes: Sequence[BaseProcess], ranks: Ranks, timeout: float, may_die: Collection[int]) -> None:
-    """Return when every process has ended well; raise as soon as one has not, or at the timeout.
+def patience(seconds: float) -> float:
+    """Return a timeout, on a machine that may be busy, for what takes less than ``seconds`` on an idle one.
 
-    Ranks in ``may_die`` may also end in any other way, or stop.
+    ``seconds``, times the number of processes that want each core: the system's average of the last minute,
+    or what a short computation of the caller shows, whichever is larger. For timeouts that a test waits out:
+    they should be short, but must not end a collective only because a rank had to wait for a core.
+
+    Args:
+        seconds: The time without other work.
+
+    Returns:
+        ``seconds`` on an idle machine; at most 30 times as much. Rounded up to half a second, so that it is
+        the same in milliseconds everywhere.
+
+    Cost:
+        A twentieth of a second.
+
+    Example:
+        >>> run_ranks(peer_stops, 3, may_die={1}, group_timeout=patience(2.0))  # doctest: +SKIP
     """
-    began, seconds = time.monotonic(), timeout
-    running = {process.sentinel: rank for rank, process in enumerate(processes)}
-    while running:
-        if all(rank in may_die and ranks.stopped(rank) for rank in running.values()):
-            return
-        left = began + seconds - time.monotonic()
-        ended = wait_for_any(list(running), timeout=max(0.0, min(left, _LOOK_SECONDS)))
-        if not ended and left > 0:
-            continue
-        if not ended and seconds == timeout and (seconds := patience(timeout)) > timeout:
-            continue
-        if not ended:
-            hung = [rank for rank in running.values() if not ranks.waits(rank)] or list(running.values())
-            stacks = [
-                f"rank {rank} hung here:\n{ranks.stack(rank, processes[rank].pid or 0)}" for rank in hung
-            ]
-            raise RanksHung(
-                f"ranks {hung} of {len(processes)} did not finish within {seconds:g} s\n" + "\n".join(stacks)
-            )
-        for rank in [running.pop(sentinel) for sentinel in list(running) if sentinel in ended]:
-            ranks.note_end(rank)
-            if rank not in may_die and not _ended_well(processes[rank], ranks, rank):
-                # The others may be about to fail for the same reason, or be the reason.
-                settled = time.monotonic() + _SETTLE_SECONDS
-                while running and (seconds := settled - time.monotonic()) > 0:
-                    for other in wait_for_any(list(running), timeout=seconds):
-                        running = {sentinel: r for sentinel, r in running.items() if sentinel != other}
-                raise _first_failure(processes, ranks, may_die)
+    began, computed = time.perf_counter(), time.thread_time()
+    while (passed := time.perf_counter() - began) < _SAMPLE_SECONDS:
+        pass
+    computed = time.thread_time() - computed
+    load = os.getloadavg()[0] / (os.cpu_count() or 1) if hasattr(os, "getloadavg") else 1.0
+    factor = min(max(load, passed / max(computed, 1e-3), 1.0), _MOST_PATIENCE)
+    return math.ceil(2 * seconds * factor) / 2
 
 
-def _ended_well(process: BaseProcess, ranks: Ranks, rank: int) -> bool:
-    process.join()  # its sentinel is ready a moment before its exit code
-    return process.exitcode == 0 and ranks.succeeded(rank)
+@dataclass
+class _Rank:
+    """A rank as its caller sees it: its process, and what it has reported."""
+
+    number: int
+    process: BaseProcess
+    connection: Connection
+    may_die: bool
+    reports: dict[Stage, Any] = field(default_factory=dict)
+
+    def listen(self) -> None:
+        """Note what it has reported since the last call, and whether its process has ended."""
+        exit_code = self.process.exitcode  # first: if it has ended, there are no reports after these
+        try:
+            while self.connection.poll():
+                stage, content = self.connection.recv()
+                self.reports[stage] = content
+        except (EOFError, OSError):  # the other end is closed
+            self.connection.close()
+        if exit_code is not None:
+            self.reports[Stage.ENDED] = exit_code
+
+    def has_reached(self, stage: Stage) -> bool:
+        """Return whether it has come so far, or will never come."""
+        given_up = {Stage.ENDED, Stage.STOPPED} if self.may_die else {Stage.ENDED}
+        return not self.reports.keys().isdisjoint({stage} | given_up)
+
+    def let_go_on(self) -> None:
+        """Tell it that all have reached the stage at which it waits."""
+        with contextlib.suppress(OSError):  # it has ended
+            self.connection.send(None)
+
+    @property
+    def died(self) -> bool:
+        """Whether its process has ended in another way than by returning or raising."""
+        returned = Stage.RETURNED in self.reports and self.reports.get(Stage.ENDED) == 0
+        return Stage.ENDED in self.reports and Stage.FAILED not in self.reports and not returned
+
+    def result(self) -> Any:
+        """Return what its function returned, ``None`` if it did not return."""
+        if Stage.RETURNED not in self.reports:
+            return None
+        try:
+            return pickle.loads(self.reports[Stage.RETURNED])  # noqa: S301 - from our own process
+        except Exception as error:
+            raise TypeError(f"the result of rank {self.number} does not unpickle: {error!r}") from error
+
+    def end(self) -> None:
+        """Kill its process, if it still runs."""
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
 
 
-def _first_failure(processes: Sequence[BaseProcess], ranks: Ranks, may_die: Collection[int]) -> BaseException:
+def _check(world_size: int, backend: str | None, timeout: float, group_timeout: float | None) -> None:
+    numbers: dict[str, tuple[float, type]] = {"world_size": (world_size, int), "timeout": (timeout, float)}
+    if group_timeout is not None:
+        numbers["group_timeout"] = (group_timeout, float)
+    for name, (value, kind) in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (int, kind)):
+            raise TypeError(f"{name} must be of type {kind.__name__}, got {value!r}")
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    if backend == "nccl" and not nccl_can_run(world_size):
+        raise ValueError(f"nccl needs a GPU per rank: {world_size} ranks, {torch.cuda.device_count()} GPUs")
+
+
+@functools.cache
+def _pipe_of_this_process() -> tuple[Connection, Connection]:
+    """Return both ends of a pipe that nobody else has open for writing: it ends when this process does."""
+    reader, writer = multiprocessing.Pipe(duplex=False)
+    os.register_at_fork(after_in_child=writer.close)  # the child may outlive this process
+    return reader, writer
+
+
+def _wait(ranks: Sequence[_Rank], stage: Stage, began: float, timeout: float, stacks: IO[str]) -> None:
+    """Return when all ranks have reached ``stage``; raise when one has failed, or at the timeout."""
+    while late := [rank for rank in ranks if not rank.has_reached(stage)]:
+        waited = time.monotonic() - began
+        if waited > timeout and waited > (limit := patience(timeout)):
+            numbers, text = [rank.number for rank in late], _write_stacks(late, stacks)
+            raise RanksHung(f"ranks {numbers} of {len(ranks)} did not finish within {limit:g} s\n{text}")
+        sources = [rank.process.sentinel for rank in late]
+        connections = [rank.connection for rank in late if not rank.connection.closed]
+        wait_for_any([*sources, *connections], timeout=max(timeout - waited, 1.0))
+        for rank in late:
+            rank.listen()
+        if any(not rank.may_die and (rank.died or Stage.FAILED in rank.reports) for rank in late):
+            raise _first_failure(ranks)
+
+
+def _write_stacks(ranks: Sequence[_Rank], stacks: IO[str]) -> str:
+    """Make ranks write down where they hang."""
+    for rank in ranks:
+        stacks.write(f"rank {rank.number} hung here:\n")
+        stacks.flush()
+        assert rank.process.pid is not None  # it has started
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(rank.process.pid, signal.SIGUSR1)
+        time.sleep(patience(_SETTLE_SECONDS))
+    stacks.seek(0)
+    return stacks.read()
+
+
+def _first_failure(ranks: Sequence[_Rank]) -> BaseException:
     """Make the error to raise: a rank that died explains the others' errors, else the earliest counts."""
-    failures = {
-        rank: failure for rank in range(len(processes)) if (failure := ranks.failure(rank)) is not None
+    # The others may be about to fail for the same reason, or be the reason.
+    time.sleep(patience(_SETTLE_SECONDS))
+    for rank in ranks:
+        rank.listen()
+    failures: dict[int, Failure] = {
+        rank.number: rank.reports[Stage.FAILED] for rank in ranks if Stage.FAILED in rank.reports
     }
-    cause = RankTraceback(
-        "\n".join(f"\nrank {rank} raised:\n{failure.text}" for rank, failure in failures.items())
-    )
-    for rank, process in enumerate(processes):
-        gone = process.exitcode is not None and rank not in failures
-        if gone and rank not in may_die and not _ended_well(process, ranks, rank):
-            code = process.exitcode or 0
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            when = "died after it had returned" if ranks.succeeded(rank) else "ended without a result"
-            death = RankDied(f"rank {rank} of {len(processes)} {when}: {how}")
-            death.__cause__ = cause if failures else None
-            return death
-    first = min(failures.values(), key=lambda failure: failure.when)
-    first.error.__cause__ = cause
-    return first.error
+    texts = [f"\nrank {number} raised:\n{failure.traceback}" for number, failure in failures.items()]
+    dead = [rank for rank in ranks if rank.died and not rank.may_die]
+    error = _death(dead[0], len(ranks)) if dead else _error(min(failures.values()))
+    error.__cause__ = RankTraceback("\n".join(texts)) if texts else None
+    return error
+
+
+def _death(rank: _Rank, world_size: int) -> RankDied:
+    code: int = rank.reports[Stage.ENDED]
+    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    when = "died after it had returned" if Stage.RETURNED in rank.reports else "ended without a result"
+    return RankDied(f"rank {rank.number} of {world_size} {when}: {how}")
+
+
+def _error(failure: Failure) -> BaseException:
+    """Return what was raised; if it does not come back as it was, another error with its name and text."""
+    with contextlib.suppress(Exception):  # a class may refuse in any way
+        error = pickle.loads(failure.error)  # noqa: S301 - from our own process
+        if isinstance(error, BaseException):
+            return error
+    return RuntimeError(failure.traceback.strip().rpartition("\n")[2])

@@ -14,7 +14,7 @@ torch_compat.import_compiler()
 with contextlib.suppress(ImportError):
     import pytest  # noqa: F401
 
-# A rank collects garbage at its end. Without this it would visit every object of torch again, and copy the
-# memory that it shares with the server: a second of processor time for two ranks.
+# Without this a rank that collects garbage would visit every object of torch again, and copy the memory that
+# it shares with the server: half a second of processor time.
 gc.collect()
 gc.freeze()
