@@ -91,7 +91,9 @@ def _different(rank, world_size):
 def test_different_hooks_raise_on_every_rank_until_they_are_made_anew(world_size):
     first, last = "rank 0" if world_size == 2 else "ranks 0, 1", world_size - 1
     for messages in run_ranks(_different, world_size, world_size, timeout=60):
-        for twice, (_, _, expected) in zip(zip(messages[::2], messages[1::2], strict=True), CASES, strict=True):
+        for twice, (_, _, expected) in zip(
+            zip(messages[::2], messages[1::2], strict=True), CASES, strict=True
+        ):
             for message in twice:
                 assert "AgreementError" in message
                 assert expected.format(first=first, last=last) in message

@@ -20,7 +20,9 @@ def _steps_of_many_calls(rank, calls):
     group = dist.new_group()
     with pytest.raises(AgreementError, match="key is 'a' on rank 0, 'b' on rank 1"):
         require_same_call(group, "call", {"key": "ab"[rank]})
-    with pytest.raises(AgreementError, match=r"tensors is \[\(1, torch.float32, 'cpu'\)\] on rank 0, \[\(2, "):
+    with pytest.raises(
+        AgreementError, match=r"tensors is \[\(1, torch.float32, 'cpu'\)\] on rank 0, \[\(2, "
+    ):
         require_same_call(None, "call", {}, [torch.ones(1 + rank)])
 
 

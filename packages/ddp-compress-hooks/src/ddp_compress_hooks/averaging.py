@@ -1,8 +1,8 @@
 """Average flat values over a group: divide, cast, sum on the way, and cast back.
 
-``all_reduce_mean`` lets the backend sum in the wire dtype. ``exchange_mean`` sums in fp32: every rank sums one
-shard, then all exchange the sums. Both send ``2 (W - 1) / W`` times the values in the wire dtype, and work on
-pieces, of which one is on the wire while the next is cast.
+``all_reduce_mean`` lets the backend sum in the wire dtype. ``exchange_mean`` sums in fp32: every rank sums
+one shard, then all exchange the sums. Both send ``2 (W - 1) / W`` times the values in the wire dtype, and work
+on pieces, of which one is on the wire while the next is cast.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Clamp: TypeAlias = Callable[[torch.Tensor, float], torch.Tensor]
 """Brings finite values into ``[-limit, limit]``."""
 
 _RING_PIECE_BYTES_PER_RANK = 2 << 20
-"""Wire bytes of a piece, times the number of ranks: every piece costs a round of messages over the ring, and a
-long ring overlaps by itself. For 25 MiB buckets this gives five pieces on two ranks and three on four: the
+"""Wire bytes of a piece, times the number of ranks: every piece costs a round of messages over the ring, and
+a long ring overlaps by itself. For 25 MiB buckets this gives five pieces on two ranks and three on four: the
 most that did not lose to PyTorch's hook on loopback, where every message costs time on a core that the ranks
 share."""
 
@@ -33,9 +33,15 @@ noise on 1 Gbit/s links; five were slower on loopback."""
 
 
 def all_reduce_mean(
-    group: dist.ProcessGroup, values: torch.Tensor, wire_dtype: torch.dtype, clamp: Clamp | None
+    group: dist.ProcessGroup,
+    buffer: torch.Tensor,
+    values: torch.Tensor,
+    wire_dtype: torch.dtype,
+    clamp: Clamp | None,
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average flat ``values`` in place by the backend's all-reduce; the future's value is ``values``.
+    """Average ``values``, a flat view of ``buffer``, by the backend's all-reduce.
+
+    Returns a future of ``buffer``.
 
     With a clamp, every rank's share stays below 1/W of the range, so that no partial sum overflows.
     """
@@ -54,7 +60,7 @@ def all_reduce_mean(
             done.value()  # raises the collective's error
             if payload is not piece:
                 piece.copy_(payload)
-            return values
+            return buffer
 
         arrivals.append(future_of_work(work, group, values.device).then(decode))
     return when_all_have(arrivals)

@@ -199,7 +199,9 @@ def _average(
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
         wire_dtype = wire_dtype or values.dtype
         if not state.sums_in_fp32(wire_dtype):
-            return all_reduce_mean(group, values, wire_dtype, state.clamp).then(lambda done: _give(done, buffer))
+            return all_reduce_mean(group, values, wire_dtype, state.clamp).then(
+                lambda done: _give(done, buffer)
+            )
 
         def job(private_group: dist.ProcessGroup) -> torch.Tensor:
             exchange_mean(private_group, values, wire_dtype, state.clamp)

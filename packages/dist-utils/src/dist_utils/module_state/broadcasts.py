@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_utils.process_groups.groups import global_rank
 from dist_utils.process_groups.agreement import AgreementError
+from dist_utils.process_groups.groups import global_rank
 from dist_utils.process_groups.messages import all_gather_plain
 from dist_utils.torch_compat import copy_flat
 

@@ -7,25 +7,26 @@ exchange what they stand for, to say what differs.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import os
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from dist_utils import torch_compat
 from dist_utils.process_groups.errors import error_text
 from dist_utils.process_groups.groups import GroupLike, resolve_group, timeout_seconds
 from dist_utils.process_groups.store import store_connection
 
-__all__ = ["Agreed", "AgreementError", "Claim", "compare", "require_same_terms"]
+__all__ = ["AgreementError", "Claim", "Verdict", "compare", "compare_terms", "require_same_terms"]
 
 
 class AgreementError(RuntimeError):
@@ -51,16 +52,22 @@ class Claim(NamedTuple):
         return f"{self.title}: " if self.title else ""
 
 
-class Agreed(NamedTuple):
-    """What ranks know after they have agreed.
+class Verdict(NamedTuple):
+    """How a comparison ended, the same on all ranks.
 
     Attributes:
-        name: A string that is identical on all ranks and that no other agreement has.
+        error: What differs, which ranks did not come, or what is wrong on one of them; else empty.
+        name: A string that is identical on all ranks and that no other comparison has.
         notes: What each rank has published with its claim, in rank order.
+        differ: Digests differ, so the claims themselves must be compared.
+        everybody_came: All ranks will read this, so the last one may delete it.
     """
 
-    name: str
-    notes: list[str]
+    error: str = ""
+    name: str = ""
+    notes: tuple[str, ...] = ()
+    differ: bool = False
+    everybody_came: bool = True
 
 
 def require_same_terms(
@@ -117,7 +124,7 @@ def compare_terms(
     problem: BaseException | None = None,
     timeout: timedelta | None = None,
     note: str = "",
-) -> Agreed:
+) -> Verdict:
     """Do as :func:`require_same_terms`, and publish a note with this rank's claim."""
     group = resolve_group(process_group)
     body: dict[str, str] = {}
@@ -139,7 +146,7 @@ def compare(
     problem: BaseException | None = None,
     timeout: timedelta | None = None,
     note: str = "",
-) -> Agreed:
+) -> Verdict:
     """Return if all ranks of a group claim the same; otherwise raise on every rank.
 
     Args:
@@ -156,81 +163,50 @@ def compare(
     if group.size() == 1 or dist.get_backend(group) == "fake":
         if problem is not None:
             raise problem
-        return Agreed(uuid.uuid4().hex, [note] * group.size())
+        return Verdict(name=uuid.uuid4().hex, notes=(note,) * group.size())
     if problem is not None:
         claim = claim._replace(problem=error_text(problem) or "an error without text")
     seconds = timeout.total_seconds() if timeout else timeout_seconds(group)
-    meetings = _meetings_of(group)
-    with meetings.lock:
+    # Equal problems on all ranks are no agreement.
+    text = json.dumps(claim) + (uuid.uuid4().hex if claim.problem else "")
+    digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def judge_digests(said: list[Any]) -> Verdict:
+        digests, notes = zip(*said, strict=True)
+        return Verdict(name=uuid.uuid4().hex, notes=notes, differ=len(set(digests)) > 1)
+
+    def judge_claims(said: list[Any]) -> Verdict:
+        ranks = dist.get_process_group_ranks(group)
+        return Verdict(error=_first_difference([Claim(*one) for one in said], ranks, explain))
+
+    with _one_at_a_time(group) as numbers:
         try:
             with store_connection(seconds) as store:
-                verdict = _settle(meetings, group, store, claim, explain, seconds, note)
+                verdict = _Meeting(group, store, numbers).hold([digest, note], judge_digests, seconds)
+                if verdict.differ:
+                    verdict = _Meeting(group, store, numbers).hold(claim, judge_claims, seconds)
         except (TimeoutError, dist.DistError) as error:
             raise AgreementError(f"{claim.prefix}{error}") from problem
     if problem is not None:
         raise problem
     if verdict.error:
-        raise AgreementError(verdict.error)
-    return Agreed(verdict.name, verdict.notes)
-
-
-def _settle(
-    meetings: _Meetings,
-    group: dist.ProcessGroup,
-    store: Any,
-    claim: Claim,
-    explain: Callable[[list[Claim], list[int]], str],
-    seconds: float,
-    note: str,
-) -> _Verdict:
-    """Compare digests, and what they stand for if they differ."""
-    ranks = dist.get_process_group_ranks(group)
-    # Equal problems on all ranks are no agreement.
-    text = json.dumps(claim) + (uuid.uuid4().hex if claim.problem else "")
-    digest = hashlib.sha256(text.encode()).hexdigest()
-
-    def compare_digests(said: list[Any]) -> _Verdict:
-        digests, notes = zip(*said, strict=True)
-        return _Verdict(name=uuid.uuid4().hex, notes=list(notes), differ=len(set(digests)) > 1)
-
-    def explain_difference(said: list[Any]) -> _Verdict:
-        return _Verdict(error=_first_difference([Claim(*one) for one in said], ranks, explain))
-
-    verdict = _Meeting(meetings, group, store).hold(claim.prefix, [digest, note], compare_digests, seconds)
-    if verdict.differ:
-        verdict = _Meeting(meetings, group, store).hold(claim.prefix, claim, explain_difference, seconds)
+        prefix = "" if verdict.everybody_came else claim.prefix
+        raise AgreementError(f"{prefix}{verdict.error}")
     return verdict
 
 
-class _Verdict(NamedTuple):
-    """How a meeting ended: with an error or a name that no other has; or the ranks' digests differ.
-
-    Attributes:
-        everybody_came: Every rank will read this, so the last one may delete it.
-    """
-
-    error: str = ""
-    name: str = ""
-    notes: list[str] = []  # noqa: RUF012 - never changed
-    differ: bool = False
-    everybody_came: bool = True
-
-
-class _Meetings:
-    """The meetings of one group: their number so far, and a lock, for one thread at a time meets."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.number = 0
-
-
-_meetings: weakref.WeakKeyDictionary[dist.ProcessGroup, _Meetings] = weakref.WeakKeyDictionary()
+_turns: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[threading.RLock, Iterator[int]]]
+_turns = weakref.WeakKeyDictionary()
 _one_each = threading.Lock()
 
 
-def _meetings_of(group: dist.ProcessGroup) -> _Meetings:
+@contextlib.contextmanager
+def _one_at_a_time(group: dist.ProcessGroup) -> Iterator[Iterator[int]]:
+    """Wait until no other thread compares in this group; yield the numbers of its next meetings."""
     with _one_each:
-        return _meetings.setdefault(group, _Meetings())
+        lock, numbers = _turns.setdefault(group, (threading.RLock(), itertools.count()))
+    with lock:
+        yield numbers
 
 
 class _Meeting:
@@ -241,39 +217,34 @@ class _Meeting:
     a meeting to which a rank has not come leaves its keys, which tell that rank that it is over.
     """
 
-    def __init__(self, meetings: _Meetings, group: dist.ProcessGroup, store: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: Any, numbers: Iterator[int]) -> None:
         self._store = store
         self._ranks = dist.get_process_group_ranks(group)
         self._me = group.rank()
         # A restarted job may find the store of the last attempt, a new group in one process that of an
         # earlier group with its name; and torch may give disjoint groups the same name.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        prefix = f"dist_utils/{attempt}/{group.group_name}:{self._ranks[0]}"
-        while store.check([f"{prefix}/{meetings.number}/verdict"]):
-            meetings.number += 1
-        prefix = f"{prefix}/{meetings.number}"
-        meetings.number += 1
-        self._verdict, self._readers = f"{prefix}/verdict", f"{prefix}/readers"
-        self._said = [f"{prefix}/{index}" for index in range(len(self._ranks))]
+        places = (f"dist_utils/{attempt}/{group.group_name}:{self._ranks[0]}/{number}" for number in numbers)
+        place = next(place for place in places if not store.check([f"{place}/verdict"]))
+        self._verdict, self._readers = f"{place}/verdict", f"{place}/readers"
+        self._said = [f"{place}/{index}" for index in range(len(self._ranks))]
 
-    def hold(
-        self, prefix: str, say: Any, judge: Callable[[list[Any]], _Verdict], seconds: float
-    ) -> _Verdict:
+    def hold(self, say: Any, judge: Callable[[list[Any]], Verdict], seconds: float) -> Verdict:
         """Say something that JSON can hold, wait for the other ranks, and return the verdict."""
         store, mine, leads = self._store, self._said[self._me], self._me == 0
         store.set(mine, json.dumps(say))
         try:
             if not _wait_until(lambda: self._is_over() or (leads and store.check(self._said)), seconds):
-                verdict = self._decide(self._who_came(prefix, seconds))
+                verdict = self._decide(self._who_came(seconds))
             elif leads and not self._is_over():
                 verdict = self._decide(judge([json.loads(said) for said in store.multi_get(self._said)]))
             else:
-                verdict = _Verdict(*json.loads(store.get(self._verdict)))
+                verdict = Verdict(*json.loads(store.get(self._verdict)))
         except (TimeoutError, dist.DistError):  # the store is gone: nobody can be told
             raise
         except BaseException as error:
-            stopped = f"{prefix}rank {self._ranks[self._me]} stopped waiting: {error!r}"
-            self._decide(_Verdict(error=stopped, everybody_came=False))
+            stopped = f"rank {self._ranks[self._me]} stopped waiting: {error!r}"
+            self._decide(Verdict(stopped, everybody_came=False))
             raise
         if verdict.everybody_came:  # else the first rank may be about to read what this one said
             store.delete_key(mine)
@@ -285,18 +256,18 @@ class _Meeting:
     def _is_over(self) -> bool:
         return bool(self._store.check([self._verdict]))
 
-    def _decide(self, verdict: _Verdict) -> _Verdict:
+    def _decide(self, verdict: Verdict) -> Verdict:
         """Write a verdict, and return the one that counts."""
-        return _Verdict(*json.loads(self._store.compare_set(self._verdict, "", json.dumps(verdict))))
+        return Verdict(*json.loads(self._store.compare_set(self._verdict, "", json.dumps(verdict))))
 
-    def _who_came(self, prefix: str, seconds: float) -> _Verdict:
+    def _who_came(self, seconds: float) -> Verdict:
         came = [rank for rank, key in zip(self._ranks, self._said, strict=True) if self._store.check([key])]
         missing = [rank for rank in self._ranks if rank not in came]
         error = (
-            f"{prefix}ranks {came} came within {seconds:g} s, ranks {missing} did not; every rank of the "
-            "process group must use it"
+            f"ranks {came} came within {seconds:g} s, ranks {missing} did not; every rank of the process "
+            "group must use it"
         )
-        return _Verdict(error=error, everybody_came=False)
+        return Verdict(error, everybody_came=False)
 
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 1.0

@@ -24,11 +24,14 @@ _MOST_CALLS = 1 << 16
 class Bucket(Protocol):
     """The parts of ``GradBucket`` that identify it."""
 
-    def index(self) -> int: ...
+    def index(self) -> int:
+        """Return its number in the pass."""
 
-    def buffer(self) -> torch.Tensor: ...
+    def buffer(self) -> torch.Tensor:
+        """Return its gradients."""
 
-    def parameters(self) -> list[torch.Tensor]: ...
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that these belong to."""
 
 
 class KnownTerms:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
 import threading
 import weakref
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.agreement import Agreed, compare_terms
+from dist_utils.process_groups.agreement import Verdict, compare_terms
 from dist_utils.process_groups.errors import drop_frames, same_error
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
 from dist_utils.process_groups.known_terms import Bucket, KnownTerms
@@ -91,7 +90,7 @@ class OrderedWorker:
         self._starting = threading.Lock()
         self._failure = FirstError()
         self._shown_error: Exception | None = None
-        self._agreed: Agreed | None = None
+        self._agreed: Verdict | None = None
         self._known = KnownTerms()
         self._thread: WorkerThread | None = None
         self._side_streams = SideStreams()
@@ -186,7 +185,7 @@ class OrderedWorker:
                 self._terms = dict  # it may hold the worker's owner, a cycle
             return self._agreed.name
 
-    def _compare_terms(self) -> Agreed:
+    def _compare_terms(self) -> Verdict:
         terms: Mapping[str, object] = {}
         problem: Exception | None = None
         try:
@@ -202,7 +201,7 @@ class OrderedWorker:
         when they :meth:`agree`, which this does if need be.
         """
         self.agree()
-        names = [] if self._agreed is None else self._agreed.notes
+        names = () if self._agreed is None else self._agreed.notes
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return [numbers[name] for name in names]
 
@@ -330,9 +329,9 @@ def _this_host() -> str:
     """Return what ranks on one host have in common: its name, its boot, and their network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = os.readlink("/proc/self/ns/net")
+        network = Path("/proc/self/ns/net").readlink()
     except OSError:  # not Linux
-        boot = network = ""
+        boot, network = "", Path()
     return hashlib.sha256(f"{socket.gethostname()} {boot} {network}".encode()).hexdigest()[:16]
 
 

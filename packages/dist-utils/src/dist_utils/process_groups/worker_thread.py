@@ -26,7 +26,7 @@ _STOP_SECONDS = 5.0
 
 
 class FirstError:
-    """The first error of a worker, kept as a copy without frames: they would keep the caller's model alive."""
+    """The first error of a worker: a copy without frames, which would keep the caller's model alive."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -82,8 +82,8 @@ class WorkerThread:
         """
         if self._is_gone_in_fork():
             raise RuntimeError(
-                f"{self._name} has a thread in the process that this one was forked from, and none here: make "
-                "a new one"
+                f"{self._name} has a thread in the process that this one was forked from, and none here: "
+                "make a new one"
             )
         done, result = new_future(side)
         with self._ending:
