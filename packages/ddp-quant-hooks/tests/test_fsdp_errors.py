@@ -280,7 +280,7 @@ def _calls_of_fsdp1(_):
             )
             net.register_comm_hook(state, hook)
             loss = net(torch.ones(1, 8)).sum()
-            _refused(TypeError, f"{hook.__qualname__} averages buckets.*quantize_all_reduce", loss.backward)
+            _refused(TypeError, f"{hook.__qualname__} averages buckets.*use fully_shard", loss.backward)
 
 
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD.*")

@@ -72,16 +72,15 @@ def _different_hooks(rank):
     """A different hook, bucket dtype or number of values, and flat versus hierarchical."""
     bucket, values = grad_bucket([torch.ones(3)]), torch.arange(3000.0) + rank
     mesh = init_device_mesh("cpu", (2, 2))
-    few = QuantizedAllreduceState(min_bytes=0)
     seen = {}
     for name, left, right in [
         ("affine", (quantization_pertensor_hook, None), (quantization_perchannel_hook, None)),
-        ("16 bits", (quantized_allreduce_hook, few), (bf16_compress_hook, None)),
+        ("16 bits", (quantized_allreduce_hook, QuantizedAllreduceState), (bf16_compress_hook, None)),
         ("plain", (allreduce_hook, None), (quantization_pertensor_hook, None)),
     ]:
-        hook, state = right if rank == 2 else left
-        seen[name] = _error(hook, state, bucket, values)
-        few.close()
+        hook, make = right if rank == 2 else left
+        group = dist.new_group()  # a group without a state keeps a refusal as long as it exists
+        seen[name] = _error(hook, make(group, min_bytes=0) if make else group, bucket, values)
     state = QuantizedAllreduceState(min_bytes=0) if rank else HierarchicalAllreduceState(mesh=mesh)
     seen["hierarchy"] = _error(quantized_allreduce_hook, state, bucket, values)
     one_node, alone = dist.new_group(range(4)), [dist.new_group([each]) for each in range(4)]

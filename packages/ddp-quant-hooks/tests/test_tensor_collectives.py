@@ -234,8 +234,7 @@ def _refusals(rank):
     refused(ValueError, "part of a graph", all_reduce, leaf * 2, AVG, state)
     refused(ValueError, "inference mode", all_reduce, inference, AVG, state)
     refused(ValueError, "share memory .expand", all_reduce, torch.ones(1).expand(5), AVG, state)
-    refused(ValueError, "tensor 1 .200 bytes into", all_reduce, [ones, ones[50:]], AVG, state)
-    refused(ValueError, "tensor 1 .0 bytes into", all_reduce, [square, square.t()], AVG, state)
+    refused(ValueError, "two of the tensors share memory", all_reduce, [square, square.t()], AVG, state)
     refused(ValueError, "holds no memory", all_reduce, freed, AVG, state)
     refused(ValueError, "a DTensor, holds no memory", all_reduce, sharded, AVG, state)
     batched = torch.func.vmap(lambda x: all_reduce(x, AVG, state))
@@ -284,7 +283,7 @@ def _differ(rank):
         "op is": lambda: all_reduce(torch.ones(9), (SUM, AVG)[rank], make()),
         "key is": lambda: all_reduce(torch.ones(9), AVG, make(), key="ab"[rank]),
         "10 values": lambda: all_reduce(torch.ones(9 + rank), AVG, make()),
-        "tensors is": lambda: all_reduce(torch.ones(10 + rank), AVG, STATE),
+        "tensors is": lambda: all_reduce(torch.ones(10 + rank), AVG, used()),
         "about to do different": lambda: (
             all_reduce(torch.ones(8), AVG, STATE)
             if rank
@@ -297,8 +296,13 @@ def _differ(rank):
             make(exact_1d=True),
         ),
     }
-    STATE = make()  # noqa: N806 - used in a case above
-    all_reduce(torch.ones(9), AVG, STATE)
+
+    def used():
+        state = make()
+        all_reduce(torch.ones(9), AVG, state)
+        return state
+
+    STATE = used()  # noqa: N806 - used in a case above
     for match, call in cases.items():
         with pytest.raises(AgreementError, match=match):
             call()

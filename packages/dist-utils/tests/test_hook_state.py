@@ -74,7 +74,7 @@ def _text(call, *arguments):
 
 
 def _refused(rank):
-    """A refusal is an error of everything that follows, and of the peers' jobs, until all close their state."""
+    """A refusal is an error of everything that follows, until all ranks close their state."""
     state = _State()
     assert state.worker.submit(_sum).wait() == 2.0
     texts = [_text(state.require_same_call, "call", {"rank": rank}, ())]

@@ -1,8 +1,8 @@
 """Average flat values over a group: divide, cast, sum on the way, and cast back.
 
 ``all_reduce_mean`` lets the backend sum in the wire dtype. ``exchange_mean`` sums in fp32: every rank sums
-one shard, then all exchange the sums. Both send ``2 (W - 1) / W`` times the values in the wire dtype, and work
-on pieces, of which one is on the wire while the next is cast.
+one shard, then all exchange the sums. Both send ``2 (W - 1) / W`` times the values in the wire dtype, and
+work on pieces, of which one is on the wire while the next is cast.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ def all_reduce_mean(
     wire_dtype: torch.dtype,
     clamp: Clamp | None,
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average ``values``, a flat view of ``buffer``, by the backend's all-reduce.
-
-    Returns a future of ``buffer``.
+    """Average ``values``, a flat view of ``buffer``, by the backend's all-reduce; return a future of ``buffer``.
 
     With a clamp, every rank's share stays below 1/W of the range, so that no partial sum overflows.
     """

@@ -199,9 +199,7 @@ def _average(
         values = (torch.view_as_real(buffer) if buffer.is_complex() else buffer).view(-1)
         wire_dtype = wire_dtype or values.dtype
         if not state.sums_in_fp32(wire_dtype):
-            return all_reduce_mean(group, values, wire_dtype, state.clamp).then(
-                lambda done: _give(done, buffer)
-            )
+            return all_reduce_mean(group, buffer, values, wire_dtype, state.clamp)
 
         def job(private_group: dist.ProcessGroup) -> torch.Tensor:
             exchange_mean(private_group, values, wire_dtype, state.clamp)
@@ -209,8 +207,3 @@ def _average(
 
         job_name = f"{name}:average_bucket_{bucket.index()}"
         return state.worker.submit(job, device=buffer.device, name=job_name)
-
-
-def _give(done: torch.futures.Future[torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
-    done.value()  # raises the collective's error
-    return buffer

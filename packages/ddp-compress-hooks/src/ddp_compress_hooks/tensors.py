@@ -167,7 +167,7 @@ def _start(state: CompressState, pack: list[torch.Tensor], *, mean: bool) -> _Fu
 
         return state.worker.submit(job, device=buffer.device, name=f"{_NAME}:exchange")
     if mean or wire_dtype != values.dtype:
-        arrival: _Future = all_reduce_mean(group, values, wire_dtype, state.clamp)
+        arrival: _Future = all_reduce_mean(group, buffer, values, wire_dtype, state.clamp)
     else:
         factor = 1
         work: Any = dist.all_reduce(values, group=group, async_op=True)

@@ -75,8 +75,8 @@ class AutoRanks:
             self._worker = OrderedWorker(group, name=self._name, terms=terms)
         try:
             self._worker.agree()
-        except AgreementError:
-            if failed_before or try_again is None or not self._all_try_again():
+        except AgreementError as error:
+            if failed_before or try_again is None or error.missing or not self._all_try_again():
                 raise
             try_again()
             self._worker = OrderedWorker(group, name=self._name, terms=terms)

@@ -30,7 +30,13 @@ __all__ = ["AgreementError", "Claim", "Verdict", "compare", "compare_terms", "re
 
 
 class AgreementError(RuntimeError):
-    """Ranks that should communicate have different terms, or some of them did not make the call."""
+    """Ranks that should communicate have different terms, or some of them did not make the call.
+
+    Attributes:
+        missing: The global ranks that did not come in time, or stopped waiting.
+    """
+
+    missing: tuple[int, ...] = ()
 
 
 class Claim(NamedTuple):
@@ -57,17 +63,18 @@ class Verdict(NamedTuple):
 
     Attributes:
         error: What differs, which ranks did not come, or what is wrong on one of them; else empty.
+        missing: The global ranks that did not come in time, or stopped waiting. If there are none, all ranks
+            will read this, and the last one may delete it.
         name: A string that is identical on all ranks and that no other comparison has.
         notes: What each rank has published with its claim, in rank order.
         differ: Digests differ, so the claims themselves must be compared.
-        everybody_came: All ranks will read this, so the last one may delete it.
     """
 
     error: str = ""
+    missing: tuple[int, ...] = ()
     name: str = ""
     notes: tuple[str, ...] = ()
     differ: bool = False
-    everybody_came: bool = True
 
 
 def require_same_terms(
@@ -190,8 +197,9 @@ def compare(
     if problem is not None:
         raise problem
     if verdict.error:
-        prefix = "" if verdict.everybody_came else claim.prefix
-        raise AgreementError(f"{prefix}{verdict.error}")
+        refusal = AgreementError(f"{claim.prefix if verdict.missing else ''}{verdict.error}")
+        refusal.missing = tuple(verdict.missing)
+        raise refusal
     return verdict
 
 
@@ -243,10 +251,10 @@ class _Meeting:
         except (TimeoutError, dist.DistError):  # the store is gone: nobody can be told
             raise
         except BaseException as error:
-            stopped = f"rank {self._ranks[self._me]} stopped waiting: {error!r}"
-            self._decide(Verdict(stopped, everybody_came=False))
+            me = self._ranks[self._me]
+            self._decide(Verdict(f"rank {me} stopped waiting: {error!r}", (me,)))
             raise
-        if verdict.everybody_came:  # else the first rank may be about to read what this one said
+        if not verdict.missing:  # else the first rank may be about to read what this one said
             store.delete_key(mine)
             if store.add(self._readers, 1) == len(self._ranks):
                 store.delete_key(self._verdict)
@@ -261,13 +269,15 @@ class _Meeting:
         return Verdict(*json.loads(self._store.compare_set(self._verdict, "", json.dumps(verdict))))
 
     def _who_came(self, seconds: float) -> Verdict:
-        came = [rank for rank, key in zip(self._ranks, self._said, strict=True) if self._store.check([key])]
-        missing = [rank for rank in self._ranks if rank not in came]
+        said = zip(self._ranks, self._said, strict=True)
+        # If all have come, the first rank was too slow to read it.
+        missing = [rank for rank, key in said if not self._store.check([key])] or self._ranks[:1]
+        came = [rank for rank in self._ranks if rank not in missing]
         error = (
             f"ranks {came} came within {seconds:g} s, ranks {missing} did not; every rank of the process "
             "group must use it"
         )
-        return Verdict(error, everybody_came=False)
+        return Verdict(error, tuple(missing))
 
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 1.0
