@@ -97,7 +97,7 @@ def _refusals(rank):
     for kind, match, arguments in (
         (TypeError, "floating-point dtype", (ones.long(),)),
         (TypeError, "must be dense", (ones.to_sparse(),)),
-        (ValueError, "share memory", ([ones, ones[1:]],)),
+        (ValueError, "share memory", ([ones, ones],)),
         (ValueError, "share memory", ([square, square.t()],)),
         (ValueError, "holds no memory", (freed,)),
         (ValueError, "ReduceOp.SUM or ReduceOp.AVG", (ones, dist.ReduceOp.PRODUCT)),

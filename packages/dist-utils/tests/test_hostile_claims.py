@@ -16,10 +16,8 @@ from dist_utils import (
     AgreementError,
     TensorMismatchError,
     require_same_terms,
-    sync_module_states,
     verify_param_shape_across_processes,
 )
-from dist_utils.module_state import broadcasts
 from dist_utils.process_groups import all_gather_plain, matching_tensors, plain_data, terms
 from dist_utils.testing import run_ranks
 
@@ -113,37 +111,9 @@ def _terms(rank):
     assert require_same_terms(None, "hook", {"bits": 8})
 
 
-def _sparse(rank):
-    """Indices out of range, as a source sends them, are refused before they are used as addresses."""
-    good = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (3,), is_coalesced=True)
-    module = torch.nn.Module()
-    module.register_buffer("x", good.clone())
-    parts = broadcasts._sparse_parts
-    for indices in ([[0, 1 << 40]], [[0, -7]], [[0, 3]]):
-        if rank == 0:
-            broadcasts._sparse_parts = lambda t, i=indices: [torch.tensor(i), parts(t)[1]]
-            sync_module_states(module, None, 1 << 20, 0, [])
-            broadcasts._sparse_parts = parts
-        else:
-            with pytest.raises(RuntimeError, match=r"indices|index"):
-                sync_module_states(module, None, 1 << 20, 0, [])
-    for sent in (
-        None,
-        [],
-        [[[2], "torch.int64"]],
-        [[[-1], "torch.int64"]] * 2,
-        [[[1 << 60], "torch.int64"]] * 2,
-    ):
-        if rank == 0:
-            with pytest.raises((AgreementError, RuntimeError, TypeError)):
-                broadcasts._room_for(sent, good)
-    return torch.equal(module.x.to_dense(), good.to_dense())
-
-
 def _all(rank, seed):
     _gathers(rank, seed)
     _terms(rank)
-    return _sparse(rank)
 
 
 @settings(
@@ -151,4 +121,4 @@ def _all(rank, seed):
 )
 @given(seed=st.integers(0, 2**40))
 def test_what_a_peer_makes_up_is_an_error_on_every_rank(seed):
-    assert run_ranks(_all, 2, seed) == [True, True]
+    assert run_ranks(_all, 2, seed) == [None, None]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.comm_hooks.buckets import GRADIENT_DTYPES
-from dist_utils.module_state.overlapping_memory import named_with_overlaps, share_elements
+from dist_utils.module_state.broadcasts import is_expanded
 
 __all__ = ["checked_operation", "checked_tensors", "same_kind"]
 
@@ -25,8 +25,8 @@ def checked_tensors(call: str, tensor: torch.Tensor | Sequence[torch.Tensor]) ->
     Raises:
         TypeError: ``tensor`` is neither, or a tensor is sparse or not of a floating-point dtype.
         ValueError: A tensor is part of a graph or inside a transform of ``torch.func``, which would not see
-            the change; or it holds no memory, like a ``DTensor``; or two elements, of one tensor or of two,
-            share memory, which would be written twice.
+            the change; or it holds no memory, like a ``DTensor``; or it is expanded, or begins where
+            another one does: elements would be written twice.
     """
     tensors: Any = [tensor] if isinstance(tensor, torch.Tensor) else tensor
     if not isinstance(tensors, Sequence) or not all(isinstance(one, torch.Tensor) for one in tensors):
@@ -35,10 +35,9 @@ def checked_tensors(call: str, tensor: torch.Tensor | Sequence[torch.Tensor]) ->
         what = "the tensor" if one is tensor else f"tensor {number}"
         _require_kind(call, what, one)
         _require_own_memory(call, what, one)
-    if share_elements(tensors):
-        names = [f"tensor {number}" for number in range(len(tensors))]
-        shared = [name for name in named_with_overlaps(names, tensors) if name not in names]
-        raise ValueError(f"{call}: tensors share memory: {', '.join(shared)}")
+    starts = [one.data_ptr() for one in tensors if one.numel()]
+    if len(set(starts)) < len(starts):
+        raise ValueError(f"{call}: tensors share memory: two of them begin at the same address")
     return [one.detach() for one in tensors]
 
 
@@ -95,7 +94,7 @@ def _require_own_memory(call: str, what: str, one: torch.Tensor) -> None:
             f"{call}: {what}, a {type(one).__name__}, holds no memory: of a DTensor give its to_local(), "
             "and call outside of torch.func"
         )
-    if not one.is_contiguous() and share_elements([one]):
+    if is_expanded(one):
         raise ValueError(f"{call}: elements of {what} share memory (expand()): give its clone()")
 
 
