@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from ddp_compress_hooks.payload import Clamp, largest_share_for_fp32_sum
 from ddp_compress_hooks.state import CompressState
 from dist_utils import torch_compat
-from dist_utils.finite_means import held_mean, held_shares, held_sum, largest_share
+from dist_utils.finite_means import clamp_mean, largest_share
 
 __all__ = ["average"]
 
@@ -38,8 +38,8 @@ def average(
     if in_fp32:
         mean = _sum_in_fp32(payload, group, state.clamp(torch.finfo(wire_dtype).max))
     else:
-        mean = torch_compat.functional_all_reduce(held_shares(payload, world_size), group)
-    return gradient.copy_(held_mean(mean, gradient.dtype))
+        mean = torch_compat.functional_all_reduce(payload, group)
+    return gradient.copy_(clamp_mean(mean, gradient.dtype))
 
 
 def _sum_in_fp32(payload: torch.Tensor, group: dist.ProcessGroup, clamp: Clamp | None) -> torch.Tensor:
@@ -47,7 +47,6 @@ def _sum_in_fp32(payload: torch.Tensor, group: dist.ProcessGroup, clamp: Clamp |
     padded = pad(payload.flatten(), (0, -payload.numel() % world_size))
     received = torch_compat.functional_all_to_all_single(padded, group)
     total = received.view(world_size, -1).sum(0, dtype=torch.float32)
-    total = held_sum(total if clamp is None else clamp(total), world_size, payload.dtype)
-    shard = total.to(payload.dtype)
+    shard = (total if clamp is None else clamp(total)).to(payload.dtype)
     gathered = torch_compat.functional_all_gather(shard, group)
     return gathered[: payload.numel()].view_as(payload)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import torch
 
-from dist_utils.finite_means import hold_shares, largest_share, round_mean
+from dist_utils.finite_means import clamp_mean, largest_share
 
 __all__ = [
     "Clamp",
@@ -71,36 +71,28 @@ class Piece:
         """Return memory for ``count`` more elements of the wire dtype, valid until :meth:`decode`."""
         return self._spare[:count] if count <= self._spare.numel() else self.payload.new_empty(count)
 
-    def encode(self, divisor: int, clamp: Clamp | None = None, *, sum_on_wire: bool = False) -> None:
-        """Fill the payload with this rank's share of the mean: divided in full precision, then cast.
-
-        With ``sum_on_wire``, shares are limited so that rounding alone cannot make their sum overflow.
-        """
+    def encode(self, divisor: int, clamp: Clamp | None = None) -> None:
+        """Fill the payload with this rank's share of the mean: divided in full precision, then cast."""
         precision = torch.promote_types(self.values.dtype, self.payload.dtype)
         if clamp is None and precision == self.values.dtype and not self._aliased:
             torch.div(self.values, divisor, out=self.payload)  # one kernel, no temporary on a GPU
-            if sum_on_wire:
-                hold_shares(self.payload, divisor)
             return
         # Front to back: a payload block lies at or before its values, never over unread ones.
         scratch = block_scratch(self.values, precision)
         for values, payload in blocks(self.values, self.payload):
             share = torch.div(values.to(precision), divisor, out=scratch[: values.numel()])
-            share = share if clamp is None else clamp(share)
-            payload.copy_(share)
-            if sum_on_wire:
-                hold_shares(payload, divisor, unrounded=share)
+            payload.copy_(share if clamp is None else clamp(share))
 
     def decode(self) -> None:
         """Fill the values from the payload."""
         if not self._aliased:
             if self.payload is not self.values:
-                round_mean(self.payload, self.values)
+                self.values.copy_(clamp_mean(self.payload, self.values.dtype))
             return
         # Back to front, so that no unread payload is overwritten.
         scratch = block_scratch(self.payload, self.payload.dtype)
         for values, payload in reversed(list(blocks(self.values, self.payload))):
-            round_mean(scratch[: payload.numel()].copy_(payload), values)
+            values.copy_(clamp_mean(scratch[: payload.numel()].copy_(payload), values.dtype))
 
 
 def pieces(values: torch.Tensor, wire_dtype: torch.dtype, most_bytes: int) -> list[Piece]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddp_compress_hooks.payload import Piece, pieces
 from ddp_compress_hooks.state import CompressState
-from dist_utils.finite_means import hold_shares, largest_share
+from dist_utils.finite_means import largest_share
 from dist_utils.process_groups import future_of_work
 
 __all__ = ["average", "average_sparse", "when_all_have"]
@@ -41,7 +41,7 @@ def average(
     parts = [Piece(values, wire_dtype)] if nothing_to_cast else pieces(values, wire_dtype, most_bytes)
     arrivals = []
     for piece in parts:
-        piece.encode(world_size, clamp, sum_on_wire=True)
+        piece.encode(world_size, clamp)
         work: Any = dist.all_reduce(piece.payload, group=group, async_op=True)
 
         def arrive(done: torch.futures.Future[Any], piece: Piece = piece) -> torch.Tensor:
@@ -61,8 +61,6 @@ def average_sparse(group: dist.ProcessGroup, buffer: torch.Tensor) -> torch.futu
     """
     # Coalesced as the backend would: a share is the sum of all entries with one index.
     shares = (buffer / group.size()).coalesce()
-    values = shares.values()
-    hold_shares(torch.view_as_real(values) if values.is_complex() else values, group.size())
     work: Any = dist.all_reduce(shares, group=group, async_op=True)
     arrival = future_of_work(work, group, buffer.device)
     reduced: torch.futures.Future[torch.Tensor] = arrival.then(lambda done: done.value()[0])

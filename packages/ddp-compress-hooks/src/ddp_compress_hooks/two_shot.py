@@ -20,7 +20,6 @@ from ddp_compress_hooks.payload import (
 )
 from ddp_compress_hooks.state import CompressState
 from dist_utils import start_messages
-from dist_utils.finite_means import round_sum
 
 __all__ = ["average"]
 
@@ -75,7 +74,7 @@ def _exchange(
         total = scratch[: parts[0].numel()].copy_(parts[0])
         for part in parts[1:]:
             total += part
-        round_sum(total if clamp_sum is None else clamp_sum(total), world_size, out=parts[0])
+        parts[0].copy_(total if clamp_sum is None else clamp_sum(total))
     works = start_messages(
         group,
         receives=[(peer, shards[peer]) for peer in peers],

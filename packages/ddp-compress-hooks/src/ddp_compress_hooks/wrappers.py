@@ -23,7 +23,7 @@ from dist_utils.comm_hooks import (
     is_pair,
     require_same_bucket,
 )
-from dist_utils.finite_means import held_mean, round_mean
+from dist_utils.finite_means import clamp_mean
 from dist_utils.torch_compat import GradBucket, profiler_range
 
 __all__ = ["CommHook", "bf16_compress_wrapper", "fp16_compress_wrapper"]
@@ -129,7 +129,7 @@ def _run_on_bucket(
         # Into the original buffer; bucket.buffer() is another one by now.
         result = _first(done.value())
         if result is not buffer:
-            round_mean(result.view_as(buffer), out=buffer)
+            buffer.copy_(clamp_mean(result.view_as(buffer), buffer.dtype))
         bucket.set_buffer(buffer)
         return buffer
 
@@ -144,7 +144,7 @@ def _run_on_pair(
     inner: Any = pair
     if cast_to is not None and _group_of(hook_state).size() > 1:
         inner = (_compress(gradient, cast_to), parameter)
-    return gradient.copy_(held_mean(_first(hook(hook_state, inner)), gradient.dtype))
+    return gradient.copy_(clamp_mean(_first(hook(hook_state, inner)), gradient.dtype))
 
 
 def _compress(gradient: torch.Tensor, wire_dtype: torch.dtype) -> torch.Tensor:
