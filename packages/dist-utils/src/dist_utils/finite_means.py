@@ -2,9 +2,9 @@
 
 W ranks average by adding up W shares: each divides its value first, in the value's own precision or a wider
 one, and rounds the quotient to the dtype that is sent. This alone keeps every sum of shares finite, in any
-order, for values up to ``finfo(dtype).max * (1 - W * finfo(dtype).eps / 2)``; if W is a power of two, up to the
-largest number. Above that, rounding may add up to an infinity: in fp16, 65504 / 3 rounds to 21840, and 3 * 21840
-= 65520 rounds to infinity. The two functions here are for what dividing first does not cover.
+order, for values up to ``finfo(dtype).max * (1 - W * finfo(dtype).eps / 2)``; if W is a power of two, up to
+the largest number. Above that, rounding may add up to an infinity: in fp16, 65504 / 3 rounds to 21840, and
+3 * 21840 = 65520 rounds to infinity. The two functions here are for what dividing first does not cover.
 """
 
 from __future__ import annotations
