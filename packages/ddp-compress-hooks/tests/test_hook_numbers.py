@@ -8,7 +8,7 @@ from hook_buckets import FOREIGN, HOOKS, make_bucket, run_hook
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddp_compress_hooks import CompressState, bf16_compress_hook, fp16_compress_hook
-from dist_utils.finite_means import largest_share
+from ddp_compress_hooks.averaging import largest_share
 from dist_utils.testing import run_ranks
 
 INF, NAN = float("inf"), float("nan")

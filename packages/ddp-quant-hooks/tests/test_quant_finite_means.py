@@ -1,4 +1,4 @@
-"""Finite stays finite: values and residuals at the end of every range, in every kind of exchange."""
+"""Finite stays finite: values and residuals near the end of every range, in every kind of exchange."""
 
 import itertools
 
@@ -32,9 +32,12 @@ FLAT = {
 
 
 def _inputs(dtype, world_size):
-    """Return a row for each rank: all combinations of values at the end of the range, then the largest."""
+    """Return a row for each rank: all combinations of values near the end of the range, then the largest.
+
+    The largest is one that rounding W shares and their sum cannot make infinite.
+    """
     kind = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
-    largest = torch.finfo(kind).max
+    largest = torch.finfo(kind).max * (1 - world_size * torch.finfo(kind).eps)
     choices = [largest, -largest, largest * 0.506, 0.0]
     rows = torch.tensor(list(itertools.product(choices, repeat=world_size)), dtype=torch.float64).T.to(kind)
     rows = torch.cat([rows, torch.full((world_size, 256), largest, dtype=kind)], 1)

@@ -1,6 +1,7 @@
 """Modules are compared on every rank, and end up bitwise equal to the source's."""
 
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from dist_utils import (
     sync_params_and_buffers,
     verify_param_shape_across_processes,
 )
-from dist_utils.module_state.broadcasts import _buckets
 from dist_utils.testing import run_ranks
 
 BUCKET = 250 << 20
@@ -305,12 +305,6 @@ def _with_buffers(**buffers):
     return module
 
 
-def _one_in_another(rank):
-    """Buffers of the same kinds, but on one rank the second one lies inside the first."""
-    whole = torch.arange(6.0) + 10 * rank
-    return _with_buffers(whole=whole, part=whole[2:4] if rank else torch.full((2,), 7.0))
-
-
 GROUP_TIMEOUT = 50.0
 
 
@@ -328,7 +322,6 @@ def _one_sided(rank):
         "bucket": (linear, BUCKET + rank, 0, ()),
         "src": (linear, BUCKET, rank % 2, ()),
         "src range": (linear, BUCKET, 5 * rank, ()),
-        "overlap": (_one_in_another(rank), BUCKET, 0, ()),
         **{name: (module if rank == 1 else linear, BUCKET, 0, ()) for name, module in elsewhere.items()},
     }
     seen, began = {}, time.monotonic()
@@ -388,7 +381,6 @@ def one_sided():
         "ignored": "rank 0 has a of shape (2,)",
         "bucket": f"rank 0 was called with broadcast_bucket_size {BUCKET}, src 0, rank 1 with",
         "src": "src 0, rank 1 with",
-        "overlap": "rank 1 has part (8 bytes into whole) of shape (2,)",
     }.items(),
 )
 def test_ranks_that_differ_in_more_than_shapes_all_raise(one_sided, what, expected):
@@ -431,11 +423,24 @@ def test_tied_buffers(one_sided):
     assert all(seen["tied buffer"] and seen["tied buffer sent"] for seen in one_sided)
 
 
-def test_tensors_are_put_into_messages_by_size():
-    small, large = torch.ones(10), torch.ones(1000)
-    doubles = torch.ones(10, dtype=torch.float64)
-    sizes = [[t.nbytes for t in bucket] for bucket in _buckets([small, small, large, doubles, small], 100)]
-    assert sizes == [[4000], [40, 40], [80], [40]]  # a message of two, at most 100 bytes
+def _messages(rank):
+    """Return the bytes of every message of one call, in order."""
+    sizes = []
+    whole = dist.ProcessGroup.broadcast
+
+    def counted(group, tensor, root):
+        sizes.append(tensor.nbytes)
+        return whole(group, tensor, root)
+
+    tensors = [torch.ones(10), torch.ones(10), torch.ones(100_000), torch.ones(10).double(), torch.ones(10)]
+    tensors += [torch.ones(60_000, dtype=torch.float16)] * 5
+    with mock.patch.object(dist.ProcessGroup, "broadcast", counted):
+        sync_params_and_buffers(None, tensors, 300_000, 0, verify=False)
+    return sizes
+
+
+def test_small_tensors_share_messages_of_at_most_the_bucket_size():
+    assert run_ranks(_messages, 2) == [[300_000, 100_000, 120, 80, 300_000, 300_000]] * 2
 
 
 MISMATCHES = {
@@ -447,7 +452,16 @@ MISMATCHES = {
     "layout": lambda rank: [torch.ones(2), torch.ones(2).to_sparse() if rank == 1 else torch.ones(2)],
     "count": lambda rank: [torch.ones(2)] * (2 - rank // 2),
     "none there": lambda rank: [torch.ones(2)] * (rank % 2),
+    "sparse_dim": lambda rank: [torch.eye(2).to_sparse(1 + rank % 2)],
+    "block": lambda rank: [torch.eye(4).to_sparse_bsr((1 + rank % 2, 2))],
+    "dense_dim": lambda rank: [torch.ones(2, 2, 2).to_sparse_csr(dense_dim=rank % 2)],
+    "index dtype": lambda rank: [_csr(torch.int32 if rank == 1 else torch.int64)],
 }
+
+
+def _csr(dtype):
+    rows, columns = torch.tensor([0, 1], dtype=dtype), torch.tensor([0], dtype=dtype)
+    return torch.sparse_csr_tensor(rows, columns, torch.ones(1), (1, 1), check_invariants=True)
 
 
 def _mismatches(rank):
@@ -457,6 +471,7 @@ def _mismatches(rank):
         error = _caught(TensorMismatchError, verify_param_shape_across_processes, None, make(rank), logger)
         assert error == logger.message
         seen[name] = error
+        assert _caught(TensorMismatchError, sync_params_and_buffers, None, make(rank), BUCKET, 0) is not None
     tensors = MISMATCHES["shape"](rank)
     seen["names"] = _caught(
         TensorMismatchError, verify_param_shape_across_processes, None, tensors, names=["a.weight", "a.bias"]
@@ -498,6 +513,10 @@ def mismatches():
         "layout": "rank 1 has shape (2,), torch.float32 on cpu, layout torch.sparse_coo",
         "count": "rank 2 has none there (1 tensors)",
         "none there": "first at tensor 0: rank 0 has none there (0 tensors); rank 1 has shape (2,)",
+        "sparse_dim": "layout torch.sparse_coo, sparse_dim 2, dense_dim 0",
+        "block": "layout torch.sparse_bsr, torch.int64 indices, elements of shape (2, 2)",
+        "dense_dim": "layout torch.sparse_csr, torch.int64 indices, elements of shape (2,)",
+        "index dtype": "layout torch.sparse_csr, torch.int32 indices, elements of shape ()",
         "names": "first at tensor 1: rank 0 has a.bias of shape (2,)",
         "module": "first at tensor 2: rank 0 has 1.weight of shape (2, 3)",
     }.items(),
@@ -527,7 +546,7 @@ def test_wrong_types_are_refused_before_communication(mismatches):
 def _die(rank):
     dist.barrier()
     if rank == 2:
-        dist.broadcast = lambda *_, **__: exit_now()
+        dist.ProcessGroup.broadcast = lambda *_, **__: exit_now()
     module = torch.nn.Sequential(*[torch.nn.Linear(600, 600) for _ in range(20)])
     began = time.monotonic()
     try:

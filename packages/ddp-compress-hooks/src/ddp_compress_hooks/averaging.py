@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import start_messages
+from dist_utils.comm_hooks import clamp_mean
 from dist_utils.process_groups import Arrival, future_of_work
 
 __all__ = ["Clamp", "all_reduce_mean", "encode", "exchange_mean", "sparse_mean", "when_all_have"]
@@ -57,7 +58,7 @@ def all_reduce_mean(
         ) -> torch.Tensor:
             done.value()  # raises the collective's error
             if payload is not piece:
-                piece.copy_(payload)
+                piece.copy_(clamp_mean(payload, piece.dtype))
             return buffer
 
         arrivals.append(future_of_work(work, group, values.device).then(decode))
@@ -163,7 +164,7 @@ class _Exchange:
         """Take the sums of all shards."""
         self._wait()
         if self._payload is not self._values:
-            self._values.copy_(self._payload)
+            self._values.copy_(clamp_mean(self._payload, self._values.dtype))
 
     def _wait(self) -> None:
         for arrival in self._arrivals:

@@ -18,6 +18,7 @@ from dist_utils import resolve_group
 from dist_utils.comm_hooks import (
     CommHook,
     check_gradient_dtype,
+    clamp_mean,
     completed_future,
     failed_future,
     is_pair,
@@ -128,7 +129,7 @@ def _run_on_bucket(
         # Into the original buffer; bucket.buffer() is another one by now.
         result = _first(done.value())
         if result is not buffer:
-            buffer.copy_(result.view_as(buffer))
+            buffer.copy_(clamp_mean(result.view_as(buffer), buffer.dtype))
         bucket.set_buffer(buffer)
         return buffer
 
@@ -143,7 +144,7 @@ def _run_on_pair(
     inner: Any = pair
     if cast_to is not None and _group_of(hook_state).size() > 1:
         inner = (_compress(gradient, cast_to), parameter)
-    return gradient.copy_(_first(hook(hook_state, inner)))
+    return gradient.copy_(clamp_mean(_first(hook(hook_state, inner)), gradient.dtype))
 
 
 def _compress(gradient: torch.Tensor, wire_dtype: torch.dtype) -> torch.Tensor:

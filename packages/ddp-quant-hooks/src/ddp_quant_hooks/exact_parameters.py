@@ -6,7 +6,6 @@ import torch
 
 from ddp_quant_hooks.passes import gradient_parts
 from ddp_quant_hooks.tensor_buckets import AnyBucket, TensorBucket, small_parts
-from dist_utils.finite_means import hold_shares, round_mean
 
 __all__ = ["gradients_of_small_parameters", "put_back", "set_apart"]
 
@@ -27,13 +26,11 @@ def set_apart(gradients: list[torch.Tensor], world_size: int) -> torch.Tensor:
     apart = torch.cat([gradient.flatten() for gradient in gradients])
     for gradient in gradients:
         gradient.zero_()
-    shares = apart.to(torch.promote_types(apart.dtype, torch.float32)).div_(world_size)
-    hold_shares(torch.view_as_real(shares) if shares.is_complex() else shares, world_size)
-    return shares
+    return apart.to(torch.promote_types(apart.dtype, torch.float32)).div_(world_size)
 
 
 def put_back(gradients: list[torch.Tensor], averaged: torch.Tensor) -> None:
     """Copy averages to where :func:`set_apart` took the gradients from."""
     parts = torch.split(averaged, [gradient.numel() for gradient in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
-        round_mean(part.view_as(gradient), out=gradient)
+        gradient.copy_(part.view_as(gradient))

@@ -19,7 +19,7 @@ from ddp_quant_hooks.link import Link
 from ddp_quant_hooks.residuals import Residual
 from ddp_quant_hooks.scratch import Scratch
 from ddp_quant_hooks.wire_format import Layout
-from dist_utils.finite_means import hold_shares, round_mean
+from dist_utils.comm_hooks import clamp_mean
 from dist_utils.process_groups import Arrival
 
 __all__ = [
@@ -233,11 +233,9 @@ def average_inside(
     precision = torch.promote_types(values.dtype, torch.float32)
     mean = scratch.take(own.numel(), precision).zero_()
     for part in incoming:  # divided first: a sum of finite values may not be finite
-        share = part.to(precision) / link.size
-        hold_shares(share, link.size)
-        mean += share
+        mean += part.to(precision) / link.size
     yield from between(scratch, values=mean)
-    round_mean(mean, out=own)  # with a residual it may be larger than any value was
+    own.copy_(clamp_mean(mean, own.dtype))  # with a residual it may be larger than any value was
     works = link.exchange([own] * link.size, parts, tag=2 * index + 1)
     yield
 

@@ -10,7 +10,6 @@ import torch
 from torch.distributed import ReduceOp
 
 from dist_autograd_collectives.storage_dtypes import wide_dtype
-from dist_utils.finite_means import held_shares
 
 __all__ = ["ReduceOperation", "Reduction"]
 
@@ -114,12 +113,8 @@ class Reduction(NamedTuple):
 
 
 def _share(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return the summand for a mean of ``size`` tensors, which is finite if they are."""
-    share = tensor.to(wide_dtype(tensor.dtype)) / size
-    exact = share.detach()
-    held = held_shares(exact, size)
-    # Only rounding moves it out of range, and that has no part in the derivative. Infinities stay.
-    return share if held is exact else share + torch.where(held == exact, 0, held - exact)
+    """Return the summand for a mean of ``size`` real tensors: divided before it is rounded."""
+    return tensor.to(wide_dtype(tensor.dtype)) / size
 
 
 def _factor(given: Any, tensor: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,6 @@ from ddp_quant_hooks.tensor_steps import TensorStep
 from ddp_quant_hooks.values import flat_real
 from dist_utils import torch_compat
 from dist_utils.comm_hooks import checked_operation
-from dist_utils.finite_means import hold_shares
 
 __all__ = ["reduce_scatter_tensor"]
 
@@ -160,10 +159,7 @@ def _plain_reduce_scatter(
     group: dist.ProcessGroup, values: torch.Tensor, shard: torch.Tensor, *, mean: bool
 ) -> int:
     """Reduce without compression, and return how many bytes were sent."""
-    shares = values
-    if mean:
-        shares = values / group.size()
-        hold_shares(shares, group.size())
+    shares = values / group.size() if mean else values
     torch_compat.reduce_scatter_single(shard, shares, group=group)
     torch.autograd.graph.increment_version(shard)  # the backend does not tell autograd
     return ring_bytes(values.nbytes, group.size()) // 2

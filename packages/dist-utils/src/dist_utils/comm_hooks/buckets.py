@@ -14,6 +14,7 @@ __all__ = [
     "CommHook",
     "buckets_only",
     "check_gradient_dtype",
+    "clamp_mean",
     "completed_future",
     "failed_future",
     "is_pair",
@@ -73,6 +74,34 @@ def check_gradient_dtype(gradient: torch.Tensor) -> None:
     """
     if gradient.dtype not in GRADIENT_DTYPES:
         raise TypeError(f"a gradient bucket must be of a floating-point dtype, got {gradient.dtype}")
+
+
+def clamp_mean(mean: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return means of numbers of ``dtype`` that were computed in another dtype, clamped to its range.
+
+    Use it before a cast to ``dtype`` wherever more was rounded than a division and a sum: in bf16 the mean of
+    fp16 numbers may be 65536, and what a quantized exchange carries over from the last step may lift a mean
+    above every value. Infinities and NaN stay.
+
+    Args:
+        mean: Of a floating-point dtype; if complex, of one with the range of ``dtype``.
+        dtype: The dtype of the numbers, to which the caller casts.
+
+    Returns:
+        ``mean`` itself if its dtype has no wider range.
+
+    Cost:
+        Nothing if the range of ``mean.dtype`` is no wider; otherwise a few elementwise kernels.
+
+    Example:
+        >>> clamp_mean(torch.tensor([65536.0, float("inf")]), torch.float16).half()
+        tensor([65504.,    inf], dtype=torch.float16)
+    """
+    largest = torch.finfo(dtype).max
+    if torch.finfo(mean.dtype).max <= largest:
+        return mean
+    wide = mean.to(torch.promote_types(mean.dtype, dtype))  # bf16 does not have fp16's largest number
+    return torch.where(wide.isinf(), wide, wide.clamp(-largest, largest))
 
 
 def completed_future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -152,13 +152,20 @@ def _descriptions(tensors: Sequence[torch.Tensor]) -> list[str]:
     return list(map(_described, *kinds, map(_memory, tensors)))
 
 
-def _memory(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return what tells how a tensor's parts lie in memory."""
+def _memory(tensor: torch.Tensor) -> tuple[int, ...] | str:
+    """Return the stride, or of a sparse tensor all that its parts need to match, but their length."""
     if tensor.layout is torch.strided:
         return tensor.stride()
     if tensor.layout is torch.sparse_coo:
-        return tensor.sparse_dim(), tensor.dense_dim()
-    return tuple(tensor.values().shape[1:]) if not tensor.is_mkldnn else ()
+        return f"sparse_dim {tensor.sparse_dim()}, dense_dim {tensor.dense_dim()}"
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        compressed = tensor.crow_indices()
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        compressed = tensor.ccol_indices()
+    else:
+        return "opaque"
+    element = tuple(tensor.values().shape[compressed.dim() :])  # a block, and the dense dimensions
+    return f"{compressed.dtype} indices, elements of shape {element}"
 
 
 @functools.lru_cache(1024)  # a module has many tensors of few kinds
@@ -168,7 +175,7 @@ def _described(
     device: torch.device,
     layout: torch.layout,
     requires_grad: bool,
-    memory: tuple[int, ...],
+    memory: tuple[int, ...] | str,
 ) -> str:
-    kind = f"stride {memory}" if layout is torch.strided else f"layout {layout} {memory}"
-    return f"shape {tuple(shape)}, {dtype} on {device.type}, {kind}, requires_grad {requires_grad}"
+    memory = f"layout {layout}, {memory}" if isinstance(memory, str) else f"stride {memory}"
+    return f"shape {tuple(shape)}, {dtype} on {device.type}, {memory}, requires_grad {requires_grad}"
