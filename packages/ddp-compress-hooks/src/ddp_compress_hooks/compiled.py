@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from ddp_compress_hooks.payload import Clamp, largest_share_for_fp32_sum
 from ddp_compress_hooks.state import CompressState
-from dist_utils import torch_compat
 from dist_utils.finite_means import held_mean, held_shares, held_sum, largest_share
+from dist_utils.torch_compat import traceable_collective
 
 __all__ = ["average"]
 
@@ -38,16 +38,18 @@ def average(
     if in_fp32:
         mean = _sum_in_fp32(payload, group, state.clamp(torch.finfo(wire_dtype).max))
     else:
-        mean = torch_compat.functional_all_reduce(held_shares(payload, world_size), group)
+        shares = held_shares(payload, world_size)
+        mean = traceable_collective("all_reduce", shares, "sum", group.group_name)
     return gradient.copy_(held_mean(mean, gradient.dtype))
 
 
 def _sum_in_fp32(payload: torch.Tensor, group: dist.ProcessGroup, clamp: Clamp | None) -> torch.Tensor:
     world_size = group.size()
     padded = pad(payload.flatten(), (0, -payload.numel() % world_size))
-    received = torch_compat.functional_all_to_all_single(padded, group)
+    splits = [padded.numel() // world_size] * world_size
+    received = traceable_collective("all_to_all_single", padded, splits, splits, group.group_name)
     total = received.view(world_size, -1).sum(0, dtype=torch.float32)
     total = held_sum(total if clamp is None else clamp(total), world_size, payload.dtype)
     shard = total.to(payload.dtype)
-    gathered = torch_compat.functional_all_gather(shard, group)
+    gathered = traceable_collective("all_gather_into_tensor", shard, world_size, group.group_name)
     return gathered[: payload.numel()].view_as(payload)

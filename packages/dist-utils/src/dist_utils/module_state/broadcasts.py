@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dist_utils.process_groups.groups import global_rank
 from dist_utils.process_groups.plain_data import all_gather_plain
 from dist_utils.process_groups.terms import AgreementError
-from dist_utils.torch_compat import copy_flat
+from dist_utils.torch_compat import private
 
 __all__ = ["are_ordinary", "broadcast_tensors", "why_not_sendable"]
 
@@ -158,7 +158,7 @@ def _broadcast_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor], src:
         return
     # Autograd counts the writes. Tensors made in inference mode can be written only in that mode.
     with torch.inference_mode() if any(map(torch.is_inference, bucket)) else contextlib.nullcontext():
-        copy_flat(flat, bucket)
+        _copy_flat(flat, bucket)
 
 
 def _is_plain_memory(tensor: torch.Tensor) -> bool:
@@ -229,3 +229,17 @@ def _sparse_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout in _SPARSE_ROWS:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
+def _copy_flat(flat: torch.Tensor, tensors: list[torch.Tensor]) -> None:
+    """Copy a flat tensor's parts into tensors, one after the other, in two calls for all.
+
+    One by one it takes three times as long. No public names for them up to torch 2.15.
+    """
+    purpose = "synchronizing the state of modules"
+    parts = private("torch._utils", "_unflatten_dense_tensors", purpose)(flat, tensors)
+    if any(tensor.is_neg() or tensor.is_conj() for tensor in tensors):  # which _foreach_copy_ does not handle
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part)
+    else:
+        private("torch", "_foreach_copy_", purpose)(tensors, parts)
