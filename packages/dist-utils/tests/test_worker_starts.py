@@ -1,6 +1,5 @@
 """How a worker starts: ranks agree first, a failed start prevents no later one, threads may race."""
 
-import signal
 import threading
 import time
 from datetime import timedelta
@@ -9,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_utils import AgreementError, OrderedWorker, torch_compat
+from dist_utils import AgreementError, OrderedWorker
 from dist_utils.testing import patience, run_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL, default_store
 
@@ -152,41 +151,24 @@ def test_threads_on_groups_of_their_own_do_not_wait_for_each_other():
 
 
 def _stopped_starts(rank):
-    """A signal or another thread stops the first job while it starts: nothing of it is left."""
-    real, groups, threads = torch_compat.new_named_group, len(_groups()), threading.active_count()
-    stopped, found = threading.Event(), []
+    """A signal stops one rank's start, and all workers are closed while they start: nothing is left."""
+    groups, threads = len(_groups()), threading.active_count()
 
-    def signaled(*arguments, **options):
-        """Make the group behind the signal, on a thread of its own."""
-        while not stopped.wait(0.05):  # one signal may come just before the main thread begins to wait
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
-        return real(*arguments, **options)
+    def interrupt():
+        raise KeyboardInterrupt
 
-    def interrupt(*_):
-        if not stopped.is_set():
-            stopped.set()
-            raise KeyboardInterrupt
+    worker = OrderedWorker(name="hook", terms=interrupt if rank == 0 else dict)
+    if rank == 0:
+        with pytest.raises(KeyboardInterrupt):
+            worker.submit(_sum)
+    found = [_error_of(worker.submit(_sum)) for _ in range(2)]
+    worker.close()
 
-    def close(*_):
+    def close():
         worker.close()
-        stopped.set()
+        return {}
 
-    for handler, error in ((interrupt, KeyboardInterrupt), (close, RuntimeError)):
-        worker = OrderedWorker(name="hook")
-        if rank == 0:
-            stopped.clear()
-            signal.signal(signal.SIGUSR2, handler)
-            torch_compat.new_named_group = signaled
-            with pytest.raises(error, match="hook is closed" if error is RuntimeError else None):
-                worker.submit(_sum)
-            torch_compat.new_named_group = real
-        if rank == 1 or error is KeyboardInterrupt:
-            found.append(_error_of(worker.submit(_sum)))
-            worker.close()
-    # On both ranks: closed when they have agreed, as by another thread.
-    worker = OrderedWorker(name="hook")
-    agree = worker.agree
-    worker.agree = lambda: (agree(), worker.close())[0]
+    worker = OrderedWorker(name="hook", terms=close)
     with pytest.raises(RuntimeError, match="hook is closed"):
         worker.submit(_sum)
     deadline = time.monotonic() + patience(10.0)
@@ -200,34 +182,6 @@ def _groups():
     return dist.distributed_c10d._world.pg_map
 
 
-@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
 def test_a_start_that_is_interrupted_or_closed_leaves_nothing():
-    (again,), first = run_ranks(_stopped_starts, 2, group_timeout=patience(10.0))
-    assert "KeyboardInterrupt" in again
-    assert len(first) == 2
-
-
-def _two_threads_fail_to_start(rank):
-    """The group cannot be made, while another thread waits with a job: it does not try again."""
-    tried, gate, messages = [], threading.Barrier(2), []
-
-    def fail(name, *_, **__):
-        tried.append(name)
-        raise OSError("no group")
-
-    torch_compat.new_named_group = fail
-    with OrderedWorker(name="hook") as worker:
-        agree = worker.agree
-        worker.agree = lambda: (agree(), gate.wait())[0]
-        threads = [
-            threading.Thread(target=lambda: messages.append(_error_of(worker.submit(_sum)))) for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    return len(tried), ["no group" in message for message in messages]
-
-
-def test_a_group_that_cannot_be_made_is_not_tried_again():
-    assert run_ranks(_two_threads_fail_to_start, 2) == [(1, [True, True])] * 2
+    for found in run_ranks(_stopped_starts, 2, group_timeout=patience(10.0)):
+        assert all("KeyboardInterrupt" in text for text in found)

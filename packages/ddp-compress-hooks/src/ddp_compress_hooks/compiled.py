@@ -13,7 +13,8 @@ from torch.nn.functional import pad
 
 from ddp_compress_hooks.averaging import Clamp, encode, largest_share, largest_share_for_fp32_sum
 from ddp_compress_hooks.state import CompressState
-from dist_utils import torch_compat
+from dist_utils.comm_hooks import clamp_mean
+from dist_utils.torch_compat import traceable_collective
 
 __all__ = ["average"]
 
@@ -31,20 +32,24 @@ def average(
     wire_dtype = wire_dtype or gradient.dtype
     if state.sums_in_fp32(wire_dtype):
         limit = largest_share_for_fp32_sum(wire_dtype, world_size)
-        return gradient.copy_(
-            _exchange_sums(encode(gradient, world_size, wire_dtype, state.clamp, limit), group, state.clamp)
-        )
-    share = encode(gradient, world_size, wire_dtype, state.clamp, largest_share(wire_dtype, world_size))
-    return gradient.copy_(torch_compat.functional_all_reduce(share, group))
+        share = encode(gradient, world_size, wire_dtype, state.clamp, limit)
+        mean = _exchange_sums(share, group, state.clamp)
+    else:
+        limit = largest_share(wire_dtype, world_size)
+        share = encode(gradient, world_size, wire_dtype, state.clamp, limit)
+        mean = traceable_collective("all_reduce", share, "sum", group.group_name)
+    return gradient.copy_(clamp_mean(mean, gradient.dtype))
 
 
 def _exchange_sums(share: torch.Tensor, group: dist.ProcessGroup, clamp: Clamp | None) -> torch.Tensor:
     """Return the sums of all ranks' shares, computed in fp32."""
     world_size = group.size()
     padded = pad(share.flatten(), (0, -share.numel() % world_size))
-    received = torch_compat.functional_all_to_all_single(padded, group)
+    splits = [padded.numel() // world_size] * world_size
+    received = traceable_collective("all_to_all_single", padded, splits, splits, group.group_name)
     total = received.view(world_size, -1).sum(0, dtype=torch.float32)
     if clamp is not None:
         total = clamp(total, torch.finfo(share.dtype).max)
-    gathered = torch_compat.functional_all_gather(total.to(share.dtype), group)
+    shard = total.to(share.dtype)
+    gathered = traceable_collective("all_gather_into_tensor", shard, world_size, group.group_name)
     return gathered[: share.numel()].view_as(share)

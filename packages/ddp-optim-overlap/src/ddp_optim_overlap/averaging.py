@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from dist_utils import resolve_group
 from dist_utils.process_groups import GroupLike, future_of_work
-from dist_utils.torch_compat import GradBucket, start_all_reduce
+from dist_utils.torch_compat import GradBucket
 
-__all__ = ["average_like_ddp"]
+__all__ = ["average_like_ddp", "start_all_reduce"]
 
 
 def average_like_ddp(
@@ -37,3 +38,13 @@ def average_like_ddp(
         buffer.mul_(1.0 / group.size())
     values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
     return future_of_work(start_all_reduce(values, group), group, buffer.device)
+
+
+def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start the sum of a tensor of real numbers over all ranks, in place; return its work handle.
+
+    ``torch.distributed.all_reduce(async_op=True)`` without its checks and logging, which take as long as a
+    small message.
+    """
+    work: dist.Work = group.allreduce([tensor], dist.AllreduceOptions())
+    return work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.errors import UnsupportedOptimizerError
-from dist_utils.torch_compat import OperatorWatch
+from dist_utils.torch_compat import private
 
-__all__ = ["CollectiveWatch", "refusing_collectives"]
+__all__ = ["CollectiveWatch", "operator_watch", "refusing_collectives"]
 
 _COLLECTIVES = ("c10d::", "_c10d_functional", "c10d_functional::", "symm_mem::")
 _WATCHED_STEPS = 3
@@ -58,7 +59,7 @@ def refusing_collectives(optimizer: str) -> AbstractContextManager[object]:
     Raises:
         UnsupportedOptimizerError: In the step, before a collective runs.
     """
-    return OperatorWatch(partial(_refuse_collective, optimizer))
+    return operator_watch(partial(_refuse_collective, optimizer))
 
 
 def _refuse_collective(optimizer: str, operator: str) -> None:
@@ -67,6 +68,41 @@ def _refuse_collective(optimizer: str, operator: str) -> None:
             f"the step of {optimizer} communicates ({operator}), which would meet DDP's own collectives when "
             "it is done by buckets. Use OverlapMode.AFTER_REDUCE, which steps when these are over"
         )
+
+
+def operator_watch(notice: Callable[[str], None]) -> AbstractContextManager[object]:
+    """Return a context that calls a function with the name of every operator before this thread runs it.
+
+    The only way to see them all, C++ ones too, has no public name up to torch 2.15.
+
+    Args:
+        notice: Gets names such as ``"c10d::allreduce_"``; its errors are raised where the operator is used.
+    """
+    watch: AbstractContextManager[object] = _watch_class()(notice)
+    return watch
+
+
+@functools.cache
+def _watch_class() -> Any:
+    purpose = "noticing collectives in an optimizer's step"
+    base: Any = private("torch.utils._python_dispatch", "TorchDispatchMode", purpose)
+
+    class OperatorWatch(base):  # type: ignore[misc] # torch's class
+        """The context."""
+
+        def __init__(self, notice: Callable[[str], None]) -> None:
+            super().__init__()
+            self._notice = notice
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            """Called by torch instead of the operator."""
+            del types
+            self._notice(func.name())
+            return func(*args, **(kwargs or {}))
+
+    return OperatorWatch
 
 
 def may_communicate(stepper: object) -> bool:

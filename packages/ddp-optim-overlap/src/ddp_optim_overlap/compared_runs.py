@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from ddp_optim_overlap.equality import equal
+from ddp_optim_overlap.optimizer_hooks import FUSED_CHECK
 from ddp_optim_overlap.trial import Run, Trial, own_attributes, random_numbers_restored, shared_state
-from dist_utils.torch_compat import FUSED_CHECK
 
 __all__ = ["ComparedRuns", "difference", "gradients_for"]
 

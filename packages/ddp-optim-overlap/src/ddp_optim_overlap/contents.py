@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.equality import attributes_of, position_of
+from ddp_optim_overlap.optimizer_hooks import FUSED_CHECK
 from ddp_optim_overlap.trial import own_attributes, shared_state
-from dist_utils.torch_compat import FUSED_CHECK, tensor_version
+from dist_utils.torch_compat import tensor_version
 
 __all__ = ["Contents", "changes", "class_attributes_kept", "content_of", "contents_of"]
 

@@ -21,9 +21,10 @@ from ddp_optim_overlap.part_checks import refuse_kept_gradients
 from ddp_optim_overlap.partial_steps import is_torchs_own, parameters_of
 from ddp_optim_overlap.shared_memory import require_separate_memory
 from ddp_optim_overlap.stepper import Stepper
+from ddp_optim_overlap.tensor_versions import gradient_marks
 from ddp_optim_overlap.tried import Tried
 from dist_utils.comm_hooks import CommHook
-from dist_utils.torch_compat import GradBucket, gradient_marks
+from dist_utils.torch_compat import GradBucket
 
 __all__ = ["FunctionalOptimizer", "OptimizerHookState", "hook_then_optimizer", "register_fused_optim"]
 

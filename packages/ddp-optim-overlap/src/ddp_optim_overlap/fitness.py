@@ -20,8 +20,7 @@ from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimi
 from ddp_optim_overlap.later_steps import refusal_of_later_steps
 from ddp_optim_overlap.option_kinds import parameters_to_try
 from ddp_optim_overlap.partial_steps import PARAMETER_NAMES, has_one_per_parameter, is_torchs_own
-from ddp_optim_overlap.trial import Trial, longest_side, random_numbers_restored
-from dist_utils.torch_compat import compiling_refused
+from ddp_optim_overlap.trial import Trial, compiling_refused, longest_side, random_numbers_restored
 
 __all__ = [
     "Findings",

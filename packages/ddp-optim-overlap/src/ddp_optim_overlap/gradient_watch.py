@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ddp_optim_overlap.errors import DoubleBackwardError
-from dist_utils.torch_compat import gradient_marks
+from ddp_optim_overlap.tensor_versions import gradient_marks
 
 __all__ = ["GradientWatch"]
 

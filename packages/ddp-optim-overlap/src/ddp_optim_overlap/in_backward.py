@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.averaging import average_like_ddp
+from ddp_optim_overlap.ddp_hooks import comm_hooks, register_comm_hook
 from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.fitness import require_plain_step
@@ -21,7 +22,7 @@ from ddp_optim_overlap.part_checks import PartChecks
 from ddp_optim_overlap.refusals import require_ddp_options
 from ddp_optim_overlap.stepper import Stepper
 from dist_utils.comm_hooks import CommHook
-from dist_utils.torch_compat import GradBucket, comm_hooks, register_comm_hook
+from dist_utils.torch_compat import GradBucket
 
 __all__ = ["apply_optim_in_backward_hook", "apply_optimizer_in_backward", "get_in_backward_optimizers"]
 

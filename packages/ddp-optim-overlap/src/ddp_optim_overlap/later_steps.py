@@ -12,8 +12,7 @@ from ddp_optim_overlap.contents import class_attributes_kept
 from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.errors import UnsupportedOptimizerError
 from ddp_optim_overlap.partial_steps import is_torchs_own
-from ddp_optim_overlap.trial import Run, Trial, longest_side, random_numbers_restored
-from dist_utils.torch_compat import compiling_refused
+from ddp_optim_overlap.trial import Run, Trial, compiling_refused, longest_side, random_numbers_restored
 
 __all__ = ["refusal_of_later_steps"]
 

@@ -10,10 +10,10 @@ import torch
 from ddp_optim_overlap.device_samples import Comparison
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.gradient_contents import GradientContents
+from ddp_optim_overlap.optimizer_hooks import step_post_hooks
 from ddp_optim_overlap.partial_steps import PartialSteps, parameters_of
 from ddp_optim_overlap.replaced_step import has_pre_hooks
 from ddp_optim_overlap.step_inputs import StepInputs
-from dist_utils.torch_compat import step_post_hooks
 
 __all__ = [
     "ForeignParameters",

@@ -10,12 +10,13 @@ import torch
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.loop_checks import ForeignParameters, require_no_pre_hooks
+from ddp_optim_overlap.optimizer_hooks import mark_stepped
 from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own
 from ddp_optim_overlap.step_calls import StepCalls
 from ddp_optim_overlap.step_inputs import Options, StepInputs, options_of
 from ddp_optim_overlap.stepper import Stepper
 from ddp_optim_overlap.tried import Tried
-from dist_utils.torch_compat import mark_stepped, tensor_version
+from dist_utils.torch_compat import tensor_version
 
 __all__ = ["OverlappedOptimizers"]
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_optim_overlap.averaging import average_like_ddp
 from ddp_optim_overlap.bucket_memory import memory_of
 from ddp_optim_overlap.clipping import ClipPolicy
+from ddp_optim_overlap.ddp_hooks import comm_hooks, register_comm_hook
 from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.gradient_release import GradientRelease, require_owned, require_readable
@@ -34,7 +35,7 @@ from ddp_optim_overlap.report import StepReport
 from ddp_optim_overlap.shared_memory import require_separate_memory
 from ddp_optim_overlap.wrappers import inner_ddp, inner_optimizer
 from dist_utils.comm_hooks import CommHook
-from dist_utils.torch_compat import GradBucket, comm_hooks, inside_backward, register_comm_hook
+from dist_utils.torch_compat import GradBucket, inside_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dist_utils.torch_compat import step_without_hooks, without_step_hooks
+from ddp_optim_overlap.optimizer_hooks import step_without_hooks, without_step_hooks
 
 __all__ = [
     "PARAMETER_NAMES",

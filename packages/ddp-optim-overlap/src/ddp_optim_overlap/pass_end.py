@@ -9,13 +9,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ddp_optim_overlap.averaging import start_all_reduce
 from ddp_optim_overlap.backward_pass import BackwardPass
 from ddp_optim_overlap.errors import CommunicationError, OverlapError, StepError, text_of
 from ddp_optim_overlap.failed_futures import raise_error
 from ddp_optim_overlap.first_error import FirstError
 from ddp_optim_overlap.whole_step import WholeStep
 from dist_utils import OrderedWorker
-from dist_utils.torch_compat import after_backward, start_all_reduce
+from dist_utils.torch_compat import after_backward
 
 __all__ = ["PassEnd"]
 

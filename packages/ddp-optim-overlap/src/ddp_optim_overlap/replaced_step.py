@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.errors import ConfigError
-from dist_utils.torch_compat import step_pre_hooks
+from ddp_optim_overlap.optimizer_hooks import step_pre_hooks
 
 __all__ = ["ReplacedStep", "has_pre_hooks"]
 

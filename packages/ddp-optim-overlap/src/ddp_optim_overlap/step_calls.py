@@ -21,10 +21,10 @@ from ddp_optim_overlap.loop_checks import (
     require_one_overlap,
     require_unchanged,
 )
+from ddp_optim_overlap.optimizer_hooks import step_post_hooks, step_pre_hooks
 from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own
 from ddp_optim_overlap.replaced_step import ReplacedStep
 from ddp_optim_overlap.step_inputs import StepInputs
-from dist_utils.torch_compat import step_post_hooks, step_pre_hooks
 
 __all__ = ["StepCalls"]
 

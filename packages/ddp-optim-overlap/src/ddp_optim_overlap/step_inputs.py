@@ -12,7 +12,8 @@ from ddp_optim_overlap.device_samples import Comparison, DeviceSample
 from ddp_optim_overlap.equality import equal
 from ddp_optim_overlap.gradient_contents import GradientContents
 from ddp_optim_overlap.partial_steps import parameters_of
-from dist_utils.torch_compat import gradient_marks, tensor_version, tensor_versions
+from ddp_optim_overlap.tensor_versions import gradient_marks, tensor_versions
+from dist_utils.torch_compat import tensor_version
 
 __all__ = ["Options", "StepInputs", "options_of"]
 

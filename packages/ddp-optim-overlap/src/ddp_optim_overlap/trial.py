@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,10 +15,20 @@ import torch
 
 from ddp_optim_overlap.copies import Copies
 from ddp_optim_overlap.equality import equal
+from ddp_optim_overlap.optimizer_hooks import step_without_hooks
 from ddp_optim_overlap.partial_steps import PartialSteps, is_torchs_own, parameters_of, part_of, stand_in
-from dist_utils.torch_compat import keep_versions, step_without_hooks, tensor_version
+from ddp_optim_overlap.tensor_versions import keep_versions
+from dist_utils.torch_compat import tensor_version
 
-__all__ = ["Run", "Trial", "longest_side", "own_attributes", "random_numbers_restored", "shared_state"]
+__all__ = [
+    "Run",
+    "Trial",
+    "compiling_refused",
+    "longest_side",
+    "own_attributes",
+    "random_numbers_restored",
+    "shared_state",
+]
 
 _REAL_VALUES = 2**15
 """Parameters with fewer values in total are tried in their real shapes, others with shorter sides."""
@@ -261,6 +272,19 @@ def _written(contents: dict[torch.Tensor, tuple[int, torch.Tensor | None]]) -> s
         for tensor, (version, values) in contents.items()
         if tensor_version(tensor) != version or (values is not None and not equal(values, tensor.detach()))
     }
+
+
+@contextlib.contextmanager
+def compiling_refused() -> Iterator[None]:
+    """Make functions under ``torch.compile`` raise instead of being compiled."""
+    stance = getattr(torch.compiler, "set_stance", None)
+    # Anything compiled has imported this module; importing it here would take seconds.
+    with (
+        contextlib.nullcontext()
+        if stance is None or "torch._dynamo" not in sys.modules
+        else stance("fail_on_recompile")
+    ):
+        yield
 
 
 @contextlib.contextmanager

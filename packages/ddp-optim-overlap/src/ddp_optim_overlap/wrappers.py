@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.errors import ConfigError
-from dist_utils.torch_compat import replicated_ddp
+from dist_utils.torch_compat import private
 
-__all__ = ["inner_ddp", "inner_optimizer"]
+__all__ = ["inner_ddp", "inner_optimizer", "replicated_ddp"]
 
 
 def inner_ddp(model: object) -> DistributedDataParallel:
@@ -29,6 +32,26 @@ def inner_ddp(model: object) -> DistributedDataParallel:
     if isinstance(model, torch.nn.Module) and hasattr(model, "set_requires_gradient_sync"):
         kind += ", which FSDP averages: wrap the module in DDP instead"
     raise TypeError(f"ddp must be a DistributedDataParallel, or a module given to replicate(), got {kind}")
+
+
+def replicated_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` by which ``replicate()`` averages a module's gradients.
+
+    ``torch.distributed._composable.replicate`` makes it in the first ``forward()``; it is made now if that is
+    still to come, which communicates like making such a model. It has the module's parameters, in a list, and
+    not the module. No public name up to torch 2.15.
+
+    Returns:
+        ``None`` if the module was not given to ``replicate()``.
+    """
+    composable: Any = sys.modules.get("torch.distributed._composable.replicate")
+    if composable is None or not isinstance(module, composable.DDP):
+        return None
+    state = composable.replicate.state(module)
+    if not state.has_initialized:
+        state.lazy_init()
+    ddp: DistributedDataParallel = private(state, "_ddp", "modules given to replicate()")
+    return ddp
 
 
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -14,12 +14,14 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dist_utils.comm_hooks import BucketWatch
 from dist_utils.process_groups import group_of_model
-from dist_utils.torch_compat import parameter_names
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["BoundModel"]
+
+_COMPILED = "_orig_mod"
+"""What ``torch.compile`` calls a module in the wrapper that it makes."""
 
 
 class BoundModel:
@@ -103,7 +105,7 @@ class BoundModel:
         return {**{name: parameter for parameter, name in remembered}, **names}
 
     def _known_names(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-        names = parameter_names(model)
+        names = _parameter_names(model)
         for name, parameter in names.items():
             self._names[parameter] = name
         return names
@@ -115,3 +117,18 @@ class BoundModel:
     def _use_group_of(self, ddp: DistributedDataParallel) -> None:
         """Take a model's group, or raise if it has other ranks than this state's."""
         self._group = group_of_model(ddp, self._group)
+
+
+def _parameter_names(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return a model's parameters by the names that they have without wrappers.
+
+    ``DistributedDataParallel`` puts ``module.`` before all names, ``torch.compile`` puts ``_orig_mod.``
+    before those of a compiled module, wherever it stands; the latter has no public name up to torch 2.15.
+    """
+    while isinstance(model, DistributedDataParallel) or hasattr(model, _COMPILED):
+        inner = "module" if isinstance(model, DistributedDataParallel) else _COMPILED
+        model = getattr(model, inner)
+    return {
+        ".".join(part for part in name.split(".") if part != _COMPILED): parameter
+        for name, parameter in model.named_parameters()
+    }

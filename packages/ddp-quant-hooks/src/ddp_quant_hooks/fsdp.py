@@ -17,10 +17,9 @@ from ddp_quant_hooks.sharded_models import (
     refuse_for_all_reduce,
     refuse_for_reduce_scatter,
 )
+from ddp_quant_hooks.sharded_modules import ShardedModule, sharded_modules
 from ddp_quant_hooks.sharded_scatter import is_quantized, reduce_scatter_class
 from ddp_quant_hooks.state import QuantizedAllreduceState
-from dist_utils import torch_compat
-from dist_utils.torch_compat import ShardedModule
 
 __all__ = ["Handle", "quantize_all_reduce", "quantize_reduce_scatter"]
 
@@ -69,9 +68,7 @@ class Handle:
         model = self._model()
         if model is None or self._complete:
             return
-        later = [
-            key_of(module) for module in torch_compat.sharded_modules(model) if not self._has_ours(module)
-        ]
+        later = [key_of(module) for module in sharded_modules(model) if not self._has_ours(module)]
         if later:
             raise RuntimeError(
                 f"fully_shard was applied to {later} after {self._name}, which does nothing for their "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -93,7 +93,7 @@ class BackwardPass:
             if task != -1:
                 torch_compat.after_backward(partial(self._end, task))
                 if self._surrounding_ended_well is None:
-                    surrounded = torch_compat.after_surrounding_backward(self._end_surrounding)
+                    surrounded = _after_surrounding_backward(self._end_surrounding)
                     self._surrounding_ended_well = not surrounded
 
     def unused_part(self, parameters: Sequence[torch.Tensor]) -> list[UnusedPart]:
@@ -146,3 +146,28 @@ class BackwardPass:
 
     def _end_surrounding(self) -> None:
         self._surrounding_ended_well = True
+
+
+def _after_surrounding_backward(callback: Callable[[], None]) -> bool:
+    """Call ``callback`` when the outermost backward pass around this thread's has ended without an error.
+
+    Like ``torch_compat.after_backward``, for the outermost pass, which continues when the passes inside it
+    are over. It accepts callbacks only while its own nodes run, so the callback is queued by the next node
+    after the function whose backward began the inner pass.
+
+    Returns:
+        Whether there is such a pass, one in which a Python function's backward called ``backward()``.
+    """
+    nodes = [node for node in torch_compat.surrounding_nodes() if node is not None]
+    if not nodes:
+        return False
+    following = [node for node, _ in nodes[-1].next_functions if node is not None]
+    if not following:
+        return False
+
+    def first_of_the_rest(_: Any) -> None:
+        handle.remove()
+        torch_compat.after_backward(callback)
+
+    handle = following[0].register_prehook(first_of_the_rest)
+    return True

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.collectives import all_reduce
 from ddp_quant_hooks.keys_of_pass import KeysOfPass
+from ddp_quant_hooks.sharded_modules import ShardedModule
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from dist_utils import torch_compat
-from dist_utils.torch_compat import ShardedModule
 
 __all__ = ["ShardAverages"]
 

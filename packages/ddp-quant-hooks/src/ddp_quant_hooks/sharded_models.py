@@ -8,11 +8,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from ddp_quant_hooks.sharded_modules import ShardedModule, require_fsdp_method, sharded_modules
 from ddp_quant_hooks.sharded_scatter import is_quantized
 from ddp_quant_hooks.state import QuantizedAllreduceState
-from dist_utils import torch_compat
 from dist_utils.process_groups import require_same_terms
-from dist_utils.torch_compat import ShardedModule
 
 __all__ = ["agreed_modules", "key_of", "refuse_for_all_reduce", "refuse_for_reduce_scatter"]
 
@@ -40,7 +39,7 @@ def agreed_modules(
         raise TypeError(f"{name}: state must be a QuantizedAllreduceState, got {type(state).__name__}")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"{name}: model must be a module, got {type(model).__name__}")
-    torch_compat.require_fsdp_method(method)
+    require_fsdp_method(method)
     problem, modules = None, {}
     try:
         modules = _checked_modules(model, state, refuse, in_use)
@@ -86,7 +85,7 @@ def _checked_modules(
         raise ValueError(
             "exact_1d does not work: FSDP hands over all parameters of a module as one flat tensor"
         )
-    modules = {key_of(module): module for module in torch_compat.sharded_modules(model)}
+    modules = {key_of(module): module for module in sharded_modules(model)}
     if not modules:
         raise ValueError("fully_shard was applied neither to the model nor to a module in it")
     ranks = dist.get_process_group_ranks(state.process_group)

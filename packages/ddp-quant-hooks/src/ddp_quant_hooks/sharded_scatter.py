@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.collectives import reduce_scatter_tensor
 from ddp_quant_hooks.keys_of_pass import KeysOfPass
+from ddp_quant_hooks.sharded_modules import reduce_scatter_base
 from ddp_quant_hooks.state import QuantizedAllreduceState
-from dist_utils import torch_compat
 
 __all__ = ["is_quantized", "reduce_scatter_class"]
 
@@ -30,7 +30,7 @@ def reduce_scatter_class(
         state: The state that reduces.
         before_first: Called before anything is reduced. Lives as long as the class.
     """
-    base: Any = torch_compat.reduce_scatter_base()
+    base: Any = reduce_scatter_base()
     keys = KeysOfPass()
 
     class QuantizedReduceScatter(base):  # type: ignore[misc] # torch's class, where there is one

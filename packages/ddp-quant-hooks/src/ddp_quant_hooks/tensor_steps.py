@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 
@@ -42,14 +43,14 @@ class TensorStep(BackwardPass):
             return True  # this very task, or one around the tasks seen before
         if self.complete or not torch_compat.inside_nested_backward():
             return False
-        return torch_compat.outermost_root() is (None if self._root is None else self._root())
+        return _outermost_root() is (None if self._root is None else self._root())
 
     def add_call(self, task: int) -> None:
         """Note a call inside autograd's ``task``."""
         if self.open or task in self._ended_well:
             return
         self.add_task(task)
-        root = torch_compat.outermost_root()
+        root = _outermost_root()
         self._root = None if root is None else weakref.ref(root)
 
     def use(self, keys: Sequence[str]) -> None:
@@ -77,3 +78,21 @@ class TensorStep(BackwardPass):
     def unused_part(self, parameters: Sequence[torch.Tensor]) -> list[UnusedPart]:  # noqa: ARG002
         """Return nothing: every tensor of a call is used."""
         return []
+
+
+def _outermost_root() -> torch.Tensor | None:
+    """Return a root tensor of the outermost backward pass around this call.
+
+    ``None`` where the stack does not show it: outside of any pass, and on the engine's threads for
+    accelerators. Costs a walk up the stack. torch has no name for it up to 2.15.
+    """
+    engine = torch_compat.private("torch.autograd.graph", "_engine_run_backward", "steps of nested passes")
+    outermost, frame = None, sys._getframe().f_back  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code is engine.__code__:
+            outermost = frame
+        elif frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            outermost = None  # a node of a pass further out
+        frame = frame.f_back
+    roots = () if outermost is None else outermost.f_locals["t_outputs"]
+    return next((root for root in roots if isinstance(root, torch.Tensor)), None)

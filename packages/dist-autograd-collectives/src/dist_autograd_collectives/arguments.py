@@ -9,8 +9,8 @@ import torch
 
 from dist_autograd_collectives.calls import Members
 from dist_autograd_collectives.tensor_arguments import check_tensor, integers, tensor_list
+from dist_autograd_collectives.transforms import function_transforms_active
 from dist_utils import GroupLike, group_rank
-from dist_utils.torch_compat import function_transforms_active
 
 __all__ = [
     "Convention",

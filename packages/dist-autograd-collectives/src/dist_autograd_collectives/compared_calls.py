@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from dist_autograd_collectives.calls import Members
+from dist_autograd_collectives.transforms import outside_function_transforms
 from dist_utils import GroupLike, TensorMismatchError, resolve_group
 from dist_utils.process_groups import TensorClaim, collective_device, require_same_tensors
-from dist_utils.torch_compat import all_gather_single, outside_function_transforms, transformed_as
+from dist_utils.torch_compat import all_gather_single, transformed_as
 
 __all__ = ["agree", "agree_on_splits", "is_wanted", "report_problems"]
 

@@ -7,9 +7,9 @@ import torch
 from dist_autograd_collectives.calls import Call, Members, Tensors, Wait
 from dist_autograd_collectives.failures import CollectiveError
 from dist_autograd_collectives.linear import Flight
+from dist_autograd_collectives.transforms import outside_function_transforms
 from dist_utils import resolve_group
 from dist_utils.process_groups import collective_device, device_types
-from dist_utils.torch_compat import outside_function_transforms
 
 __all__ = ["describe", "described", "stand_in"]
 

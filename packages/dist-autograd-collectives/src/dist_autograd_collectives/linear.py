@@ -17,12 +17,8 @@ from dist_autograd_collectives import eager, traced
 from dist_autograd_collectives.calls import Call, Tensors, Wait
 from dist_autograd_collectives.failures import named
 from dist_autograd_collectives.local import local_result, needs_others
-from dist_utils.torch_compat import (
-    function_transforms_active,
-    graph_task_id,
-    is_batched_gradient,
-    profiler_range,
-)
+from dist_autograd_collectives.transforms import function_transforms_active, is_batched_gradient
+from dist_utils.torch_compat import graph_task_id, profiler_range
 
 __all__ = ["Flight", "linear"]
 

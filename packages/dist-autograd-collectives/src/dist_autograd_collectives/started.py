@@ -10,7 +10,8 @@ import torch
 from dist_autograd_collectives.calls import Tensors
 from dist_autograd_collectives.linear import Flight, linear
 from dist_autograd_collectives.steps import Step, completed
-from dist_utils.torch_compat import function_transforms_active, saved_tensor_hooks, tensor_version
+from dist_autograd_collectives.transforms import function_transforms_active
+from dist_utils.torch_compat import MissingTorchFeatureError, private, tensor_version
 
 __all__ = ["Handle", "start"]
 
@@ -78,7 +79,7 @@ class Handle(Generic[T]):
         """Return what a result depends on besides the received tensors; compared by identity."""
         if torch.compiler.is_compiling():
             return ()
-        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), saved_tensor_hooks()
+        return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _saved_tensor_hooks()
 
     def _arrive(self, flight: Flight) -> Tensors:
         return flight.arrive(self._token, self._again if self._received else lambda: self._first(flight))
@@ -97,6 +98,20 @@ class Handle(Generic[T]):
                 "with other gradients or in a checkpoint"
             )
         return tuple(x.clone() for x, _ in self._received)
+
+
+def _saved_tensor_hooks() -> object:
+    """Return the hooks that a tensor saved for backward goes through now; ``None`` if there are none.
+
+    They differ each time a checkpoint runs its function. No public name up to torch 2.15. A torch that cannot
+    tell, such as 2.6, counts as one with other hooks at every call.
+    """
+    try:
+        top = private("torch._C._autograd", "_top_saved_tensors_default_hooks", "waiting again")
+    except MissingTorchFeatureError:
+        return object()
+    hooks = top(False)
+    return None if hooks is None else hooks[0]
 
 
 def _version(tensor: torch.Tensor) -> int:

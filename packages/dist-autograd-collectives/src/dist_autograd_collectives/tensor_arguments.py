@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dist_utils.torch_compat import function_transforms_active
+from dist_autograd_collectives.transforms import function_transforms_active
 
 __all__ = ["check_tensor", "integers", "tensor_list"]
 

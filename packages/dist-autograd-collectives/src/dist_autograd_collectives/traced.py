@@ -9,9 +9,10 @@ import torch
 
 from dist_autograd_collectives.calls import Call, Members, Tensors, padded_parts, splits_to_root
 from dist_autograd_collectives.connecting import zeros_after
+from dist_autograd_collectives.linear_operator import linear_operator
 from dist_autograd_collectives.local import local_result, needs_others
 from dist_autograd_collectives.storage_dtypes import GLOO_DTYPES
-from dist_utils.torch_compat import linear_operator, traceable_collectives
+from dist_utils.torch_compat import traceable_collective
 
 __all__ = ["linear"]
 
@@ -114,22 +115,17 @@ def _sum_of_others(x: torch.Tensor, call: Call) -> torch.Tensor:
 def _run_as_it_is(x: torch.Tensor, call: Call) -> torch.Tensor:
     name, who = call.name, call.who
     if name == "all_reduce":
-        return _send(traceable_collectives.all_reduce, x, "sum", who.name)
+        return traceable_collective("all_reduce", x, "sum", who.name)
     if name == "broadcast":
-        return _send(traceable_collectives.broadcast, x, call.root, who.name)
+        return traceable_collective("broadcast", x, call.root, who.name)
     if name == "reduce":
         return _reduce(x, who, call.root)
     if name == "all_gather":
-        return _send(traceable_collectives.all_gather_into_tensor, x, who.size, who.name)
+        return traceable_collective("all_gather_into_tensor", x, who.size, who.name)
     if name == "reduce_scatter":
-        return _send(traceable_collectives.reduce_scatter_tensor, x, "sum", who.size, who.name)
+        return traceable_collective("reduce_scatter_tensor", x, "sum", who.size, who.name)
     # Also a gather or a scatter: the traceable collectives have neither.
     return _exchange(x, call.input_splits, call.output_splits, who)
-
-
-def _send(collective: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    result: torch.Tensor = traceable_collectives.wait_tensor(collective(x, *arguments))
-    return result
 
 
 def _exchange(
@@ -137,16 +133,16 @@ def _exchange(
 ) -> torch.Tensor:
     equal = [x.shape[0] // who.size] * who.size
     splits = list(output_splits) or equal, list(input_splits) or equal
-    return _send(traceable_collectives.all_to_all_single, x, *splits, who.name)
+    return traceable_collective("all_to_all_single", x, *splits, who.name)
 
 
 def _reduce(x: torch.Tensor, who: Members, root: int) -> torch.Tensor:
     """Sum to one rank in two steps that send as few bytes: the traceable collectives have no reduce."""
     if x.numel() * x.element_size() <= _SMALL_BYTES:  # nbytes cannot be traced with symbolic shapes
-        total = _send(traceable_collectives.all_reduce, x, "sum", who.name)
+        total = traceable_collective("all_reduce", x, "sum", who.name)
     else:
         parts = padded_parts(x, who)
-        part = _send(traceable_collectives.reduce_scatter_tensor, parts, "sum", who.size, who.name).flatten()
+        part = traceable_collective("reduce_scatter_tensor", parts, "sum", who.size, who.name).flatten()
         total = _exchange(part, *splits_to_root(part.numel(), who, root), who)
     if who.rank == root:
         return total.flatten()[: x.numel()].view(x.shape)

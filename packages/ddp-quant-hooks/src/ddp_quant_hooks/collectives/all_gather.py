@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.collectives.calls import Future, run
+from ddp_quant_hooks.collectives.calls import Future, never_traced, run
 from ddp_quant_hooks.collectives.shards import checked_shards, count, flat_state, is_quantized
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from ddp_quant_hooks.tensor_steps import TensorStep
@@ -36,7 +36,7 @@ def all_gather_into_tensor(
 ) -> Future: ...
 
 
-@torch_compat.never_traced
+@never_traced
 def all_gather_into_tensor(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,

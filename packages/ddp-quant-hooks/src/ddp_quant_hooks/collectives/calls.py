@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,10 +17,12 @@ from ddp_quant_hooks.tensor_steps import TensorStep
 from dist_utils import torch_compat
 from dist_utils.comm_hooks import completed_future, failed_future
 
-__all__ = ["Future", "Tensors", "begin", "checked_state", "run"]
+__all__ = ["Future", "Tensors", "begin", "checked_state", "never_traced", "run"]
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 Future: TypeAlias = torch.futures.Future[Any]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _thread = threading.local()
 """``completes_calls`` is set on threads of states. Calls from callbacks there fall between the caller's own
@@ -52,6 +55,22 @@ class DefaultState(QuantizedAllreduceState):
 
 
 _default_state = DefaultState()
+
+
+def never_traced(fn: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that ``torch.compile`` runs as it is, between two graphs.
+
+    Like ``torch.compiler.disable``, which would import the compiler here, for seconds.
+    """
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_dynamo_compiling():
+            untraced: Callable[P, R] = torch.compiler.disable(fn)  # type: ignore[no-untyped-call]
+            return untraced(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return call
 
 
 def checked_state(name: str, group: QuantizedAllreduceState | None) -> QuantizedAllreduceState:

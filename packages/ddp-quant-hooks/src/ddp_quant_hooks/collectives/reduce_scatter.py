@@ -7,7 +7,7 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.collectives.calls import Future, begin, run
+from ddp_quant_hooks.collectives.calls import Future, begin, never_traced, run
 from ddp_quant_hooks.collectives.shards import checked_shards, count, flat_state, is_quantized
 from ddp_quant_hooks.residuals import Residual
 from ddp_quant_hooks.state import QuantizedAllreduceState
@@ -45,7 +45,7 @@ def reduce_scatter_tensor(
 ) -> Future: ...
 
 
-@torch_compat.never_traced
+@never_traced
 def reduce_scatter_tensor(
     output: torch.Tensor,
     input: torch.Tensor,  # noqa: A002 - as in torch.distributed

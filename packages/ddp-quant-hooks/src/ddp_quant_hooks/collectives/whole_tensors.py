@@ -10,12 +10,11 @@ import torch.distributed as dist
 
 import ddp_compress_hooks
 from ddp_quant_hooks.averaging import average
-from ddp_quant_hooks.collectives.calls import Future, Tensors, begin, checked_state, run
+from ddp_quant_hooks.collectives.calls import Future, Tensors, begin, checked_state, never_traced, run
 from ddp_quant_hooks.state import QuantizedAllreduceState
 from ddp_quant_hooks.statistics import ring_bytes
 from ddp_quant_hooks.tensor_buckets import TensorBucket, label_of
 from ddp_quant_hooks.tensor_steps import TensorStep
-from dist_utils import torch_compat
 from dist_utils.comm_hooks import checked_operation, checked_tensors, same_kind
 
 __all__ = ["all_reduce"]
@@ -43,7 +42,7 @@ def all_reduce(
 ) -> Future: ...
 
 
-@torch_compat.never_traced
+@never_traced
 def all_reduce(
     tensor: Tensors,
     op: Any = dist.ReduceOp.SUM,

@@ -43,7 +43,7 @@ class BucketWatch:
         self._passes = 0
         self._last_pass = -1
         self._hooks: list[Any] = []
-        if torch_compat.hands_over_buckets(ddp):
+        if _gives_buckets(ddp):
             self._hooks = [
                 parameter.register_post_accumulate_grad_hook(self._got_gradient)  # type: ignore[no-untyped-call]
                 for parameter in ddp.parameters()
@@ -81,3 +81,11 @@ class BucketWatch:
             "register_comm_hook(state, hook) of the module itself, where a framework does not",
             stacklevel=2,
         )
+
+
+def _gives_buckets(ddp: DistributedDataParallel) -> bool:
+    """Return whether a model gives its hook buckets, which DDP's Python reducer does not.
+
+    No public name up to torch 2.15.
+    """
+    return not torch_compat.private(ddp, "_use_python_reducer", "noticing hooks that get no bucket")

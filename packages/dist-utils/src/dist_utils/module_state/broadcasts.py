@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils.process_groups.groups import device_types
+from dist_utils.torch_compat import private
 
 __all__ = ["broadcast_tensors", "is_expanded", "require_sendable"]
 
@@ -131,7 +132,7 @@ def _write(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
         for tensor, part in zip(bucket, parts, strict=True):
             tensor.copy_(part)
     else:  # a third of the time of one by one; no public name for it up to torch 2.15
-        torch._foreach_copy_(bucket, parts)
+        private(torch, "_foreach_copy_", "module sync")(bucket, parts)
 
 
 def _broadcast_sparse(group: dist.ProcessGroup, tensor: torch.Tensor, bucket_bytes: int, src: int) -> None:

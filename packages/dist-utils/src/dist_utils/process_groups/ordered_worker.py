@@ -19,6 +19,7 @@ from dist_utils.process_groups.agreement import Verdict, compare_terms
 from dist_utils.process_groups.errors import drop_frames, same_error
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
 from dist_utils.process_groups.known_terms import Bucket, KnownTerms
+from dist_utils.process_groups.private_group import await_connections, new_private_group
 from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, fail, new_future
 from dist_utils.process_groups.worker_thread import FirstError, WorkerThread
 
@@ -187,10 +188,10 @@ class OrderedWorker:
 
     def _compare_terms(self) -> Verdict:
         terms: Mapping[str, object] = {}
-        problem: Exception | None = None
+        problem: BaseException | None = None
         try:
             terms = self._terms()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             problem = error
         return compare_terms(self._process_group, self._name, terms, problem=problem, note=_this_host())
 
@@ -247,25 +248,20 @@ class OrderedWorker:
     def _start_thread(self, name: str) -> WorkerThread:
         thread = None
         try:
-            thread = WorkerThread(self._private_group(name), self._name, self._failure)
+            group = new_private_group(
+                self._process_group, f"{self._process_group.group_name}/{self._name}/{name}"
+            )
+            thread = WorkerThread(group, self._name, self._failure)
+            del group  # its end is the thread's
             # At garbage collection and, as finalizers do, at interpreter exit.
             weakref.finalize(self, thread.stop)
-            thread.submit(_await_connections, None, f"{self._name}:connect")
+            thread.submit(await_connections, None, f"{self._name}:connect")
         except BaseException as error:  # an interrupt, too: the name must not be used again
             if thread is not None:
                 thread.stop()
             self._failure.keep(error)
             raise
         return thread
-
-    def _private_group(self, name: str) -> dist.ProcessGroup:
-        group = self._process_group
-        return torch_compat.new_named_group(
-            f"{group.group_name}/{self._name}/{name}",
-            dist.get_process_group_ranks(group),
-            backend=dist.get_backend_config(group),
-            timeout=torch_compat.group_timeout(group, torch.device("cpu")),
-        )
 
     def wait(self) -> None:
         """Return when every job submitted so far has run, with or without an error.
@@ -333,13 +329,3 @@ def _this_host() -> str:
     except OSError:  # not Linux
         boot, network = "", Path()
     return hashlib.sha256(f"{socket.gethostname()} {boot} {network}".encode()).hexdigest()[:16]
-
-
-def _await_connections(group: dist.ProcessGroup) -> None:
-    """Wait, as the first job, until every rank is connected.
-
-    Gloo returns the group to a rank as soon as that rank is. If its first job failed at once, which ends the
-    group, connecting would fail on the others, which would not get to their own job's error.
-    """
-    if "cpu:gloo" in dist.get_backend_config(group).split(","):
-        dist.all_reduce(torch.zeros(1, dtype=torch.int32, device="cpu"), group=group)

@@ -1,15 +1,16 @@
-"""The step hooks and marks of optimizers."""
+"""What torch keeps about the steps of an optimizer: hooks around them, and marks."""
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from types import CodeType
 from typing import Any
 
 import torch
 
-# The step hooks of all optimizers have no public names up to torch 2.15.
-from torch.optim import optimizer as _optimizer
+from dist_utils.torch_compat import private
 
 __all__ = [
     "FUSED_CHECK",
@@ -20,12 +21,11 @@ __all__ = [
     "without_step_hooks",
 ]
 
+_PURPOSE = "steps without an optimizer's step hooks"
 
 FUSED_CHECK = "_need_device_dtype_check_for_fused"
 """An attribute of fused SGD and Adagrad: whether the next step checks its parameters' devices, which normally
 only the first one does."""
-
-_CALLS_HOOKS = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__
 
 _STEP_PRE_HOOKS = "_optimizer_step_pre_hooks"
 
@@ -34,14 +34,14 @@ _STEP_POST_HOOKS = "_optimizer_step_post_hooks"
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[..., Any]]:
     """Return the step pre-hooks of an optimizer and of all optimizers. No public name up to torch 2.15."""
-    own: Mapping[int, Callable[..., Any]] = getattr(optimizer, _STEP_PRE_HOOKS)
-    return {**_optimizer._global_optimizer_pre_hooks, **own}  # noqa: SLF001
+    of_all = private("torch.optim.optimizer", "_global_optimizer_pre_hooks", _PURPOSE)
+    return {**of_all, **private(optimizer, _STEP_PRE_HOOKS, _PURPOSE)}
 
 
 def step_post_hooks(optimizer: torch.optim.Optimizer) -> Mapping[int, Callable[..., Any]]:
     """Return the step post-hooks of an optimizer and of all optimizers. No public name up to torch 2.15."""
-    own: Mapping[int, Callable[..., Any]] = getattr(optimizer, _STEP_POST_HOOKS)
-    return {**_optimizer._global_optimizer_post_hooks, **own}  # noqa: SLF001
+    of_all = private("torch.optim.optimizer", "_global_optimizer_post_hooks", _PURPOSE)
+    return {**of_all, **private(optimizer, _STEP_POST_HOOKS, _PURPOSE)}
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
@@ -50,9 +50,18 @@ def step_without_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Non
     torch wraps the ``step`` of a class in the code that calls them. No public name up to torch 2.15.
     """
     step: Any = type(optimizer).step
-    if getattr(step, "__code__", None) is _CALLS_HOOKS:
+    if getattr(step, "__code__", None) is _calls_hooks():
         step = step.__wrapped__
     step(optimizer, *arguments)
+
+
+@functools.cache
+def _calls_hooks() -> CodeType:
+    """Return the code that calls the hooks around any ``step``."""
+
+    def step(_: torch.optim.Optimizer) -> None: ...
+
+    return torch.optim.Optimizer.profile_hook_step(step).__code__
 
 
 def without_step_hooks(attributes: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,22 +1,21 @@
-"""Operators that autograd and ``torch.func`` see everywhere, and a watch over all that run."""
+"""Operators that are linear in one tensor, and that autograd, ``torch.func`` and compilers see everywhere."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 
-# With it an autograd function works on one level of torch.func; no public name up to torch 2.15.
-from torch._functorch.utils import enable_single_level_autograd_function
-
-# The mode in which AOTAutograd records a graph; no public name up to torch 2.15.
+# The mode in which AOTAutograd records a graph.
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-# The only way to see every operator that runs, C++ ones too; no public name up to torch 2.15.
-from torch.utils._python_dispatch import TorchDispatchMode
+from dist_utils.torch_compat import private
 
-__all__ = ["OperatorWatch", "linear_operator"]
+__all__ = ["linear_operator"]
+
+_PURPOSE = "collectives under torch.compile, or in batches of gradients"
 
 
 def linear_operator(
@@ -45,34 +44,42 @@ def linear_operator(
     library.define(f"{short}(Tensor x, {parameters}) -> Tensor")
     operator: Any = getattr(getattr(torch.ops, namespace), short).default
 
-    class Linear(torch.autograd.function._SingleLevelFunction):  # noqa: SLF001
-        """The operator at one level of ``torch.func``: what is below it is up to the levels below."""
+    @functools.cache
+    def single_level() -> Any:
+        base: Any = private("torch.autograd.function", "_SingleLevelFunction", _PURPOSE)
 
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, keys: Any, *arguments: Any) -> torch.Tensor:
-            ctx.arguments = arguments
-            below = keys & torch._C._after_autograd_keyset  # noqa: SLF001
-            with (
-                torch._C._AutoDispatchBelowAutograd(),  # noqa: SLF001
-                torch.enable_grad(),  # for the levels below
-                torch.autograd.forward_ad._set_fwd_grad_enabled(True),  # noqa: SLF001
-            ):
-                result: torch.Tensor = operator.redispatch(below, x, *arguments)
-            return result
+        class Linear(base):  # type: ignore[misc] # torch's class
+            """The operator at one level of ``torch.func``: what is below it is up to the levels below."""
 
-        @staticmethod
-        def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-            nothing = (None,) * (1 + len(ctx.arguments))
-            return operator(cotangent, *transposed(*ctx.arguments)), *nothing
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor, keys: Any, *arguments: Any) -> torch.Tensor:
+                ctx.arguments = arguments
+                below = keys & private("torch._C", "_after_autograd_keyset", _PURPOSE)
+                forward_mode = private("torch.autograd.forward_ad", "_set_fwd_grad_enabled", _PURPOSE)
+                with (
+                    private("torch._C", "_AutoDispatchBelowAutograd", _PURPOSE)(),
+                    torch.enable_grad(),  # for the levels below
+                    forward_mode(True),
+                ):
+                    result: torch.Tensor = operator.redispatch(below, x, *arguments)
+                return result
 
-        @staticmethod
-        def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-            result: torch.Tensor = operator(tangent, *ctx.arguments)
-            return result
+            @staticmethod
+            def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+                nothing = (None,) * (1 + len(ctx.arguments))
+                return operator(cotangent, *transposed(*ctx.arguments)), *nothing
+
+            @staticmethod
+            def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+                result: torch.Tensor = operator(tangent, *ctx.arguments)
+                return result
+
+        return Linear
 
     def differentiable(keys: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        with enable_single_level_autograd_function():
-            result: torch.Tensor = Linear.apply(x, keys, *arguments)  # type: ignore[attr-defined]
+        one_level = private("torch._functorch.utils", "enable_single_level_autograd_function", _PURPOSE)
+        with one_level():
+            result: torch.Tensor = single_level().apply(x, keys, *arguments)
         return result
 
     def batched(
@@ -100,23 +107,3 @@ def linear_operator(
 
 _OPERATORS: list[torch.library.Library] = []
 """Kept: an operator lives as long as its library."""
-
-
-class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context manager that calls a function with the name of every operator before this thread runs it.
-
-    Args:
-        notice: Gets names such as ``"c10d::allreduce_"``; its errors are raised where the operator is used.
-    """
-
-    def __init__(self, notice: Callable[[str], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._notice = notice
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Called by torch instead of the operator."""
-        del types
-        self._notice(func.name())
-        return func(*args, **(kwargs or {}))

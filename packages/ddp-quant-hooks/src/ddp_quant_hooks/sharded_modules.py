@@ -8,7 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dist_utils.torch_compat import MissingTorchFeatureError, private
+
 __all__ = ["ShardedModule", "reduce_scatter_base", "require_fsdp_method", "sharded_modules"]
+
+_PURPOSE = "averaging gradients under fully_shard"
+
+_WAITING_SUM = "_partial_reduce_output"
 
 _AVERAGED_DTYPES = (torch.float32, torch.bfloat16)
 """What FSDP averages while it reduces. Other dtypes are divided before and afterwards."""
@@ -24,17 +30,10 @@ def reduce_scatter_base() -> Any:
     No public name up to torch 2.15.
 
     Raises:
-        RuntimeError: torch has no such class.
+        MissingTorchFeatureError: torch has no such class.
     """
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_api import (  # noqa: PLC0415 - not in torch 2.6
-            ReduceScatter,
-        )
-    except ImportError:
-        raise RuntimeError(
-            f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter: a newer one is needed"
-        ) from None
-    return ReduceScatter
+    module = "torch.distributed.fsdp._fully_shard._fsdp_api"
+    return private(module, "ReduceScatter", "quantize_reduce_scatter")  # not in torch 2.6
 
 
 class ShardedModule:
@@ -74,7 +73,7 @@ class ShardedModule:
     def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """The shapes of its unsharded parameters, by their names in their modules."""
         return [
-            (kept._module_info.param_name, tuple(kept.sharded_param.shape))  # noqa: SLF001
+            (private(kept, "_module_info", _PURPOSE).param_name, tuple(kept.sharded_param.shape))
             for kept in self._group.fsdp_params
         ]
 
@@ -117,12 +116,13 @@ class ShardedModule:
 
         ``FSDPModule.reset_iter_state`` clears them, and so does every other reduction.
         """
-        waiting: torch.Tensor | None = self._group._partial_reduce_output  # noqa: SLF001
+        waiting: torch.Tensor | None = private(self._group, _WAITING_SUM, _PURPOSE)
         return waiting
 
     @waiting_sum.setter
     def waiting_sum(self, waiting: torch.Tensor | None) -> None:
-        self._group._partial_reduce_output = waiting  # noqa: SLF001
+        private(self._group, _WAITING_SUM, _PURPOSE)  # nobody would read an attribute that is new
+        setattr(self._group, _WAITING_SUM, waiting)
 
     @property
     def takes_gradients(self) -> bool:
@@ -132,7 +132,7 @@ class ShardedModule:
     @property
     def all_reduce_hook(self) -> Callable[[torch.Tensor], None] | None:
         """The hook that gets reduced gradients."""
-        hook: Callable[[torch.Tensor], None] | None = self._group._all_reduce_hook  # noqa: SLF001
+        hook: Callable[[torch.Tensor], None] | None = private(self._group, "_all_reduce_hook", _PURPOSE)
         return hook
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None] | None) -> None:
@@ -142,7 +142,7 @@ class ShardedModule:
     @property
     def reduce_scatter(self) -> Any:
         """What reduces and scatters gradients."""
-        return self._group._reduce_scatter_comm  # noqa: SLF001
+        return private(self._group, "_reduce_scatter_comm", "quantize_reduce_scatter")
 
     def set_reduce_scatter(self, reduce_scatter: Any) -> None:
         """Replace what reduces and scatters gradients."""
@@ -177,17 +177,19 @@ class ShardedModule:
 
 
 def _has_post_accumulate_hook(parameter: torch.Tensor) -> bool:
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(private(parameter, "_post_accumulate_grad_hooks", _PURPOSE))
 
 
 def require_fsdp_method(method: str) -> None:
     """Return if ``FSDPModule`` has this method.
 
     Raises:
-        RuntimeError: It does not, or there is no such class.
+        MissingTorchFeatureError: It does not, or there is no such class.
     """
     if not hasattr(_fsdp_module(), method):
-        raise RuntimeError(f"torch {torch.__version__} has no FSDPModule.{method}: a newer one is needed")
+        raise MissingTorchFeatureError(
+            f"torch {torch.__version__} has no FSDPModule.{method}: a newer one is needed"
+        )
 
 
 def sharded_modules(model: torch.nn.Module) -> list[ShardedModule]:
@@ -222,8 +224,9 @@ def _fsdp_module() -> type | None:
 
 
 def _groups_of(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()  # noqa: SLF001
-    if hasattr(state, "_fsdp_param_groups"):
-        return list(state._fsdp_param_groups)  # noqa: SLF001
-    only = state._fsdp_param_group  # noqa: SLF001
+    state = private(module, "_get_fsdp_state", _PURPOSE)()
+    several: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return several
+    only = private(state, "_fsdp_param_group", _PURPOSE)
     return [] if only is None else [only]

@@ -1,0 +1,39 @@
+"""The communication hooks that a ``DistributedDataParallel`` has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from dist_utils.torch_compat import GradBucket, private
+
+__all__ = ["comm_hooks", "register_comm_hook"]
+
+
+def register_comm_hook(
+    ddp: DistributedDataParallel, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
+) -> None:
+    """Register a communication hook, and change nothing in a model that accepts no more hooks.
+
+    A model accepts none after ``_register_builtin_comm_hook``, which leaves no trace in Python:
+    ``ddp.register_comm_hook`` then raises RuntimeError, but keeps the hook in its list. No public name for
+    that up to torch 2.15.
+
+    Raises:
+        RuntimeError: The model already has a hook.
+    """
+    hooks = private(ddp, "_comm_hooks", "registering a communication hook")
+    before = list(hooks)
+    try:
+        ddp.register_comm_hook(state, hook)
+    except BaseException:
+        hooks[:] = before
+        raise
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Return the communication hooks that a model has, with their states. No public name up to torch 2.15."""
+    return list(private(ddp, "_comm_hooks", "finding communication hooks"))
