@@ -77,6 +77,9 @@ def test_call_in_backward():
     assert order == ["called"]
     assert torch.equal(x.grad, torch.full((2,), 6.0))
 
+    (gradient,) = torch.autograd.grad(call_in_backward(x, lambda: False).sum(), x)  # its result is not used
+    assert torch.equal(gradient, torch.ones(2))
+
     def fail():
         raise ArithmeticError("the user's own error")
 

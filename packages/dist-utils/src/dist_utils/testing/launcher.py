@@ -71,9 +71,9 @@ def run_ranks(
 
     The processes find each other through a store that the caller's process keeps (so that rank 0 may die),
     and have ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` set. torch uses one CPU thread per rank
-    unless ``OMP_NUM_THREADS`` says otherwise. What they print goes to where the caller's file descriptors 1
-    and 2 lead during this call (pytest's ``capfd``, not ``capsys``).
+    ``MASTER_PORT`` set. torch uses one CPU thread per rank unless ``OMP_NUM_THREADS`` says otherwise. What
+    they print goes to where the caller's file descriptors 1 and 2 lead during this call (``capfd`` of
+    pytest, not ``capsys``).
 
     Args:
         fn: A function that the new process can import: defined at the top level of a module.

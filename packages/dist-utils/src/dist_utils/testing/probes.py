@@ -40,9 +40,13 @@ def call_in_backward(x: torch.Tensor, call: Callable[[], object]) -> torch.Tenso
         >>> call_in_backward(x, lambda: print("computing")).backward()
         computing
     """
+
+    def hook(_: torch.Tensor) -> None:  # what a hook returns would replace the gradient
+        call()
+
     result = x.clone()
     if result.requires_grad:
-        result.register_hook(lambda _: call() and None)  # type: ignore[no-untyped-call]
+        result.register_hook(hook)  # type: ignore[no-untyped-call]
     return result
 
 
