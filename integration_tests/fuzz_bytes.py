@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import multiprocessing
 import subprocess
 import sys
@@ -31,18 +30,9 @@ with atheris.instrument_imports(include=["dist_utils", "dist_autograd_collective
     from ddp_quant_hooks import QuantizedAllreduceState, all_reduce, sent_residuals
     from dist_autograd_collectives import CollectiveError, descriptions
     from dist_autograd_collectives.calls import members
-    from dist_utils import AgreementError
-    from dist_utils.process_groups import matching_tensors, plain_data, terms
     from dist_utils.testing import same_bits
 
 atheris.instrument_func(Unpickler.load)
-# Atheris does not see branches of C code: JSON is read by the same code in Python.
-for parser in (json.decoder.JSONObject, json.decoder.JSONArray, json.decoder.py_scanstring):
-    atheris.instrument_func(parser)
-json.decoder.scanstring = json.decoder.py_scanstring
-READS_JSON: Any = json._default_decoder
-READS_JSON.parse_string = json.decoder.py_scanstring
-READS_JSON.scan_once = atheris.instrument_func(json.scanner.py_make_scanner)(READS_JSON)
 
 RANKS = 2
 MOST_BYTES = 4096
@@ -60,30 +50,6 @@ class Reader(NamedTuple):
 
     read: Callable[[bytes], None]
     seeds: list[bytes]
-
-
-def _read_claim(data: bytes) -> None:
-    claim = terms._claim_from(data)
-    assert all(isinstance(part, str) for part in (claim.title, claim.problem, *claim.terms.values()))
-
-
-def _read_verdict(data: bytes) -> None:
-    verdict = terms._verdict_from(data)
-    assert isinstance(verdict.error, str)
-    assert all(isinstance(rank, int) for rank in verdict.missing)
-
-
-CLAIMS = [b'["hook", {"bits": "8", "state": "1"}, ""]', b'["hook", {}, "no parameters"]']
-VERDICTS = [b'["", "0123456789abcdef", []]', b'["hook: bits is 8 on rank 0, 4 on rank 1", "name", [0, 1]]']
-TENSOR_CLAIMS = [b'[[["weight", "float32 [3]"]], "", ""]', b'[[], "src=0", "no tensors"]']
-
-
-def _read_tensor_claims(data: bytes) -> None:
-    with contextlib.suppress(AgreementError):
-        sent = plain_data._read(1, data)
-        own = matching_tensors.TensorClaim([("weight", "float32 [3]")])
-        claim = matching_tensors._claim_from(sent)
-        matching_tensors._first_difference([own, claim], [0, 1])
 
 
 def _read_description(data: bytes) -> None:

@@ -112,7 +112,7 @@ def test_a_package_imports_only_what_its_siblings_promise(package):
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("from dist_utils.process_groups.terms import require_same_terms", "terms is not public"),
+        ("from dist_utils.process_groups.agreement import compare", "agreement is not public"),
         ("import dist_utils.module_state.storage", "storage is not public"),
         ("from dist_utils import module_state", "module_state is not public"),
         ("from dist_utils.torch_compat import _queue_callback", "_queue_callback is not promised"),
@@ -120,7 +120,7 @@ def test_a_package_imports_only_what_its_siblings_promise(package):
         ("import dist_utils as d\nd.no_such_name", "no_such_name is not promised"),
         ("import dist_utils\ndist_utils.module_state.storage._x", "storage is not public"),
         ("import dist_utils\ndist_utils.torch_compat._queue_callback", "_queue_callback is not promised"),
-        ("import dist_utils\ndist_utils.process_groups.terms.told", "terms is not public"),
+        ("import dist_utils\ndist_utils.process_groups.agreement.told", "agreement is not public"),
         ('importlib.import_module("dist_utils.module_state")', "module_state is not public"),
         (
             "def f():\n    from ddp_compress_hooks.hooks import allreduce_hook",

@@ -1,4 +1,4 @@
-"""Shares of the mean have finite sums: by division before rounding, and clamped ones up to the end of a range."""
+"""Shares of the mean have finite sums, clamped ones up to the end of a range."""
 
 import pytest
 import torch

@@ -13,11 +13,10 @@ import torch
 
 import dist_utils
 
-DEPRECATED = {"dist_utils.bucket_terms", "dist_utils.messages"}
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(dist_utils.__path__, "dist_utils.")
-    if module.name not in DEPRECATED | {"dist_utils.testing.server"}  # importing them has effects
+    if module.name != "dist_utils.testing.server"  # importing it has effects
 ]
 README = Path(__file__).parents[1] / "README.md"
 

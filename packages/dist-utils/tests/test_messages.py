@@ -1,12 +1,10 @@
 """Messages between two ranks: as a batch, of any length, and through the host's memory."""
 
-import importlib
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from dist_utils import comm_hooks, process_groups, start_messages
+from dist_utils import start_messages
 from dist_utils.process_groups import messages, runs_on_host
 from dist_utils.testing import run_ranks
 
@@ -85,13 +83,6 @@ def _a_peer_is_gone(rank, start):
 @pytest.mark.parametrize("start", [start_messages, _start_through_host])
 def test_a_peer_that_is_gone_raises(start):
     assert run_ranks(_a_peer_is_gone, 2, start, group_timeout=20) == ["told", "gone"]
-
-
-@pytest.mark.parametrize(("old", "new"), [("messages", process_groups), ("bucket_terms", comm_hooks)])
-def test_old_paths_work_and_name_the_new_ones(old, new):
-    with pytest.warns(DeprecationWarning, match=f"from {new.__name__}"):
-        module = importlib.import_module(f"dist_utils.{old}")
-    assert all(getattr(module, name) is getattr(new, name) for name in module.__all__)
 
 
 def _of_another_length(rank, length):

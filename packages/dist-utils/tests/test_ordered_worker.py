@@ -8,6 +8,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 import weakref
 from datetime import timedelta
 
@@ -209,7 +210,8 @@ def _fails_somewhere(rank):
             worker.submit(fails if rank == 1 else dist.barrier).wait()
         seconds.append(time.monotonic() - began)
         if rank == 1:
-            assert "in _fail" in str(worker.error.__cause__), "the error tells where it was raised"
+            shown = "".join(traceback.format_exception(worker.error))
+            assert "in _fail" in shown, "the error tells where it was raised"
     return seconds
 
 

@@ -40,9 +40,10 @@ def all_reduce_mean(
     wire_dtype: torch.dtype,
     clamp: Clamp | None,
 ) -> torch.futures.Future[torch.Tensor]:
-    """Average ``values``, a flat view of ``buffer``, by the backend's all-reduce; return a future of ``buffer``.
+    """Average ``values``, a flat view of ``buffer``, by the backend's all-reduce.
 
-    With a clamp, every rank's share stays below 1/W of the range, so that no partial sum overflows.
+    With a clamp, every rank's share stays below 1/W of the range, so that no partial sum overflows. The
+    future's value is ``buffer``.
     """
     world_size = group.size()
     limit = largest_share(wire_dtype, world_size)
