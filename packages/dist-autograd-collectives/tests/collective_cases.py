@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 import dist_autograd_collectives as dac
-from dist_utils.torch_compat import saved_tensor_hooks
 
 OPERATIONS = ["SUM", "AVG", "MAX", "MIN", "PRODUCT"]
 LAST = -1
@@ -250,7 +249,7 @@ def _started(case):
     return Case(call, case.simulate, case.linear, case.second_order)
 
 
-TELLS_HOOKS = saved_tensor_hooks() is saved_tensor_hooks()  # torch 2.6 does not
+TELLS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # torch 2.6 does not
 
 
 def _start_and_wait(function, *args, **kwargs):

@@ -5,6 +5,7 @@ import pickle
 import warnings
 
 import torch
+import torch._dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -67,6 +68,11 @@ def _watched(_):
 
     reentrant = DistributedDataParallel(_Net(reentrant=True))
     found["reentrant"] = _in_use(reentrant, BucketWatch(reentrant, "MyState"))
+
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        without_buckets = DistributedDataParallel(_Net())
+    BucketWatch(without_buckets, "MyState")
+    found["Python reducer"] = [_pass(without_buckets) for _ in range(3)]
     return found
 
 
@@ -84,6 +90,7 @@ def test_two_passes_without_a_bucket_warn_once():
             "ended": [],
             "model gone": [],
             "reentrant": [[]] * 4,
+            "Python reducer": [[]] * 3,
         }
 
 

@@ -32,8 +32,9 @@ def reduce_scatter_base() -> Any:
     Raises:
         MissingTorchFeatureError: torch has no such class.
     """
-    module = "torch.distributed.fsdp._fully_shard._fsdp_api"
-    return private(module, "ReduceScatter", "quantize_reduce_scatter")  # not in torch 2.6
+    return private(  # not in torch 2.6
+        "torch.distributed.fsdp._fully_shard._fsdp_api", "ReduceScatter", "quantize_reduce_scatter"
+    )
 
 
 class ShardedModule:

@@ -1,14 +1,11 @@
-"""FSDP2's records of a model's modules, and DDP hooks that FSDP1 calls."""
-
-import inspect
+"""FSDP2's records of a model's modules."""
 
 import pytest
 import torch
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
-from dist_utils import torch_compat
-from dist_utils.comm_hooks import buckets_only
+from ddp_quant_hooks.sharded_modules import require_fsdp_method, sharded_modules
 from dist_utils.testing import run_ranks
 
 
@@ -20,7 +17,7 @@ def _modules(rank):
     fsdp.fully_shard(net[4], mesh=mesh)
     net[0].weight.requires_grad_(False)
     fsdp.fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
-    found = {module.name: module for module in torch_compat.sharded_modules(torch.nn.Sequential(net))}
+    found = {module.name: module for module in sharded_modules(torch.nn.Sequential(net))}
     assert list(found) == ["0", "0.1", "0.2", "0.4"]
     assert {name: module.replicated for name, module in found.items() if module.replicated} == {"0.4": True}
     assert found["0"].shard_ranks == [0, 1]
@@ -38,7 +35,7 @@ def _modules(rank):
     net.set_requires_all_reduce(False)
     assert not any(module.all_reduce_wanted for module in found.values())
     assert all(module.divide_factor is None for module in found.values())
-    assert torch_compat.sharded_modules(torch.nn.Linear(1, 1)) == []
+    assert sharded_modules(torch.nn.Linear(1, 1)) == []
     one = found["0.4"]
     one.waiting_sum = waiting = torch.ones(3)
     assert one.waiting_sum is waiting
@@ -60,19 +57,6 @@ def test_modules_of_fully_shard_are_found_with_their_shards():
 
 
 def test_a_method_that_torch_lacks_is_named():
-    torch_compat.require_fsdp_method("set_requires_all_reduce")
+    require_fsdp_method("set_requires_all_reduce")
     with pytest.raises(RuntimeError, match=r"has no FSDPModule\.set_nothing: a newer one is needed"):
-        torch_compat.require_fsdp_method("set_nothing")
-
-
-def _some_hook(state, bucket, size=3):
-    return state, bucket, size
-
-
-def test_hooks_of_buckets_refuse_tensors_and_stay_what_they_are():
-    hook = buckets_only(_some_hook)
-    assert hook(None, bucket="bucket", size=4) == (None, "bucket", 4)
-    assert inspect.signature(hook) == inspect.signature(_some_hook)
-    for arguments in ((None, torch.ones(2)), (None, torch.ones(2), torch.ones(1))):
-        with pytest.raises(TypeError, match=r"_some_hook averages buckets.*FSDP1.*quantize_all_reduce"):
-            hook(*arguments)
+        require_fsdp_method("set_nothing")
