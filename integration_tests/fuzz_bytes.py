@@ -19,7 +19,7 @@ import zipfile
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import atheris
 import torch
@@ -113,9 +113,6 @@ def _residuals(state: QuantizedAllreduceState) -> Reader:
 
 
 READERS: dict[str, Callable[[QuantizedAllreduceState], Reader]] = {
-    "claim": lambda _: Reader(_read_claim, CLAIMS),
-    "verdict": lambda _: Reader(_read_verdict, VERDICTS),
-    "tensor-claims": lambda _: Reader(_read_tensor_claims, TENSOR_CLAIMS),
     "description": lambda _: Reader(_read_description, _descriptions()),
     "residuals": _residuals,
 }

@@ -98,7 +98,7 @@ def _refusals(rank):
         (TypeError, "floating-point dtype", (ones.long(),)),
         (TypeError, "must be dense", (ones.to_sparse(),)),
         (ValueError, "share memory", ([square, square.t()],)),
-        (ValueError, "elements of the tensor share memory", (torch.ones(1).expand(3),)),
+        (ValueError, "the tensor has elements that share memory", (torch.ones(1).expand(3),)),
         (ValueError, "holds no memory", (freed,)),
         (ValueError, "ReduceOp.SUM or ReduceOp.AVG", (ones, dist.ReduceOp.PRODUCT)),
         (TypeError, "resolve|group", (ones, AVG, "world")),

@@ -20,7 +20,6 @@ from dist_utils.torch_compat import (
     in_final_callback,
     inside_backward,
     inside_nested_backward,
-    is_accelerator,
 )
 
 __all__ = ["WORTH_A_STEP", "BucketQueue"]
@@ -205,7 +204,7 @@ class BucketQueue:
 
 def _used_anywhere(used: list[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
     """Return which parameters of a bucket got a gradient on some rank."""
-    pin = is_accelerator(device)  # a copy from other memory would wait for the device
+    pin = _is_accelerator(device)  # a copy from other memory would wait for the device
     anywhere = torch.tensor(used, dtype=torch.int32, pin_memory=pin).to(device, non_blocking=pin)
     if group.size() > 1:
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
@@ -230,3 +229,12 @@ def _fail_with(buckets: Sequence[HandedOver], stepped: torch.futures.Future[None
 def _value(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
     # Only an error raised in a callback, as here, reaches C++ waiters such as DDP's reducer.
     return done.value()
+
+
+def _is_accelerator(device: torch.device) -> bool:
+    """Return whether a device is of the machine's kind of accelerator.
+
+    torch 2.6 raises when asked for the current accelerator where there is none.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator is not None and accelerator.type == device.type

@@ -1,24 +1,18 @@
 """Public versions of torch.distributed.utils (containers, storage, module sync), and ordered jobs."""
 
 from dist_utils.checks import p_assert
-from dist_utils.containers import (
-    apply_to_tensors,
+from dist_utils.containers.arguments import (
     cast_forward_inputs,
     pack_kwargs,
     recursive_to,
-    register_container,
     to_kwargs,
     unpack_kwargs,
 )
-from dist_utils.module_state import (
-    alloc_storage,
-    data_ptr_allocated,
-    free_storage,
-    get_root_modules,
-    replace_by_prefix,
-    sync_module_states,
-    sync_params_and_buffers,
-)
+from dist_utils.containers.kinds import register_container
+from dist_utils.containers.walk import apply_to_tensors
+from dist_utils.module_state.storage import alloc_storage, data_ptr_allocated, free_storage
+from dist_utils.module_state.sync import sync_module_states, sync_params_and_buffers
+from dist_utils.module_state.tree import get_root_modules, replace_by_prefix
 from dist_utils.process_groups import (
     AgreementError,
     GroupLike,
@@ -60,4 +54,4 @@ __all__ = [
     "verify_param_shape_across_processes",
 ]
 
-__version__ = "0.9.0"
+__version__ = "1.0.0.dev0"

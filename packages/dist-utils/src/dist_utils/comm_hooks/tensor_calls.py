@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.comm_hooks.buckets import GRADIENT_DTYPES
+from dist_utils.module_state.broadcasts import is_expanded
 
 __all__ = ["checked_operation", "checked_tensors", "same_kind"]
 
@@ -32,8 +33,13 @@ def checked_tensors(call: str, tensor: torch.Tensor | Sequence[torch.Tensor]) ->
         raise TypeError(f"{call} takes a tensor or a sequence of tensors, got {_kinds_of(tensor)}")
     for number, one in enumerate(tensors):
         what = "the tensor" if one is tensor else f"tensor {number}"
-        _require_kind(call, what, one)
-        _require_own_memory(call, what, one)
+        if one.layout is not torch.strided or one.is_nested or one.dtype not in GRADIENT_DTYPES:
+            kind = "nested tensor" if one.is_nested else f"{one.layout} tensor"
+            raise TypeError(
+                f"{call}: {what} must be dense and of a floating-point dtype, got a {kind} of {one.dtype}"
+            )
+        if why := _why_not_writable(one):
+            raise ValueError(f"{call}: {what} {why}")
     begins = [one.data_ptr() for one in tensors if one.numel()]
     if len(set(begins)) < len(begins):
         raise ValueError(f"{call}: two of the tensors share memory: they begin at the same address")
@@ -66,36 +72,21 @@ def same_kind(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     return list(kinds.values())
 
 
-def _require_kind(call: str, what: str, one: torch.Tensor) -> None:
-    if one.layout is not torch.strided or one.is_nested:
-        kind = "a nested tensor" if one.is_nested else one.layout
-        raise TypeError(f"{call}: {what} must be dense, got {kind}")
-    if one.dtype not in GRADIENT_DTYPES:
-        raise TypeError(f"{call}: {what} must be of a floating-point dtype, got {one.dtype}")
+def _why_not_writable(one: torch.Tensor) -> str:
     if one.requires_grad and not one.is_leaf:
-        raise ValueError(
-            f"{call}: {what} is part of a graph, which would not see that it changes: give its detach()"
-        )
+        return "is part of a graph, which would not see that it changes: give its detach()"
     if transformed := torch_compat.transformed_as(one):
-        raise ValueError(
-            f"{call}: {what} is {transformed}, inside a transform, which would not see that it changes"
-        )
-
-
-def _require_own_memory(call: str, what: str, one: torch.Tensor) -> None:
+        return f"is {transformed}, inside a transform, which would not see that it changes"
     if one.is_meta:
-        raise ValueError(f"{call}: {what} is a meta tensor and holds no values")
+        return "is a meta tensor and holds no values"
     if one.is_inference():
-        raise ValueError(
-            f"{call}: {what} was made in inference mode and cannot be written outside of it: give a clone"
-        )
+        return "was made in inference mode and cannot be written outside of it: give a clone"
     if one.numel() and not _holds_memory(one):
-        raise ValueError(
-            f"{call}: {what}, a {type(one).__name__}, holds no memory: of a DTensor give its to_local(), "
-            "and call outside of torch.func"
-        )
-    if any(stride == 0 and length > 1 for stride, length in zip(one.stride(), one.shape, strict=True)):
-        raise ValueError(f"{call}: elements of {what} share memory (expand()): give its clone()")
+        kind = type(one).__name__
+        return f"is a {kind} that holds no memory: of a DTensor give its to_local(), outside of torch.func"
+    if is_expanded(one):
+        return "has elements that share memory (expand()): give its clone()"
+    return ""
 
 
 def _holds_memory(tensor: torch.Tensor) -> bool:

@@ -140,8 +140,8 @@ def compare_terms(
             body = _body(title, terms, timeout)
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             problem = error
-            timeout = timeout if _is_timeout(timeout) else None
-    claim = Claim(title if isinstance(title, str) else repr(title), body)
+            timeout = None  # it may be what is wrong
+    claim = Claim(str(title), body)
     return compare(group, claim, _different_terms, problem=problem, timeout=timeout, note=note)
 
 
@@ -335,16 +335,12 @@ def _body(title: str, terms: Mapping[str, object] | None, timeout: timedelta | N
         raise TypeError(f"title must be a string, got {type(title).__name__}")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout must be a timedelta, got {type(timeout).__name__}")
-    if not _is_timeout(timeout):
+    if timeout is not None and timeout <= timedelta(0):
         raise ValueError(f"timeout must be positive, got {timeout}")
     for name in terms or {}:
         if not isinstance(name, str):
             raise TypeError(f"terms must have strings for names, got {name!r}")
     return {name: term_text(value) for name, value in (terms or {}).items()}
-
-
-def _is_timeout(timeout: object) -> bool:
-    return timeout is None or (isinstance(timeout, timedelta) and timeout > timedelta(0))
 
 
 def term_text(value: object) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined] # not in its __all__
 
 from dist_utils import torch_compat
 
@@ -75,7 +75,7 @@ def store_connection(seconds: float) -> Iterator[Any]:
 
 def _connect(store: Any) -> _Connection:
     server = store
-    while isinstance(server, dist.PrefixStore):
+    while isinstance(server, PrefixStore):
         server = server.underlying_store
     before = _sockets_to(server)
     clone = store.clone()
@@ -86,7 +86,7 @@ def _connect(store: Any) -> _Connection:
 def _sockets_to(server: Any) -> set[int]:
     """Return the descriptors of this process's connections to a server, where the system lists them."""
     found: set[int] = set()
-    if not isinstance(server, dist.TCPStore):
+    if not isinstance(server, TCPStore):
         return found
     with contextlib.suppress(OSError):
         for name in os.listdir("/dev/fd"):  # noqa: PTH208 - numbers, not files

@@ -18,7 +18,6 @@ from dist_utils.torch_compat.backward import (
 from dist_utils.torch_compat.execution import (
     every_thread,
     flushes_denormals,
-    is_accelerator,
     profiler_range,
     tensor_version,
     transformed_as,
@@ -54,7 +53,6 @@ __all__ = [
     "in_final_callback",
     "inside_backward",
     "inside_nested_backward",
-    "is_accelerator",
     "private",
     "profiler_range",
     "reduce_scatter_single",

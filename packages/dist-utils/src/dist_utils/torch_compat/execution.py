@@ -1,4 +1,4 @@
-"""How operations run: devices, subnormal numbers, profilers, versions and transforms of tensors."""
+"""How operations run: subnormal numbers, profilers, versions and transforms of tensors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,10 @@ from dist_utils.torch_compat.private_names import private
 __all__ = [
     "every_thread",
     "flushes_denormals",
-    "is_accelerator",
     "profiler_range",
     "tensor_version",
     "transformed_as",
 ]
-
-
-def is_accelerator(device: torch.device) -> bool:
-    """Return whether a device is of the machine's kind of accelerator.
-
-    torch 2.6 raises when asked for the current accelerator where there is none.
-    """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator is not None and accelerator.type == device.type
 
 
 _SUBNORMAL = 5e-324
