@@ -27,4 +27,4 @@ __all__ = [
     "reduce_scatter_tensor",
 ]
 
-__version__ = "0.6.0"
+__version__ = "1.0.0.dev0"

@@ -65,4 +65,4 @@ __all__ = [
     "start",
 ]
 
-__version__ = "0.3.0"
+__version__ = "1.0.0.dev0"
