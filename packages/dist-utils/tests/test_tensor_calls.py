@@ -34,6 +34,7 @@ def test_memory_that_would_be_written_twice_is_refused(name):
         checked_tensors("call", TWICE[name])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_nested_tensors_are_refused():
     with pytest.raises(TypeError, match="the tensor must be dense"):
         checked_tensors("call", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
