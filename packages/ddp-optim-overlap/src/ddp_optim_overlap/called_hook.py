@@ -54,6 +54,8 @@ class CalledHook:
             reduced = self._hook(self._state, bucket)
             if not callable(getattr(reduced, "then", None)):
                 raise TypeError(f"it must return a future, got {type(reduced).__name__}")  # noqa: TRY301
+            if reduced.done():
+                reduced.value()  # raises if it has failed: a rank that did not come is not waited for again
         except Exception as error:  # noqa: BLE001 - the cause of what is raised
             current.cancel()
             text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
