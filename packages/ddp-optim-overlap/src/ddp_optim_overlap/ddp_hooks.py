@@ -25,7 +25,7 @@ def register_comm_hook(
     Raises:
         RuntimeError: The model already has a hook.
     """
-    hooks = private(ddp, "_comm_hooks", "registering a communication hook")
+    hooks = _own_hooks(ddp)
     before = list(hooks)
     try:
         ddp.register_comm_hook(state, hook)
@@ -35,5 +35,11 @@ def register_comm_hook(
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Return the communication hooks that a model has, with their states. No public name up to torch 2.15."""
-    return list(private(ddp, "_comm_hooks", "finding communication hooks"))
+    """Return the communication hooks that a model has, with their states."""
+    return list(_own_hooks(ddp))
+
+
+def _own_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Return a model's own list of them. No public name up to torch 2.15."""
+    hooks: list[tuple[Callable[..., Any], object]] = private(ddp, "_comm_hooks", "an overlap beside hooks")
+    return hooks

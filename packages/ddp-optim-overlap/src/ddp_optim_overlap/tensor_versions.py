@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -11,12 +11,10 @@ from dist_utils.torch_compat import private
 
 __all__ = ["gradient_marks", "keep_versions", "tensor_versions"]
 
-_PURPOSE = "noticing writes to parameters and gradients"
-
 
 def tensor_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return the :func:`tensor_version` of each, in half the time."""
-    read = private(torch.Tensor, "_version", _PURPOSE).__get__
+    """Return the ``tensor_version`` of each, in half the time."""
+    read = _version_reader()
     return [read(tensor) for tensor in tensors]
 
 
@@ -25,13 +23,21 @@ def gradient_marks(parameters: Iterable[torch.Tensor]) -> list[tuple[int, int] |
 
     The version of its ``.grad`` and that tensor's address (0 if sparse); ``None`` without a gradient.
     """
-    read = private(torch.Tensor, "_version", _PURPOSE).__get__
+    read = _version_reader()
     return [
         None
         if (gradient := parameter.grad) is None
         else (read(gradient), 0 if gradient.is_sparse else gradient.data_ptr())
         for parameter in parameters
     ]
+
+
+def _version_reader() -> Callable[[torch.Tensor], int]:
+    """Return what reads a tensor's version. No public name up to torch 2.15."""
+    read: Callable[[torch.Tensor], int] = private(
+        torch.Tensor, "_version", "noticing writes in place"
+    ).__get__
+    return read
 
 
 @contextlib.contextmanager

@@ -32,10 +32,7 @@ from dist_utils.torch_compat.groups import (
     reduce_scatter_single,
     traceable_collective,
 )
-from dist_utils.torch_compat.private_names import (
-    MissingTorchFeatureError,
-    private,
-)
+from dist_utils.torch_compat.private_names import MissingTorchFeatureError, private
 
 __all__ = [
     "GROUPS_END_WITHOUT_GIL",
