@@ -99,6 +99,24 @@ def test_different_hooks_raise_on_every_rank_until_they_are_made_anew(world_size
                 assert expected.format(first=first, last=last) in message
 
 
+def _wrapped(rank):
+    """A refusal of a wrapped hook that has a state is gone when all ranks have closed it."""
+    bucket, hook = make_bucket(), bf16_compress_wrapper(compress_hook)
+    state = CompressState(saturate=rank == 1)
+    for _ in range(2):
+        bucket.set_buffer(torch.ones(100))
+        with pytest.raises(RuntimeError, match="saturate is False on rank 0, True on rank 1"):
+            hook(state, bucket).wait()
+    state.saturate = False
+    state.close()
+    bucket.set_buffer(torch.full((100,), float(rank)))
+    return hook(state, bucket).wait()[0].item()
+
+
+def test_closing_the_state_of_a_wrapped_hook_ends_its_refusal():
+    assert run_ranks(_wrapped, 2) == [0.5, 0.5]
+
+
 def test_saturate_of_another_type_is_refused():
     with pytest.raises(TypeError, match="saturate must be True or False, got 'no'"):
         CompressState(saturate="no")

@@ -229,7 +229,14 @@ def _refusals(rank):
 
     refused(TypeError, "a tensor or a sequence of tensors, got a dict", all_reduce, {"a": ones}, AVG, state)
     refused(TypeError, "got a list of Tensor, int", all_reduce, [ones, 3], AVG, state)
-    refused(TypeError, "floating-point dtype, got a .* of torch.int64", all_reduce, torch.ones(3).long(), AVG, state)
+    refused(
+        TypeError,
+        "floating-point dtype, got .* torch.int64",
+        all_reduce,
+        torch.ones(3).long(),
+        AVG,
+        state,
+    )
     refused(TypeError, "tensor 1 must be dense", all_reduce, [ones, ones.to_sparse()], AVG, state)
     refused(ValueError, "part of a graph", all_reduce, leaf * 2, AVG, state)
     refused(ValueError, "inference mode", all_reduce, inference, AVG, state)

@@ -4,6 +4,7 @@ import ctypes
 import gc
 import os
 import pickle
+import signal
 import socket
 import threading
 import time
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_utils import AgreementError
+from dist_utils import AgreementError, OrderedWorker
 from dist_utils.comm_hooks import HookState, failed_future
 from dist_utils.testing import patience, run_ranks
-from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
+from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL, default_store
 
 _NEW_HOST_NAME = 0x04000000  # CLONE_NEWUTS
 
@@ -46,11 +47,11 @@ def _hook(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 
 
 def _hosts(rank):
-    same = _State().hosts
+    same = _State().hosts()
     alone = rank == 1 and ctypes.CDLL(None).unshare(_NEW_HOST_NAME) == 0
     if alone:
         socket.sethostname("another-host")
-    return same, _State().hosts, alone
+    return same, _State().hosts(), alone
 
 
 def test_ranks_know_which_of_them_share_a_host():
@@ -117,6 +118,67 @@ def test_a_refusal_on_one_rank_ends_the_jobs_of_its_peers():
     assert f"ranks [0] came within {limit:g} s, ranks [1] did not" in first
     assert failed, second
     assert seconds < 2 * limit + patience(3.0)
+
+
+def _interrupted(rank):
+    """A signal ends one rank's wait for a third: both that wait hear of it at once, and again later."""
+    worker = OrderedWorker()
+    worker.agree()
+    dist.barrier()
+    if rank == 2:
+        default_store().wait(["0", "1"])
+        return None
+    began = time.monotonic()
+    if rank == 1:
+        threading.Timer(0.5, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+    texts = []
+    for _ in range(2):
+        try:
+            worker.require_same_terms("call", {})
+        except (KeyboardInterrupt, RuntimeError) as error:
+            texts.append(repr(error))
+    default_store().set(str(rank), "")
+    return texts, type(worker.error).__name__, time.monotonic() - began
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="needs POSIX signals")
+def test_an_interrupted_comparison_is_an_error_on_every_rank_that_waits():
+    first, second, _ = run_ranks(_interrupted, 3, group_timeout=60.0)
+    assert all("rank 1 stopped waiting: KeyboardInterrupt" in text for text in first[0])
+    assert "KeyboardInterrupt" in second[0][0]
+    assert "KeyboardInterrupt" in second[0][1]
+    for _, kind, seconds in (first, second):
+        assert kind in {"AgreementError", "RuntimeError"}
+        assert seconds < 30
+
+
+class _HeldError(Exception):
+    pass
+
+
+def _keeps_its_worker(rank):
+    """A job fails on a rank that stays alive and keeps its worker."""
+    worker = OrderedWorker()
+
+    def job(group):
+        if rank == 1:
+            time.sleep(1.0)  # Gloo may miss a connection that closes just as a wait on it starts
+            raise _HeldError
+        dist.all_reduce(torch.ones(1), group=group)
+
+    began = time.monotonic()
+    _text(worker.submit(job).wait)
+    seconds = time.monotonic() - began
+    default_store().set(str(rank), "")
+    default_store().wait(["0", "1"])
+    return seconds, worker.error is not None
+
+
+@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
+def test_peers_hear_of_a_failed_job_whose_worker_is_kept():
+    for seconds, failed in run_ranks(_keeps_its_worker, 2, group_timeout=60.0, timeout=120):
+        assert failed
+        assert seconds < 30
 
 
 def _trained(rank):

@@ -424,3 +424,21 @@ def _thread_counts(rank):
 
 def test_a_job_uses_as_many_threads_as_its_caller():
     assert run_ranks(_thread_counts, 1) == [[3, 1]]
+
+
+def _subnormal_numbers(rank):
+    """Whether a job's arithmetic treats subnormal numbers as zero, where the caller's does, and where not."""
+    found = []
+    with OrderedWorker() as worker:
+        for flush in (True, False):
+            if not torch.set_flush_denormal(flush):
+                return None
+            found.append(worker.submit(lambda group: 5e-324 * 1.0 == 0.0).wait())
+    return found
+
+
+def test_a_job_treats_subnormal_numbers_as_its_caller_does():
+    (found,) = run_ranks(_subnormal_numbers, 1)
+    if found is None:
+        pytest.skip("this processor cannot")
+    assert found == [True, False]

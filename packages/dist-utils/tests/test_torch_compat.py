@@ -81,15 +81,3 @@ def test_versions_count_writes_in_place():
     x.mul_(2)
     x.view(-1).add_(1)
     assert torch_compat.tensor_version(x) == before + 2
-
-
-def test_flushing_of_subnormal_numbers_is_seen():
-    seen = []
-    try:
-        for flush in (True, False):
-            if not torch.set_flush_denormal(flush):
-                pytest.skip("this processor cannot")
-            seen.append(torch_compat.flushes_denormals())
-    finally:
-        torch.set_flush_denormal(False)
-    assert seen == [True, False]

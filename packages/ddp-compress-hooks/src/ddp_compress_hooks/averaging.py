@@ -7,8 +7,8 @@ work on pieces, of which one is on the wire while the next is cast.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,6 @@ import torch.distributed as dist
 from dist_utils import start_messages
 from dist_utils.comm_hooks import clamp_mean
 from dist_utils.process_groups import Arrival, future_of_work
-
-__all__ = ["Clamp", "all_reduce_mean", "encode", "exchange_mean", "sparse_mean", "when_all_have"]
 
 Clamp: TypeAlias = Callable[[torch.Tensor, float], torch.Tensor]
 """Brings finite values into ``[-limit, limit]``."""
@@ -46,12 +44,11 @@ def all_reduce_mean(
     future's value is ``buffer``.
     """
     world_size = group.size()
-    limit = largest_share(wire_dtype, world_size)
     # Without a cast there is nothing to overlap with the wire.
     most_bytes = values.nbytes if wire_dtype == values.dtype else world_size * _RING_PIECE_BYTES_PER_RANK
     arrivals = []
     for piece in _pieces(values, wire_dtype, most_bytes):
-        payload = encode(piece, world_size, wire_dtype, clamp, limit)
+        payload = encode(piece, world_size, wire_dtype, clamp, in_fp32=False)
         work: Any = dist.all_reduce(payload, group=group, async_op=True)
 
         def decode(
@@ -97,93 +94,86 @@ def exchange_mean(
         clamp: Clamps shares and sums, if any.
         tag: Even; tells the messages of one kind of call from those of another.
     """
+    pieces = _pieces(values, wire_dtype, _EXCHANGE_PIECE_BYTES)
     exchanges = [
-        _Exchange(group, piece, wire_dtype, clamp, tag + 2 * index)
-        for index, piece in enumerate(_pieces(values, wire_dtype, _EXCHANGE_PIECE_BYTES))
+        _send_shares(group, piece, wire_dtype, clamp, tag + 2 * index) for index, piece in enumerate(pieces)
     ]
+    exchanges = [_send_sum(group, exchange, clamp) for exchange in exchanges]
     for exchange in exchanges:
-        exchange.send_shares()
-    for exchange in exchanges:
-        exchange.send_sum()
-    for exchange in exchanges:
-        exchange.finish()
+        exchange.wait()
+        if exchange.payload is not exchange.values:
+            exchange.values.copy_(clamp_mean(exchange.payload, exchange.values.dtype))
 
 
-class _Exchange:
-    """The exchange of one piece; each step waits for the messages of the one before."""
+class _Exchange(NamedTuple):
+    """The exchange of one piece, while its messages are under way."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        values: torch.Tensor,
-        wire_dtype: torch.dtype,
-        clamp: Clamp | None,
-        tag: int,
-    ) -> None:
-        self._group, self._values, self._wire_dtype = group, values, wire_dtype
-        self._clamp, self._tag = clamp, tag
-        rank, world_size = group.rank(), group.size()
-        self._peers = [(rank + step) % world_size for step in range(1, world_size)]
-        self._arrivals: list[Arrival] = []
+    values: torch.Tensor
+    payload: torch.Tensor
+    received: list[torch.Tensor]
+    arrivals: Sequence[Arrival]
+    tag: int
 
-    def send_shares(self) -> None:
-        """Send every peer this rank's share of the shard that the peer sums."""
-        world_size = self._group.size()
-        limit = largest_share_for_fp32_sum(self._wire_dtype, world_size)
-        self._payload = encode(self._values, world_size, self._wire_dtype, self._clamp, limit)
-        self._shards = self._payload.tensor_split(world_size)
-        self._own = self._shards[self._group.rank()]
-        self._received = [torch.empty_like(self._own) for _ in self._peers]
-        self._arrivals = list(
-            start_messages(
-                self._group,
-                receives=zip(self._peers, self._received, strict=True),
-                sends=[(peer, self._shards[peer]) for peer in self._peers],
-                tag=self._tag,
-            )
-        )
-
-    def send_sum(self) -> None:
-        """Sum this rank's shard, round once, and send the result to every peer."""
-        self._wait()
-        total = self._own.float()
-        for share in self._received:
-            total += share
-        if self._clamp is not None:
-            total = self._clamp(total, torch.finfo(self._wire_dtype).max)
-        self._own.copy_(total)
-        self._arrivals = list(
-            start_messages(
-                self._group,
-                receives=[(peer, self._shards[peer]) for peer in self._peers],
-                sends=[(peer, self._own) for peer in self._peers],
-                tag=self._tag + 1,
-            )
-        )
-
-    def finish(self) -> None:
-        """Take the sums of all shards."""
-        self._wait()
-        if self._payload is not self._values:
-            self._values.copy_(clamp_mean(self._payload, self._values.dtype))
-
-    def _wait(self) -> None:
-        for arrival in self._arrivals:
+    def wait(self) -> None:
+        """Return when all messages have arrived."""
+        for arrival in self.arrivals:
             arrival.wait()
 
 
+def _send_shares(
+    group: dist.ProcessGroup, values: torch.Tensor, wire_dtype: torch.dtype, clamp: Clamp | None, tag: int
+) -> _Exchange:
+    """Send every peer this rank's share of the shard that the peer sums."""
+    payload = encode(values, group.size(), wire_dtype, clamp, in_fp32=True)
+    shards, peers = payload.tensor_split(group.size()), _peers(group)
+    received = [torch.empty_like(shards[group.rank()]) for _ in peers]
+    arrivals = start_messages(
+        group,
+        receives=zip(peers, received, strict=True),
+        sends=[(peer, shards[peer]) for peer in peers],
+        tag=tag,
+    )
+    return _Exchange(values, payload, received, arrivals, tag)
+
+
+def _send_sum(group: dist.ProcessGroup, exchange: _Exchange, clamp: Clamp | None) -> _Exchange:
+    """Sum this rank's shard, round once, and send the result to every peer."""
+    exchange.wait()
+    shards, peers = exchange.payload.tensor_split(group.size()), _peers(group)
+    own = shards[group.rank()]
+    total = own.float()
+    for share in exchange.received:
+        total += share
+    own.copy_(total if clamp is None else clamp(total, torch.finfo(own.dtype).max))
+    arrivals = start_messages(
+        group,
+        receives=[(peer, shards[peer]) for peer in peers],
+        sends=[(peer, own) for peer in peers],
+        tag=exchange.tag + 1,
+    )
+    return exchange._replace(arrivals=arrivals)
+
+
+def _peers(group: dist.ProcessGroup) -> list[int]:
+    return [(group.rank() + step) % group.size() for step in range(1, group.size())]
+
+
 def encode(
-    values: torch.Tensor, divisor: int, wire_dtype: torch.dtype, clamp: Clamp | None, limit: float
+    values: torch.Tensor, world_size: int, wire_dtype: torch.dtype, clamp: Clamp | None, *, in_fp32: bool
 ) -> torch.Tensor:
     """Return this rank's share of the mean: divided in full precision, clamped if wanted, then cast.
 
-    ``values`` themselves are divided if they have the wire dtype.
+    ``values`` themselves are divided if they have the wire dtype. With ``in_fp32`` shares are summed in fp32,
+    so they may be larger.
     """
     precision = torch.promote_types(values.dtype, wire_dtype)
     payload = values if wire_dtype == values.dtype else torch.empty_like(values, dtype=wire_dtype)
     if clamp is None:  # one kernel, no temporary
-        return torch.div(values.to(precision), divisor, out=payload)
-    return payload.copy_(clamp(values.to(precision) / divisor, limit))
+        return torch.div(values.to(precision), world_size, out=payload)
+    largest: float = torch.finfo(wire_dtype).max
+    fits = in_fp32 and largest * world_size <= torch.finfo(torch.float32).max
+    limit = largest if fits else largest_share(wire_dtype, world_size)
+    return payload.copy_(clamp(values.to(precision) / world_size, limit))
 
 
 def largest_share(dtype: torch.dtype, world_size: int) -> float:
@@ -198,13 +188,6 @@ def largest_share(dtype: torch.dtype, world_size: int) -> float:
     # A partial sum of k < 2^j copies of max / 2^j rounds to at most k 2^-j of the range, less one step.
     power = limits.max / float(1 << (world_size - 1).bit_length())
     return max(multiple, power)
-
-
-def largest_share_for_fp32_sum(dtype: torch.dtype, world_size: int) -> float:
-    """Return the largest share that fits ``dtype`` and has a finite sum over all ranks in fp32."""
-    largest: float = torch.finfo(dtype).max
-    fits = largest * world_size <= torch.finfo(torch.float32).max
-    return largest if fits else largest_share(dtype, world_size)
 
 
 def _pieces(values: torch.Tensor, wire_dtype: torch.dtype, most_bytes: int) -> tuple[torch.Tensor, ...]:

@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import pad
 
-from ddp_compress_hooks.averaging import Clamp, encode, largest_share, largest_share_for_fp32_sum
+from ddp_compress_hooks.averaging import Clamp, encode
 from ddp_compress_hooks.state import CompressState
 from dist_utils.comm_hooks import clamp_mean
 from dist_utils.torch_compat import traceable_collective
-
-__all__ = ["average"]
 
 
 def average(
@@ -30,13 +28,11 @@ def average(
         average(state, group, torch.view_as_real(gradient), wire_dtype)
         return gradient
     wire_dtype = wire_dtype or gradient.dtype
-    if state.sums_in_fp32(wire_dtype):
-        limit = largest_share_for_fp32_sum(wire_dtype, world_size)
-        share = encode(gradient, world_size, wire_dtype, state.clamp, limit)
+    in_fp32 = state.sums_in_fp32(wire_dtype)
+    share = encode(gradient, world_size, wire_dtype, state.clamp, in_fp32=in_fp32)
+    if in_fp32:
         mean = _exchange_sums(share, group, state.clamp)
     else:
-        limit = largest_share(wire_dtype, world_size)
-        share = encode(gradient, world_size, wire_dtype, state.clamp, limit)
         mean = traceable_collective("all_reduce", share, "sum", group.group_name)
     return gradient.copy_(clamp_mean(mean, gradient.dtype))
 

@@ -17,13 +17,6 @@ from dist_utils.comm_hooks import (
 )
 from dist_utils.torch_compat import GradBucket, profiler_range
 
-__all__ = [
-    "allreduce_hook",
-    "bf16_compress_hook",
-    "compress_hook",
-    "fp16_compress_hook",
-]
-
 
 @buckets_only
 def allreduce_hook(process_group: GroupOrState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
 from typing import Literal, TypeAlias
 
 import torch
@@ -11,9 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ddp_compress_hooks.averaging import Clamp
 from dist_utils import GroupLike
-from dist_utils.comm_hooks import HookState, require_same_bucket, require_same_call
-
-__all__ = ["Accumulate", "CompressState", "GroupOrState"]
+from dist_utils.comm_hooks import HookState
 
 Accumulate: TypeAlias = Literal["wire", "fp32"]
 
@@ -69,8 +67,9 @@ class CompressState(HookState):
         self.wire_dtype = wire_dtype
         self.accumulate: Accumulate = accumulate
         self.saturate = saturate
-        # Tensors where the gradients are, because counting on a GPU must not wait for it.
-        self._saturated: dict[torch.device, torch.Tensor] = {}
+        # Tensors where the gradients are, because counting on a GPU must not wait for it; one for each thread
+        # that counts, the worker's among them.
+        self._saturated: dict[tuple[torch.device, int], torch.Tensor] = {}
 
     @property
     def saturated(self) -> int:
@@ -92,22 +91,18 @@ class CompressState(HookState):
 
     def _clamp(self, values: torch.Tensor, limit: float) -> torch.Tensor:
         excess = (values.abs() > limit) & values.isfinite()
-        if values.device not in self._saturated:
-            self._saturated[values.device] = torch.zeros((), dtype=torch.int64, device=values.device)
-        self._saturated[values.device] += excess.sum()
+        place = values.device, threading.get_ident()
+        if place not in self._saturated:
+            self._saturated[place] = torch.zeros((), dtype=torch.int64, device=values.device)
+        self._saturated[place] += excess.sum()
         return torch.where(excess, values.clamp(-limit, limit), values)
 
 
 class _DefaultState(CompressState):
     """The options of a hook that was given a group. What ranks agree on is remembered for the group."""
 
-    def require_same_bucket(self, title: str, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
-        require_same_bucket(self.process_group, title, self.terms(), bucket)
-
-    def require_same_call(
-        self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
-    ) -> None:
-        require_same_call(self.process_group, title, {**self.terms(), **terms}, tensors)
+    def _owner_of_terms(self) -> dist.ProcessGroup:
+        return self.process_group
 
 
 GroupOrState: TypeAlias = dist.ProcessGroup | DeviceMesh | CompressState | None

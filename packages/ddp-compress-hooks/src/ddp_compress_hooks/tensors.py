@@ -21,8 +21,6 @@ from dist_utils.comm_hooks import (
 from dist_utils.process_groups import future_of_work
 from dist_utils.torch_compat import profiler_range
 
-__all__ = ["all_reduce"]
-
 _NAME = "ddp_compress_hooks.all_reduce"
 
 _PACK_BYTES = 25 << 20
@@ -84,13 +82,15 @@ def all_reduce(
         TypeError: A tensor is sparse or not of a floating-point dtype, or an argument has the wrong type.
         ValueError: The operation is neither of the two, a tensor is expanded, given twice or part of a graph,
             or this rank is not in the group. Raised, like ``TypeError``, before any communication.
-        AgreementError: The ranks' tensors or options differ; with ``async_op`` the future raises it.
+        AgreementError: The ranks' tensors or options differ; with ``async_op`` the future raises it. So does
+            every later call, for a state until it is closed; for a bare process group every call and hook,
+            as long as the group exists.
         RuntimeError: A peer failed, or this is called in a callback of another call's future.
 
     Cost:
         Each rank sends ``2 (W - 1) / W`` times the elements, in the wire dtype's size. Small tensors are
         copied: up to 25 MiB at a time, or all of them with ``async_op``. Ranks compare a call whose tensors
-        have new lengths, which takes half a millisecond or more.
+        have new lengths, which takes a millisecond or more.
 
     Source:
         ``torch.distributed.all_reduce``.

@@ -14,7 +14,6 @@ from ddp_compress_hooks.hooks import (
     fp16_compress_hook,
 )
 from ddp_compress_hooks.state import CompressState, as_state
-from dist_utils import resolve_group
 from dist_utils.comm_hooks import (
     CommHook,
     check_gradient_dtype,
@@ -22,11 +21,8 @@ from dist_utils.comm_hooks import (
     completed_future,
     failed_future,
     is_pair,
-    require_same_bucket,
 )
 from dist_utils.torch_compat import GradBucket, profiler_range
-
-__all__ = ["CommHook", "bf16_compress_wrapper", "fp16_compress_wrapper"]
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
@@ -117,10 +113,10 @@ def _run_on_bucket(
         return hook(hook_state, bucket)
     if buffer.numel() == 0:
         return completed_future(buffer)
-    group = _group_of(hook_state)
-    if group.size() > 1:
+    state = _state_of(hook_state)
+    if state.process_group.size() > 1:
         try:
-            require_same_bucket(group, name, {}, bucket)
+            state.require_same_bucket(name, bucket)
         except RuntimeError as error:
             return failed_future(error, buffer)
         bucket.set_buffer(_compress(buffer, cast_to))
@@ -142,7 +138,7 @@ def _run_on_pair(
     """Do the same under ``torch.compile``, with a pair of a gradient and its parameter."""
     gradient, parameter = pair
     inner: Any = pair
-    if cast_to is not None and _group_of(hook_state).size() > 1:
+    if cast_to is not None and _state_of(hook_state).process_group.size() > 1:
         inner = (_compress(gradient, cast_to), parameter)
     return gradient.copy_(clamp_mean(_first(hook(hook_state, inner)), gradient.dtype))
 
@@ -161,9 +157,9 @@ def _first(result: Any) -> torch.Tensor:
     return tensor
 
 
-def _group_of(hook_state: Any) -> dist.ProcessGroup:
-    """Return the averaging group, if the state of a foreign hook shows it; else WORLD."""
+def _state_of(hook_state: Any) -> CompressState:
+    """Return the state that compares buckets: of a foreign hook, one for its group, or for WORLD."""
     if hook_state is None or isinstance(hook_state, (dist.ProcessGroup, DeviceMesh, CompressState)):
-        return as_state(hook_state).process_group
+        return as_state(hook_state)
     named = getattr(hook_state, "process_group", None)
-    return resolve_group(named if isinstance(named, (dist.ProcessGroup, DeviceMesh)) else None)
+    return as_state(named if isinstance(named, (dist.ProcessGroup, DeviceMesh)) else None)

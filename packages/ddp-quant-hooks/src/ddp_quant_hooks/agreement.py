@@ -8,6 +8,7 @@ import torch
 
 from ddp_quant_hooks.resume import Bucket
 from dist_utils import OrderedWorker
+from dist_utils.comm_hooks import require_same_bucket, require_same_call
 
 __all__ = ["Agreement"]
 
@@ -40,7 +41,7 @@ class Agreement:
         """
         buffer = bucket.buffer()
         self.first = f"{buffer.numel()} values of {buffer.dtype}"
-        worker.require_same_bucket(self._name, {}, bucket)
+        require_same_bucket(worker, self._name, {}, bucket)
 
     def on_call(
         self,
@@ -59,4 +60,4 @@ class Agreement:
         """
         more = f" and {len(tensors) - 1} more" if tensors[1:] else ""
         self.first = f"{call}() of {tensors[0].numel()} values of {tensors[0].dtype}{more}"
-        worker.require_same_call(call, terms, tensors)
+        require_same_call(worker, call, terms, tensors)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-__all__ = ["p_assert"]
-
 _logger = logging.getLogger(__name__)
 
 

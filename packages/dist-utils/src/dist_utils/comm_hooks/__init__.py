@@ -1,6 +1,5 @@
 """Building blocks for authors of ``DistributedDataParallel`` communication hooks."""
 
-from dist_utils.comm_hooks.bucket_watch import BucketWatch
 from dist_utils.comm_hooks.buckets import (
     CommHook,
     buckets_only,
@@ -10,9 +9,9 @@ from dist_utils.comm_hooks.buckets import (
     failed_future,
     is_pair,
 )
-from dist_utils.comm_hooks.hook_state import HookState
+from dist_utils.comm_hooks.comparisons import require_same_bucket, require_same_call
+from dist_utils.comm_hooks.hook_state import BucketWatch, HookState
 from dist_utils.comm_hooks.tensor_calls import checked_operation, checked_tensors, same_kind
-from dist_utils.process_groups.known_terms import require_same_bucket, require_same_call
 
 __all__ = [
     "BucketWatch",

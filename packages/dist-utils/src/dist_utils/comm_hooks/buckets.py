@@ -10,16 +10,6 @@ import torch
 
 from dist_utils.torch_compat import GradBucket
 
-__all__ = [
-    "CommHook",
-    "buckets_only",
-    "check_gradient_dtype",
-    "clamp_mean",
-    "completed_future",
-    "failed_future",
-    "is_pair",
-]
-
 CommHook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 """What ``register_comm_hook`` takes: ``hook(state, bucket) -> future of the averaged tensor``."""
 

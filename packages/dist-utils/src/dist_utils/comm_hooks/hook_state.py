@@ -1,8 +1,9 @@
-"""The base of the states of communication hooks."""
+"""The base of the states of communication hooks, and the watch over hooks that are not in use."""
 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_utils.comm_hooks.bucket_watch import BucketWatch
+from dist_utils import torch_compat
+from dist_utils.comm_hooks.comparisons import Bucket, require_same_bucket, require_same_call
 from dist_utils.process_groups import GroupLike, OrderedWorker, group_of_model, resolve_group
-from dist_utils.process_groups.known_terms import Bucket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["HookState"]
 
 
 class HookState:
@@ -71,9 +70,8 @@ class HookState:
             self._worker = OrderedWorker(group, name=type(self).__name__, terms=self.terms)
         return self._worker
 
-    @property
     def hosts(self) -> list[int]:
-        """For each rank of the group, the number of its host; see :meth:`OrderedWorker.hosts`."""
+        """Return for each rank of the group the number of its host; see :meth:`OrderedWorker.hosts`."""
         return self.worker.hosts()
 
     def terms(self) -> Mapping[str, object]:
@@ -121,7 +119,7 @@ class HookState:
         Raises:
             AgreementError: As :func:`dist_utils.comm_hooks.require_same_bucket`.
         """
-        self.worker.require_same_bucket(title, {}, bucket)
+        require_same_bucket(self._owner_of_terms(), title, self.terms(), bucket)
 
     def require_same_call(
         self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
@@ -133,7 +131,11 @@ class HookState:
             terms: What must be equal besides the state's own terms, by name.
             tensors: The tensors of the call: their number, lengths, dtypes and kinds of device must be equal.
         """
-        self.worker.require_same_call(title, terms, tensors)
+        require_same_call(self._owner_of_terms(), title, {**self.terms(), **terms}, tensors)
+
+    def _owner_of_terms(self) -> OrderedWorker | dist.ProcessGroup:
+        """Return what remembers what the ranks have agreed on, and keeps a refusal."""
+        return self.worker
 
     def wait(self) -> None:
         """Return when all jobs so far have run, with or without an error."""
@@ -157,3 +159,81 @@ class HookState:
                 stacklevel=2,
             )
         return {**self.__dict__, "_group": None, "_worker": None, "_watch": None}
+
+
+_PASSES = 2
+
+
+class BucketWatch:
+    """Warn once if two backward passes of a model have ended and the hook has received no bucket.
+
+    A hook that is not registered with the module that trains goes unnoticed: gradients are averaged in full
+    precision. This happens if a framework accepts a hook and ignores it, or wraps the model again.
+
+    Passes without communication (``no_sync()``) do not count, nor do those of DDP's Python reducer, which has
+    no buckets.
+
+    Args:
+        ddp: The model. Not kept alive by the watch; it keeps the watch alive until that ends.
+        state: The name of the hook's state, for the warning.
+
+    Cost:
+        An autograd hook on every trained parameter, until the first bucket arrives or the warning is given.
+
+    Example:
+        >>> watch = BucketWatch(ddp, "MyState")  # doctest: +SKIP
+        >>> watch.end()  # when a bucket has arrived # doctest: +SKIP
+    """
+
+    def __init__(self, ddp: DistributedDataParallel, state: str) -> None:
+        self._ddp = weakref.ref(ddp)
+        self._state = state
+        self._passes = 0
+        self._last_pass = -1
+        self._hooks: list[Any] = []
+        if _gives_buckets(ddp):
+            self._hooks = [
+                parameter.register_post_accumulate_grad_hook(self._got_gradient)  # type: ignore[no-untyped-call]
+                for parameter in ddp.parameters()
+                if parameter.requires_grad
+            ]
+
+    def end(self) -> None:
+        """Stop watching: a bucket has arrived, or none is expected."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _got_gradient(self, _: torch.Tensor) -> None:
+        ddp = self._ddp()
+        if ddp is None:
+            self.end()
+            return
+        current = torch_compat.graph_task_id()
+        if current == self._last_pass or not ddp.require_forward_param_sync:  # inside no_sync()
+            return
+        self._last_pass = current
+        if torch_compat.inside_nested_backward():  # the pass around it is counted
+            return
+        self._passes += 1
+        if self._passes >= _PASSES:
+            torch_compat.after_backward(self._warn)
+
+    def _warn(self) -> None:
+        if not self._hooks:
+            return
+        self.end()
+        warnings.warn(
+            f"{_PASSES} backward passes of a model are over, and the communication hook of the {self._state} "
+            "that is bound to it has got no bucket: the hook is not registered with the "
+            "DistributedDataParallel module that trains, and gradients are averaged without it. Call "
+            "register_comm_hook(state, hook) of the module itself, where a framework does not",
+            stacklevel=2,
+        )
+
+
+def _gives_buckets(ddp: DistributedDataParallel) -> bool:
+    """Return whether a model gives its hook buckets, which DDP's Python reducer does not.
+
+    No public name up to torch 2.15.
+    """
+    return not torch_compat.private(ddp, "_use_python_reducer", "noticing hooks that get no bucket")

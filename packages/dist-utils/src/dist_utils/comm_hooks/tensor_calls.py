@@ -12,8 +12,6 @@ from dist_utils import torch_compat
 from dist_utils.comm_hooks.buckets import GRADIENT_DTYPES
 from dist_utils.module_state.broadcasts import is_expanded
 
-__all__ = ["checked_operation", "checked_tensors", "same_kind"]
-
 
 def checked_tensors(call: str, tensor: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return a call's tensors, detached, if they can be written in place.

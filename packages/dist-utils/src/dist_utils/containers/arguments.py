@@ -11,8 +11,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from dist_utils.containers.walk import apply_to_tensors
 
-__all__ = ["cast_forward_inputs", "pack_kwargs", "recursive_to", "to_kwargs", "unpack_kwargs"]
-
 S = TypeVar("S")
 T = TypeVar("T", torch.Tensor, PackedSequence)
 

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["KINDS", "TENSOR", "Kind", "register_container"]
-
 T = TypeVar("T")
 
 _Functions = tuple[Callable[[Any], Iterable[Any]], Callable[[Any, list[Any]], Any]]

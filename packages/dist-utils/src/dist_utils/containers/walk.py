@@ -16,8 +16,6 @@ import torch
 
 from dist_utils.containers.kinds import KINDS, TENSOR, Kind
 
-__all__ = ["apply_to_tensors"]
-
 Q = TypeVar("Q")
 T = TypeVar("T")
 

@@ -13,8 +13,6 @@ import torch.distributed as dist
 from dist_utils.process_groups.groups import device_types
 from dist_utils.torch_compat import private
 
-__all__ = ["broadcast_tensors", "is_expanded", "require_sendable"]
-
 _ALONE_BYTES = 256 << 10
 """A tensor this large is broadcast by itself, from and into its own memory; copies into a common buffer
 cost more than a message of its own from about here on (Gloo on loopback)."""

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["alloc_storage", "data_ptr_allocated", "free_storage"]
-
 _more_than_covered: Any = WeakIdKeyDictionary()
 """The bytes that :func:`alloc_storage` gave to tensors that do not cover all of them."""
 

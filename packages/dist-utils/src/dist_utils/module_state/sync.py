@@ -12,8 +12,6 @@ from dist_utils.module_state.broadcasts import broadcast_tensors, require_sendab
 from dist_utils.process_groups.groups import GroupLike, resolve_group
 from dist_utils.process_groups.matching_tensors import TensorClaim, require_same_tensors
 
-__all__ = ["sync_module_states", "sync_params_and_buffers"]
-
 
 def sync_module_states(
     module: torch.nn.Module,
@@ -115,12 +113,12 @@ def _sync(
     group = resolve_group(process_group)
     names: list[str] = []
     tensors: list[torch.Tensor] = []
-    problem: Exception | None = None
+    problem: BaseException | None = None
     try:
         names, tensors = collect()
         _require_arguments(group, bucket_bytes, src)
         require_sendable(group, names, tensors)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error
     if verify:
         arguments = f"broadcast_bucket_size {bucket_bytes!r}, src {src!r}"

@@ -7,8 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["get_root_modules", "replace_by_prefix"]
-
 
 def get_root_modules(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Module]:
     """Return those modules that are inside none of the others, in their order.

@@ -26,8 +26,6 @@ from dist_utils.process_groups.errors import error_text
 from dist_utils.process_groups.groups import GroupLike, resolve_group, timeout_seconds
 from dist_utils.process_groups.store import store_connection
 
-__all__ = ["AgreementError", "Claim", "Verdict", "compare", "compare_terms", "require_same_terms"]
-
 
 class AgreementError(RuntimeError):
     """Ranks that should communicate have different terms, or some of them did not make the call.
@@ -113,9 +111,9 @@ def require_same_terms(
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
 
     Cost:
-        Half a millisecond with two ranks on one machine: about seven requests to the store per rank, of which
-        nothing stays there; the first rank reads what all have written. Nothing at world size 1, and nothing
-        with the backend ``"fake"``.
+        About a millisecond with two ranks on one machine: about seven requests to the store per rank, of
+        which nothing stays there; the first rank reads what all have written. Nothing at world size 1, and
+        nothing with the backend ``"fake"``.
 
     Example:
         >>> require_same_terms(None, "my hook", {"bits": 8})  # doctest: +SKIP
@@ -141,7 +139,7 @@ def compare_terms(
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             problem = error
             timeout = None  # it may be what is wrong
-    claim = Claim(str(title), body)
+    claim = Claim(title if type(title) is str else "", body)
     return compare(group, claim, _different_terms, problem=problem, timeout=timeout, note=note)
 
 
@@ -221,8 +219,9 @@ class _Meeting:
     """One meeting of all ranks in the store: each says something, and one verdict ends it for all.
 
     The verdict is written once, by whoever is first: the group's first rank when it has read what all have
-    said, or any rank that stops waiting. All ranks see the same one, and the last to read it deletes it. Only
-    a meeting to which a rank has not come leaves its keys, which tell that rank that it is over.
+    said, or any rank that stops waiting. All ranks see the same one, and the last to read it deletes it.
+    Only a meeting to which a rank has not come leaves its keys: they send that rank, if it comes too late, to
+    a new meeting, where it waits until its own timeout.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: Any, numbers: Iterator[int]) -> None:
@@ -239,13 +238,14 @@ class _Meeting:
 
     def hold(self, say: Any, judge: Callable[[list[Any]], Verdict], seconds: float) -> Verdict:
         """Say something that JSON can hold, wait for the other ranks, and return the verdict."""
-        store, mine, leads = self._store, self._said[self._me], self._me == 0
+        store, mine = self._store, self._said[self._me]
         store.set(mine, json.dumps(say))
         try:
-            if not _wait_until(lambda: self._is_over() or (leads and store.check(self._said)), seconds):
+            found = _wait_for(self._look, seconds)
+            if not found:
                 verdict = self._decide(self._who_came(seconds))
-            elif leads and not self._is_over():
-                verdict = self._decide(judge([json.loads(said) for said in store.multi_get(self._said)]))
+            elif found is self._said:
+                verdict = self._decide(judge([json.loads(said) for said in store.multi_get(found)]))
             else:
                 verdict = Verdict(*json.loads(store.get(self._verdict)))
         except (TimeoutError, dist.DistError):  # the store is gone: nobody can be told
@@ -261,8 +261,11 @@ class _Meeting:
                 store.delete_key(self._readers)
         return verdict
 
-    def _is_over(self) -> bool:
-        return bool(self._store.check([self._verdict]))
+    def _look(self) -> list[str]:
+        """Return the keys to read next, if they are there: what all have said, or the verdict."""
+        if self._me == 0 and self._store.check(self._said):
+            return self._said
+        return [self._verdict] if self._store.check([self._verdict]) else []
 
     def _decide(self, verdict: Verdict) -> Verdict:
         """Write a verdict, and return the one that counts."""
@@ -285,16 +288,17 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0001, 1.0
 these bounds."""
 
 
-def _wait_until(done: Callable[[], bool], seconds: float) -> bool:
+def _wait_for(look: Callable[[], list[str]], seconds: float) -> list[str]:
+    """Look until something is found, or for that long."""
     start = time.monotonic()
-    while not done():
+    while not (found := look()):
         waited = time.monotonic() - start
         if waited > seconds:
-            return False
-        # No store.wait(): on torch 2.6 it blocks the store for every other thread.
+            break
+        # No store.wait(): an interrupt would not end it, and on torch 2.6 it blocks all other threads.
         pause = min(max(waited / 20, _SHORTEST_PAUSE), _LONGEST_PAUSE, seconds - waited + _SHORTEST_PAUSE)
         time.sleep(pause)
-    return True
+    return found
 
 
 def _first_difference(

@@ -1,11 +1,13 @@
-"""Errors that something long-lived keeps, without the frames that would keep alive whatever they refer to."""
+"""Errors that something long-lived keeps, without the frames that would keep alive whatever they refer to.
+
+A raised error gets frames, and these hold the caller's model, a process group with its connections, or a
+future. So a kept error is a copy (:func:`same_error`), and so is each one that is raised from it.
+"""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-
-__all__ = ["OriginalTraceback", "drop_frames", "error_text", "same_error"]
 
 
 class OriginalTraceback(Exception):  # noqa: N818 - the cause of an error, not an error to catch
@@ -14,6 +16,23 @@ class OriginalTraceback(Exception):  # noqa: N818 - the cause of an error, not a
     def __str__(self) -> str:
         """Return the text in lines of its own."""
         return f"\n{self.args[0]}"
+
+
+class FirstError:
+    """The first error of a worker or of a comparison, which is raised again from then on."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+
+    def keep(self, error: BaseException) -> None:
+        """Keep a copy of an error, unless there is one already."""
+        if self.error is None:
+            self.error = same_error(error)
+
+    def raise_again(self) -> None:
+        """Raise a copy of the error, if there is one."""
+        if self.error is not None:
+            raise same_error(self.error)
 
 
 def same_error(error: BaseException) -> Exception:

@@ -11,19 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import torch_compat
 
-__all__ = [
-    "GroupLike",
-    "collective_device",
-    "device_types",
-    "future_of_work",
-    "global_rank",
-    "group_of_model",
-    "group_rank",
-    "resolve_group",
-    "runs_on_host",
-    "timeout_seconds",
-]
-
 GroupLike: TypeAlias = dist.ProcessGroup | DeviceMesh | None
 """What every function here accepts as a group: ``None`` is the default group (WORLD)."""
 
@@ -65,7 +52,7 @@ def resolve_group(group: GroupLike = None) -> dist.ProcessGroup:
             raise ValueError(f"rank {dist.get_rank()} is not a member of the mesh {group.mesh.tolist()}")
         return group.get_group()
     if not isinstance(group, dist.ProcessGroup):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[unreachable] # an int
+        if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[unreachable]
             # What new_group returns on the ranks that it leaves out: it no longer knows its members.
             raise ValueError(f"rank {dist.get_rank()} is not a member of the process group {group!r}")
         raise TypeError(

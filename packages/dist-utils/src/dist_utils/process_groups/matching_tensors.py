@@ -13,13 +13,6 @@ import torch.distributed as dist
 from dist_utils.process_groups.agreement import AgreementError, Claim, compare
 from dist_utils.process_groups.groups import GroupLike, resolve_group
 
-__all__ = [
-    "TensorClaim",
-    "TensorMismatchError",
-    "require_same_tensors",
-    "verify_param_shape_across_processes",
-]
-
 
 class TensorMismatchError(AgreementError):
     """Ranks hold different numbers of tensors, or tensors of another name, shape, dtype, stride or kind."""

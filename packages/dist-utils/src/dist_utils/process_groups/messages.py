@@ -12,8 +12,6 @@ import torch.distributed as dist
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group, runs_on_host
 from dist_utils.torch_compat import all_gather_single
 
-__all__ = ["Arrival", "all_gather_plain", "start_messages"]
-
 _SHORT_BYTES = 64 << 10
 """On Gloo, messages are sent before receives are posted if none of them is longer.
 

@@ -6,7 +6,7 @@ import hashlib
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -16,17 +16,19 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.agreement import Verdict, compare_terms
-from dist_utils.process_groups.errors import drop_frames, same_error
+from dist_utils.process_groups.errors import FirstError, drop_frames, same_error
 from dist_utils.process_groups.groups import GroupLike, resolve_group, runs_on_host
-from dist_utils.process_groups.known_terms import Bucket, KnownTerms
-from dist_utils.process_groups.private_group import await_connections, new_private_group
+from dist_utils.process_groups.known_terms import KnownTerms
 from dist_utils.process_groups.side_stream import SideStream, SideStreams, current, fail, new_future
-from dist_utils.process_groups.worker_thread import FirstError, WorkerThread
+from dist_utils.process_groups.worker_thread import (
+    WorkerThread,
+    await_connections,
+    new_private_group,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["OrderedWorker"]
 
 T = TypeVar("T")
 
@@ -50,8 +52,8 @@ class OrderedWorker:
     soon and not only at their timeout. After an error, make a new worker on every rank.
 
     Before the first job the ranks compare the workers' names and ``terms`` (see
-    :func:`dist_utils.require_same_terms`), and later on what :meth:`require_same_bucket` and
-    :meth:`require_same_call` are given. If they differ, or a rank does not take part, that is the first
+    :func:`dist_utils.require_same_terms`), and later on what :meth:`require_same_terms` is given. If they
+    differ, or a rank does not take part, that is the first
     error, on every rank.
 
     Several threads may submit; which job is first is then up to them, and must be identical on all ranks.
@@ -92,7 +94,7 @@ class OrderedWorker:
         self._failure = FirstError()
         self._shown_error: Exception | None = None
         self._agreed: Verdict | None = None
-        self._known = KnownTerms()
+        self._known = KnownTerms(self._failure)
         self._thread: WorkerThread | None = None
         self._side_streams = SideStreams()
         self._closed = False
@@ -175,16 +177,18 @@ class OrderedWorker:
         with self._starting:
             if self._closed:
                 raise RuntimeError(f"{self._name} is closed")
-            if self._failure.error is not None:
-                raise same_error(self._failure.error)
-            if self._agreed is None:
-                try:
-                    self._agreed = self._compare_terms()
-                except BaseException as error:  # an interrupt, too: the other ranks are told of it
-                    self._failure.keep(error)
-                    raise
-                self._terms = dict  # it may hold the worker's owner, a cycle
-            return self._agreed.name
+            return self._agreement().name
+
+    def _agreement(self) -> Verdict:
+        self._failure.raise_again()
+        if self._agreed is None:
+            try:
+                self._agreed = self._compare_terms()
+            except BaseException as error:  # an interrupt, too: the other ranks are told of it
+                self._failure.keep(error)
+                raise
+            self._terms = dict  # it may hold the worker's owner, a cycle
+        return self._agreed
 
     def _compare_terms(self) -> Verdict:
         terms: Mapping[str, object] = {}
@@ -199,33 +203,33 @@ class OrderedWorker:
         """Return for each rank of the group the number of its host; hosts are numbered as they first appear.
 
         Ranks share a host if they have its name, boot and network namespace in common. They tell each other
-        when they :meth:`agree`, which this does if need be.
+        when they :meth:`agree`, which this does if need be: every rank must call it.
         """
-        self.agree()
-        names = () if self._agreed is None else self._agreed.notes
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        return [numbers[name] for name in names]
+        with self._starting:
+            notes = self._agreement().notes
+        numbers = {note: number for number, note in enumerate(dict.fromkeys(notes))}
+        return [numbers[note] for note in notes]
 
-    def require_same_bucket(self, title: str, options: Mapping[str, object], bucket: Bucket) -> None:
-        """Return if all ranks give the same bucket to the same hook, or raise on all ranks.
-
-        As :func:`dist_utils.comm_hooks.require_same_bucket`, for the buckets of this worker: a refusal is its
-        first error, and ends its private group.
-        """
-        self._require(lambda: self._known.require_bucket(self._process_group, title, options, bucket))
-
-    def require_same_call(
-        self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor] = ()
+    def require_same_terms(
+        self, title: str, terms: Mapping[str, object], *, about: object | None = None
     ) -> None:
-        """Do as :meth:`require_same_bucket`, for a call on plain tensors."""
-        self._require(lambda: self._known.require_call(self._process_group, title, terms, tensors))
+        """Return if all ranks call with the same title and terms, or raise on all ranks.
 
-    def _require(self, comparison: Callable[[], None]) -> None:
+        What ranks have agreed on is not compared again. A refusal is the worker's first error, and ends its
+        private group. See :func:`dist_utils.comm_hooks.require_same_bucket` for buckets.
+
+        Args:
+            title: As for :func:`dist_utils.require_same_terms`.
+            terms: Likewise.
+            about: An object: what is known about it is forgotten with it, and nothing is known about another.
+
+        Raises:
+            AgreementError: The terms differ, or a rank does not take part; now or earlier.
+        """
         self.agree()
         try:
-            comparison()
-        except Exception as error:
-            self._failure.keep(error)
+            self._known.require(self._process_group, title, terms, about)
+        except BaseException:
             if self._thread is not None:
                 self._thread.end_group()
             raise
@@ -236,8 +240,7 @@ class OrderedWorker:
             return self._thread
         name = self.agree()
         with self._starting:
-            if self._failure.error is not None:
-                raise same_error(self._failure.error)
+            self._failure.raise_again()
             if self._thread is None:
                 self._thread = self._start_thread(name)
         if self._closed:  # meanwhile

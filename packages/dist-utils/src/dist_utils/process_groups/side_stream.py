@@ -9,8 +9,6 @@ import torch
 
 from dist_utils.process_groups.errors import same_error
 
-__all__ = ["SideStream", "SideStreams", "current", "fail", "new_future"]
-
 T = TypeVar("T")
 
 

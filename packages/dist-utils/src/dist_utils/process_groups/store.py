@@ -16,8 +16,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from dist_utils import torch_compat
 
-__all__ = ["StoreSilenceError", "store_connection"]
-
 
 class StoreSilenceError(TimeoutError):
     """The store has not answered: its process is stopped, or the link to it is cut."""

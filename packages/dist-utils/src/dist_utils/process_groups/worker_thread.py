@@ -1,4 +1,4 @@
-"""The thread of an ordered worker: it takes jobs from a queue, and tells the peers if one fails."""
+"""The thread of an ordered worker and its private group: it runs jobs in order, and tells peers of errors."""
 
 from __future__ import annotations
 
@@ -8,34 +8,21 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from dist_utils import torch_compat
-from dist_utils.process_groups.errors import drop_frames, same_error
+from dist_utils.process_groups.errors import FirstError, drop_frames
+from dist_utils.process_groups.groups import timeout_seconds
 from dist_utils.process_groups.side_stream import SideStream, current, fail, new_future
-
-__all__ = ["FirstError", "WorkerThread"]
+from dist_utils.process_groups.store import store_connection
 
 T = TypeVar("T")
 
 _STOP_SECONDS = 5.0
 """How long stopping waits for a job in progress. The thread is a daemon, so the interpreter can exit."""
-
-
-class FirstError:
-    """The first error of a worker: a copy without frames, which would keep the caller's model alive."""
-
-    def __init__(self) -> None:
-        self.error: Exception | None = None
-
-    def keep(self, error: BaseException) -> Exception:
-        """Keep an error, unless there is one already, and return the one that is kept."""
-        if self.error is None:
-            self.error = same_error(error)
-        return self.error
 
 
 class _Job(NamedTuple):
@@ -50,7 +37,7 @@ class _Job(NamedTuple):
 
 
 class WorkerThread:
-    """The thread of an OrderedWorker and their shared state. Does not keep the worker alive.
+    """The thread of an OrderedWorker, which it does not keep alive.
 
     Args:
         group: What the jobs use; destroyed when the thread ends.
@@ -62,7 +49,7 @@ class WorkerThread:
         self._name = name
         self._failure = failure
         self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()  # None: the end
-        self._unfinished = 0
+        self._newest: torch.futures.Future[Any] | None = None
         self._ended = False
         self._ending = threading.Lock()
         # torch's registry is the only owner of the group, so the group's end is ours. A weakref
@@ -88,10 +75,8 @@ class WorkerThread:
         done, result = new_future(side)
         with self._ending:
             if not self._ended:
-                self._unfinished += 1
-                self._jobs.put(
-                    _Job(run, done, side, name, torch.get_num_threads(), torch_compat.flushes_denormals())
-                )
+                self._newest = result
+                self._jobs.put(_Job(run, done, side, name, torch.get_num_threads(), _flushes_denormals()))
                 return result
         fail(done, self._failure.error or self._group_is_gone())
         return result
@@ -109,7 +94,7 @@ class WorkerThread:
         if self.runs_this_thread():
             return  # it would wait for itself
         if self._is_gone_in_fork():
-            if self._unfinished:
+            if self._newest is not None and not self._newest.done():
                 raise RuntimeError(f"this process was forked while jobs of {self._name} were queued")
             return
         reached = threading.Event()
@@ -147,33 +132,25 @@ class WorkerThread:
         if isinstance(job, threading.Event):  # somebody waits for the jobs queued before
             job.set()
             return
-        with current(job.side):
-            result = self._try(job) if self._failure.error is None else None
-            with self._ending:
-                self._unfinished -= 1
-            if self._failure.error is None:
-                job.done.set_result(result)
-            else:
-                # Peers may wait in this job's collectives: closing our connections tells them.
-                self._destroy_group()
-                fail(job.done, self._failure.error)
-
-    def _try(self, job: _Job) -> Any:
-        """Run a job, and keep its error."""
-        if torch.get_num_threads() != job.threads:  # a setting of each thread
-            torch.set_num_threads(job.threads)
-        if torch_compat.flushes_denormals() != job.flushes_denormals:  # likewise
-            torch.set_flush_denormal(job.flushes_denormals)
         try:
-            return self._run_in_group(job)
+            if self._failure.error is None:
+                with current(job.side):
+                    job.done.set_result(self._run_in_group(job))
+                return
         except BaseException as error:  # noqa: BLE001 - whatever it is, the waiting rank must see it
             self._failure.keep(error)
             # Its frames would keep the group and its connections alive, and the future that holds the error.
             with contextlib.suppress(BaseException):  # the error's own methods may fail
                 drop_frames(error)
-        return None
+        # Peers may wait in this job's collectives: closing our connections tells them.
+        self._destroy_group()
+        fail(job.done, self._failure.error or self._group_is_gone())
 
     def _run_in_group(self, job: _Job) -> Any:
+        if torch.get_num_threads() != job.threads:  # a setting of each thread
+            torch.set_num_threads(job.threads)
+        if _flushes_denormals() != job.flushes_denormals:  # likewise
+            torch.set_flush_denormal(job.flushes_denormals)
         group = self._group()
         if group is None:
             raise self._group_is_gone()
@@ -189,3 +166,64 @@ class WorkerThread:
             # The main thread may be destroying every group just now, in any of torch's registries.
             with contextlib.suppress(Exception):
                 dist.destroy_process_group(group)
+
+
+def new_private_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """Make a process group of the same ranks, which alone take part.
+
+    ``new_group(use_local_synchronization=True)`` makes up the name from the number of groups that a rank
+    has at the moment. Where that differs between ranks the new group hangs, and after a group was
+    destroyed its name, and with it the addresses left in the store, are used again. torch 2.15 has fixed the
+    first of the two. The public replacement would be that call; no version takes a name yet.
+
+    Args:
+        group: The group whose ranks, backends and timeout the new one has.
+        name: The same on all ranks, and never used before in this job.
+
+    Cost:
+        Collective among the ranks: returns when they are connected. If one of them is gone, Gloo tries
+        several times, each for the group's timeout.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    backend = dist.get_backend_config(group)
+    kinds = {part.partition(":")[2] or part for part in backend.split(",")}
+    if len(kinds) == 1:  # else it has no default backend, and warns about that at its end
+        (backend,) = kinds
+    timeout = torch_compat.group_timeout(group, torch.device("cpu")) or torch_compat.default_group_timeout()
+    purpose = "groups of a worker's own"
+    helper = torch_compat.private("torch.distributed.distributed_c10d", "_new_process_group_helper", purpose)
+    world = torch_compat.private("torch.distributed.distributed_c10d", "_world", purpose)
+    with store_connection(timeout_seconds(group)) as store:
+        new, _ = helper(
+            len(ranks),
+            group.rank(),
+            ranks,
+            dist.Backend(backend),
+            store,
+            name,
+            timeout=timeout,
+            group_desc=name,
+        )
+    world.pg_group_ranks[new] = {rank: index for index, rank in enumerate(ranks)}
+    return cast("dist.ProcessGroup", new)
+
+
+def await_connections(group: dist.ProcessGroup) -> None:
+    """Wait, as the first job, until every rank is connected.
+
+    Gloo returns the group to a rank as soon as that rank is. If its first job failed at once, which ends the
+    group, connecting would fail on the others, which would not get to their own job's error.
+    """
+    if "cpu:gloo" in dist.get_backend_config(group).split(","):
+        dist.all_reduce(torch.zeros(1, dtype=torch.int32, device="cpu"), group=group)
+
+
+_SUBNORMAL = 5e-324
+
+
+def _flushes_denormals() -> bool:
+    """Return whether arithmetic on this thread treats subnormal numbers as zero.
+
+    ``torch.set_flush_denormal`` sets this for the thread that calls it; torch has no function that reads it.
+    """
+    return _SUBNORMAL * 1.0 == 0.0

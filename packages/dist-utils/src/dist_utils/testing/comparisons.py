@@ -12,8 +12,6 @@ import torch
 from dist_utils.process_groups import GroupLike, collective_device, resolve_group
 from dist_utils.torch_compat import all_gather_single
 
-__all__ = ["same_bits", "same_on_all_ranks"]
-
 
 def same_bits(left: Any, right: Any) -> bool:
     """Return whether two values are bitwise equal: tensors, or containers of them.

@@ -23,9 +23,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # documente
 
 from dist_utils.testing.rank import Failure, Job, Stage, run_rank
 
-__all__ = ["RankDied", "RankTraceback", "RanksHung", "nccl_can_run", "patience", "run_ranks"]
-
-
 _MOST_PATIENCE = 30.0
 """The largest factor by which ``patience`` extends a timeout."""
 

@@ -14,8 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils import torch_compat
 
-__all__ = ["call_in_backward", "grad_bucket", "tcp_bytes_sent"]
-
 # struct tcp_info of linux/tcp.h: tcpi_notsent_bytes; tcpi_bytes_sent, then tcpi_bytes_retrans
 _TCP_INFO_BYTES_NOT_SENT = 144
 _TCP_INFO_BYTES_SENT = 200

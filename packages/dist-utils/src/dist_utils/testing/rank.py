@@ -24,8 +24,6 @@ import torch.distributed as dist
 if sys.platform == "linux":
     import fcntl
 
-__all__ = ["Failure", "Job", "Stage", "run_rank", "stop_process"]
-
 
 class Stage(enum.Enum):
     """How far a rank has got. At the first two it waits for the others."""
