@@ -30,6 +30,7 @@ from ddp_quant_hooks import (
     quantization_pertensor_hook,
     quantized_allreduce_hook,
 )
+from dist_utils import resolve_group
 from dist_utils.testing import call_in_backward
 from dist_utils.torch_compat import group_timeout
 from soak import trouble
@@ -243,6 +244,12 @@ def _fp32(state: CompressState, bucket: dist.GradBucket) -> torch.futures.Future
 
 _fp32.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
 
+
+def _new_group() -> dist.ProcessGroup:
+    """Return a group for a hook without a state, which would raise a former training's refusal on WORLD."""
+    return dist.new_group(timeout=group_timeout(resolve_group(), CPU))
+
+
 HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "allreduce": lambda: (None, allreduce_hook),
     "fp16": lambda: (None, fp16_compress_hook),
@@ -253,8 +260,8 @@ HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "4 bits, feedback": _quantized(bits=4),
     "hierarchical": _hierarchical,
     "auto": _auto,
-    "per tensor": lambda: (None, quantization_pertensor_hook),
-    "per channel": lambda: (None, quantization_perchannel_hook),
+    "per tensor": lambda: (_new_group(), quantization_pertensor_hook),
+    "per channel": lambda: (_new_group(), quantization_perchannel_hook),
 }
 OVERLAPS: dict[str, dict[str, Any] | None] = {
     "": None,

@@ -145,3 +145,15 @@ def test_no_method_of_an_error_gets_in_the_way():
     again = same_error(_KeptError(code=7))
     assert (type(again), str(again), again.code) == (_KeptError, "code 7", 7)
     assert str(same_error(_SilentError())) == "_SilentError"
+
+
+def test_long_and_circular_chains_of_causes_are_copied_in_part():
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    copied = same_error(first)
+    assert (str(copied), str(copied.__cause__)) == ("first", "second")
+    long = last = KeyError(0)
+    for number in range(1, 5000):
+        last.__cause__ = KeyError(number)
+        last = last.__cause__
+    assert str(same_error(long).__cause__) == "1"

@@ -1,8 +1,5 @@
 """Ranks compare what must be identical before they communicate: an error on every rank, never a hang."""
 
-import os
-import signal
-import socket
 import threading
 import time
 from datetime import timedelta
@@ -11,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from dist_utils import AgreementError, require_same_terms
-from dist_utils.testing import patience, run_ranks
+from dist_utils.testing import run_ranks
 
 
 def _caught(title, terms=None, group=None, **options):
@@ -153,44 +150,6 @@ def _alone(rank):
 
 def test_one_rank_agrees_with_itself():
     run_ranks(_alone, 1)
-
-
-def _store_stops(rank, port, limit):
-    """Agree, and try again when the machine with the store no longer answers."""
-    server = 0
-    if rank == 0 and (server := os.fork()) == 0:
-        keeper = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-        signal.pause()
-        del keeper
-    try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        seconds = timedelta(seconds=limit)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=seconds)
-        require_same_terms(None, "before")
-        dist.barrier()
-        if server:
-            os.kill(server, signal.SIGSTOP)
-            os.waitpid(server, os.WUNTRACED)  # until it has stopped
-        dist.barrier()
-        began = time.monotonic()
-        text = _caught("after")
-        seconds = time.monotonic() - began
-        dist.barrier()  # the other rank may still need the store
-        return text, seconds
-    finally:
-        if server:
-            os.kill(server, signal.SIGKILL)
-            os.waitpid(server, 0)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_store_that_does_not_answer_is_an_error_at_the_timeout():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    limit = patience(2.0)
-    for text, seconds in run_ranks(_store_stops, 2, port, limit, backend=None, timeout=60):
-        assert f"AgreementError: after: the store did not answer within {limit:g} s" in text
-        assert seconds < limit + patience(5.0)
 
 
 def _keys_and_threads(rank, agreements):

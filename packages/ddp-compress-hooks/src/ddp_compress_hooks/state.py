@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Literal, TypeAlias
 
 import torch
@@ -67,9 +66,8 @@ class CompressState(HookState):
         self.wire_dtype = wire_dtype
         self.accumulate: Accumulate = accumulate
         self.saturate = saturate
-        # Tensors where the gradients are, because counting on a GPU must not wait for it; one for each thread
-        # that counts, the worker's among them.
-        self._saturated: dict[tuple[torch.device, int], torch.Tensor] = {}
+        # Tensors where the gradients are, because counting on a GPU must not wait for it.
+        self._saturated: dict[torch.device, torch.Tensor] = {}
 
     @property
     def saturated(self) -> int:
@@ -91,10 +89,9 @@ class CompressState(HookState):
 
     def _clamp(self, values: torch.Tensor, limit: float) -> torch.Tensor:
         excess = (values.abs() > limit) & values.isfinite()
-        place = values.device, threading.get_ident()
-        if place not in self._saturated:
-            self._saturated[place] = torch.zeros((), dtype=torch.int64, device=values.device)
-        self._saturated[place] += excess.sum()
+        if values.device not in self._saturated:
+            self._saturated[values.device] = torch.zeros((), dtype=torch.int64, device=values.device)
+        self._saturated[values.device] += excess.sum()
         return torch.where(excess, values.clamp(-limit, limit), values)
 
 

@@ -15,7 +15,7 @@ from ddp_optim_overlap.bucket_gradients import KnownBuckets
 from ddp_optim_overlap.bucket_queue import WORTH_A_STEP, BucketQueue
 from ddp_optim_overlap.bucket_steps import BucketSteps
 from ddp_optim_overlap.called_hook import CalledHook
-from ddp_optim_overlap.errors import ConfigError, OverlapError, StepError, text_of
+from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError, StepError, text_of
 from ddp_optim_overlap.failed_futures import failed_future
 from ddp_optim_overlap.first_error import FirstError
 from ddp_optim_overlap.gradient_contents import GradientContents
@@ -109,6 +109,8 @@ class Engine:
         try:
             return self._take(bucket)
         except OverlapError as error:
+            if isinstance(error, CommunicationError) and self._worker is not None:
+                self._worker.fail(error)  # which tells the peers, without a wait for any of them
             refusal = self._failure.refuse(error)
             self._queue.give_up(refusal)
             if self._ddp_sends_last():  # to peers that may wait for this bucket

@@ -104,8 +104,8 @@ def require_same_terms(
 
     Raises:
         AgreementError: On every rank, with the same message: the terms that differ and which ranks have
-            which values; or, after the timeout, which ranks came and which did not. A rank that the store
-            does not answer within the timeout raises an error that says so.
+            which values; or, after the timeout, which ranks came and which did not. Or on a rank that has
+            lost its connection to the store.
         TypeError, ValueError: An argument is wrong, on this rank; the others get an ``AgreementError``. So
             does whatever the ``repr`` of a term raises.
         RuntimeError, TypeError, ValueError: As :func:`dist_utils.resolve_group`.
@@ -133,12 +133,11 @@ def compare_terms(
     """Do as :func:`require_same_terms`, and publish a note with this rank's claim."""
     group = resolve_group(process_group)
     body: dict[str, str] = {}
-    if problem is None:
-        try:
-            body = _body(title, terms, timeout)
-        except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-            problem = error
-            timeout = None  # it may be what is wrong
+    try:
+        body = _body(title, terms, timeout)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        problem = problem or error
+        timeout = None  # it may be what is wrong
     claim = Claim(title if type(title) is str else "", body)
     return compare(group, claim, _different_terms, problem=problem, timeout=timeout, note=note)
 
@@ -186,11 +185,13 @@ def compare(
 
     with _one_at_a_time(group) as numbers:
         try:
-            with store_connection(seconds) as store:
-                verdict = _Meeting(group, store, numbers).hold([digest, note], judge_digests, seconds)
+            with store_connection() as store:
+                place = _next_place(group, store, numbers)
+                verdict = _Meeting(group, store, place).hold([digest, note], judge_digests, seconds)
                 if verdict.differ:
-                    verdict = _Meeting(group, store, numbers).hold(claim, judge_claims, seconds)
-        except (TimeoutError, dist.DistError) as error:
+                    meeting = _Meeting(group, store, f"{place}/claims")
+                    verdict = meeting.hold(claim, judge_claims, seconds)
+        except dist.DistError as error:
             raise AgreementError(f"{claim.prefix}{error}") from problem
     if problem is not None:
         raise problem
@@ -215,6 +216,18 @@ def _one_at_a_time(group: dist.ProcessGroup) -> Iterator[Iterator[int]]:
         yield numbers
 
 
+def _next_place(group: dist.ProcessGroup, store: Any, numbers: Iterator[int]) -> str:
+    """Return the beginning of the keys of a group's next meeting, the first that is not over.
+
+    A restarted job may find the store of its last attempt, a new group in one process that of an earlier group
+    with its name; and torch may give disjoint groups the same name.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    first = dist.get_process_group_ranks(group)[0]
+    places = (f"dist_utils/{attempt}/{group.group_name}:{first}/{number}" for number in numbers)
+    return next(place for place in places if not store.check([f"{place}/verdict"]))
+
+
 class _Meeting:
     """One meeting of all ranks in the store: each says something, and one verdict ends it for all.
 
@@ -224,15 +237,10 @@ class _Meeting:
     a new meeting, where it waits until its own timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, store: Any, numbers: Iterator[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, store: Any, place: str) -> None:
         self._store = store
         self._ranks = dist.get_process_group_ranks(group)
         self._me = group.rank()
-        # A restarted job may find the store of the last attempt, a new group in one process that of an
-        # earlier group with its name; and torch may give disjoint groups the same name.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        places = (f"dist_utils/{attempt}/{group.group_name}:{self._ranks[0]}/{number}" for number in numbers)
-        place = next(place for place in places if not store.check([f"{place}/verdict"]))
         self._verdict, self._readers = f"{place}/verdict", f"{place}/readers"
         self._said = [f"{place}/{index}" for index in range(len(self._ranks))]
 
@@ -248,7 +256,7 @@ class _Meeting:
                 verdict = self._decide(judge([json.loads(said) for said in store.multi_get(found)]))
             else:
                 verdict = Verdict(*json.loads(store.get(self._verdict)))
-        except (TimeoutError, dist.DistError):  # the store is gone: nobody can be told
+        except dist.DistError:  # the store is gone: nobody can be told
             raise
         except BaseException as error:
             me = self._ranks[self._me]

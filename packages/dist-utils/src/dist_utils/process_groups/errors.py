@@ -6,8 +6,13 @@ future. So a kept error is a copy (:func:`same_error`), and so is each one that 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import traceback
 from collections.abc import Callable
+
+_MOST_CAUSES = 20
+"""The most errors of a chain that are copied; the text has all."""
 
 
 class OriginalTraceback(Exception):  # noqa: N818 - the cause of an error, not an error to catch
@@ -42,13 +47,13 @@ def same_error(error: BaseException) -> Exception:
     error, and what they hold would live as long as the holder. An error that cannot be copied becomes a
     ``RuntimeError`` that shows it. Raises nothing, whatever the error's own methods do.
     """
-    copied, cause = _copy(error), error.__cause__
-    if cause is None:
-        lines = _text_or_type(error, lambda: "".join(traceback.format_exception(error)))
-        copied.__cause__ = OriginalTraceback(lines)
-    else:
-        copied.__cause__ = cause if isinstance(cause, OriginalTraceback) else same_error(cause)
-    return copied
+    lines = _text_or_type(error, lambda: "".join(traceback.format_exception(error)))
+    copies = [_copy(one) for one in _chain(error)]
+    if not isinstance(copies[-1], OriginalTraceback):
+        copies.append(OriginalTraceback(lines))
+    for effect, cause in itertools.pairwise(copies):
+        effect.__cause__ = cause
+    return copies[0]
 
 
 def drop_frames(error: BaseException) -> None:
@@ -67,6 +72,17 @@ def drop_frames(error: BaseException) -> None:
 def error_text(error: BaseException) -> str:
     """Return an error's type and text, for other ranks; the type alone if its own methods fail."""
     return _text_or_type(error, lambda: f"{type(error).__name__}: {error}")
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes, each once, and not too many: they may be a cycle, or those of a loop."""
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    with contextlib.suppress(BaseException):  # a user's class
+        while one is not None and len(chain) < _MOST_CAUSES and all(one is not other for other in chain):
+            chain.append(one)
+            one = one.__cause__
+    return chain
 
 
 def _copy(error: BaseException) -> Exception:

@@ -229,10 +229,15 @@ class OrderedWorker:
         self.agree()
         try:
             self._known.require(self._process_group, title, terms, about)
-        except BaseException:
-            if self._thread is not None:
-                self._thread.end_group()
+        except BaseException as error:
+            self.fail(error)
             raise
+
+    def fail(self, error: BaseException) -> None:
+        """Keep this as the first error, and end the private group, if there is one: its peers hear of it."""
+        self._failure.keep(error)
+        if self._thread is not None:
+            self._thread.end_group()
 
     def _started_thread(self) -> WorkerThread:
         """Return the thread, which is started for the first job."""

@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.errors import FirstError, drop_frames
-from dist_utils.process_groups.groups import timeout_seconds
 from dist_utils.process_groups.side_stream import SideStream, current, fail, new_future
 from dist_utils.process_groups.store import store_connection
 
@@ -193,7 +192,7 @@ def new_private_group(group: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
     purpose = "groups of a worker's own"
     helper = torch_compat.private("torch.distributed.distributed_c10d", "_new_process_group_helper", purpose)
     world = torch_compat.private("torch.distributed.distributed_c10d", "_world", purpose)
-    with store_connection(timeout_seconds(group)) as store:
+    with store_connection() as store:
         new, _ = helper(
             len(ranks),
             group.rank(),

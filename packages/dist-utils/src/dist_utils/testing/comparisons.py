@@ -75,7 +75,7 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.Size, torch.layout]:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
-    flat = dense.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = dense.cpu().resolve_conj().resolve_neg().flatten().clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
 
 
