@@ -136,7 +136,7 @@ def compare_terms(
     try:
         body = _body(title, terms, timeout)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
-        problem = problem or error
+        problem = error if problem is None else problem
         timeout = None  # it may be what is wrong
     claim = Claim(title if type(title) is str else "", body)
     return compare(group, claim, _different_terms, problem=problem, timeout=timeout, note=note)
@@ -219,8 +219,8 @@ def _one_at_a_time(group: dist.ProcessGroup) -> Iterator[Iterator[int]]:
 def _next_place(group: dist.ProcessGroup, store: Any, numbers: Iterator[int]) -> str:
     """Return the beginning of the keys of a group's next meeting, the first that is not over.
 
-    A restarted job may find the store of its last attempt, a new group in one process that of an earlier group
-    with its name; and torch may give disjoint groups the same name.
+    A restarted job may find the store of its last attempt, a new group in one process that of an earlier
+    group with its name; and torch may give disjoint groups the same name.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     first = dist.get_process_group_ranks(group)[0]

@@ -75,7 +75,7 @@ def error_text(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an error and its causes, each once, and not too many: they may be a cycle, or those of a loop."""
+    """Return an error and its causes, each once, and not too many: they may be a cycle."""
     chain: list[BaseException] = []
     one: BaseException | None = error
     with contextlib.suppress(BaseException):  # a user's class
