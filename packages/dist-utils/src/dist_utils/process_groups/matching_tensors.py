@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from dist_utils.process_groups.agreement import AgreementError, Claim, compare
-from dist_utils.process_groups.groups import GroupLike, resolve_group
+from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
+from dist_utils.process_groups.messages import gather_rows
 
 
 class TensorMismatchError(AgreementError):
@@ -55,14 +57,14 @@ def verify_param_shape_across_processes(
 
     Raises:
         TensorMismatchError: On every rank, with the same message: the first tensor that differs, and what
-            two ranks have there; or what is wrong on another rank, or which ranks did not come.
+            two ranks have there; or what is wrong on another rank.
         TypeError: Something in ``tensors`` is not a tensor, or in ``names`` not a string; the other ranks get
             a ``TensorMismatchError``.
         ValueError: There are not as many names as tensors (the other ranks likewise get a
             ``TensorMismatchError``); or this rank is not in the group.
 
     Cost:
-        As :func:`dist_utils.require_same_terms`: the descriptions travel only if they differ.
+        One all-gather of 33 bytes a rank; if they differ, also that of :func:`dist_utils.require_same_terms`.
 
     Source:
         ``torch.distributed.utils._verify_param_shape_across_processes``, which on a mismatch lets rank 0
@@ -100,19 +102,30 @@ def require_same_tensors(
 ) -> None:
     """Return if all ranks claim the same and none has a problem; otherwise raise on every rank.
 
-    A rank with a problem raises that, after it has told the others.
+    A rank with a problem raises that, after it has told the others. Digests travel in the group itself, in
+    which ranks with such tensors are about to communicate; claims go through the store if these differ.
 
     Raises:
-        TensorMismatchError: Claims differ, or another rank has a problem or did not come.
+        TensorMismatchError: Claims differ, or another rank has a problem.
     """
     try:
-        compare(group, Claim("", claim), _different_tensors, problem=problem)
+        if not _digests_agree(group, claim, problem):
+            compare(group, Claim("", claim), _different_tensors, problem=problem)
     except AgreementError as error:
         if logger is not None:
             logger.set_error_and_log(str(error))
         if error is problem:
             raise
         raise TensorMismatchError(str(error)) from None
+
+
+def _digests_agree(group: dist.ProcessGroup, claim: TensorClaim, problem: BaseException | None) -> bool:
+    """Return, the same on all ranks, whether all claim the same and none has a problem."""
+    if group.size() == 1 or dist.get_backend(group) == "fake":
+        return problem is None
+    digest = hashlib.sha256(repr(claim).encode()).digest() + bytes([problem is not None])
+    own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(collective_device(group))
+    return bool((gather_rows(group, own) == own).all()) and problem is None
 
 
 def _different_tensors(claims: list[Claim], ranks: list[int]) -> str:

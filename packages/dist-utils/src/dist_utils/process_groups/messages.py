@@ -192,14 +192,15 @@ def all_gather_plain(process_group: GroupLike, value: Any) -> list[Any]:
     group = resolve_group(process_group)
     text = json.dumps(value).encode()
     device = collective_device(group)
-    lengths = _gather_rows(group, torch.tensor([len(text)], device=device)).flatten().tolist()
+    lengths = gather_rows(group, torch.tensor([len(text)], device=device)).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")  # not the default device
     padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    rows = _gather_rows(group, padded.to(device)).tolist()
+    rows = gather_rows(group, padded.to(device)).tolist()
     return [json.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
 
 
-def _gather_rows(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+def gather_rows(group: dist.ProcessGroup, own: torch.Tensor) -> torch.Tensor:
+    """Return the values of all ranks, one row for each."""
     everyone = own.new_empty(group.size() * own.numel())
     all_gather_single(everyone, own, group)
     return everyone.view(group.size(), -1)
