@@ -125,11 +125,12 @@ def _write(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
         if not bucket[0].is_inference():
             torch.autograd.graph.increment_version(bucket[0])
         return
-    parts = list(map(torch.Tensor.view_as, torch.split(flat, list(map(torch.numel, bucket))), bucket))
+    # In two calls for all: a third of the time of one by one. No public names for them up to torch 2.15.
+    parts = private("torch._utils", "_unflatten_dense_tensors", "module sync")(flat, bucket)
     if any(tensor.is_neg() or tensor.is_conj() for tensor in bucket):
         for tensor, part in zip(bucket, parts, strict=True):
             tensor.copy_(part)
-    else:  # a third of the time of one by one; no public name for it up to torch 2.15
+    else:
         private(torch, "_foreach_copy_", "module sync")(bucket, parts)
 
 
