@@ -211,6 +211,7 @@ _one_each = threading.Lock()
 def _one_at_a_time(group: dist.ProcessGroup) -> Iterator[Iterator[int]]:
     """Wait until no other thread compares in this group; yield the numbers of its next meetings."""
     with _one_each:
+        # Reentrant: a signal handler may compare, too.
         lock, numbers = _turns.setdefault(group, (threading.RLock(), itertools.count()))
     with lock:
         yield numbers
