@@ -23,8 +23,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from dist_utils.process_groups.errors import error_text
-from dist_utils.process_groups.groups import GroupLike, resolve_group, timeout_seconds
-from dist_utils.process_groups.store import store_connection
+from dist_utils.process_groups.groups import (
+    GroupLike,
+    resolve_group,
+    store_connection,
+    timeout_seconds,
+)
 
 
 class AgreementError(RuntimeError):

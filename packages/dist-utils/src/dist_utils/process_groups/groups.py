@@ -1,7 +1,10 @@
-"""One way to name a process group, and conversion between group ranks and global ranks."""
+"""One way to name a process group; its ranks, devices and timeout; connections to the job's store."""
 
 from __future__ import annotations
 
+import contextlib
+import weakref
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -177,3 +180,25 @@ def timeout_seconds(group: dist.ProcessGroup) -> float:
     """Return how long a collective of ``group`` may take; torch's default if the group does not say."""
     limit = torch_compat.group_timeout(group, collective_device(group))
     return (limit or torch_compat.default_group_timeout()).total_seconds()
+
+
+_spare: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""Connections that nobody uses, by the store that they were cloned from."""
+
+
+@contextlib.contextmanager
+def store_connection() -> Iterator[Any]:
+    """Lend a connection to the default group's store, which no other thread uses meanwhile.
+
+    A request that waits in the store blocks all others on its connection, and ranks may wait for each other.
+    torch 2.6 has one connection only. If the store's process is stopped, or the link to it is cut, a request
+    waits as torch's own do, until the process goes on or TCP gives up.
+    """
+    store: Any = torch_compat.default_store()
+    if not hasattr(store, "clone"):
+        yield store
+        return
+    spare = _spare.setdefault(store, [])
+    connection = spare.pop() if spare else store.clone()
+    yield connection
+    spare.append(connection)  # not after an error: an answer may still be on its way

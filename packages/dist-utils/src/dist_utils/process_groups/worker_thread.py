@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from dist_utils import torch_compat
 from dist_utils.process_groups.errors import FirstError, drop_frames
+from dist_utils.process_groups.groups import store_connection
 from dist_utils.process_groups.side_stream import SideStream, current, fail, new_future
-from dist_utils.process_groups.store import store_connection
 
 T = TypeVar("T")
 
