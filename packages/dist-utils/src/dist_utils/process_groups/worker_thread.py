@@ -48,7 +48,8 @@ class WorkerThread:
         self._name = name
         self._failure = failure
         self._jobs: queue.SimpleQueue[_Job | threading.Event | None] = queue.SimpleQueue()  # None: the end
-        self._newest: torch.futures.Future[Any] | None = None
+        # Of the newest job, which holds it until it has run; a strong reference would keep its result alive.
+        self._newest: Callable[[], torch.futures.Future[Any] | None] = lambda: None
         self._ended = False
         self._ending = threading.Lock()
         # torch's registry is the only owner of the group, so the group's end is ours. A weakref
@@ -74,7 +75,7 @@ class WorkerThread:
         done, result = new_future(side)
         with self._ending:
             if not self._ended:
-                self._newest = result
+                self._newest = weakref.ref(done)
                 self._jobs.put(_Job(run, done, side, name, torch.get_num_threads(), _flushes_denormals()))
                 return result
         fail(done, self._failure.error or self._group_is_gone())
@@ -93,7 +94,8 @@ class WorkerThread:
         if self.runs_this_thread():
             return  # it would wait for itself
         if self._is_gone_in_fork():
-            if self._newest is not None and not self._newest.done():
+            newest = self._newest()
+            if newest is not None and not newest.done():
                 raise RuntimeError(f"this process was forked while jobs of {self._name} were queued")
             return
         reached = threading.Event()
