@@ -151,7 +151,7 @@ def _send_sum(group: dist.ProcessGroup, exchange: _Exchange, clamp: Clamp | None
         sends=[(peer, own) for peer in peers],
         tag=exchange.tag + 1,
     )
-    return exchange._replace(arrivals=arrivals)
+    return exchange._replace(received=[], arrivals=arrivals)
 
 
 def _peers(group: dist.ProcessGroup) -> list[int]:
@@ -163,17 +163,18 @@ def encode(
 ) -> torch.Tensor:
     """Return this rank's share of the mean: divided in full precision, clamped if wanted, then cast.
 
-    ``values`` themselves are divided if they have the wire dtype. With ``in_fp32`` shares are summed in fp32,
-    so they may be larger.
+    ``values`` are divided in place, and are their own share if they have the wire dtype. With ``in_fp32``
+    shares are summed in fp32, so they may be larger.
     """
     precision = torch.promote_types(values.dtype, wire_dtype)
     payload = values if wire_dtype == values.dtype else torch.empty_like(values, dtype=wire_dtype)
-    if clamp is None:  # one kernel, no temporary
-        return torch.div(values.to(precision), world_size, out=payload)
+    share = values.div_(world_size) if precision == values.dtype else values.to(precision) / world_size
+    if clamp is None:
+        return payload.copy_(share)
     largest: float = torch.finfo(wire_dtype).max
     fits = in_fp32 and largest * world_size <= torch.finfo(torch.float32).max
     limit = largest if fits else largest_share(wire_dtype, world_size)
-    return payload.copy_(clamp(values.to(precision) / world_size, limit))
+    return payload.copy_(clamp(share, limit))
 
 
 def largest_share(dtype: torch.dtype, world_size: int) -> float:

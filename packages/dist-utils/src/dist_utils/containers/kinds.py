@@ -84,7 +84,7 @@ class Kind:
         self.has_dict = functions is None and cls.__dictoffset__ != 0
         # Those of built-in classes too: the factory of a defaultdict is one.
         self.slots = [
-            name
+            member
             for base in cls.__mro__
             for name, member in vars(base).items()
             if functions is None and isinstance(member, MemberDescriptorType) and name != "__dict__"
@@ -92,35 +92,37 @@ class Kind:
 
     def children(self, obj: Any) -> list[Any]:
         """Return what an object holds."""
-        return [*self.flatten(obj), *self._attributes(obj).values()]
+        return [*self.flatten(obj), *self._own_dict(obj).values(), *self._filled_slots(obj).values()]
 
     def names(self, obj: Any) -> list[str]:
         """Return the name of each child in a path."""
         keys = self.base.keys(obj) if self.is_dict else range(len(list(self.flatten(obj))))
-        return [f"[{key!r}]" for key in keys] + [f".{name}" for name in self._attributes(obj)]
+        attributes = [*self._own_dict(obj), *(slot.__name__ for slot in self._filled_slots(obj))]
+        return [f"[{key!r}]" for key in keys] + [f".{name}" for name in attributes]
 
     def rebuild(self, obj: Any, children: list[Any]) -> Any:
         """Return a new object with other children than the original's."""
-        names = list(self._attributes(obj))
-        first = len(children) - len(names)
+        own, slots = self._own_dict(obj), self._filled_slots(obj)
+        first, second = len(children) - len(own) - len(slots), len(children) - len(slots)
         new = self.unflatten(obj, children[:first])
-        attributes = dict(zip(names, children[first:], strict=True))
-        for name in self.slots:
-            if name in attributes:
-                object.__setattr__(new, name, attributes.pop(name))
-        if attributes:  # past properties of the same name
-            object.__getattribute__(new, "__dict__").update(attributes)
+        if own:  # past properties of the same name
+            object.__getattribute__(new, "__dict__").update(zip(own, children[first:second], strict=True))
+        for slot, value in zip(slots, children[second:], strict=True):
+            slot.__set__(new, value)
         if self.has_dict and object.__getattribute__(obj, "__dict__") is obj:
             object.__setattr__(new, "__dict__", new)
         return new
 
-    def _attributes(self, obj: Any) -> dict[str, Any]:
-        own = object.__getattribute__(obj, "__dict__") if self.has_dict else {}
-        found = {} if own is obj else own  # by the recipe ``self.__dict__ = self`` they are the items
-        for name in self.slots:
+    def _own_dict(self, obj: Any) -> dict[str, Any]:
+        own: dict[str, Any] = object.__getattribute__(obj, "__dict__") if self.has_dict else {}
+        return {} if own is obj else own  # by the recipe ``self.__dict__ = self`` it has the items
+
+    def _filled_slots(self, obj: Any) -> dict[MemberDescriptorType, Any]:
+        filled = {}
+        for slot in self.slots:
             with contextlib.suppress(AttributeError):  # never set
-                found = {**found, name: object.__getattribute__(obj, name)}
-        return found
+                filled[slot] = slot.__get__(obj)
+        return filled
 
     def _items(self, obj: Any) -> Iterable[Any]:
         if self.base in _WITH_ITEMS:
@@ -174,7 +176,9 @@ def _find_kind(cls: type) -> Kind | None:
         return TENSOR
     if issubclass(cls, (torch.nn.Module, enum.Enum)):  # shared by identity, never copied
         return None
-    if isinstance(getattr(cls, "n_sequence_fields", None), int):  # a struct sequence, with hidden fields
+    if issubclass(cls, tuple) and isinstance(
+        getattr(cls, "n_sequence_fields", None), int
+    ):  # a struct sequence, with hidden fields
         return Kind(cls, (tuple.__iter__, lambda obj, items: type(obj)(items, obj.__reduce__()[1][1])))
     kind = Kind(cls)
     return kind if kind.base is not object or any(hasattr(cls, mark) for mark in _MARKS) else None

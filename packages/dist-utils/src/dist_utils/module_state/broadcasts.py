@@ -113,9 +113,11 @@ def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def _flat(bucket: list[torch.Tensor]) -> torch.Tensor:
-    """Return the values of a bucket, one after the other: a large tensor's own memory if possible."""
+    """Return the values of a bucket, one after the other: a single tensor's own memory if possible."""
     if len(bucket) == 1:
-        return bucket[0].resolve_conj().resolve_neg().flatten()
+        flat = bucket[0].resolve_conj().resolve_neg().flatten()
+        # A slice may have gaps between its elements, and a single element any stride.
+        return flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
     return torch.cat([tensor.flatten() for tensor in bucket])
 
 

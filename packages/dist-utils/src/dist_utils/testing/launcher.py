@@ -304,20 +304,26 @@ def _first_failure(ranks: Sequence[_Rank]) -> BaseException:
     texts = [f"\nrank {number} raised:\n{failure.traceback}" for number, failure in failures.items()]
     dead = [rank for rank in ranks if rank.died and not rank.may_die]
     error = _death(dead[0], len(ranks)) if dead else _error(min(failures.values()))
-    error.__cause__ = RankTraceback("\n".join(texts)) if texts else None
+    cause = RankTraceback("\n".join(texts)) if texts else None
+    try:
+        error.__cause__ = cause
+    except Exception:  # noqa: BLE001 - a frozen class
+        error = RuntimeError(repr(error))
+        error.__cause__ = cause
     return error
 
 
 def _death(rank: _Rank, world_size: int) -> RankDied:
     code: int = rank.reports[Stage.ENDED]
-    how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    names = {one.value: one.name for one in signal.Signals}  # real-time signals have none
+    how = f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
     when = "died after it had returned" if Stage.RETURNED in rank.reports else "ended without a result"
     return RankDied(f"rank {rank.number} of {world_size} {when}: {how}")
 
 
 def _error(failure: Failure) -> BaseException:
     """Return what was raised; if it does not come back as it was, another error with its name and text."""
-    with contextlib.suppress(Exception):  # a class may refuse in any way
+    with contextlib.suppress(BaseException):  # a class may refuse in any way
         error = pickle.loads(failure.error)  # noqa: S301 - from our own process
         if isinstance(error, BaseException):
             return error
