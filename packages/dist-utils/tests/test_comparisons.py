@@ -85,3 +85,12 @@ def test_call_in_backward():
 
     with pytest.raises(ArithmeticError, match="own error"):
         call_in_backward(x, fail).sum().backward()
+
+
+def _compares_a_generator(rank):
+    with pytest.raises(TypeError, match="a generator cannot be compared: give a list"):
+        same_on_all_ranks(torch.nn.Linear(1, 1).parameters())
+
+
+def test_what_has_no_telling_text_is_not_compared():
+    run_ranks(_compares_a_generator, 1)

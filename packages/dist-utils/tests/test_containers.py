@@ -744,3 +744,29 @@ def test_what_a_cached_property_has_computed_is_moved_like_an_attribute():
     assert len(calls) == 2
     (fresh,) = recursive_to(Batch(torch.ones(2)), "meta", False)
     assert "norm" not in vars(fresh)
+
+
+@dataclasses.dataclass
+class _Slotted:
+    __slots__ = ("x",)
+    x: object
+
+
+class _HidesSlot(_Slotted):
+    __slots__ = ()
+
+    @property
+    def x(self):
+        raise AssertionError("no code of a user's class runs")
+
+
+class _SameSlotAgain(_Slotted):
+    __slots__ = ("x",)
+
+
+@pytest.mark.parametrize("cls", [_HidesSlot, _SameSlotAgain])
+def test_slots_that_a_subclass_hides_are_walked(cls):
+    slot = _Slotted.__dict__["x"]
+    obj = cls.__new__(cls)
+    slot.__set__(obj, torch.ones(1))
+    assert slot.__get__(apply_to_tensors(torch.neg, obj)).item() == -1.0

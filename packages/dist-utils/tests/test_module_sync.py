@@ -567,3 +567,32 @@ def test_every_survivor_gets_an_error_when_a_rank_dies_during_sync():
     for result in (results[0], results[1]):
         assert result is not None, "a survivor went on"
         assert result[1] < 60
+
+
+def _odd_strides(rank):
+    """Single tensors with gaps between their elements, or one element of any stride; sparse ones of one."""
+    values = torch.arange(10.0) + 100 * rank
+    octets = torch.arange(10, dtype=torch.uint8) + 100 * rank
+    kinds = {
+        "slice": values[::2],
+        "bytes": octets[::2],
+        "large": (torch.arange(400_000.0) + rank)[::2],
+        "column": (torch.arange(20.0).view(5, 4) + rank)[:, 1],
+        "real": torch.complex(values.clone(), values.clone()).real,
+        "one element": torch.empty_strided((1,), (5,)).fill_(float(rank)),
+    }
+    between = values[1::2].clone(), octets[1::2].clone()
+    sparse = torch.sparse_coo_tensor([[1, 1], [1, 1]], torch.full((2,), 1.0 + rank), (3, 3))
+    for tensor in (*kinds.values(), sparse):
+        sync_params_and_buffers(None, [tensor], 250 << 20, 1)
+    assert torch.equal(values[1::2], between[0])
+    assert torch.equal(octets[1::2], between[1])
+    sums = {name: tensor.sum().item() for name, tensor in kinds.items()}
+    return {**sums, "sparse": sparse.to_dense()[1, 1].item()}
+
+
+def test_tensors_with_gaps_between_their_elements_are_synchronized():
+    first, second = run_ranks(_odd_strides, 2)
+    assert first == second
+    assert (second["slice"], second["bytes"], second["one element"]) == (520.0, 520, 1.0)
+    assert second["sparse"] == 4.0

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import gc
 import os
 import re
@@ -419,3 +420,27 @@ def test_ranks_print_to_a_file_that_the_caller_has_opened_since(tmp_path):
                 os.dup2(kept, 1)
         assert (tmp_path / name).read_text() == f"{name} out 0\n"
     os.close(kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FrozenError(Exception):
+    code: int
+
+
+def _raises_frozen(rank):
+    raise _FrozenError(7)
+
+
+def test_an_error_that_takes_no_cause_is_shown():
+    with pytest.raises((RuntimeError, _FrozenError), match="7"):
+        run_ranks(_raises_frozen, 1)
+
+
+def _killed_by_a_real_time_signal(rank):
+    os.kill(os.getpid(), 37)
+    time.sleep(60)
+
+
+def test_a_signal_without_a_name_is_told_by_its_number():
+    with pytest.raises(RankDied, match="killed by signal 37"):
+        run_ranks(_killed_by_a_real_time_signal, 1)

@@ -176,9 +176,8 @@ def _find_kind(cls: type) -> Kind | None:
         return TENSOR
     if issubclass(cls, (torch.nn.Module, enum.Enum)):  # shared by identity, never copied
         return None
-    if issubclass(cls, tuple) and isinstance(
-        getattr(cls, "n_sequence_fields", None), int
-    ):  # a struct sequence, with hidden fields
+    # A struct sequence, with hidden fields.
+    if issubclass(cls, tuple) and isinstance(getattr(cls, "n_sequence_fields", None), int):
         return Kind(cls, (tuple.__iter__, lambda obj, items: type(obj)(items, obj.__reduce__()[1][1])))
     kind = Kind(cls)
     return kind if kind.base is not object or any(hasattr(cls, mark) for mark in _MARKS) else None

@@ -97,5 +97,7 @@ def _parts(values: Any) -> Iterator[bytes]:
             yield from _parts(value)
             yield b","
         yield b"]"
+    elif isinstance(values, (Iterator, torch.nn.Module)):
+        raise TypeError(f"a {type(values).__name__} cannot be compared: give a list, or a state_dict")
     else:
         yield repr(values).encode()
