@@ -30,6 +30,9 @@ class _State(HookState):
     def terms(self):
         return {"bits": self.bits}
 
+    def note(self):
+        return f"of rank {dist.get_rank()}"
+
 
 def _hook(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     state.bucket_came()
@@ -47,7 +50,9 @@ def _hook(state: _State, bucket: dist.GradBucket) -> torch.futures.Future[torch.
 
 
 def _hosts(rank):
-    same = _State().hosts()
+    state = _State()
+    same = state.hosts()
+    assert state.worker.notes() == [f"of rank {one}" for one in range(3)]
     alone = rank == 1 and ctypes.CDLL(None).unshare(_NEW_HOST_NAME) == 0
     if alone:
         socket.sethostname("another-host")

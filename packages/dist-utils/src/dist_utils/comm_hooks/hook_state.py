@@ -67,7 +67,7 @@ class HookState:
         """The worker for jobs of several collectives; made at first use, and again after :meth:`close`."""
         group = self.process_group
         if self._worker is None or self._worker.process_group is not group:
-            self._worker = OrderedWorker(group, name=type(self).__name__, terms=self.terms)
+            self._worker = OrderedWorker(group, name=type(self).__name__, terms=self.terms, note=self.note)
         return self._worker
 
     def hosts(self) -> list[int]:
@@ -77,6 +77,10 @@ class HookState:
     def terms(self) -> Mapping[str, object]:
         """Return what must be equal on all ranks, by name. They are compared before the first bucket."""
         return {}
+
+    def note(self) -> str:
+        """Return what this rank tells the others about itself; see :meth:`OrderedWorker.notes`."""
+        return ""
 
     def bind(self, ddp: DistributedDataParallel) -> Self:
         """Take a model's process group, or check that the state's own has the same ranks.

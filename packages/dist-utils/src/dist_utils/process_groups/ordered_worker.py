@@ -67,6 +67,7 @@ class OrderedWorker:
         name: The name of the thread in stack dumps, of the worker in messages about ``terms``, and of jobs
             without a name.
         terms: Returns what must be equal on all ranks, by name. Called before the first job.
+        note: Returns a text for the other ranks, which need not be equal: see :meth:`notes`. Called likewise.
 
     Raises:
         ValueError, TypeError, RuntimeError: As :func:`dist_utils.resolve_group`.
@@ -86,10 +87,11 @@ class OrderedWorker:
         *,
         name: str = "OrderedWorker",
         terms: Callable[[], Mapping[str, object]] = dict,
+        note: Callable[[], str] = str,
     ) -> None:
         self._process_group = resolve_group(process_group)
         self._name = name
-        self._terms = terms
+        self._terms, self._note = terms, note
         self._starting = threading.Lock()
         self._failure = FirstError()
         self._shown_error: Exception | None = None
@@ -187,17 +189,20 @@ class OrderedWorker:
             except BaseException as error:  # an interrupt, too: the other ranks are told of it
                 self._failure.keep(error)
                 raise
-            self._terms = dict  # it may hold the worker's owner, a cycle
+            self._terms, self._note = dict, str  # they may hold the worker's owner, a cycle
         return self._agreed
 
     def _compare_terms(self) -> Verdict:
         terms: Mapping[str, object] = {}
+        note = ""
         problem: BaseException | None = None
         try:
-            terms = self._terms()
+            terms, note = self._terms(), self._note()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             problem = error
-        return compare_terms(self._process_group, self._name, terms, problem=problem, note=_this_host())
+        return compare_terms(
+            self._process_group, self._name, terms, problem=problem, note=f"{_this_host()} {note}"
+        )
 
     def hosts(self) -> list[int]:
         """Return for each rank of the group the number of its host; hosts are numbered as they first appear.
@@ -205,10 +210,19 @@ class OrderedWorker:
         Ranks share a host if they have its name, boot and network namespace in common. They tell each other
         when they :meth:`agree`, which this does if need be: every rank must call it.
         """
+        found = [host for host, _ in self._published()]
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(found))}
+        return [numbers[host] for host in found]
+
+    def notes(self) -> list[str]:
+        """Return what ``note`` returned on each rank of the group, told like :meth:`hosts`."""
+        return [note for _, note in self._published()]
+
+    def _published(self) -> list[tuple[str, str]]:
+        """Return the host and the note of each rank."""
         with self._starting:
-            notes = self._agreement().notes
-        numbers = {note: number for number, note in enumerate(dict.fromkeys(notes))}
-        return [numbers[note] for note in notes]
+            published = self._agreement().notes
+        return [(host, note) for host, _, note in (one.partition(" ") for one in published)]
 
     def require_same_terms(
         self, title: str, terms: Mapping[str, object], *, about: object | None = None
