@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dist_utils import start_messages
-from dist_utils.comm_hooks import clamp_mean
+from dist_utils.comm_hooks import clamp_mean, joined_future
 from dist_utils.process_groups import Arrival, future_of_work
 
 Clamp: TypeAlias = Callable[[torch.Tensor, float], torch.Tensor]
@@ -60,7 +60,7 @@ def all_reduce_mean(
             return buffer
 
         arrivals.append(future_of_work(work, group, values.device).then(decode))
-    return when_all_have(arrivals)
+    return arrivals[0] if len(arrivals) == 1 else joined_future(arrivals, buffer, buffer.device)
 
 
 def sparse_mean(group: dist.ProcessGroup, gradient: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -202,14 +202,3 @@ def _pieces(values: torch.Tensor, wire_dtype: torch.dtype, most_bytes: int) -> t
         return (values,)
     cuts = [(2 * index + 1) * values.numel() // (2 * count) for index in range(count)]
     return values.tensor_split(cuts)
-
-
-def when_all_have(arrivals: list[torch.futures.Future[torch.Tensor]]) -> torch.futures.Future[torch.Tensor]:
-    """Return a future of the last of ``arrivals``, complete when all are; or of the first error."""
-    if len(arrivals) == 1:
-        return arrivals[0]
-
-    def last(done: torch.futures.Future[list[torch.futures.Future[torch.Tensor]]]) -> torch.Tensor:
-        return [arrival.value() for arrival in done.value()][-1]
-
-    return torch.futures.collect_all(arrivals).then(last)

@@ -9,13 +9,14 @@ from typing import Any, Literal, overload
 import torch
 import torch.distributed as dist
 
-from ddp_compress_hooks.averaging import all_reduce_mean, exchange_mean, when_all_have
+from ddp_compress_hooks.averaging import all_reduce_mean, exchange_mean
 from ddp_compress_hooks.state import CompressState, GroupOrState, as_state
 from dist_utils.comm_hooks import (
     checked_operation,
     checked_tensors,
     completed_future,
     failed_future,
+    joined_future,
     same_kind,
 )
 from dist_utils.process_groups import future_of_work
@@ -124,7 +125,10 @@ def all_reduce(
                 arrivals.append(_start(state, pack, mean=mean))
                 if not async_op:
                     arrivals.pop().wait()
-    return _result(when_all_have(arrivals or [completed_future(like)]), tensor) if async_op else None
+    if not async_op:
+        return None
+    device = next((one.device for one in filled if one.device.type != "cpu"), like.device)
+    return _result(joined_future(arrivals or [completed_future(like)], like, device), tensor)
 
 
 def _packs(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -8,6 +8,7 @@ from dist_utils.comm_hooks.buckets import (
     completed_future,
     failed_future,
     is_pair,
+    joined_future,
 )
 from dist_utils.comm_hooks.comparisons import require_same_bucket, require_same_call
 from dist_utils.comm_hooks.hook_state import BucketWatch, HookState
@@ -25,6 +26,7 @@ __all__ = [
     "completed_future",
     "failed_future",
     "is_pair",
+    "joined_future",
     "require_same_bucket",
     "require_same_call",
     "same_kind",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 import torch
 
+from dist_utils.process_groups.side_stream import fail
 from dist_utils.torch_compat import GradBucket
 
 CommHook: TypeAlias = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -23,6 +24,7 @@ GRADIENT_DTYPES = (
 )
 
 
+_T = TypeVar("_T")
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
@@ -102,6 +104,36 @@ def completed_future(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]
     )
     future.set_result(buffer)
     return future
+
+
+def joined_future(
+    parts: Sequence[torch.futures.Future[Any]], value: _T, device: torch.device
+) -> torch.futures.Future[_T]:
+    """Return a future of ``value`` that is complete when all parts are, or raises the first error of one.
+
+    ``torch.futures.collect_all`` makes a future without devices: who waits for it on an accelerator does not
+    wait for the streams of its parts.
+
+    Args:
+        parts: At least one; they complete on any thread.
+        value: The future's value.
+        device: Where the tensors are that the parts write.
+    """
+    on_cpu = device.type == "cpu"
+    joined: torch.futures.Future[_T] = torch.futures.Future(devices=None if on_cpu else [device])
+
+    def finish(_: torch.futures.Future[Any]) -> None:
+        try:
+            for part in parts:
+                part.wait()  # the current stream waits, which the future records below
+        except Exception as error:  # noqa: BLE001 - whatever it is, who waits must have it
+            fail(joined, error)
+        else:
+            joined.set_result(value)
+
+    torch.futures.collect_all(list(parts)).then(finish)
+    # C++ waiters such as DDP's reducer see an error only if a callback has raised it.
+    return joined.then(lambda done: done.value())
 
 
 def failed_future(error: Exception, buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
