@@ -288,14 +288,15 @@ class OrderedWorker:
     def wait(self) -> None:
         """Return when every job submitted so far has run, with or without an error.
 
-        On an accelerator whose backend enqueues its collectives there is nothing to wait for: the caller's
-        stream is not made to wait either.
+        On an accelerator the caller's current stream waits, and not the host, for what is enqueued on the
+        worker's stream.
 
         Raises:
             RuntimeError: This process was forked while jobs were queued.
         """
         if self._thread is not None:
             self._thread.wait()
+        self._side_streams.wait()
 
     def runs_this_thread(self) -> bool:
         """Return whether the caller is on the worker's thread: in a job, or in a callback of its future.

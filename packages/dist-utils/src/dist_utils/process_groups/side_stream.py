@@ -35,6 +35,12 @@ class SideStreams:
             self._streams[device] = accelerator.Stream(device)
         return SideStream(self._streams[device], accelerator.current_stream(device).record_event())
 
+    def wait(self) -> None:
+        """Make the caller's streams wait for what is enqueued so far. The host does not wait."""
+        for device, stream in self._streams.items():
+            accelerator: Any = torch.get_device_module(device)
+            accelerator.current_stream(device).wait_stream(stream)
+
 
 def current(side: SideStream | None) -> contextlib.AbstractContextManager[object]:
     """Make the side stream the current one: a future records it when it gets its value."""
