@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch._weights_only_unpickler import Unpickler
 
 with atheris.instrument_imports(include=["dist_utils", "dist_autograd_collectives", "ddp_quant_hooks"]):
-    from ddp_quant_hooks import QuantizedAllreduceState, all_reduce, sent_residuals
+    from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
+    from ddp_quant_hooks.feedback import checkpoint
     from dist_autograd_collectives import CollectiveError, descriptions
     from dist_autograd_collectives.calls import members
     from dist_utils.testing import same_bits
@@ -94,7 +95,7 @@ class Residuals:
         before = self._state.state_dict()
         try:
             sent = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-            self._state.load_state_dict(sent_residuals._read(sent, 1))
+            self._state.load_state_dict(checkpoint._read(sent, 1))
         except (ValueError, TypeError):
             assert data != self.pickled
             assert same_bits(self._state.state_dict(), before), "a refusal changes nothing"

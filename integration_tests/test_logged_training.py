@@ -31,7 +31,7 @@ def test_statistics_are_logged_as_numbers(launch, tmp_path):
             assert values["number"] == int(step)
             assert values["stepped"] == values["buckets"] > 1
         else:
-            assert 10 < values["quantised_buckets"] < 100  # for ten steps, not for all so far
+            assert 10 < values["quantized_buckets"] < 100  # for ten steps, not for all so far
             assert 0 < values["relative_error"] < 3e-2
             assert 0.25 < values["bytes_ratio"] < 0.5  # includes an exact all-reduce for every sample
     if importlib.util.find_spec("tensorboard") is not None:

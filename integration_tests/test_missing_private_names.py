@@ -10,9 +10,8 @@ import torch
 
 from ddp_optim_overlap.communication import refusing_collectives
 from ddp_optim_overlap.optimizer_hooks import step_pre_hooks
-from ddp_quant_hooks.sharded_modules import reduce_scatter_base
 from dist_autograd_collectives.transforms import function_transforms_active
-from dist_utils.torch_compat import MissingTorchFeatureError, traceable_collective
+from dist_utils.torch_compat import MissingTorchFeatureError, private, traceable_collective
 
 COMMAND = Path(__file__).resolve().parent.parent / "packages/dist-utils/tests/missing_names.py"
 
@@ -46,6 +45,6 @@ def test_the_function_that_needs_one_names_it(name, monkeypatch):
 def test_an_operator_or_a_module_that_is_missing_is_named(monkeypatch):
     with pytest.raises(MissingTorchFeatureError, match=r"_c10d_functional\.no_such, "):
         traceable_collective("no_such", torch.ones(1))
-    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp._fully_shard._fsdp_api", None)
-    with pytest.raises(MissingTorchFeatureError, match=r"_fsdp_api\.ReduceScatter, "):
-        reduce_scatter_base()
+    monkeypatch.setitem(sys.modules, "torch.distributed.fsdp", None)
+    with pytest.raises(MissingTorchFeatureError, match=r"fsdp\.FSDPModule, which is needed for this test"):
+        private("torch.distributed.fsdp", "FSDPModule", "this test")

@@ -1,5 +1,6 @@
 """A job with quantized gradients and an overlapped optimizer, saved by one rank and resumed."""
 
+import contextlib
 import io
 
 import torch
@@ -16,17 +17,23 @@ def _run(device, mode, **options):
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.02, **options)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
     state = QuantizedAllreduceState(min_bytes=0, error_feedback="both").bind(ddp)
+    handle = None
     if mode is None:
         ddp.register_comm_hook(state, quantized_allreduce_hook)
     else:
-        overlap_optimizer(ddp, optimizer, mode=mode, comm_hook=quantized_allreduce_hook, comm_state=state)
-    return ddp, optimizer, state
+        hook = quantized_allreduce_hook
+        handle = overlap_optimizer(ddp, optimizer, mode=mode, comm_hook=hook, comm_state=state)
+    return ddp, optimizer, state, handle
+
+
+def _backward(ddp, number, device):
+    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    ddp(torch.randn(8, 61, generator=generator).to(device)).square().mean().backward()
 
 
 def _step(ddp, optimizer, number, device):
-    generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
     optimizer.zero_grad()
-    ddp(torch.randn(8, 61, generator=generator).to(device)).square().mean().backward()
+    _backward(ddp, number, device)
     optimizer.step()
 
 
@@ -39,7 +46,7 @@ def _resumes(rank):
     found = []
     for mode in (None, *OverlapMode):
         for options in ({}, {"static_graph": True}):
-            ddp, optimizer, state = _run(device, mode, **options)
+            ddp, optimizer, state, _ = _run(device, mode, **options)
             for number in range(3):
                 _step(ddp, optimizer, number, device)
             everyone = state.gather_state_dict()
@@ -47,7 +54,11 @@ def _resumes(rank):
             torch.save({"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}, file)
             file.seek(0)
             checkpoint = torch.load(file, weights_only=True)
-            again, other, resumed = _run(device, mode, **options)
+            again, other, resumed, handle = _run(device, mode, **options)
+            for number in range(1 + bool(options)):  # the recipe: DDP makes its final buckets
+                with contextlib.nullcontext() if handle is None else handle.pause():
+                    _backward(again, number, device)
+                other.zero_grad()
             again.module.load_state_dict(checkpoint["model"])
             other.load_state_dict(checkpoint["optimizer"])
             resumed.scatter_state_dict(everyone)

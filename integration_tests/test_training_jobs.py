@@ -50,7 +50,7 @@ def _states():
         yield CompressState(accumulate=accumulate), fp16_compress_hook
         yield CompressState(accumulate=accumulate), bf16_compress_hook
         yield CompressState(accumulate=accumulate, saturate=True, wire_dtype=torch.float16), compress_hook
-    for options in ({}, {"bits": 4}, {"gather": "bf16", "error_feedback": "shard", "exact_1d": True}):
+    for options in ({}, {"bits": 4}, {"gather": "fp16", "error_feedback": "shard", "exact_1d": True}):
         yield QuantizedAllreduceState(min_bytes=0, **options), quantized_allreduce_hook
     yield None, quantization_perchannel_hook
     yield AutoState(), auto_hook

@@ -137,8 +137,7 @@ class Training:
         dist.all_reduce(newest, dist.ReduceOp.MIN)
         for checkpoint in saved:
             if checkpoint["step"] == newest:
-                if not any(True for _ in _tensors_in(checkpoint["residuals"])):
-                    self._make_final_buckets()
+                self._make_final_buckets()
                 for parameter, value in zip(self.parameters(), checkpoint["parameters"], strict=True):
                     parameter.data.copy_(value)
                 self.optimizer.load_state_dict(checkpoint["optimizer"])
@@ -148,7 +147,7 @@ class Training:
         return int(newest)
 
     def _make_final_buckets(self) -> None:
-        """Do one pass, as the guide says for hooks without residuals, whose bits depend on DDP's buckets."""
+        """Do one pass, as the guide says: the bits of averages depend on DDP's buckets."""
         with contextlib.nullcontext() if self._handle is None else self._handle.pause():
             self._call(torch.ones(8, WIDTH)).sum().backward()
         self.optimizer.zero_grad()

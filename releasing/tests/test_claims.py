@@ -131,3 +131,18 @@ def test_what_nccl_messages_take_of_the_host_is_that_of_the_results():
 
     text = f"{stated(4, 8)} among four or eight ranks that share the GPU, and {stated(2)} between two"
     assert stands(Place("docs/gpu.md", ""), text)
+
+
+def test_the_table_of_many_ranks_is_that_of_the_results():
+    results = json.loads((RESULTS / "many_ranks.json").read_text())
+    path = "docs/benchmarks/many-ranks.md"
+    page = (ROOT / path).read_text()
+    for case, times in results["cases"].items():
+        for size, kib in {"64 KiB": 64, "1 MiB": 1 << 10, "4 MiB": 4 << 10, "25 MiB": 25 << 10}.items():
+            ours, ring = (times[f"{side}, {kib << 10}"]["fastest"] for side in ("8 bits", "fp32 ring"))
+            assert cells(page, case.removesuffix(", loopback"), size) == [
+                f"{1e3 * ours:.1f} ({ours / ring:.2f})"
+            ]
+    machine, torch = results["machine"], results["versions"]["torch"].split("+")[0]
+    text = f"({machine['cores']} cores, {machine['cpu']}, Gloo, torch {torch}, {results['date']})"
+    assert stands(Place(path, ""), text)

@@ -15,10 +15,10 @@ SECONDS = 0.04
 
 
 def slowed(hook, seconds):
-    """Return a hook that takes ``seconds`` longer; they may be a function of the bucket's bytes."""
+    """Return a hook that takes ``seconds`` longer; they may be a function."""
 
     def slow_hook(state, bucket):
-        time.sleep(seconds(bucket.buffer().nbytes) if callable(seconds) else seconds)
+        time.sleep(seconds() if callable(seconds) else seconds)
         return hook(state, bucket)
 
     return slow_hook
@@ -48,11 +48,6 @@ class Net(torch.nn.Module):
 
     def forward(self, x):
         return self.second(call_in_backward(torch.tanh(self.first(x)), self._call_between))
-
-
-LARGE = 4 * 32 * 96
-SMALL = 4 * 96 * 16
-"""Bytes of both."""
 
 
 class Training:

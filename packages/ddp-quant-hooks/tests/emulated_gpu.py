@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddp_quant_hooks.kernels.cuda import CudaKernels
-from ddp_quant_hooks.kernels.gpu_programs import source
+from ddp_quant_hooks.kernels.programs import THREADS, source
 
 COMPILER = next(filter(shutil.which, ("c++", "g++", "clang++")), None)
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler to emulate a GPU with")
@@ -69,4 +69,4 @@ class EmulatedGpu(CudaKernels):
             self._compile([program])
         self.launches.append((program, width, height))
         first = min(self.first_thread_block, width)
-        self._libraries[program](work, program.threads, first, width, height)
+        self._libraries[program](work, THREADS, first, width, height)

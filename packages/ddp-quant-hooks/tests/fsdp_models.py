@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ddp_quant_hooks import QuantizedAllreduceState
 
@@ -38,6 +39,20 @@ class Net(torch.nn.Module):
         return x * self.scale
 
 
+class Halves(torch.nn.Module):
+    """A module that tensor parallelism cuts in two."""
+
+    def __init__(self, mesh, shards):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(37, 8), torch.nn.Linear(8, 37)
+        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        fsdp.fully_shard(parallelize_module(self, mesh["tensor"], plan), mesh=shards)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
 def nodes_and_shards(shards=2):
     """Return a mesh of nodes that hold so many shards each, on the devices that the default group serves."""
     device = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
@@ -60,6 +75,11 @@ def state_between(mesh, **options):
     return QuantizedAllreduceState(mesh["node"], **{"min_bytes": 0, **options})
 
 
+def kept_names(state):
+    """Return the names under which the state keeps residuals."""
+    return set(state.state_dict()["lengths"])
+
+
 def batch(step):
     """Return a different batch for every rank and step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
@@ -67,8 +87,8 @@ def batch(step):
 
 
 def local(tensor):
-    """Return this rank's shard."""
-    return tensor.to_local().detach().clone()
+    """Return this rank's shard, or the tensor if it is not sharded."""
+    return getattr(tensor, "to_local", tensor.detach)().detach().clone()
 
 
 def gradients(net):
@@ -90,22 +110,22 @@ def backward(net, step, *, more=False):
     loss.backward()
 
 
-def train(net, steps, *, first=0, accumulate=None, optimizer=None):
+def train(net, steps, *, first=0, accumulate=False, optimizer=None):
     """Train a few steps; return the shards of parameters.
 
     Args:
         net: The model.
         steps: The number of steps.
         first: The number of the first.
-        accumulate: The method that holds back synchronization, if each step has two micro-batches.
+        accumulate: Whether each step has two micro-batches.
         optimizer: Of the model; plain SGD with momentum if not given.
     """
     optimizer = optimizer or torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     for step in range(first, first + steps):
-        if accumulate is not None:
-            getattr(net, accumulate)(False)
+        if accumulate:
+            net.set_requires_gradient_sync(False)
             backward(net, 1000 + step)
-            getattr(net, accumulate)(True)
+            net.set_requires_gradient_sync(True)
         backward(net, step)
         optimizer.step()
         optimizer.zero_grad()

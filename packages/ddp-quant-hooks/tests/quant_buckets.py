@@ -3,15 +3,14 @@
 import inspect
 
 import torch
+from kernel_backends import computed_by
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from ddp_quant_hooks import QuantizedAllreduceState, kernels, quantized_allreduce_hook
 from ddp_quant_hooks.kernels import torch_ops
-from ddp_quant_hooks.kernels.backends import Outgoing
 
 STATES = {
     "int8": {},
-    "int8/bf16": {"gather": "bf16"},
     "int8/fp16": {"gather": "fp16"},
     "int8/64": {"block_size": 64},
     "int4": {"bits": 4, "error_feedback": "none"},
@@ -49,15 +48,25 @@ def simulate(state, inputs):
 
     Chunks and shards end at block boundaries, so they change no bit.
     """
+    with computed_by(torch_ops):
+        return _simulate(state, inputs)
+
+
+def _simulate(state, inputs):
     count = inputs[0].numel()
     messages = [torch.empty(state.scatter.message_bytes(count), dtype=torch.uint8) for _ in inputs]
     for values, message in zip(inputs, messages, strict=True):
-        torch_ops.encode([(values, Outgoing(message))], state.scatter)
+        kernels.encode(values, message, state.scatter)
     layout = state.scatter
     if len(inputs) > 2:
         mean = torch.empty(state.gather.message_bytes(count), dtype=torch.uint8)
-        torch_ops.reduce(messages, state.scatter, count, Outgoing(mean), state.gather)
+        kernels.reduce(messages, state.scatter, count, mean, state.gather)
         messages, layout = [mean], state.gather
     result = torch.empty_like(inputs[0])
-    torch_ops.decode([(messages, result)], layout)
+    kernels.decode(messages, layout, result)
     return result
+
+
+def flat_residuals(saved, kind="own"):
+    """Return the residuals of each parameter or key in a state's ``state_dict()``, in one row."""
+    return {name: torch.cat([values for _, _, values in pieces]) for name, pieces in saved[kind].items()}

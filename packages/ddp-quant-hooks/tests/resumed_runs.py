@@ -43,25 +43,23 @@ def complex_if_sent():
 class Run:
     """A model, its optimizer and the hook's state."""
 
-    def __init__(
-        self, make_state, *, weights=None, use=True, net=Net, hook=quantized_allreduce_hook, **options
-    ):
+    def __init__(self, make_state, *, use=True, net=Net, hook=quantized_allreduce_hook, **options):
         torch.manual_seed(0)
-        net = net()
-        if weights is not None:
-            net.load_state_dict(weights)
-        self.ddp = DistributedDataParallel(net, **options)
+        self.ddp = DistributedDataParallel(net(), **options)
         self.state = make_state()
         self.ddp.register_comm_hook(self.state.bind(self.ddp), hook)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-2)
         self.use = use
 
     def step(self, number):
+        self.backward(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, number):
         generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
         use = self.use(number) if callable(self.use) else self.use
         self.ddp(torch.randn(5, 37, generator=generator), use=use).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
 
     def save(self):
         """Return a checkpoint as a file would hold it."""
@@ -81,22 +79,25 @@ class Run:
         return torch.cat([parameter.detach().flatten() for parameter in self.ddp.parameters()])
 
 
-def resumed(checkpoint, make_state, *, load=True, **options):
-    """Return a new run that starts from a checkpoint."""
-    run = Run(make_state, weights=checkpoint["model"], **options)
+def resumed(checkpoint, make_state, **options):
+    """Return a new run that goes on from a checkpoint, by the documented recipe."""
+    run = Run(make_state, **options)
+    for number in range(2 if options.get("static_graph") else 1):
+        run.backward(number)
+        run.optimizer.zero_grad(set_to_none=True)
+    run.ddp.module.load_state_dict(checkpoint["model"])
     run.optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))  # it would use the same tensors
-    if load:
-        run.state.load_state_dict(checkpoint["residuals"])
+    run.state.load_state_dict(checkpoint["residuals"])
     return run
 
 
-def difference_after_resume(make_state, *, before=3, after=3, other=None, **options):
+def difference_after_resume(make_state, *, before=3, after=3, **options):
     """Return the step after which a resumed run first differs from one that continued; None if none."""
     run = Run(make_state, **options)
     for number in range(before):
         run.step(number)
     checkpoint = run.save()
-    again = resumed(checkpoint, make_state, **{**options, **(other or {})})
+    again = resumed(checkpoint, make_state, **options)
     for number in range(before, before + after):
         run.step(number)
         again.step(number)

@@ -4,7 +4,7 @@ import torch
 from auto_runs import SECONDS, Net, Training, exact, quantized
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_quant_hooks import AutoState, auto_hook
+from ddp_quant_hooks import AutoState, Statistics, auto_hook
 from dist_utils.testing import run_ranks
 
 FOUR_BITS = 0.06, 0.2
@@ -23,10 +23,10 @@ class _Embeddings(torch.nn.Module):
         return self.last(sum(table(tokens) for table in self.tables))
 
 
-def _chosen(net, loss, *, slow=SECONDS / 2, **options):
+def _chosen(net, loss, *, slow=SECONDS / 2):
     """Return the choice between slow full precision and 4 bits; every step has a different loss."""
     four = quantized(bits=4, error_feedback="none")
-    state = AutoState(candidates={"exact": exact(slow), "4 bits": four}, **options)
+    state = AutoState(candidates={"exact": exact(slow), "4 bits": four}, max_error=0.05)
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.005)
     ddp.register_comm_hook(state.bind(ddp), auto_hook)
     for step in range(100):
@@ -77,3 +77,22 @@ def test_samples_have_no_residuals_in_them():
     """A candidate that ends one round and begins the next one has a turn without a break."""
     for name, error in run_ranks(_with_residuals, 2, timeout=60):
         assert (name, error < 0.11) == ("4 bits", True)
+
+
+def _default(rank):
+    state = AutoState()
+    training = Training(state)
+    choice, _ = training.until_chosen()
+    four = state.candidates["4 bits"].state
+    found = choice, four.statistics, four.state_dict()["own"]
+    state.close()
+    return found
+
+
+def test_a_candidate_that_max_error_excludes_by_what_is_known_is_never_tried():
+    """It would cost a pass of too large errors, and four bytes a value for residuals."""
+    for choice, statistics, residuals in run_ranks(_default, 2, timeout=60):
+        assert statistics == Statistics()
+        assert residuals == {}
+        assert {"fp32", "bf16", "8 bits"} == choice.seconds.keys() == choice.errors.keys()
+        assert "4 bits was left out: max_error 0.03 is below" in choice.why

@@ -32,11 +32,11 @@ def build(folder, monkeypatch, **environment):
 def describe(wheel):
     """Return what an installation of the wheel says about its kernels, and what it computes."""
     program = (
-        "import torch; from ddp_quant_hooks import kernels; from ddp_quant_hooks.wire_format import Layout\n"
+        "import torch; from ddp_quant_hooks import kernels; from ddp_quant_hooks.kernels import Layout\n"
         "layout = Layout('int8', 128); message = torch.empty(132, dtype=torch.uint8)\n"
         "kernels.encode(torch.arange(100.0), message, layout)\n"
         "print(message.sum().item(), kernels.describe())\n"
-        "from ddp_quant_hooks.kernels.gpu_programs import source\n"
+        "from ddp_quant_hooks.kernels.programs import source\n"
         "assert all('decode' in source(file) for file in ('block_kernels.cu', 'affine_kernels.cu'))"
     )
     unpacked = wheel.parent / "unpacked"

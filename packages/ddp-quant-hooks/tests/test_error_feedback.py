@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import make_state, run_hook
+from quant_buckets import flat_residuals, make_state, run_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
@@ -58,7 +58,7 @@ def _not_finite(rank):
         model.zero_grad()
 
     def kept():
-        return list(state.state_dict(model)["own"].values())
+        return list(flat_residuals(state.state_dict(model)).values())
 
     for _ in range(6):
         step()
@@ -94,16 +94,16 @@ def _mixed(rank):
     for _ in range(8):
         step(1.0)
     assert state.statistics.plain_buckets >= 6
-    assert state.statistics.quantised_buckets >= 6
-    before = list(state.state_dict(model)["own"].values())
+    assert state.statistics.quantized_buckets >= 6
+    before = list(flat_residuals(state.state_dict(model)).values())
     hook = net[1].bias.register_hook(lambda gradient: gradient * torch.nan) if rank == 0 else None
     step(1.0)
-    after = list(state.state_dict(model)["own"].values())
+    after = list(flat_residuals(state.state_dict(model)).values())
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     if hook is not None:
         hook.remove()
     step(2.0)
-    later = list(state.state_dict(model)["own"].values())
+    later = list(flat_residuals(state.state_dict(model)).values())
     assert not all(torch.equal(old, new) for old, new in zip(before, later, strict=True))
 
 

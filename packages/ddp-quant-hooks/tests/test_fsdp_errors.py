@@ -1,41 +1,41 @@
-"""Wrong uses of averages in few bits under FSDP2: errors on every rank, before communication."""
+"""Wrong uses of FSDP2 in few bits and failed passes: errors on every rank, and a fresh start after them."""
 
 import os
 import time
 import warnings
 from datetime import timedelta
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_models import Net, backward, needs_hooks, nodes_and_shards, sharded, state_between
+from fsdp_models import (
+    EXACT,
+    Halves,
+    Net,
+    all_equal,
+    backward,
+    gradients,
+    kept_names,
+    needs_hooks,
+    needs_reset,
+    nodes_and_shards,
+    sharded,
+    state_between,
+)
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
-from ddp_quant_hooks import (
-    HierarchicalAllreduceState,
-    QuantizedAllreduceState,
-    quantized_allreduce_hook,
-    sharded_averages,
-)
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.fsdp import quantize_all_reduce, quantize_reduce_scatter
 from dist_utils import AgreementError
-from dist_utils.testing import patience, run_ranks, stop_process
+from dist_utils.testing import patience, run_ranks, same_on_all_ranks, stop_process
+from dist_utils.torch_compat import default_store
 
 
 def _refused(error, match, call, *arguments):
     with pytest.raises(error, match=match):
         call(*arguments)
-
-
-def _replicated(mesh):
-    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
-    try:
-        return replicate(Net(), mesh=mesh["node"])
-    except TypeError:  # torch 2.9 has another name for it, and wants a mesh as for HSDP
-        return replicate(Net(), device_mesh=mesh)
 
 
 def _refusals(_):
@@ -60,21 +60,12 @@ def _refusals(_):
     _refused(ValueError, "has an all-reduce hook", quantize_all_reduce, plain, state_between(mesh))
     handle.remove()
     quantize_all_reduce(other, state)
-    # Gradients are averaged only from the second micro-batch on.
+    handle.remove()  # the state is no longer of this one
+    _refused(ValueError, "state is used for a model", quantize_all_reduce, plain, state)
     other.set_requires_all_reduce(False)
-    backward(other, 0)
-    other.set_requires_all_reduce(True)
-    other.layers[0].bias.requires_grad_(False)
-    try:
-        _refused(ValueError, "were reduced in a micro-batch and", backward, other, 1)
-    finally:
-        other.layers[0].bias.requires_grad_(True)
-    # FSDP would call it with zeros.
-    other = sharded(mesh["shard"])
-    quantize_all_reduce(other, state_between(mesh))
-    other.layers[2].bias.register_post_accumulate_grad_hook(print)
-    other.set_requires_all_reduce(False)
-    _refused(ValueError, "'layers.2' has a post-accumulate hook, which would get zeros", backward, other, 0)
+    instead = r"'layers\.2'.*accumulate with set_requires_gradient_sync\(False\)"
+    _refused(ValueError, instead, backward, other, 0)
+    assert state.statistics.plain_buckets == state.statistics.quantized_buckets == 0
     scatter_needs = "is sharded over ranks .* but the state's process group has"
     _refused(ValueError, scatter_needs, quantize_reduce_scatter, plain, whole)
     _refused(ValueError, scatter_needs, quantize_reduce_scatter, sharded(one_shard["shard"]), whole)
@@ -86,8 +77,13 @@ def test_wrong_models_states_and_groups_are_refused():
 
 
 def _replicate_is_refused(_):
-    replicas = _replicated(nodes_and_shards(1))
-    state = state_between(nodes_and_shards(1))
+    mesh = nodes_and_shards(1)
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+    try:
+        replicas = replicate(Net(), mesh=mesh["node"])
+    except TypeError:  # torch 2.9 has another name for it, and wants a mesh as for HSDP
+        replicas = replicate(Net(), device_mesh=mesh)
+    state = state_between(mesh)
     _refused(ValueError, "instead of replicate.*a mesh of one rank", quantize_all_reduce, replicas, state)
     _refused(ValueError, r"is sharded over ranks \[\d?\]", quantize_reduce_scatter, replicas, state)
 
@@ -98,17 +94,25 @@ def test_replicate_is_refused():
     run_ranks(_replicate_is_refused, 2, timeout=60)
 
 
+def _names(_):
+    """Names are those in the model, without wrappers; modules sharded together have the first one's."""
+    mesh = nodes_and_shards(1)
+    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+    fsdp.fully_shard(net[1], mesh=mesh["shard"])
+    fsdp.fully_shard([net[2], net[3]], mesh=mesh["shard"])
+    fsdp.fully_shard(net, mesh=mesh["shard"])
+    wrapped = torch.nn.Sequential(torch.compile(net, backend="eager"))
+    handle = quantize_all_reduce(wrapped, state_between(mesh))
+    assert handle.keys == ["0", "0.1", "0.2"]
+    handle.remove()
+    assert quantize_all_reduce(net, state_between(mesh)).keys == ["(model)", "1", "2"]
+
+
 def _different_ranks(rank):
     """One rank has a different model, or no FSDP model: all ranks raise."""
     mesh = nodes_and_shards(1)
-    net = sharded(mesh["shard"], cut=(rank,))
-    _refused(
-        AgreementError,
-        r"module 'layers\.0' is not there on rank 0",
-        quantize_all_reduce,
-        net,
-        state_between(mesh),
-    )
+    net, state = sharded(mesh["shard"], cut=(rank,)), state_between(mesh)
+    _refused(AgreementError, r"module 'layers\.0' is not there on rank 0", quantize_all_reduce, net, state)
     net = sharded(mesh["shard"]) if rank else Net()
     error = AgreementError if rank else ValueError
     _refused(error, "applied neither to the model", quantize_all_reduce, net, state_between(mesh))
@@ -118,15 +122,13 @@ def _different_ranks(rank):
 
 
 def _unfit_states(_):
-    """Options that FSDP does not support, a second state, and a model that is gone."""
+    """Options that FSDP does not support, a second state, and hooks of others."""
     mesh, flat = nodes_and_shards(1), init_device_mesh("cpu", (2,))
     flat_tensor = "exact_1d does not work: FSDP hands over.* one flat tensor"
     net, wide = sharded(mesh["shard"]), sharded(flat)
     _refused(ValueError, flat_tensor, quantize_all_reduce, net, state_between(mesh, exact_1d=True))
     exact_1d = QuantizedAllreduceState(exact_1d=True)
     _refused(ValueError, flat_tensor, quantize_reduce_scatter, wide, exact_1d)
-    grid = HierarchicalAllreduceState(mesh=mesh)
-    _refused(TypeError, "supports no hierarchical state", quantize_reduce_scatter, wide, grid)
     wide.unshard()  # it still has all its parameters, in another form
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -135,20 +137,21 @@ def _unfit_states(_):
     _refused(ValueError, "has the reduce-scatter of another state", quantize_reduce_scatter, wide, second)
     first.remove()
     quantize_reduce_scatter(wide, second)
-    with_step, of_ddp = state_between(mesh, bits=4), state_between(mesh, bits=4)
-    with with_step.step():
-        _refused(ValueError, r"inside step\(\)", quantize_all_reduce, net, with_step)
+    of_ddp = state_between(mesh, bits=4)
     ddp = torch.nn.parallel.DistributedDataParallel(Net())
     ddp.register_comm_hook(of_ddp, quantized_allreduce_hook)
     backward(ddp, 0)
-    _refused(ValueError, "residuals of a DistributedDataParallel", quantize_all_reduce, net, of_ddp)
+    both = sharded(mesh["shard"])
+    quantize_all_reduce(both, of_ddp)
+    _refused(ValueError, "buckets or for plain tensors, not for both", backward, both, 0)
     # A handle removes what it has added, and nothing else.
     calls = []
-    handle = quantize_all_reduce(net, state := state_between(mesh))
+    handle = quantize_all_reduce(net, state_between(mesh))
     net.layers[0].set_all_reduce_hook(calls.append)
     handle.remove()
     backward(net, 0)
     assert len(calls) == 1
+    state = state_between(mesh)
     for _ in range(2):
         other = sharded(mesh["shard"])
         quantize_all_reduce(other, state)
@@ -171,23 +174,13 @@ def _sharded_too_late(_):
 
 
 def _unfit(rank):
-    _unfit_states(rank)
-    _sharded_too_late(rank)
+    for check in (_names, _different_ranks, _unfit_states, _sharded_too_late):
+        check(rank)
 
 
 @needs_hooks
-def test_unfit_states_are_refused_and_handles_remove_only_their_own():
-    run_ranks(_unfit, 2, timeout=60)
-
-
-class _Halves(torch.nn.Module):
-    """A module that tensor parallelism cuts in two."""
-
-    def __init__(self, mesh):
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
-        plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-        fsdp.fully_shard(parallelize_module(self, mesh["tensor"], plan), mesh=mesh["shard"])
+def test_unfit_states_and_different_models_are_refused_and_handles_remove_only_their_own():
+    run_ranks(_unfit, 2, timeout=100)
 
 
 def _tensor_parallel(_):
@@ -196,8 +189,8 @@ def _tensor_parallel(_):
     other_parts = r"module '\(model\)' is .*\(0, 0\) of \(1, 2\).* on .*\(0, 1\) of \(1, 2\)"
     for group in (mesh["tensor"], None):
         state = QuantizedAllreduceState(group)
-        _refused(AgreementError, other_parts, quantize_all_reduce, _Halves(mesh), state)
-    quantize_all_reduce(_Halves(mesh), QuantizedAllreduceState(mesh["node"]))
+        _refused(AgreementError, other_parts, quantize_all_reduce, Halves(mesh, mesh["shard"]), state)
+    quantize_all_reduce(Halves(mesh, mesh["shard"]), QuantizedAllreduceState(mesh["node"]))
 
 
 @needs_hooks
@@ -205,10 +198,10 @@ def test_a_group_with_other_parts_of_tensor_parallelism_is_refused():
     run_ranks(_tensor_parallel, 4, timeout=60)
 
 
-def _one_rank_fails(rank):
+def _one_rank_dies(rank):
     mesh = nodes_and_shards(1)
-    net, state = sharded(mesh["shard"]), state_between(mesh)
-    quantize_all_reduce(net, state)
+    net = sharded(mesh["shard"])
+    quantize_all_reduce(net, state_between(mesh))
     backward(net, 0)
     net.zero_grad()
     if rank == 1:
@@ -218,23 +211,30 @@ def _one_rank_fails(rank):
     return "raised"
 
 
-def _stop(*_, **__):
-    stop_process()
+@needs_hooks
+def test_a_rank_that_dies_is_an_error_of_backward():
+    results = run_ranks(_one_rank_dies, 2, timeout=100, group_timeout=20, may_die={1})
+    assert results[0] == "raised"
+
+
+def _mesh_with_timeout(rank, rows, timeout):
+    """Return a mesh whose groups along each dimension have a timeout."""
+    mine = []
+    for groups in rows:
+        made = [dist.new_group(row, timeout=timedelta(seconds=timeout)) for row in groups]
+        mine += [group for group, row in zip(made, groups, strict=True) if rank in row]
+    shape = (len(rows[0][0]), len(rows[1][0]))
+    ranks = torch.arange(dist.get_world_size()).view(shape)
+    return DeviceMesh.from_group(mine, "cpu", mesh=ranks, mesh_dim_names=("node", "shard"))
 
 
 def _others_stop(rank, timeout):
     """All others stop where they would average: one has the same shard, one shares FSDP's collectives."""
-    mine = []
-    for rows in ([[0, 2], [1, 3]], [[0, 1], [2, 3]]):
-        groups = [dist.new_group(row, timeout=timedelta(seconds=timeout)) for row in rows]
-        mine += [group for group, row in zip(groups, rows, strict=True) if rank in row]
-    mesh = DeviceMesh.from_group(
-        mine, "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("node", "shard")
-    )
-    net, state = sharded(mesh["shard"]), state_between(mesh)
-    quantize_all_reduce(net, state)
+    mesh = _mesh_with_timeout(rank, ([[0, 2], [1, 3]], [[0, 1], [2, 3]]), timeout)
+    net = sharded(mesh["shard"])
+    quantize_all_reduce(net, state_between(mesh))
     if rank:
-        mock.patch.object(sharded_averages, "all_reduce", _stop).start()
+        net.layers[2].set_all_reduce_hook(lambda _: stop_process())
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=r"ranks \[2\] did not"):
         backward(net, 0)
@@ -248,15 +248,92 @@ def test_ranks_that_do_not_come_are_waited_for_once():
     assert seconds < 2 * timeout
 
 
-@needs_hooks
-def test_ranks_with_other_models_raise():
-    run_ranks(_different_ranks, 2, timeout=60)
+class _Failing(torch.autograd.Function):
+    """Raises in backward while ``failing`` is set."""
+
+    failing = False
+
+    @staticmethod
+    def forward(_, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(_, gradient):
+        if _Failing.failing:
+            raise ZeroDivisionError
+        return gradient
+
+
+class _Checkpointed(torch.nn.Module):
+    """Layers under reentrant checkpoints, with a place in the middle where backward can fail."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(37, 37) for _ in range(3))
+        for layer in self.layers:
+            fsdp.fully_shard(layer, mesh=mesh["shard"])
+        fsdp.fully_shard(self, mesh=mesh["shard"])
+
+    def forward(self, x):
+        x.requires_grad_()
+        for index, layer in enumerate(self.layers):
+            x = checkpoint(layer, _Failing.apply(x) if index == 1 else x, use_reentrant=True)
+        return x
+
+
+def _after_failures(rank):
+    """A pass fails on both ranks, and then on one of them: passes inside it do not count for the next."""
+    mesh = nodes_and_shards(1)
+    net, state = _Checkpointed(mesh), state_between(mesh, bits=4)
+    quantize_all_reduce(net, state)
+    for failing in ((0, 1), (1,)):
+        _Failing.failing = rank in failing
+        with pytest.raises(ZeroDivisionError if _Failing.failing else RuntimeError):
+            backward(net, 0)
+        if len(failing) == 1:
+            state.close()
+        _Failing.failing = False
+        net.reset_iter_state()
+        net.zero_grad()
+        backward(net, 1)
+        assert same_on_all_ranks(gradients(net))
+        net.zero_grad()
+    return kept_names(state)
 
 
 @needs_hooks
-def test_a_rank_that_dies_is_an_error_of_backward():
-    results = run_ranks(_one_rank_fails, 2, timeout=100, group_timeout=20, may_die={1})
-    assert results[0] == "raised"
+@needs_reset
+def test_nothing_of_a_failed_pass_comes_into_the_next_and_close_is_a_fresh_start():
+    keys = run_ranks(_after_failures, 2, timeout=100, group_timeout=20)
+    assert keys == [{"layers.0", "layers.1", "layers.2"}] * 2
+
+
+def _late(rank, timeout):
+    """Ranks wait for each other in vain and make the step again. The root has a parameter of its own."""
+    mesh = _mesh_with_timeout(rank, ([[0, 1]], [[0], [1]]), timeout)
+    nets, state = [sharded(mesh), sharded(mesh["shard"])], state_between(mesh, min_bytes=EXACT)
+    net = nets[1]
+    quantize_all_reduce(net, state)
+    if rank == 1:
+        default_store().wait(["raised"], timedelta(seconds=60))
+    with pytest.raises(RuntimeError, match="did not"):
+        backward(net, 0)
+    default_store().set("raised", "")
+    dist.barrier()
+    state.close()
+    net.zero_grad()
+    net.reset_iter_state()
+    net.zero_grad()
+    for one in nets:
+        backward(one, 1)
+    return all_equal(*map(gradients, nets))
+
+
+@needs_hooks
+@needs_reset
+def test_ranks_that_waited_in_vain_can_make_the_step_again():
+    assert all(run_ranks(_late, 2, patience(1.0), timeout=100))
 
 
 def _calls_of_fsdp1(_):

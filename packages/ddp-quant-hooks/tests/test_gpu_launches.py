@@ -14,9 +14,9 @@ PROGRAM = """
 import types
 import torch
 from cuda.bindings import driver
-from ddp_quant_hooks.kernels.backends import Outgoing
+from ddp_quant_hooks.kernels import AffineLayout, Layout
 from ddp_quant_hooks.kernels.cuda import CudaKernels
-from ddp_quant_hooks.wire_format import Layout
+from ddp_quant_hooks.kernels.job import Job
 
 stream = types.SimpleNamespace(cuda_stream=0x1234)
 current, switches = [0], []
@@ -42,18 +42,18 @@ gpu._kernel = lambda program: (None, driver.CUfunction(0xabc))
 layout, values = Layout("int8", 128), torch.zeros(100_000)
 def message(count):
     return torch.zeros(layout.message_bytes(count), dtype=torch.uint8)
-halves = values.split(50_048)
+lengths = [50_048, 0, 49_952]
 print(f"{values.data_ptr():x}", flush=True)
-gpu.encode([(half, Outgoing(message(len(half)))) for half in halves], layout)
-gpu.decode([([message(100_000)] * 2, values)], layout)
-gpu.reduce([message(1000)] * 3, layout, 1000, Outgoing(message(1000)), layout)
+gpu.run(Job(lengths, values, (), layout, [message(length) for length in lengths], layout))
+gpu.run(Job([100_000], values, [[message(100_000)] * 2], layout, (), layout))
+gpu.run(Job([1000], None, [[message(1000)] * 3], layout, [message(1000)], layout))
 assert not switches
 current[0] = 1
-gpu.affine_encode(values, torch.zeros(110_000, dtype=torch.uint8), 512)
+gpu.affine_encode(values, torch.zeros(110_000, dtype=torch.uint8), AffineLayout(100_000, 512, torch.float32))
 assert switches == [0] and current == [1]
 stream.cuda_stream = 0xbad
 try:
-    gpu.decode([([message(100_000)], values)], layout)
+    gpu.run(Job([100_000], values, [[message(100_000)]], layout, (), layout))
 except RuntimeError as error:
     print(error)
 """
@@ -87,5 +87,5 @@ def test_grids_streams_and_arguments_reach_the_driver(tmp_path):
     ]
     assert (
         error
-        == "decode<Stored32, Int8, 128, true, false, 1, 1> did not start on cuda:0: CUDA_ERROR_INVALID_HANDLE"
+        == "decode<Float32, Int8, 128, true, false, 1, 1> did not start on cuda:0: CUDA_ERROR_INVALID_HANDLE"
     )

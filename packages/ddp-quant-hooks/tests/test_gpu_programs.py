@@ -7,47 +7,45 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice, product
 
 import pytest
 import torch
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.kernels import choice
-from ddp_quant_hooks.kernels.gpu_programs import affine_program, block_program, compile_program, source
-from ddp_quant_hooks.wire_format import Layout
+from ddp_quant_hooks.kernels import Layout, dispatch
+from ddp_quant_hooks.kernels.programs import affine_program, block_program, compile_program, source
 
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100", "sm_120"]
-FORMATS = {"int8": 128, "int4": 32, "bf16": 128, "fp16": 128}
+FORMATS = {"int8": 128, "int4": 32, "fp16": 128}
 DTYPES = kernels.VALUE_DTYPES
 
 
 def _every_program():
-    """Yield every kernel for every dtype and format, and for short, odd and long blocks."""
+    """Yield every kernel for every dtype and format, and for short and long blocks."""
     for dtype, (kind, block) in product(DTYPES, FORMATS.items()):
-        yield block_program("encode", Layout(kind, block), dtype=dtype, shards=2)
-        yield block_program("decode", Layout(kind, block), dtype=dtype, ranks=2)
+        yield block_program(Layout(kind, block), dtype=dtype, shards=2)
+        yield block_program(Layout(kind, block), dtype=dtype, ranks=2)
     for kind, block in FORMATS.items():  # with memory at any address
         layout = Layout(kind, block)
-        yield block_program("encode", layout, dtype=torch.float32, aligned=False)
-        yield block_program("reduce", layout, new_layout=layout, ranks=2, aligned=False)
-        yield block_program("decode", layout, dtype=torch.bfloat16, aligned=False)
-        for kept in (torch.float32, torch.bfloat16):
-            yield block_program("encode", layout, dtype=torch.float32, shards=2, residual_dtype=kept)
-            yield block_program("reduce", layout, new_layout=layout, ranks=2, residual_dtype=kept)
-        kept = torch.bfloat16
-        yield block_program("encode", layout, dtype=torch.bfloat16, aligned=False, residual_dtype=kept)
-    for kind, new in (("int8", ("int8", "bf16", "fp16")), ("int4", tuple(FORMATS))):
-        for layout in (Layout(new_kind, FORMATS[kind]) for new_kind in new):
-            yield block_program("reduce", Layout(kind, FORMATS[kind]), new_layout=layout, ranks=4)
+        yield block_program(layout, dtype=torch.float32, aligned=False)
+        yield block_program(layout, ranks=2, aligned=False)
+        yield block_program(layout, dtype=torch.bfloat16, ranks=1, aligned=False)
+        yield block_program(layout, dtype=torch.float32, shards=2, residuals=True)
+        yield block_program(layout, ranks=2, residuals=True)
+        yield block_program(layout, dtype=torch.bfloat16, aligned=False, residuals=True)
+    for kind, block in FORMATS.items():
+        for new in FORMATS:
+            yield block_program(Layout(kind, block), Layout(new, block), ranks=4)
     for kind, block, ranks in [("int8", 128, 2), ("int8", 128, 8), ("int4", 32, 8), ("int8", 128, 100)]:
-        yield block_program("reduce", Layout(kind, block), new_layout=Layout(kind, block), ranks=ranks)
-    for kind, block in [("int8", 96), ("int8", 1024), ("fp16", 4096)]:
+        yield block_program(Layout(kind, block), ranks=ranks)
+    for kind, block in [("int8", 64), ("int8", 1024), ("fp16", 512)]:
         layout = Layout(kind, block)
-        yield block_program("encode", layout, dtype=torch.bfloat16)
-        yield block_program("reduce", layout, new_layout=layout, ranks=3)
-        yield block_program("decode", layout, dtype=torch.float32, ranks=3)
-    yield block_program("decode", Layout("int8", 128), dtype=torch.float32, shards=80)
+        yield block_program(layout, dtype=torch.bfloat16)
+        yield block_program(layout, ranks=3)
+        yield block_program(layout, dtype=torch.float32, ranks=3)
+    yield block_program(Layout("int8", 128), dtype=torch.float32, shards=40, ranks=2)
     yield from _every_program_that_rotates()
     for dtype in DTYPES:
         for name in ("encode_short_channels", "find_extremes_of_long_channels", "encode_long_channels"):
@@ -61,13 +59,12 @@ def _every_program_that_rotates():
     for kind, block in [("int8", 128), ("int4", 32), ("int8", 512)]:
         layout = Layout(kind, block, rotate=True)
         for dtype in DTYPES:
-            yield block_program("encode", layout, dtype=dtype)
-            yield block_program("decode", layout, dtype=dtype, ranks=2)
+            yield block_program(layout, dtype=dtype)
+            yield block_program(layout, dtype=dtype, ranks=2)
         for new_layout, ranks in [(layout, 2), (layout, 8), (layout, 100), (Layout("fp16", block), 4)]:
-            yield block_program("reduce", layout, new_layout=new_layout, ranks=ranks)
-        for kept in (torch.float32, torch.bfloat16):
-            yield block_program("encode", layout, dtype=torch.float32, residual_dtype=kept)
-            yield block_program("reduce", layout, new_layout=layout, ranks=2, residual_dtype=kept)
+            yield block_program(layout, new_layout, ranks=ranks)
+        yield block_program(layout, dtype=torch.float32, residuals=True)
+        yield block_program(layout, ranks=2, residuals=True)
 
 
 @pytest.fixture(autouse=True)
@@ -122,22 +119,12 @@ def test_memory_is_read_and_written_several_words_at_a_time():
     """16 bytes of values, 8 of messages; stores of single words would take as many times the transactions."""
     layout, read, write = Layout("int8", 128), "ld.global.v4.u32", "st.global.v4.b32"
     for program, expected in [
-        (block_program("encode", layout, dtype=torch.float32), {read}),
-        (
-            block_program("encode", layout, dtype=torch.float32, residual_dtype=torch.float32),
-            {read, write},
-        ),
-        (block_program("encode", layout, dtype=torch.bfloat16), {read, "st.global.v2.b32"}),
-        (
-            block_program("encode", layout, dtype=torch.bfloat16, residual_dtype=torch.bfloat16),
-            {read, write},
-        ),
-        (
-            block_program("reduce", layout, new_layout=layout, ranks=2),
-            {"ld.global.v2.u32", "st.global.v2.b32"},
-        ),
-        (block_program("decode", layout, dtype=torch.float32), {write}),
-        (block_program("decode", layout, dtype=torch.bfloat16), {"ld.global.v2.u32", write}),
+        (block_program(layout, dtype=torch.float32), {read}),
+        (block_program(layout, dtype=torch.bfloat16), {read, "st.global.v2.b32"}),
+        (block_program(layout, dtype=torch.bfloat16, residuals=True), {read, write}),
+        (block_program(layout, ranks=2), {"ld.global.v2.u32", "st.global.v2.b32"}),
+        (block_program(layout, dtype=torch.float32, ranks=1), {write}),
+        (block_program(layout, dtype=torch.bfloat16, ranks=1), {"ld.global.v2.u32", write}),
         (affine_program("encode_short_channels", torch.float32), {read}),
         (affine_program("decode", torch.float32), {write}),
     ]:
@@ -149,11 +136,14 @@ def test_memory_is_read_and_written_several_words_at_a_time():
 def test_arithmetic_that_the_launch_relies_on_is_the_kernels_own():
     """A program asserts the numbers that Python computes: wrong ones do not compile."""
     layout = Layout("int8", 128)
-    right = block_program("encode", layout, dtype=torch.float32)
-    wrong = type(right)(**{**vars(right), "checks": right.checks.replace("kTeams == 8", "kTeams == 16")})
-    assert wrong != right
-    with pytest.raises(Exception, match="static assertion failed"):
-        compile_program(wrong, "sm_90")
+    for right, number, wrong in (
+        (block_program(layout, dtype=torch.float32), "kTeams == 8", "kTeams == 16"),
+        (block_program(layout, dtype=torch.float32), "sizeof(Shard) == 40", "sizeof(Shard) == 48"),
+        (affine_program("decode", torch.float32), "sizeof(Work<1>) == 48", "sizeof(Work<1>) == 56"),
+    ):
+        assert number in right.checks
+        with pytest.raises(Exception, match="static assertion failed"):
+            compile_program(replace(right, checks=right.checks.replace(number, wrong)), "sm_90")
 
 
 def _seconds(program):
@@ -164,7 +154,7 @@ def _seconds(program):
 
 @pytest.mark.usefixtures("_compiler")
 def test_compiled_programs_are_cached_and_damaged_ones_replaced(tmp_path, caplog):
-    program = block_program("decode", Layout("int8", 128), dtype=torch.float32)
+    program = block_program(Layout("int8", 128), dtype=torch.float32, ranks=1)
     code, first = _seconds(program)
     again, second = _seconds(program)
     assert again == code
@@ -197,10 +187,10 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, capl
 def test_ranks_that_start_together_share_one_cache(tmp_path):
     program = (
         "import hashlib, torch\n"
-        "from ddp_quant_hooks.kernels.gpu_programs import block_program, compile_program\n"
-        "from ddp_quant_hooks.wire_format import Layout\n"
+        "from ddp_quant_hooks.kernels import Layout\n"
+        "from ddp_quant_hooks.kernels.programs import block_program, compile_program\n"
         "for kind in ('int8', 'int4'):\n"
-        "    p = block_program('encode', Layout(kind, 64), dtype=torch.float32)\n"
+        "    p = block_program(Layout(kind, 64), dtype=torch.float32)\n"
         "    print(hashlib.sha256(compile_program(p, 'sm_90')).hexdigest())\n"
     )
     ranks = [
@@ -215,8 +205,8 @@ def test_ranks_that_start_together_share_one_cache(tmp_path):
 @pytest.mark.usefixtures("_compiler")
 def test_a_gpu_that_does_not_work_is_named_once_with_the_remedy(monkeypatch, caplog):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(choice, "CudaKernels", _broken)
-    reason = choice._cuda_kernels.__wrapped__(0)
+    monkeypatch.setattr(dispatch, "CudaKernels", _broken)
+    reason = dispatch._cuda_kernels.__wrapped__(0)
     assert reason.startswith("cuda-core does not work here: no kernel image")
     (message,) = caplog.messages
     assert message.startswith(
@@ -231,9 +221,9 @@ def _broken(device):
 
 def test_without_cuda_core_it_says_how_to_get_it(monkeypatch, caplog):
     monkeypatch.setattr(torch.version, "cuda", "12.8")
-    monkeypatch.setattr(choice.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: None)
     caplog.set_level(logging.WARNING)
-    reason = choice._cuda_kernels.__wrapped__(0)
+    reason = dispatch._cuda_kernels.__wrapped__(0)
     assert reason.startswith("cuda-core is not installed; pip install 'ddp-quant-hooks[cuda12]'")
     assert len(caplog.messages) == 1
 

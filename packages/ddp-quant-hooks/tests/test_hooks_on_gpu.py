@@ -152,7 +152,7 @@ def _trains(rank, world_size, backend, mode):
     )
     statistics = state.statistics
     state.close()
-    return worst, statistics.quantised_buckets
+    return worst, statistics.quantized_buckets
 
 
 @pytest.mark.parametrize("mode", MODES)

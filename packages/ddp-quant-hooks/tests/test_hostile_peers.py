@@ -8,18 +8,19 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from quant_buckets import flat_residuals
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import (
     QuantizedAllreduceState,
-    all_gather_into_tensor,
     all_reduce,
+    kernels,
     quantization_pertensor_hook,
     quantized_allreduce_hook,
     reduce_scatter_tensor,
-    sent_residuals,
 )
-from ddp_quant_hooks.kernels import operators
+from ddp_quant_hooks.feedback import checkpoint
+from dist_utils import TensorMismatchError
 from dist_utils.testing import run_ranks
 
 GUARD = 1.75
@@ -28,8 +29,8 @@ HOSTILE = 1
 OPTIONS = [
     {"bits": 8},
     {"bits": 4},
-    {"bits": 8, "gather": "bf16", "error_feedback": "both", "exact_1d": True},
-    {"bits": 8, "gather": "fp16", "error_feedback": "shard", "block_size": 96},
+    {"bits": 8, "gather": "int8", "error_feedback": "both", "exact_1d": True},
+    {"bits": 8, "gather": "fp16", "error_feedback": "shard", "block_size": 64},
 ]
 
 
@@ -40,13 +41,13 @@ def _send_garbage(generator):
         def call(*arguments, **named):
             kernel(*arguments, **named)
             written = arguments[place]
-            for message in written if isinstance(written, list) else [written]:
+            for message in [written] if isinstance(written, torch.Tensor) else written:
                 message.random_(0, 256, generator=generator)
 
         return call
 
-    for name, place in (("encode", 1), ("reduce", 3), ("affine_encode", 1)):
-        setattr(operators, name, spoiled(getattr(operators, name), place))
+    for name, place in (("encode_shards", 1), ("reduce", 3), ("affine_encode", 1)):
+        setattr(kernels, name, spoiled(getattr(kernels, name), place))
 
 
 class Guarded:
@@ -82,10 +83,8 @@ def _all_calls(rank, options, generator, *, hooks):
             part, given_values, dist.ReduceOp.AVG, state, key=f"b{length}" if keyed else None
         )
         assert torch.equal(given_values, whole), "what is sent is only read"
-        if not keyed:
-            all_gather_into_tensor(guarded(torch.zeros(size, length)), guarded(values), state)
     guarded.assert_untouched()
-    for residual in state.state_dict()["own"].values() if keyed else ():
+    for residual in flat_residuals(state.state_dict()).values() if keyed else ():
         assert residual.isfinite().all()
     state.close()
     if not hooks:
@@ -100,7 +99,7 @@ def _all_calls(rank, options, generator, *, hooks):
             ddp(inputs).square().mean().backward()
         if keyed and hook is quantized_allreduce_hook:
             saved = state.state_dict(ddp)
-            assert all(residual.isfinite().all() for residual in saved["own"].values())
+            assert all(residual.isfinite().all() for residual in flat_residuals(saved).values())
         state.close()
 
 
@@ -138,31 +137,32 @@ def _pickled(*_):
 
 def _residuals_of_peers(rank, seed):
     generator = torch.Generator().manual_seed(seed)
-    group, own = dist.group.WORLD, {"rank": rank, "own": {"a": torch.arange(3.0)}}
-    written, tell = sent_residuals._written, sent_residuals.all_gather_plain
+    state = QuantizedAllreduceState(min_bytes=0, bits=4)
+    all_reduce(torch.arange(300.0), dist.ReduceOp.AVG, state, key="a")
+    written, tell = checkpoint._written, checkpoint.all_gather_plain
     payloads = [torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator) for n in (1, 99, 5000)]
     # The last one ends torch's own reader in the middle of a number.
     short = torch.tensor([0x80, 2, 0x47, 1], dtype=torch.uint8)
     for payload in [*payloads, _pickled(), short]:
+        gathered = state.gather_state_dict(dst=HOSTILE)
         if rank == HOSTILE:
-            sent_residuals._written = lambda part, group, payload=payload: payload
-            assert sent_residuals.gather(group, own, 0) is None
-            sent_residuals._written = written
+            checkpoint._written = lambda part, payload=payload: payload
+            assert state.gather_state_dict() is None
+            with pytest.raises(TensorMismatchError):
+                state.scatter_state_dict(gathered, src=HOSTILE)
+            checkpoint._written = written
         else:
-            with pytest.raises(ValueError, match=f"rank {HOSTILE} sent data that are not saved residuals"):
-                sent_residuals.gather(group, own, 0)
-    for announced in (0, -1, 1 << 60, "x", None, [3], 0.5, True):
+            for call in (state.gather_state_dict, lambda: state.scatter_state_dict(None, src=HOSTILE)):
+                with pytest.raises(ValueError, match=f"rank {HOSTILE} sent data that are not saved residu"):
+                    call()
+    for announced in (0, -1, "x", None, [3], 0.5, True):
         if rank == HOSTILE:
-            sent_residuals.all_gather_plain = lambda group, _, sent=announced: tell(group, sent)
-        with pytest.raises(ValueError, match="announced"):
-            sent_residuals.gather(group, own, 0)
-    sent_residuals.all_gather_plain = tell
-    for data in ([_pickled()] * 2, []):  # leaves a rank out
-        match = "announced" if not data else "rank 1 sent data that are not saved residuals"
-        with pytest.raises(ValueError, match=match):
-            sent_residuals.scatter(group, data if rank == HOSTILE else [], HOSTILE)
-    gathered = sent_residuals.gather(group, own, 0)
-    assert rank != 0 or [part["rank"] for part in gathered] == [0, 1]
+            checkpoint.all_gather_plain = lambda group, _, sent=announced: tell(group, sent)
+            checkpoint._send = lambda *_: None
+            assert state.gather_state_dict() is None
+        else:
+            with pytest.raises(ValueError, match="announced"):
+                state.gather_state_dict()
 
 
 @few

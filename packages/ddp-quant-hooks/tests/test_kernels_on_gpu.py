@@ -10,11 +10,10 @@ import pytest
 import torch
 from test_kernel_bits import LAYOUTS, everything, inputs, inputs_of
 
-from ddp_quant_hooks import affine, kernels
-from ddp_quant_hooks.affine import AffineLayout
-from ddp_quant_hooks.kernels import torch_ops
-from ddp_quant_hooks.kernels.choice import cuda_kernels_for
-from ddp_quant_hooks.wire_format import Layout
+from ddp_quant_hooks import kernels
+from ddp_quant_hooks.kernels import AffineLayout, Layout, torch_ops
+from ddp_quant_hooks.kernels.cuda import CudaKernels
+from ddp_quant_hooks.kernels.dispatch import backend_for
 from dist_utils.testing import same_bits
 
 pytestmark = pytest.mark.gpu
@@ -24,20 +23,20 @@ INT8 = Layout("int8", 128)
 @pytest.fixture(scope="module")
 def gpu():
     """Return the kernels of GPU 0. If they do not work, the tests fail here."""
-    found = cuda_kernels_for(torch.device("cuda", 0))
-    assert found is not None, kernels.describe()
+    found = backend_for(torch.device("cuda", 0))
+    assert isinstance(found, CudaKernels), kernels.describe()
     return found
 
 
 # One test for each, in parallel with pytest-xdist: each compiles about thirty programs, a second each.
-@pytest.mark.parametrize("layout", [*LAYOUTS, Layout("int8", 4096)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("dtype", kernels.VALUE_DTYPES)
 def test_blocks_have_the_bits_of_the_cpu(gpu, dtype, layout):
     block = layout.block_size
     for length in (1, block - 1, block, block + 1, 5 * block, 1009):
         for name, values in inputs_of(layout, dtype, length):
-            ours = everything(gpu, layout, dtype, name, values.cuda())
-            reference = everything(torch_ops, layout, dtype, name, values)
+            ours = everything(gpu, layout, dtype, values.cuda())
+            reference = everything(torch_ops, layout, dtype, values)
             for what, tensor in reference.items():
                 assert same_bits(ours[what].cpu(), tensor), (layout, length, name, what)
 
@@ -46,8 +45,8 @@ def test_blocks_have_the_bits_of_the_cpu(gpu, dtype, layout):
 def test_torchs_operators_have_the_same_bits_on_a_gpu(dtype):
     for layout in LAYOUTS:
         for name, values in inputs(dtype, 1009):
-            ours = everything(torch_ops, layout, dtype, name, values.cuda())
-            for what, tensor in everything(torch_ops, layout, dtype, name, values).items():
+            ours = everything(torch_ops, layout, dtype, values.cuda())
+            for what, tensor in everything(torch_ops, layout, dtype, values).items():
                 assert same_bits(ours[what].cpu(), tensor), (layout, name, what)
 
 
@@ -57,13 +56,13 @@ def test_affine_numbers_have_the_bits_of_the_cpu(gpu, dtype):
         layout = AffineLayout(length, channel, torch.float32)
         for name, values in inputs(dtype, length):
             message, expected = (torch.zeros(layout.message_bytes, dtype=torch.uint8) for _ in range(2))
-            affine.encode(values, expected, layout)
+            torch_ops.affine_encode(values, expected, layout)
             on_gpu = message.cuda()
-            gpu.affine_encode(values.cuda(), on_gpu, channel)
+            gpu.affine_encode(values.cuda(), on_gpu, layout)
             assert same_bits(on_gpu.cpu(), expected), (channel, name)
             mean, restored = torch.zeros_like(values), torch.zeros_like(values).cuda()
-            affine.decode_mean([expected, expected], layout, mean)
-            gpu.affine_decode([on_gpu, on_gpu], channel, restored)
+            torch_ops.affine_decode([expected, expected], layout, mean)
+            gpu.affine_decode([on_gpu, on_gpu], layout, restored)
             nan = mean.isnan()
             assert torch.equal(restored.cpu().isnan(), nan), (channel, name)
             assert same_bits(restored.cpu()[~nan], mean[~nan]), (channel, name)
@@ -138,17 +137,6 @@ def test_kernels_can_be_captured_in_a_graph():
     assert torch.equal(replayed, restored)
 
 
-@pytest.mark.filterwarnings("ignore")  # inductor's own, different in every version
-@pytest.mark.usefixtures("gpu")
-def test_torch_compile_keeps_them():
-    values = torch.randn(10**4, device="cuda")
-    messages, mean, restored = _tensors(values)
-    _there_and_back(values, messages, mean, restored)
-    expected = restored.clone()
-    torch.compile(_there_and_back, fullgraph=True)(values, messages, mean, restored.zero_())
-    assert torch.equal(restored, expected)
-
-
 @pytest.mark.usefixtures("gpu")
 def test_a_thread_without_a_context_can_launch():
     values = torch.randn(1000, device="cuda")
@@ -166,15 +154,13 @@ def test_compute_sanitizer_finds_nothing(gpu, tool):
         pytest.skip("compute-sanitizer, of the CUDA toolkit, is not on the PATH")
     program = (
         "import torch\n"
-        "from ddp_quant_hooks import affine, kernels\n"
-        "from ddp_quant_hooks.affine import AffineLayout\n"
-        "from ddp_quant_hooks.wire_format import Layout\n"
-        "for layout in (Layout('int8', 128), Layout('int8', 96), Layout('int4', 32), Layout('int8', 4096)):\n"
+        "from ddp_quant_hooks import kernels\n"
+        "from ddp_quant_hooks.kernels import AffineLayout, Layout\n"
+        "for layout in (Layout('int8', 128), Layout('int8', 64), Layout('int4', 32), Layout('int8', 1024)):\n"
         "    for dtype in kernels.VALUE_DTYPES:\n"
         "        n = 5 * layout.block_size - 3\n"
         "        values = torch.ones(n, dtype=dtype, device='cuda')\n"
-        "        kept = torch.bfloat16 if dtype == torch.float32 else torch.float32\n"
-        "        residual, lost = (torch.zeros(n, dtype=kept, device='cuda') for _ in range(2))\n"
+        "        residual, lost = (torch.zeros(n, dtype=torch.bfloat16, device='cuda') for _ in range(2))\n"
         "        size = layout.message_bytes(n)\n"
         "        out = [torch.empty(size, dtype=torch.uint8, device='cuda') for _ in 'abc']\n"
         "        for message in out[:2]:\n"

@@ -37,7 +37,7 @@ def _many(rank, steps):
         if step in {steps // 5, steps - 1}:
             threads.append(threading.active_count())
             memory.append(_resident_mib())
-    return state.statistics.quantised_buckets, threads, memory
+    return state.statistics.quantized_buckets, threads, memory
 
 
 @pytest.mark.parametrize("steps", [200, pytest.param(1000, marks=pytest.mark.exhaustive)])

@@ -24,6 +24,5 @@ def test_links_and_hooks_on_gpus():
     assert report.device == "cuda"
     assert any("CUDA" in line for line in report.kernels.splitlines())
     assert len(report.links) == 1
-    times = {hook.name: hook.exchanges for hook in report.hooks}
-    assert all(exchange.seconds > 0 for exchanges in times.values() for exchange in exchanges)
-    assert any(name.startswith("8 bits") for name in times)
+    assert all(exchange.seconds > 0 for exchanges in report.hooks.values() for exchange in exchanges)
+    assert list(report.hooks) == ["fp32", "bf16", "8 bits", "4 bits"]

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.kernels import choice
+from ddp_quant_hooks.kernels import Layout, dispatch
 from ddp_quant_hooks.kernels.cpu import CpuKernels, library_path
-from ddp_quant_hooks.kernels.gpu_programs import affine_program, compile_program
 from ddp_quant_hooks.kernels.owned_files import ForeignFileError, refuse_foreign_file
-from ddp_quant_hooks.wire_format import Layout
+from ddp_quant_hooks.kernels.programs import affine_program, compile_program
 
 as_root = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away"
@@ -75,12 +74,12 @@ def test_instead_of_a_refused_library_torchs_operators_compute_and_the_log_says_
     layout, values = Layout("int8", 32), torch.arange(100.0)
     message = torch.zeros(layout.message_bytes(100), dtype=torch.uint8)
     library.chmod(0o777)
-    choice._cpu_kernels.cache_clear()
+    dispatch._cpu_kernels.cache_clear()
     try:
         kernels.encode(values, message, layout)
         assert "can be written by other users" in kernels.describe()
     finally:
-        choice._cpu_kernels.cache_clear()
+        dispatch._cpu_kernels.cache_clear()
     (line,) = caplog.messages
     assert line.startswith("DDP_QUANT_HOOKS_LIBRARY is not used")
     assert "chmod -R go-w" in line

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import LEAVES_OUT_BUCKETS, make_state
+from quant_buckets import LEAVES_OUT_BUCKETS, flat_residuals, make_state
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ddp_quant_hooks import exchanges, quantized_allreduce_hook
+from ddp_quant_hooks import kernels, quantized_allreduce_hook
 from dist_utils.testing import call_in_backward, run_ranks, same_bits
 
 
@@ -28,7 +28,7 @@ def _data(number, size, rank=None):
 
 
 def _own(state):
-    return {name: lost.clone() for name, lost in state.state_dict()["own"].items()}
+    return flat_residuals(state.state_dict())
 
 
 class Branches(torch.nn.Module):
@@ -132,33 +132,23 @@ def _raises(rank):
         for number in range(4):
             step(number)
         before = state.state_dict()
-        shards = [row["shard"] for row in before["buckets"]]
-        assert len(shards) > 2
-        real = exchanges.kernels.encode_shards
+        real = kernels.encode_shards
 
         def slow(*arguments, real=real, **options):
             time.sleep(0.2)  # the worker is still busy when backward() has raised
             real(*arguments, **options)
 
-        exchanges.kernels.encode_shards = slow
+        kernels.encode_shards = slow
         net.switch["raises"] = True
         try:
             with pytest.raises(ArithmeticError, match="the user's own error"):
                 step(9)
         finally:
-            exchanges.kernels.encode_shards = real
+            kernels.encode_shards = real
             inside = state.state_dict()
-        state.wait_for_jobs()
+        state.wait()
         for after in (inside, state.state_dict()):
-            assert same_bits(before["own"], after["own"])
-            assert after["steps"] == 4
-            assert [row["parameters"] for row in after["buckets"]] == [
-                row["parameters"] for row in before["buckets"]
-            ]
-            if dist.get_world_size() > 2:
-                assert all(
-                    torch.equal(old, row["shard"]) for old, row in zip(shards, after["buckets"], strict=True)
-                )
+            assert same_bits(before, after)
         # The next pass begins from there, whatever the dead one still does. DDP itself cannot go on.
         net.switch["raises"] = False
         del ddp, step
@@ -169,9 +159,7 @@ def _raises(rank):
         other = Layers()
         other.load_state_dict(net.state_dict())
         fresh = _wrap(other, twin, bucket_cap_mb=0.03)
-        twin.feedback.residuals.load(
-            [(other.get_parameter(name), lost) for name, lost in before["own"].items()], []
-        )
+        twin.load_state_dict(before)
         for number in range(10, 13):
             for model in (again, fresh):
                 model(_data(number, 90)).square().mean().backward()
@@ -190,36 +178,29 @@ def test_a_backward_that_raises_leaves_residuals_and_may_be_saved_at_once(world_
 
 
 def _raises_in_new_buckets(rank):
-    """The failed pass is the first in rebuilt buckets: what belongs to the old ones is still there."""
+    """The failed pass is the first in rebuilt buckets: a rank's own residuals are those from before it."""
     torch.manual_seed(0)
     net, state = Layers(), make_state("feedback both")
     ddp = _wrap(net, state, bucket_cap_mb=0.03)
     ddp(_data(0, 90)).square().mean().backward()
-    before = state.state_dict()
-    assert len(before["buckets"]) == 1
+    before = _own(state)
     net.switch["raises"] = True
     with pytest.raises(ArithmeticError):
         ddp(_data(1, 90)).square().mean().backward()
     net.switch["raises"] = False
     for _ in range(2):
-        after = state.state_dict()
-        assert same_bits(before["own"], after["own"])
-        (old,), (new,) = before["buckets"], after["buckets"]
-        assert old["parameters"] == new["parameters"]
-        assert old["shard"].numel() > 0
-        assert torch.equal(old["shard"], new["shard"])
-    # A new DDP begins with the old buckets, and finds what belongs to them.
+        assert same_bits(before, _own(state))
+    # A new DDP begins with the old buckets, and finds what belongs to the parameters.
     del ddp
     gc.collect()
     net.zero_grad()
     ddp = _wrap(net, state, bucket_cap_mb=0.03)
     ddp(_data(2, 90)).square().mean().backward()
     state.discard_step()
-    (new,) = state.state_dict()["buckets"]
-    assert torch.equal(old["shard"], new["shard"])
+    assert same_bits(before, _own(state))
 
 
-def test_a_pass_that_raises_in_new_buckets_leaves_the_old_ones():
+def test_a_pass_that_raises_in_new_buckets_leaves_own_residuals():
     run_ranks(_raises_in_new_buckets, 3)
 
 
@@ -464,7 +445,7 @@ def _discards(rank):
                 optimizer.step()
             optimizer.zero_grad()
         saved = state.state_dict()
-        results.append(([value.clone() for value in net.parameters()], saved["own"], saved["steps"]))
+        results.append(([value.clone() for value in net.parameters()], flat_residuals(saved), saved["steps"]))
         if discards:
             refused = []
 
@@ -521,56 +502,44 @@ def test_every_pass_that_averages_is_a_step():
     run_ranks(_several_losses, 2)
 
 
+def _bytes_kept():
+    """Return how many bytes of bf16 tensors are alive."""
+    gc.collect()
+    kept = {}
+    for one in gc.get_objects():
+        if type(one) is torch.Tensor and one.dtype == torch.bfloat16:
+            memory = one.untyped_storage()
+            kept[memory.data_ptr()] = memory.nbytes()
+    return sum(kept.values())
+
+
 def _no_copies(rank):
-    """After DDP has rebuilt its buckets a residual has two tensors forever, and nothing else grows."""
+    """A value has two residuals of two bytes, whatever buckets it comes in, and nothing else grows."""
     torch.manual_seed(0)
     net, state = Layers(), make_state("feedback both")
+    count = sum(parameter.numel() for parameter in net.parameters())
     wraps = [_wrap(net, state, bucket_cap_mb=cap) for cap in (0.03, 0.07)]
-
-    def step(ddp, number):
+    for number in range(8):  # rebuilt in the second pass; then another cap, and each in turn
+        ddp = wraps[number > 2 and number % 2]
         ddp(_data(number, 90)).square().mean().backward()
         ddp.zero_grad()
-
-    for number in range(3):
-        step(wraps[0], number)
-    residuals = state.feedback.residuals
-
-    def addresses():
-        return {
-            tensor.data_ptr()
-            for kept in residuals.buckets.values()
-            for tensor in (kept.own.last, kept.own.next)
-        }
-
-    first = addresses()
-    assert len(first) == 2 * len(residuals.buckets) > 2
-    for number in range(5):
-        step(wraps[0], number)
-        assert addresses() == first
-    # Another bucket cap, then each in turn: residuals follow the parameters, nothing is left behind.
-    sizes = set()
-    for number in range(6):
+        assert _bytes_kept() == 4 * count, number
         before = _own(state)
-        wraps[1 - number % 2](_data(number, 90)).square().mean().backward()
+        ddp(_data(number, 90)).square().mean().backward()
         state.discard_step()
         assert same_bits(before, _own(state))
-        step(wraps[1 - number % 2], number)
-        held = {id(part.residual): part.residual.last.numel() for part in residuals.own_of.values()}
-        sizes.add(sum(held.values()))
-        assert sum(kept.own.last.numel() for kept in residuals.buckets.values()) == sum(held.values())
-    assert sizes == {sum(parameter.numel() for parameter in net.parameters())}
+        del before
     # A model that is gone leaves nothing either.
-    count = len(residuals.own_of)
     other = _wrap(Layers(), state)
-    step(other, 0)
-    assert len(residuals.own_of) == 2 * count
+    other(_data(0, 90)).square().mean().backward()
+    assert len(list(state.feedback.snapshot())) == 2 * len(list(net.parameters()))
     del other
+    _wrap(torch.nn.Linear(90, 80), state)(_data(0, 90)).square().mean().backward()
     gc.collect()
-    step(_wrap(torch.nn.Sequential(torch.nn.Linear(90, 80)), state), 0)
-    assert len(residuals.own_of) == count + 2
+    assert len(list(state.feedback.snapshot())) == len(list(net.parameters()))
 
 
-def test_residuals_are_copied_only_when_buckets_change_and_never_pile_up():
+def test_residuals_take_4_bytes_a_value_in_any_buckets():
     run_ranks(_no_copies, 2)
 
 
@@ -582,13 +551,13 @@ def _late_jobs(rank):
     for number in range(3):
         ddp(_data(number, 90)).square().mean().backward()
     before = _own(state)
-    gate, real = threading.Event(), exchanges.kernels.encode_shards
+    gate, real = threading.Event(), kernels.encode_shards
 
     def gated(*arguments, **options):
         gate.wait(10)
         real(*arguments, **options)
 
-    exchanges.kernels.encode_shards = gated
+    kernels.encode_shards = gated
     net.switch["raises"] = True
     handle = net.layers[3].bias.register_hook(lambda grad: grad * torch.nan)
     with pytest.raises(ArithmeticError):
@@ -602,11 +571,12 @@ def _late_jobs(rank):
     opener = threading.Timer(0.5, gate.set)
     opener.start()
     again(_data(6, 90)).square().mean().backward()
-    exchanges.kernels.encode_shards = real
+    kernels.encode_shards = real
     saved = state.state_dict()
     assert saved["steps"] == 4
-    assert not any(torch.equal(lost, before[name]) for name, lost in saved["own"].items() if "weight" in name)
-    assert all(lost.isfinite().all() for lost in saved["own"].values())
+    own = flat_residuals(saved)
+    assert not any(torch.equal(lost, before[name]) for name, lost in own.items() if "weight" in name)
+    assert all(lost.isfinite().all() for lost in own.values())
 
 
 def test_jobs_of_a_dead_pass_do_not_disturb_the_next():

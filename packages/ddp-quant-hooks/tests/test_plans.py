@@ -1,121 +1,142 @@
-"""The levels in which many ranks average: counts from the plans that the exchanges follow."""
+"""Plans of averages: bytes and messages are counted for up to 1,024 ranks, without communication."""
 
 import math
-from itertools import pairwise
+from collections import Counter
 
 import pytest
 
-from ddp_quant_hooks import QuantizedAllreduceState, hosts
-from ddp_quant_hooks.chunks import Span, cut
-from ddp_quant_hooks.plans import Levels, chunk_values, plan_levels
+from ddp_quant_hooks import QuantizedAllreduceState
+from ddp_quant_hooks.exchange.levels import choose_levels, chunk_values
+from ddp_quant_hooks.exchange.placement import Placement
+from ddp_quant_hooks.exchange.plan import Formats, plan_average, plan_reduce_scatter
+from ddp_quant_hooks.kernels import Layout
 
-BLOCK = 128
 BUCKET = 25 * 2**18
-WORLDS = [
-    2,
-    3,
-    4,
-    8,
-    16,
-    17,
-    18,
-    24,
-    25,
-    31,
-    32,
-    64,
-    96,
-    97,
-    128,
-    194,
-    256,
-    384,
-    509,
-    512,
-    1000,
-    1024,
-    2048,
-    4096,
-]
+EIGHT_BITS = Layout("int8", 128, rotate=True)
+FORMATS = Formats(EIGHT_BITS, EIGHT_BITS, 4)
+SCALES = 1 + 4 / 128
+"""Bytes of a value in 8 bits, with its share of the scale."""
 
 
-def _counted(levels, values, rank):
-    """Return how many messages a rank sends for a bucket, and how many values they have."""
-    messages = sent = 0
-    for chunk in cut(values, chunk_values(levels, on_streams=False), BLOCK):
-        own, wholes = levels.shards(chunk, rank, BLOCK), [chunk]
-        wholes += own[:-1]
-        for size, whole, shard in zip(levels.sizes, wholes, own, strict=True):
-            messages += 2 * (size - 1)
-            sent += (
-                len(whole) - len(shard) + (size - 1) * len(shard)
-            )  # what the others own, and this rank's mean
-    return messages, sent
+def _placement(text, inside="full"):
+    return Placement(tuple(int(host, 36) for host in text), inside)
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-def test_messages_grow_no_faster_than_a_rings_and_bytes_stay(ranks):
-    levels = plan_levels(ranks, BUCKET)
-    assert levels.ranks == ranks
+def _hosts(count, ranks, inside="full"):
+    return Placement(tuple(rank // ranks for rank in range(count * ranks)), inside)
+
+
+def _plans(placement, count=BUCKET, plan=plan_average, **options):
+    return [plan(placement, rank, count, FORMATS, **options) for rank in range(len(placement.hosts))]
+
+
+def _busiest(plans, hosts):
+    """Return the bytes on the busiest host's link, in the direction that carries more."""
+    sent, received = Counter(), Counter()
+    for rank, plan in enumerate(plans):
+        for to, size in plan.sends:
+            if hosts[to] != hosts[rank]:
+                sent[hosts[rank]] += size
+                received[hosts[to]] += size
+    assert sum(sent.values()) == sum(plan.bytes_between_hosts for plan in plans)
+    return max([*sent.values(), *received.values(), 0])
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    ["0011", "0101", "001122", "00111", "00001111", "0112", "0112223333", "0" * 8 + "1" * 8, "01234567" * 8],
+)
+@pytest.mark.parametrize("inside", ["full", "quantized"])
+def test_a_hosts_link_carries_what_it_must(hosts, inside):
+    placement = _placement(hosts, inside)
+    count, ranks = len(set(hosts)), len(hosts)
+    plans = _plans(placement)
+    assert _busiest(plans, placement.hosts) <= 1.01 * SCALES * 2 * (count - 1) / count * BUCKET
+    shard = BUCKET // ranks
+    most = max(hosts.count(host) for host in hosts)
+    limit = max(most * (count - 1), ranks - min(hosts.count(host) for host in hosts)) * shard
+    scattered = _plans(placement, shard, plan_reduce_scatter)
+    assert _busiest(scattered, placement.hosts) <= 1.01 * SCALES * limit
+    flat = _busiest(_plans(_placement(hosts, "flat")), placement.hosts)
+    assert flat >= 0.99 * most * (1 - most / ranks) / (1 - 1 / count) * _busiest(plans, placement.hosts)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "ranks"), [(2, 8), (16, 8), (17, 4), (32, 8), (64, 16), (128, 8), (256, 4)]
+)
+def test_many_hosts_average_between_hosts_in_levels(hosts, ranks):
+    placement = _hosts(hosts, ranks)
+    count = 1 << 22
+    plans = [plan_average(placement, rank, count, FORMATS) for rank in range(hosts * ranks)]
+    assert _busiest(plans, placement.hosts) <= 1.02 * SCALES * 2 * (hosts - 1) / hosts * count
+    messages = max(len(plan.sends) for plan in plans)
+    chunks = len(plans[0].chunks)
+    assert messages <= 2 * chunks * (ranks - 1 + (hosts - 1 if hosts <= 17 else hosts / 2 + 1))
+    assert sum(map(len, plans[0].own)) <= count / ranks + 128 * chunks, "only the owner of a shard rounds it"
+
+
+@pytest.mark.parametrize("hosts", ["0", "000", "0011", "00111", "0112223333", "01234567" * 3])
+@pytest.mark.parametrize("inside", ["full", "quantized", "flat"])
+@pytest.mark.parametrize("count", [1, 127, 100_001])
+def test_all_ranks_expect_what_the_others_send(hosts, inside, count):
+    placement = _placement(hosts, inside)
+    for plan in (plan_average, plan_reduce_scatter):
+        plans = _plans(placement, count, plan)
+        assert len({len(one.chunks) for one in plans}) == 1
+        for chunks in zip(*(one.chunks for one in plans), strict=True):
+            stages = [list(_stages(chunk.stage)) for chunk in chunks]
+            by_row = {}
+            for rank, found in enumerate(stages):
+                for stage in found:
+                    assert stage.ranks[stage.place] == rank
+                    alike = (
+                        stage.way,
+                        stage.lengths,
+                        stage.outgoing,
+                        stage.answers,
+                        stage.pieces,
+                        stage.copies,
+                    )
+                    by_row.setdefault((stage.tag, stage.ranks), set()).add(alike)
+            assert all(len(alike) == 1 for alike in by_row.values())
+
+
+def _stages(stage):
+    yield stage
+    for further in stage.further:
+        yield from _stages(further)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 17, 18, 24, 25, 31, 32, 64, 96, 97, 256, 509, 1000, 1024])
+def test_messages_of_ranks_on_their_own_hosts_grow_no_faster_than_a_rings_and_bytes_stay(ranks):
+    placement = Placement(tuple(range(ranks)), "flat")
+    sizes = choose_levels(ranks, BUCKET)
+    assert math.prod(sizes) == ranks
     for rank in {0, 1, ranks // 2, ranks - 1}:
-        messages, sent = _counted(levels, BUCKET, rank)
+        plan = plan_average(placement, rank, BUCKET, FORMATS)
         # Chunks grow with the peers: 4 have six of a bucket, 19 have three, and more a single one.
-        assert messages <= max(2 * (ranks - 1), 2 * 19 * 3)
-        assert sent <= 2 * (1 - 1 / ranks) * BUCKET + 6 * 2 * ranks * BLOCK
+        assert len(plan.sends) <= max(2 * (ranks - 1), 2 * 19 * 3)
+        assert plan.bytes_sent <= SCALES * (2 * (1 - 1 / ranks) * BUCKET + 6 * 2 * ranks * 128)
+        assert plan.bytes_between_hosts == plan.bytes_sent
+    peers = sum(size - 1 for size in sizes)
     if ranks <= 16 or ranks == 25 or all(ranks % size for size in range(2, math.isqrt(ranks) + 1)):
-        assert levels.sizes == (ranks,), "few ranks, a prime number of them, or too small factors"
+        assert sizes == (ranks,), "few ranks, a prime number of them, or too small factors"
     elif ranks >= 24:
-        assert levels.peers <= ranks / 2 + 1
-        shares = [1 / math.prod(levels.sizes[level:]) for level in range(1, len(levels.sizes))]
+        assert peers <= ranks / 2 + 1
+        shares = [1 / math.prod(sizes[level:]) for level in range(1, len(sizes))]
         assert sum(shares) <= 3 / 16, "what is added to the mean square of the error"
-
-
-def test_a_thousand_ranks_take_a_tenth_of_a_rings_messages():
-    for ranks in (1024, 2048, 4096):
-        messages, _ = _counted(plan_levels(ranks, BUCKET), BUCKET, 0)
-        assert messages < 2 * (ranks - 1) / 5
-
-
-@pytest.mark.parametrize("sizes", [(7,), (2, 3), (3, 4, 2), (8, 16), (16, 16, 16)])
-def test_ranks_of_a_row_agree_on_it_and_shards_cover_the_chunk_once(sizes):
-    levels, chunk = Levels(sizes), Span(256, 256 + 100_000)
-    seen = {rank: levels.rows(rank) for rank in range(levels.ranks)}
-    for rank, rows in seen.items():
-        assert all(rank in row for row in rows)
-        assert all(seen[peer][level] == row for level, row in enumerate(rows) for peer in row)
-        assert rows[0] == list(range(rows[0][0], rows[0][0] + sizes[0])), "a row is of consecutive ranks"
-        others = [peer for row in rows for peer in row if peer != rank]
-        assert len(set(others)) == len(others) == levels.peers
-    own = [levels.shards(chunk, rank, BLOCK) for rank in range(levels.ranks)]
-    parts = sorted((shards[-1].start, shards[-1].stop) for shards in own if len(shards[-1]))
-    assert parts[0][0] == chunk.start
-    assert parts[-1][1] == chunk.stop
-    assert all(left[1] == right[0] for left, right in pairwise(parts))
-    for rank, rows in seen.items():  # in every level, the ranks that exchange cut the same shard
-        for level in range(1, len(sizes)):
-            assert all(own[peer][level - 1] == own[rank][level - 1] for peer in rows[level])
-
-
-def test_no_values_need_no_levels():
-    assert plan_levels(32, 0, ranks_per_host=8) == Levels((32,))
-
-
-def test_the_first_levels_stay_inside_of_hosts():
-    for ranks, per_host in ((64, 8), (1024, 8), (1024, 4), (96, 6), (4096, 16)):
-        sizes = plan_levels(ranks, BUCKET, per_host).sizes
-        products = [math.prod(sizes[: level + 1]) for level in range(len(sizes))]
-        assert per_host in products, sizes
-    assert plan_levels(64, BUCKET, 5) == plan_levels(64, BUCKET)
+    if ranks >= 1000:
+        assert len(plan.sends) < 2 * (ranks - 1) / 5
 
 
 def test_small_groups_keep_their_chunks_and_larger_ones_have_longer_chunks():
-    for ranks in (2, 4, 5):
-        assert chunk_values(Levels((ranks,)), on_streams=False) == 5 << 18
-    for ranks in (6, 8, 16, 24):
-        assert chunk_values(Levels((ranks,)), on_streams=False) // ranks >= 270_000
-    assert BUCKET < chunk_values(Levels((1021,)), on_streams=False) <= 1 << 23
-    for ranks in (2, 1024):
-        assert chunk_values(Levels((ranks,)), on_streams=True) == 1 << 26
+    for peers in (1, 3, 4):
+        assert chunk_values(peers, on_streams=False) == 5 << 18
+    for peers in (5, 7, 15, 23):
+        assert chunk_values(peers, on_streams=False) // (peers + 1) >= 270_000
+    assert BUCKET < chunk_values(1020, on_streams=False) <= 1 << 23
+    for peers in (1, 1023):
+        assert chunk_values(peers, on_streams=True) == 1 << 26
 
 
 def test_buckets_of_64_kib_are_averaged_exactly_and_the_first_of_ddp_never():
@@ -126,23 +147,8 @@ def test_buckets_of_64_kib_are_averaged_exactly_and_the_first_of_ddp_never():
     assert sizes[-1] <= 1 << 20
 
 
-_VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "GROUP_RANK")
-
-
-@pytest.mark.parametrize(
-    ("told", "found"),
-    [
-        ((24, 11, 8, 3, 3, 1), 8),
-        ((20, 11, 8, 3, 3, 1), 1),  # a host has fewer
-        ((24, 11, 8, 2, 3, 1), 1),  # ranks are numbered differently
-        ((48, 11, 8, 3, 6, 1), 1),  # the group has only some of them
-        ((24, 11, 8, 3, "three", 1), 1),
-        ((), 1),
-    ],
-)
-def test_hosts_of_equal_size_are_known_from_the_launcher(monkeypatch, told, found):
-    for name in _VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in zip(_VARIABLES, told, strict=False):
-        monkeypatch.setenv(name, str(value))
-    assert hosts.ranks_per_host(24) == found
+def test_levels_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"product of levels \(2, 3\) is not 4, the number of ranks"):
+        plan_average(Placement((0, 1, 2, 3), "flat"), 0, 100, FORMATS, levels=(2, 3))
+    with pytest.raises(ValueError, match=r"product of levels \(4,\) is not 2, the number of hosts"):
+        plan_average(_placement("0011"), 0, 100, FORMATS, levels=(4,))

@@ -54,7 +54,7 @@ def test_every_bucket_has_a_range_where_it_is_handed_over_and_one_where_it_is_av
 
 def test_a_difference_counts_one_backward_pass(watched):
     for (counted, _), (nothing, _) in watched:
-        assert counted["quantised_buckets"] == 3
+        assert counted["quantized_buckets"] == 3
         assert counted["plain_buckets"] == 0
         assert counted["bytes_of_allreduce"] == 3 * 10100 * 4
         assert counted["bytes_saved"] == counted["bytes_of_allreduce"] - counted["bytes_sent"]
@@ -65,17 +65,18 @@ def test_a_difference_counts_one_backward_pass(watched):
 
 
 def test_statistics_as_plain_numbers():
-    later, earlier = Statistics(5, 2, 300, 1200, 0.25), Statistics(3, 1, 100, 400)
+    later, earlier = Statistics(5, 2, 300, 60, 1200, 0.25), Statistics(3, 1, 100, 20, 400)
     assert later.as_dict() == {
-        "quantised_buckets": 5,
+        "quantized_buckets": 5,
         "plain_buckets": 2,
         "bytes_sent": 300,
+        "bytes_between_hosts": 60,
         "bytes_of_allreduce": 1200,
         "relative_error": 0.25,
         "bytes_saved": 900,
         "bytes_ratio": 0.25,
     }
-    assert later - earlier == Statistics(2, 1, 200, 800, 0.25)
+    assert later - earlier == Statistics(2, 1, 200, 40, 800, 0.25)
     assert later - Statistics() == later
     assert "bytes_ratio" not in (later - later).as_dict()
     assert (later - later).bytes_ratio is None

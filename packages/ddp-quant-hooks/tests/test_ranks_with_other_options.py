@@ -16,14 +16,14 @@ from ddp_quant_hooks import (
     quantization_pertensor_hook,
     quantized_allreduce_hook,
 )
+from dist_utils import torch_compat
 from dist_utils.testing import grad_bucket, patience, run_ranks
 
 # What all ranks but the last have, what the last has, and what the message must say.
 OPTIONS = [
     ({}, {"bits": 4, "error_feedback": "none"}, "bits is 8 on {others}, 4 on rank {last}"),
     ({}, {"block_size": 256}, "block_size is 128 on {others}, 256 on rank {last}"),
-    ({"gather": "fp16"}, {"gather": "bf16"}, "gather is 'fp16' on {others}, 'bf16' on rank {last}"),
-    ({}, {"gather": "bf16"}, "gather is 'int8' on {others}, 'bf16' on rank {last}"),
+    ({}, {"gather": "fp16"}, "gather is 'int8' on {others}, 'fp16' on rank {last}"),
     ({}, {"error_feedback": "both"}, "error_feedback is 'none' on {others}, 'both' on rank {last}"),
     ({}, {"rotate": False}, "rotate is True on {others}, False on rank {last}"),
     ({}, {"exact_1d": True}, "exact_1d is False on {others}, True on rank {last}"),
@@ -83,10 +83,10 @@ def _different_hooks(rank):
         seen[name] = _error(hook, make(group, min_bytes=0) if make else group, bucket, values)
     state = QuantizedAllreduceState(min_bytes=0) if rank else HierarchicalAllreduceState(mesh=mesh)
     seen["hierarchy"] = _error(quantized_allreduce_hook, state, bucket, values)
-    one_node, alone = dist.new_group(range(4)), [dist.new_group([each]) for each in range(4)]
-    groups = {"mesh": mesh} if rank < 2 else {"intra_group": one_node, "inter_group": alone[rank]}
+    one_node = dist.new_group(range(4))
+    groups = {"mesh": mesh} if rank < 2 else {"intra_group": one_node}
     state = HierarchicalAllreduceState(**groups)
-    seen["grid"] = _error(quantized_allreduce_hook, state, bucket, values)
+    seen["nodes"] = _error(quantized_allreduce_hook, state, bucket, values)
     lengths = torch.ones(3000 + 100 * (rank == 3))
     seen["values"] = _error(quantized_allreduce_hook, QuantizedAllreduceState(min_bytes=0), bucket, lengths)
     dtype = torch.float16 if rank == 3 else torch.float32
@@ -102,9 +102,9 @@ def test_different_hooks_raise_on_every_rank():
         assert "QuantizedAllreduceState on ranks 0, 1, 3, bf16_compress_hook on rank 2" in seen["16 bits"]
         assert "allreduce_hook on ranks 0, 1, 3, quantization_pertensor_hook on rank 2" in seen["plain"]
         assert "HierarchicalAllreduceState on rank 0, QuantizedAllreduceState on ranks" in seen["hierarchy"]
-        assert "hierarchy is '2 nodes of 2 ranks' on ranks 0, 1, '1 nodes of 4 ranks' on" in seen["grid"]
-        assert "3000 values of torch.float32' on ranks 0, 1, 2, '3100 values" in seen["values"]
-        assert "torch.float32' on ranks 0, 1, 2, '3000 values of torch.float16' on rank 3" in seen["dtype"]
+        assert "rank 2 of the process group has intra_group [0, 1, 2, 3], and rank 0 [0, 1]" in seen["nodes"]
+        assert "values in the bucket is 3000 on ranks 0, 1, 2, 3100 on rank 3" in seen["values"]
+        assert "bucket is torch.float32 on ranks 0, 1, 2, torch.float16 on rank 3" in seen["dtype"]
 
 
 def _ddp_goes_on(rank):
@@ -186,3 +186,18 @@ def test_options_do_not_change_after_ranks_have_compared_them():
     for name in ("min_bytes", "exact_1d", "sample_every", "error_feedback"):
         with pytest.raises(AttributeError):
             setattr(state, name, 1)
+
+
+def _without_a_backend(rank):
+    """A group that was made without naming a backend has one for GPUs too, where torch has none."""
+    store = torch_compat.default_store()
+    dist.destroy_process_group()
+    dist.init_process_group(store=dist.PrefixStore("again", store), rank=rank, world_size=2)
+    values = torch.full((1000,), float(rank))
+    quantized_allreduce_hook(QuantizedAllreduceState(min_bytes=0), grad_bucket([values])).wait()
+    dist.destroy_process_group()
+    return True
+
+
+def test_a_group_without_a_named_backend_averages():
+    assert run_ranks(_without_a_backend, 2) == [True, True]

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks import QuantizedAllreduceState, all_gather_into_tensor, all_reduce, reduce_scatter_tensor
+from ddp_quant_hooks import QuantizedAllreduceState, all_reduce, reduce_scatter_tensor
 from dist_utils.testing import run_ranks
 from dist_utils.torch_compat import default_store
 
@@ -18,7 +18,6 @@ def _calls(state, dtype):
     return {
         "all_reduce": lambda: all_reduce(values, group=state, async_op=True),
         "reduce_scatter_tensor": lambda: reduce_scatter_tensor(shard, values, group=state, async_op=True),
-        "all_gather_into_tensor": lambda: all_gather_into_tensor(values, shard, state, async_op=True),
     }
 
 
@@ -31,7 +30,7 @@ def _callbacks(rank):
         default_store().wait(["callbacks are there"])
         for call in calls.values():
             call()
-        return state.wait_for_jobs()
+        return state.wait()
 
     others = itertools.cycle([state, None])
 

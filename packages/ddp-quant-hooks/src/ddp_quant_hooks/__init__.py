@@ -1,15 +1,11 @@
 """Averages of gradients in 8 or 4 bits: hooks of DistributedDataParallel, and collectives."""
 
-from ddp_quant_hooks.affine_hooks import quantization_perchannel_hook, quantization_pertensor_hook
-from ddp_quant_hooks.auto_choice import Choice
-from ddp_quant_hooks.auto_hooks import auto_hook
-from ddp_quant_hooks.auto_passes import CandidateError
-from ddp_quant_hooks.auto_state import AutoState
-from ddp_quant_hooks.collectives import all_gather_into_tensor, all_reduce, reduce_scatter_tensor
-from ddp_quant_hooks.hierarchical import HierarchicalAllreduceState
-from ddp_quant_hooks.hooks import quantized_allreduce_hook
-from ddp_quant_hooks.state import QuantizedAllreduceState
+from ddp_quant_hooks.auto import AutoState, CandidateError, Choice, auto_hook
+from ddp_quant_hooks.hook import quantized_allreduce_hook
+from ddp_quant_hooks.states import HierarchicalAllreduceState, QuantizedAllreduceState
 from ddp_quant_hooks.statistics import Statistics
+from ddp_quant_hooks.tensors import all_reduce, reduce_scatter_tensor
+from ddp_quant_hooks.torch_hooks import quantization_perchannel_hook, quantization_pertensor_hook
 
 __all__ = [
     "AutoState",
@@ -18,7 +14,6 @@ __all__ = [
     "HierarchicalAllreduceState",
     "QuantizedAllreduceState",
     "Statistics",
-    "all_gather_into_tensor",
     "all_reduce",
     "auto_hook",
     "quantization_perchannel_hook",

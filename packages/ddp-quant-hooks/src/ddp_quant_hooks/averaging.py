@@ -1,75 +1,264 @@
-"""Average one bucket in few bits, as decided: a job for the state's worker."""
+"""Average values in few bits: decided on the caller's thread, done by a job on the state's worker.
+
+Buckets of ``DistributedDataParallel``, plain tensors and the gradients of FSDP2 are averaged here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks import exact_parameters
-from ddp_quant_hooks.decisions import Decision
-from ddp_quant_hooks.routes import Route
-from ddp_quant_hooks.statistics import ring_bytes
-from ddp_quant_hooks.values import Values
+from ddp_quant_hooks.exchange import exchange
+from ddp_quant_hooks.exchange.exchange import Task
+from ddp_quant_hooks.exchange.placement import Placement
+from ddp_quant_hooks.exchange.plan import Formats, Plan, plan_average, plan_reduce_scatter
+from ddp_quant_hooks.exchange.scratch import Scratch
+from ddp_quant_hooks.exchange.values import Values
+from ddp_quant_hooks.feedback import BucketResiduals, Feedback, Key, Owner, Step
+from ddp_quant_hooks.kernels import VALUE_DTYPES
+from ddp_quant_hooks.options import Options
+from ddp_quant_hooks.statistics import Counter, ring_bytes
+from dist_utils.process_groups import runs_on_host
 
-__all__ = ["Averaged", "average"]
+__all__ = ["Average", "Averager", "plan_digest"]
+
+NotFinite: TypeAlias = Callable[[torch.Tensor], None]
+
+_MOST_PLANS = 1 << 12
+"""How many plans are kept: of calls whose tensors have another length in every step, not all of them."""
 
 
-class Averaged(NamedTuple):
-    """The result of averaging a bucket.
+@dataclass(frozen=True)
+class Average:
+    """How some values are averaged, the same way on every rank.
 
     Attributes:
-        bytes_sent: By this rank.
-        error: The error relative to the exact mean, if it was measured.
+        plan: Who sends which of them to whom.
+        residuals: Their residuals.
+        sampled: Whether the error is measured.
+        label: Identical on all ranks; tells calls apart.
+        not_finite: Called with flags that say whether a value of the mean is not finite; ``None`` if that is
+            not needed.
     """
 
-    bytes_sent: int
-    error: torch.Tensor | None
+    plan: Plan
+    residuals: BucketResiduals = field(default_factory=BucketResiduals)
+    sampled: bool = False
+    label: int = 0
+    not_finite: NotFinite | None = None
 
 
-def average(
-    group: dist.ProcessGroup,
-    decision: Decision,
-    route: Route,
-    failed: Callable[[torch.Tensor], None] | None,
-) -> Averaged:
-    """Average a bucket in place; every rank ends with the same bits.
+class Averager:
+    """Plans and averages for one state. Holds no reference to it: jobs keep this alive.
 
     Args:
-        group: The process group whose ranks average.
-        decision: The decision about the bucket.
-        route: The route of its values.
-        failed: Called with flags that say whether a value of the mean is not finite; ``None`` if that is not
-            needed.
+        options: The options of the state.
+        feedback: Its residuals.
+        counter: Counts what is averaged.
+
+    Attributes:
+        placement: Where the ranks are; known when the ranks have agreed.
     """
-    values, exact = decision.values, decision.exact
-    assert values is not None
-    bytes_sent = 0
-    reference = apart = error = None
-    if decision.sampled:
-        reference = values.to(torch.float32) / group.size()
-        bytes_sent += _all_reduce(reference, group)
-    if exact:
-        apart = exact_parameters.set_apart(exact, group.size())
-        bytes_sent += _all_reduce(apart, group)
-        if failed is not None:
-            failed(~apart.isfinite().all())
-    bytes_sent += route.average(group, values, decision.kept, failed, decision.label)
-    if apart is not None:
-        exact_parameters.put_back(exact, apart)
-    if reference is not None:
-        error = _relative_error(values, reference)
-    return Averaged(bytes_sent, error)
+
+    def __init__(self, options: Options, feedback: Feedback, counter: Counter) -> None:
+        self._options, self._feedback, self._counter = options, feedback, counter
+        self.placement: Placement | None = None
+        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._scratches: dict[torch.device, list[Scratch]] = {}
+        self._prepared = 0
+
+    def require_fit(self) -> None:
+        """Raise ``ValueError`` if the levels that were chosen do not fit the ranks and their hosts."""
+        assert self.placement is not None
+        formats = Formats(self._options.scatter_layout, self._options.gather_layout, 4)
+        plan_average(self.placement, 0, 1, formats, levels=self._options.levels)
+
+    def start_over(self) -> None:
+        """Free memory, forget where ranks are, and sample the next bucket: ranks may have been at others."""
+        self.placement, self._prepared = None, 0
+        self._plans.clear()
+        self._scratches.clear()
+
+    def quantizes(self, dtype: torch.dtype, nbytes: int, ranks: int) -> bool:
+        """Return whether so many bytes of a dtype, real or complex, are sent in few bits."""
+        return dtype.to_real() in VALUE_DTYPES and nbytes >= self._options.least_bytes(ranks)
+
+    def bytes_of_ring(self, group: dist.ProcessGroup, nbytes: int) -> tuple[int, int]:
+        """Return the bytes that a rank sends in a ring all-reduce, and those of them to another host."""
+        sent, me = ring_bytes(nbytes, group.size()), group.rank()
+        hosts = self.placement.hosts if self.placement is not None else (0,) * group.size()
+        return sent, sent if hosts[me] != hosts[(me + 1) % len(hosts)] else 0
+
+    def prepare(
+        self,
+        group: dist.ProcessGroup,
+        step: Step,
+        owners: Sequence[Owner],
+        count: int,
+        like: torch.Tensor,
+        *,
+        label: int = 0,
+    ) -> Average:
+        """Decide how values are averaged in few bits. On the caller's thread, in the same order on all ranks.
+
+        Args:
+            group: The process group whose ranks average.
+            step: The step that they belong to.
+            owners: The parameters or keys that the values belong to, in their order.
+            count: The number of values.
+            like: A tensor of their dtype and on their device.
+            label: See :class:`Average`.
+        """
+        plan = self._planned("average", group, count, like)
+        residuals = self._feedback.residuals(step, owners, plan.own, plan.means, like.device)
+        not_finite = step.outcome.not_finite if self._feedback.wanted else None
+        every = self._options.sample_every
+        sampled = every > 0 and self._prepared % every == 0
+        self._prepared += 1
+        return Average(plan, residuals, sampled, label, not_finite)
+
+    def prepare_reduce_scatter(
+        self, group: dist.ProcessGroup, step: Step, key: Key, like: torch.Tensor, *, label: int
+    ) -> Average:
+        """Do as :meth:`prepare`, for all ranks' shards, one after another, to which one key belongs."""
+        plan = self._planned("reduce_scatter", group, key.count // group.size(), like)
+        residuals = self._feedback.residuals(step, [key], plan.own, plan.means, like.device)
+        return Average(plan, residuals, label=label)
+
+    def average(
+        self,
+        group: dist.ProcessGroup,
+        values: Values,
+        how: Average,
+        *,
+        exact: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Average values in place, the same bits on all ranks, and count them. A job.
+
+        Args:
+            group: The process group whose ranks average.
+            values: All values.
+            how: As all ranks have decided.
+            exact: More tensors of the bucket, which are averaged without compression.
+        """
+        sent, outside = how.plan.bytes_sent, how.plan.bytes_between_hosts
+        reference = apart = error = None
+        if how.sampled:
+            reference = values.to(torch.float32).div_(group.size())
+            dist.all_reduce(reference, group=group)
+        if exact:
+            apart = _set_apart(exact, group.size())
+            dist.all_reduce(apart, group=group)
+            if how.not_finite is not None:
+                how.not_finite(~apart.isfinite().all())
+        for beside in (reference, apart):
+            if beside is not None:
+                more = self.bytes_of_ring(group, beside.nbytes)
+                sent, outside = sent + more[0], outside + more[1]
+        task = Task(group, how.plan.formats, how.plan.enlarge, how.residuals, how.not_finite, how.label)
+        exchange.average(task, how.plan, values, self._scratch(values.device))
+        if apart is not None:
+            _put_back(exact, apart)
+        if reference is not None:
+            error = _relative_error(values, reference)
+        self._counter.add(
+            values.nbytes + sum(tensor.nbytes for tensor in exact),
+            group.size(),
+            sent,
+            outside,
+            quantized=True,
+            error=error,
+        )
+
+    def reduce_scatter(
+        self,
+        group: dist.ProcessGroup,
+        shards: torch.Tensor,
+        mean: torch.Tensor,
+        how: Average,
+        not_finite: NotFinite | None,
+    ) -> None:
+        """Average every rank's shard on that rank, and count that as half an average of all of them. A job.
+
+        Args:
+            group: The process group whose ranks average.
+            shards: This rank's values for all ranks, flat, one shard of equal length after another.
+            mean: The output for the mean of this rank's shard; flat.
+            how: As all ranks have decided.
+            not_finite: As in :class:`Average`, for this rank's shard.
+        """
+        plan = how.plan
+        task = Task(group, plan.formats, plan.enlarge, how.residuals, not_finite, how.label)
+        exchange.reduce_scatter(task, plan, shards, mean, self._scratch(mean.device))
+        self._counter.add(
+            shards.nbytes // 2, group.size(), plan.bytes_sent, plan.bytes_between_hosts, quantized=True
+        )
+
+    def count_plain(self, group: dist.ProcessGroup, nbytes: int) -> None:
+        """Count what was averaged without compression."""
+        self._counter.add(nbytes, group.size(), *self.bytes_of_ring(group, nbytes), quantized=False)
+
+    def _planned(
+        self,
+        kind: Literal["average", "reduce_scatter"],
+        group: dist.ProcessGroup,
+        count: int,
+        like: torch.Tensor,
+    ) -> Plan:
+        assert self.placement is not None, "the ranks have agreed on where they are"
+        on_streams = not runs_on_host(group, like.device)
+        value_bytes = like.dtype.to_real().itemsize
+        key = (kind, count, value_bytes, on_streams)
+        if key not in self._plans:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            options = self._options
+            formats = Formats(options.scatter_layout, options.gather_layout, value_bytes)
+            everywhere = (self.placement, group.rank(), count, formats)
+            self._plans[key] = (
+                plan_average(*everywhere, levels=options.levels, on_streams=on_streams)
+                if kind == "average"
+                else plan_reduce_scatter(*everywhere, on_streams=on_streams)
+            )
+        return self._plans[key]
+
+    def _scratch(self, device: torch.device) -> list[Scratch]:
+        return self._scratches.setdefault(device, [])
 
 
-def _all_reduce(values: torch.Tensor, group: dist.ProcessGroup) -> int:
-    """Sum ``values`` in place, and return the bytes sent."""
-    dist.all_reduce(values, group=group)
-    return ring_bytes(values.nbytes, group.size())
+@functools.lru_cache(maxsize=64)  # asked for with every bucket
+def plan_digest(options: Options, ranks: int) -> str:
+    """Return a digest of how so many ranks average, equal on ranks whose packages plan alike."""
+    nowhere = Placement(tuple(range(ranks)), "flat")
+    formats = Formats(options.scatter_layout, options.gather_layout, 4)
+    plans = [
+        plan_average(nowhere, 0, 1 << 24, formats, on_streams=on_streams) for on_streams in (True, False)
+    ]
+    return hashlib.sha256(repr(plans).encode()).hexdigest()[:16]
+
+
+def _set_apart(gradients: Sequence[torch.Tensor], world_size: int) -> torch.Tensor:
+    """Return a rank's shares of the means of some gradients, for an all-reduce."""
+    apart = torch.cat([gradient.flatten() for gradient in gradients])
+    return apart.to(torch.promote_types(apart.dtype, torch.float32)).div_(world_size)
+
+
+def _put_back(gradients: Sequence[torch.Tensor], means: torch.Tensor) -> None:
+    parts = torch.split(means, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))
 
 
 def _relative_error(values: Values, exact: torch.Tensor) -> torch.Tensor:
-    difference = (values.to(torch.float32) - exact).norm()
+    """Return the distance from the exact mean in L2, relative to its length."""
+    largest = exact.abs().amax()
+    scale = torch.where(largest > 0, largest, 1.0)  # squares of very large or small numbers are out of range
+    exact /= scale
+    difference = (values.to(torch.float32).div_(scale) - exact).norm()
     return torch.where(difference == 0, 0.0, difference / exact.norm())

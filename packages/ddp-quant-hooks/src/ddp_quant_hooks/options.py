@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from ddp_quant_hooks.wire_format import Format, Layout, can_rotate
+from ddp_quant_hooks.exchange.placement import INTRA_NODE
+from ddp_quant_hooks.kernels.layout import Format, Layout
 
 __all__ = ["ErrorFeedback", "Options", "checked"]
 
@@ -31,6 +32,7 @@ class Options:
     exact_1d: bool
     sample_every: int
     levels: tuple[int, ...] | None
+    intra_node: Literal["auto", "full", "quantized", "flat"]
 
     def least_bytes(self, ranks: int) -> int:
         """Return how many bytes a bucket must have to be sent in few bits, with this number of ranks."""
@@ -46,7 +48,7 @@ class Options:
     def gather_layout(self) -> Layout:
         """The format in which averages are sent."""
         # 16-bit floats round relative to each value: a block's largest value costs the others nothing.
-        return Layout(self.gather, self.block_size, self.rotate and can_rotate(self.gather, self.block_size))
+        return Layout(self.gather, self.block_size, self.rotate and self.gather != "fp16")
 
 
 def checked(
@@ -60,6 +62,7 @@ def checked(
     exact_1d: Any,
     sample_every: Any,
     levels: Any,
+    intra_node: Any,
 ) -> Options:
     """Return the options after checking their types and values.
 
@@ -71,7 +74,7 @@ def checked(
     if bits not in {8, 4}:
         raise ValueError(f"bits must be 8 or 4, got {bits!r}")
     few = "int8" if bits == 8 else "int4"
-    gather = _choice("gather", gather, few, ("int8", "int4", "bf16", "fp16"))
+    gather = _choice("gather", gather, few, ("int8", "int4", "fp16"))
     if gather == "int4" and bits != 4:
         raise ValueError("gather='int4' needs bits=4: averages would be rounded more than values")
     default_feedback = "none" if bits == 8 else "both"
@@ -84,14 +87,15 @@ def checked(
         bits=bits,
         block_size=block_size,
         gather=gather,
-        rotate=can_rotate(few, block_size) if rotate is None else rotate,
+        rotate=True if rotate is None else rotate,
         error_feedback=_choice("error_feedback", error_feedback, default_feedback, ("none", "shard", "both")),
         min_bytes=None if min_bytes is None else _count("min_bytes", min_bytes),
         exact_1d=exact_1d,
         sample_every=_count("sample_every", sample_every),
         levels=None if levels is None else _sizes("levels", levels),
+        intra_node=_choice("intra_node", intra_node, "auto" if levels is None else "flat", INTRA_NODE),
     )
-    options.scatter_layout  # noqa: B018 - raises if there is no such block, or none that can be rotated
+    options.scatter_layout  # noqa: B018 - raises if there is no such block
     return options
 
 

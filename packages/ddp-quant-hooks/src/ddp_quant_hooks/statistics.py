@@ -15,13 +15,17 @@ class Statistics:
     """What a state has done so far, on this rank. The difference of two is what it did in between.
 
     A bucket here is what is sent together: a bucket of ``DistributedDataParallel``; in a call on plain
-    tensors, those of one dtype and device; with FSDP2, the gradients of one module.
+    tensors, those of one dtype and device; with FSDP2, the gradients of one module. A CUDA graph counts once,
+    when it is captured.
 
     Attributes:
-        quantised_buckets: Buckets that were sent in few bits.
+        quantized_buckets: Buckets that were sent in few bits.
         plain_buckets: Buckets that were averaged without compression: small, sparse or fp64.
         bytes_sent: Payload that this rank sent, including exact parameters and samples. (Sparse buckets do
             not count: what their collective sends is not known here.)
+        bytes_between_hosts: Those of them that went to ranks on other hosts (other nodes, with a
+            :class:`HierarchicalAllreduceState`); what a host's link carries is the sum over its ranks. What
+            is averaged without compression counts as if ranks were in a ring, in their order.
         bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent;
             half of that, a reduce-scatter or an all-gather, where shards were reduced or gathered.
         relative_error: The relative error of the last bucket that was sampled (``sample_every``), in the L2
@@ -34,9 +38,10 @@ class Statistics:
         ...     writer.add_scalar(f"gradients/{name}", value, step)
     """
 
-    quantised_buckets: int = 0
+    quantized_buckets: int = 0
     plain_buckets: int = 0
     bytes_sent: int = 0
+    bytes_between_hosts: int = 0
     bytes_of_allreduce: int = 0
     relative_error: float | None = None
 
@@ -60,9 +65,10 @@ class Statistics:
         if not isinstance(earlier, Statistics):
             return NotImplemented
         return Statistics(
-            self.quantised_buckets - earlier.quantised_buckets,
+            self.quantized_buckets - earlier.quantized_buckets,
             self.plain_buckets - earlier.plain_buckets,
             self.bytes_sent - earlier.bytes_sent,
+            self.bytes_between_hosts - earlier.bytes_between_hosts,
             self.bytes_of_allreduce - earlier.bytes_of_allreduce,
             self.relative_error,
         )
@@ -81,6 +87,7 @@ class Counter:
         nbytes: int,
         world_size: int,
         bytes_sent: int,
+        bytes_between_hosts: int,
         *,
         quantized: bool,
         error: torch.Tensor | None = None,
@@ -91,15 +98,17 @@ class Counter:
             nbytes: The size in bytes of the bucket.
             world_size: The world size of the group that averaged it.
             bytes_sent: What was sent.
+            bytes_between_hosts: What of that went to other hosts.
             quantized: Whether it was sent in few bits.
             error: Its relative error, where that was measured.
         """
         with self._lock:
             so_far = self._so_far
             self._so_far = Statistics(
-                so_far.quantised_buckets + quantized,
+                so_far.quantized_buckets + quantized,
                 so_far.plain_buckets + (not quantized),
                 so_far.bytes_sent + bytes_sent,
+                so_far.bytes_between_hosts + bytes_between_hosts,
                 so_far.bytes_of_allreduce + ring_bytes(nbytes, world_size),
             )
             if error is not None:

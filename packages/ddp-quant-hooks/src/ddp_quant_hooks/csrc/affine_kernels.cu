@@ -1,4 +1,4 @@
-// The GPU kernels for PyTorch's 8-bit numbers. Messages have the layout of affine.py:
+// The GPU kernels for PyTorch's 8-bit numbers. Messages have the layout of kernels/affine.py:
 // [one byte per value, padded to a multiple of 16][scale of each channel][zero point of each channel].
 //
 // A thread block processes one channel, or a piece of a long one. The values of a short channel are read
@@ -17,8 +17,8 @@ constexpr int kThreads = 128;   // of a thread block
 constexpr int kUnit = 4;        // values per thread at a time
 constexpr int kPiece = 1 << 13; // values per thread block
 
-// The parameter of a launch. Python makes it (kernels/cuda.py), with the same members in the same order.
-// Pointers that a kernel does not use are null.
+// The parameter of a launch. Python makes it (`AffineWork` of kernels/programs.py), and every program asserts
+// that both agree. Pointers that a kernel does not use are null.
 template <int kMessages>
 struct Work {
     int64_t values, channel;  // the number of values, and of those in a channel
@@ -27,6 +27,8 @@ struct Work {
     int32_t* extremes;        // the members of each channel's Extremes, zeros at first
     const uint8_t* messages[kMessages];
 };
+
+struct Byte { using Stored = uint8_t; };
 
 // A thread block's values: all in one channel.
 struct Span {
@@ -88,17 +90,11 @@ BLOCK_MATH void write_numbers(const W& work, const Span& span, Extremes extremes
     auto tensor = static_cast<const typename Value::Stored*>(work.tensor);
     for (int64_t i = span.thread_first(); i < span.last; i += kThreads * kUnit) {
         float values[kUnit];
-        alignas(4) uint8_t numbers[kUnit];
+        Unit<Byte, kUnit> numbers;
         load<Value, kUnit, kAligned>(values, tensor + i, span.last - i);
         #pragma unroll
-        for (int k = 0; k < kUnit; ++k) numbers[k] = number_of(values[k], by);
-        if (span.last - i >= kUnit) {
-            write<kUnit, kAligned>(work.message + i, numbers);
-        } else {
-            #pragma unroll
-            for (int k = 0; k < kUnit; ++k)
-                if (k < span.last - i) work.message[i + k] = numbers[k];
-        }
+        for (int k = 0; k < kUnit; ++k) numbers.stored[k] = number_of(values[k], by);
+        write_unit<Byte, kUnit, kAligned>(work.message + i, numbers, span.last - i);
     }
     if (threadIdx.x == 0) {  // every piece of a long channel writes the same
         float* parameters = parameters_in(work.message, work.values);
@@ -148,16 +144,10 @@ BLOCK_MATH void decode(const Work<kRanks>& work) {
         for (int rank = 0; rank < kRanks; ++rank) {
             const uint8_t* message = work.messages[rank];
             Parameters by = parameters_at(message, work.values, span);
-            alignas(4) uint8_t numbers[kUnit] = {};
-            if (span.last - i >= kUnit) {
-                read<kUnit, kAligned>(numbers, message + i);
-            } else {
-                #pragma unroll
-                for (int k = 0; k < kUnit; ++k)
-                    if (k < span.last - i) numbers[k] = message[i + k];
-            }
+            Unit<Byte, kUnit> numbers;
+            read_unit<Byte, kUnit, kAligned>(numbers, message + i, span.last - i);
             #pragma unroll
-            for (int k = 0; k < kUnit; ++k) sums[k] = sums[k] + term(numbers[k], by, shrink);
+            for (int k = 0; k < kUnit; ++k) sums[k] = sums[k] + term(numbers.stored[k], by, shrink);
         }
         #pragma unroll
         for (int k = 0; k < kUnit; ++k) {

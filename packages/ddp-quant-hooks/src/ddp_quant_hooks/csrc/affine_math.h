@@ -1,4 +1,4 @@
-// The arithmetic of PyTorch's 8-bit numbers, as in affine.py: q = round(x / scale) + zero point, with a scale
+// The arithmetic of PyTorch's 8-bit numbers, as in kernels/affine.py: q = round(x / scale) + zero point, with a scale
 // and a zero point for each channel.
 
 #ifndef DDP_QUANT_HOOKS_AFFINE_MATH_H

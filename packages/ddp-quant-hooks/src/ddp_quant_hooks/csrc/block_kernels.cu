@@ -4,9 +4,9 @@
 // time (kernels/gpu_programs.py): all of these are constants here. Messages have the layout of
 // cpu_kernels.cpp, and the arithmetic is that of block_math.h, so all backends give identical bits.
 //
-// A team of lanes has a block in its registers: a part of a warp, or several warps if the block is long. A lane has
-// units of it: kUnit values in a row of the block's first half, and those at the same place of its second half, which
-// int4 packs together. Encoding and decoding choose kUnit so that a lane moves 16 bytes of values at a time.
+// A team of lanes, a warp or a part of one, has a block in its registers. A lane has units of it: kUnit values in a row
+// of the block's first half, and those at the same place of its second half, which int4 packs together. Encoding and
+// decoding choose kUnit so that a lane moves 16 bytes of values at a time.
 
 #include "gpu_memory.h"
 #include "rotation.h"
@@ -16,18 +16,17 @@ namespace block_kernels {
 using namespace gpu_memory;
 
 constexpr int kThreads = 128;  // of a thread block
-constexpr int kMostValues = 32;  // of a lane
 
 struct Shard {  // consecutive values, and their message
     int64_t values;
     void* tensor;           // encode reads it, decode writes it
     uint8_t* message;       // encode and reduce write it
-    const void* residual;   // added before encoding; null: none
-    void* new_residual;     // gets the rounding error; null: not needed
+    const uint16_t* residual;  // bf16, added before encoding; null: none
+    uint16_t* new_residual;    // bf16, gets the rounding error; null: not needed
 };
 
-// The parameter of a launch; shards are the grid's second dimension. Python makes it (kernels/cuda.py), with
-// the same members in the same order. Pointers that a kernel does not use are null.
+// The parameter of a launch; shards are the grid's second dimension. Python makes it (`Shard` of kernels/arguments.py,
+// and messages), and every program asserts that both agree. Pointers that a kernel does not use are null.
 template <int kShards, int kMessages>
 struct Work {
     Shard shards[kShards];
@@ -36,11 +35,22 @@ struct Work {
 
 // ---- a team's block ----
 
-// A power of two: one lane per unit up to a warp, then as many as a lane's values need to stay in registers.
-BLOCK_MATH constexpr int lanes_for(int units, int block) {
-    int lanes = 1;
-    while (lanes < units && (lanes < kWarp || block > lanes * kMostValues)) lanes *= 2;
-    return lanes;
+// Calls visit(unit, half) for each half of a lane's units.
+template <class B, class Visit>
+BLOCK_MATH void for_each_half(Visit visit) {
+    #pragma unroll
+    for (int unit = 0; unit < B::kUnits; ++unit)
+        #pragma unroll
+        for (int half = 0; half < 2; ++half) visit(unit, half);
+}
+
+// Calls visit(unit, half, i) for each value of a lane.
+template <class B, class Visit>
+BLOCK_MATH void for_each_value(Visit visit) {
+    for_each_half<B>([&](int unit, int half) {
+        #pragma unroll
+        for (int i = 0; i < B::kUnit; ++i) visit(unit, half, i);
+    });
 }
 
 // A lane's part of its team's block. kAligned: all tensors and messages start at multiples of 16 bytes.
@@ -49,12 +59,12 @@ struct Block {
     using Numbers = NumbersOfPayload;
     static constexpr int kBlock = kBlockValues, kHalf = kBlock / 2, kUnit = kUnitValues;
     static constexpr bool kAligned = kAlignedMemory;
-    static constexpr int kUnitsOfTeam = kHalf / kUnit;
-    static constexpr int kLanes = lanes_for(kUnitsOfTeam, kBlock);
-    static constexpr int kUnits = (kUnitsOfTeam + kLanes - 1) / kLanes;  // of a lane
-    static constexpr int kTeams = kThreads / kLanes;                     // of a thread block
-    static constexpr bool kPacked = Numbers::bytes(2) == 1;
+    static constexpr int kLanes = kHalf / kUnit < kWarp ? kHalf / kUnit : kWarp;
+    static constexpr int kUnits = kHalf / kUnit / kLanes;  // of a lane
+    static constexpr int kTeams = kThreads / kLanes;       // of a thread block
     static constexpr int kUnitBytes = static_cast<int>(Numbers::bytes(2 * kUnit));
+    static constexpr int kParts = Numbers::bytes(2) == 1 ? 1 : 2;  // of a unit's payload: packed numbers are in one
+    static constexpr int kPartBytes = kUnitBytes / kParts;
     static constexpr float kStep = 1.0f / Numbers::kLevels;
 
     float values[kUnits][2][kUnit];  // of each unit, in both halves
@@ -69,63 +79,44 @@ struct Block {
         index = there ? index : blocks - 1;
     }
 
-    // The index of a unit in the team. A lane with one unit less than others repeats the last one.
-    __device__ __forceinline__ int number_of_unit(int unit) const {
-        int number = unit * kLanes + lane;
-        return kUnitsOfTeam % kLanes == 0 || number < kUnitsOfTeam ? number : kUnitsOfTeam - 1;
-    }
-    __device__ __forceinline__ bool stores(int unit) const {
-        return there && (kUnitsOfTeam % kLanes == 0 || unit * kLanes + lane < kUnitsOfTeam);
-    }
     // Where a unit starts in the block, where in the shard, and how many values the shard has from there on.
-    __device__ __forceinline__ int place(int unit, int half) const { return half * kHalf + number_of_unit(unit) * kUnit; }
+    __device__ __forceinline__ int place(int unit, int half) const { return half * kHalf + (unit * kLanes + lane) * kUnit; }
     __device__ __forceinline__ int64_t start(int unit, int half) const { return index * kBlock + place(unit, half); }
     __device__ __forceinline__ int64_t left(int unit, int half) const { return count - start(unit, half); }
 
     template <class Value>
     __device__ __forceinline__ void load_values(const void* tensor) {
         auto from = static_cast<const typename Value::Stored*>(tensor);
-        #pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit)
-            #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                load<Value, kUnit, kAligned>(values[unit][half], from + start(unit, half), left(unit, half));
+        for_each_half<Block>([&](int unit, int half) {
+            load<Value, kUnit, kAligned>(values[unit][half], from + start(unit, half), left(unit, half));
+        });
     }
 
     template <class Value>
     __device__ __forceinline__ void store_values(void* tensor) const {
         auto to = static_cast<typename Value::Stored*>(tensor);
-        #pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit)
-            #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (stores(unit))
-                    store<Value, kUnit, kAligned>(to + start(unit, half), values[unit][half], left(unit, half));
+        for_each_half<Block>([&](int unit, int half) {
+            if (there) store<Value, kUnit, kAligned>(to + start(unit, half), values[unit][half], left(unit, half));
+        });
     }
 
     // ---- a unit's payload: as Numbers lays out a block of 2 kUnit values ----
 
-    // Its place in a message: the bytes of the first half, or of both.
-    __device__ __forceinline__ int64_t payload(int unit, int half) const {
-        return index * Numbers::bytes(kBlock) + (kPacked ? place(unit, 0) : Numbers::bytes(place(unit, half)));
+    // The place of a part in a message: a packed part has the numbers of both halves.
+    __device__ __forceinline__ int64_t payload(int unit, int part) const {
+        return index * Numbers::bytes(kBlock) + Numbers::bytes(2 / kParts * place(unit, part));
     }
 
     __device__ __forceinline__ void load_payload(uint8_t* bytes, const uint8_t* message, int unit) const {
-        if constexpr (kPacked) {
-            read<kUnitBytes, kAligned>(bytes, message + payload(unit, 0));
-        } else {
-            read<kUnitBytes / 2, kAligned>(bytes, message + payload(unit, 0));
-            read<kUnitBytes / 2, kAligned>(bytes + kUnitBytes / 2, message + payload(unit, 1));
-        }
+        #pragma unroll
+        for (int part = 0; part < kParts; ++part)
+            read<kPartBytes, kAligned>(bytes + part * kPartBytes, message + payload(unit, part));
     }
 
     __device__ __forceinline__ void store_payload(uint8_t* message, const uint8_t* bytes, int unit) const {
-        if constexpr (kPacked) {
-            write<kUnitBytes, kAligned>(message + payload(unit, 0), bytes);
-        } else {
-            write<kUnitBytes / 2, kAligned>(message + payload(unit, 0), bytes);
-            write<kUnitBytes / 2, kAligned>(message + payload(unit, 1), bytes + kUnitBytes / 2);
-        }
+        #pragma unroll
+        for (int part = 0; part < kParts; ++part)
+            write<kPartBytes, kAligned>(message + payload(unit, part), bytes + part * kPartBytes);
     }
 
     BLOCK_MATH float number(const uint8_t* bytes, int half, int i) {
@@ -145,56 +136,30 @@ struct Block {
 
 // ---- encoding ----
 
-struct NoResiduals {};  // instead of how they are stored: kernels without them keep fewer values in registers
-
-template <class Kept>
-constexpr bool kHasResiduals = true;
-template <>
-constexpr bool kHasResiduals<NoResiduals> = false;
-
-template <class Kept, class B>
-BLOCK_MATH void add_residual(B& block, const void* residual) {
-    auto from = static_cast<const typename Kept::Stored*>(residual);
-    #pragma unroll
-    for (int unit = 0; unit < B::kUnits; ++unit)
+template <class B>
+BLOCK_MATH void add_residual(B& block, const uint16_t* residual) {
+    for_each_half<B>([&](int unit, int half) {
+        Unit<BFloat16, B::kUnit> kept;
+        read_unit<BFloat16, B::kUnit, B::kAligned>(kept, residual + block.start(unit, half), block.left(unit, half));
         #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float kept[B::kUnit];
-            load<Kept, B::kUnit, B::kAligned>(kept, from + block.start(unit, half), block.left(unit, half));
-            #pragma unroll
-            for (int i = 0; i < B::kUnit; ++i)
-                block.values[unit][half][i] = with_residual(block.values[unit][half][i], kept[i]);
-        }
+        for (int i = 0; i < B::kUnit; ++i)
+            block.values[unit][half][i] = with_residual(block.values[unit][half][i], kept.stored[i]);
+    });
 }
 
-// Combines the numbers of all lanes of a team with `join`. All lanes of a thread block must call this.
+// Combines the numbers of all lanes of a team with `join`. All lanes of a warp must call this.
 template <class B, class Join>
 BLOCK_MATH int32_t of_team(int32_t number, Join join) {
     #pragma unroll
-    for (int step = (B::kLanes < kWarp ? B::kLanes : kWarp) / 2; step > 0; step /= 2)
+    for (int step = B::kLanes / 2; step > 0; step /= 2)
         number = join(number, __shfl_xor_sync(0xffffffffu, number, step));
-    if constexpr (B::kLanes > kWarp) {
-        __shared__ int32_t of_warp[kThreads / kWarp];
-        int thread = static_cast<int>(threadIdx.x), first = thread / B::kLanes * B::kLanes / kWarp;
-        __syncthreads();  // the numbers of the last call have been read
-        if (thread % kWarp == 0) of_warp[thread / kWarp] = number;
-        __syncthreads();
-        number = of_warp[first];
-        #pragma unroll
-        for (int i = 1; i < B::kLanes / kWarp; ++i) number = join(number, of_warp[first + i]);
-    }
     return number;
 }
 
 template <class B>
 BLOCK_MATH int32_t largest_of_team(const B& block, const float (&values)[B::kUnits][2][B::kUnit]) {
     int32_t largest = 0;
-    #pragma unroll
-    for (int unit = 0; unit < B::kUnits; ++unit)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            #pragma unroll
-            for (int i = 0; i < B::kUnit; ++i) largest = larger(largest, magnitude_bits(values[unit][half][i]));
+    for_each_value<B>([&](int unit, int half, int i) { largest = larger(largest, magnitude_bits(values[unit][half][i])); });
     return of_team<B>(largest, larger);
 }
 
@@ -203,115 +168,65 @@ BLOCK_MATH int32_t largest_of_team(const B& block, const float (&values)[B::kUni
 template <class B>
 BLOCK_MATH int32_t largest_of_mean(const B& block) {
     float largest = fabsf(block.values[0][0][0]);
-    #pragma unroll
-    for (int unit = 0; unit < B::kUnits; ++unit)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            #pragma unroll
-            for (int i = 0; i < B::kUnit; ++i) largest = fmaxf(largest, fabsf(block.values[unit][half][i]));
+    for_each_value<B>([&](int unit, int half, int i) { largest = fmaxf(largest, fabsf(block.values[unit][half][i])); });
     return of_team<B>(magnitude_bits(largest), larger);
 }
 
 // ---- rotating ----
 
-// Whether a team of this warp, or of this thread block if a team has several warps, has work.
-template <class B>
-BLOCK_MATH bool some_team(bool has) {
-    if constexpr (B::kLanes > kWarp) return true;
-    return largest_of<kWarp>(has);
+BLOCK_MATH void add_and_subtract(float& low, float& high) {
+    float sum = low + high;
+    high = low - high;
+    low = sum;
 }
 
 // Sums and differences of all values a power of two apart, in the order of rotation.h. All lanes of a warp
-// must call this, or of a thread block if a team has several warps.
+// must call this.
 template <class B>
 BLOCK_MATH void transform(float (&values)[B::kUnits][2][B::kUnit], int lane) {
     #pragma unroll
-    for (int unit = 0; unit < B::kUnits; ++unit)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            float(&row)[B::kUnit] = values[unit][half];
-            #pragma unroll
-            for (int step = 1; step < B::kUnit; step *= 2)
-                #pragma unroll
-                for (int i = 0; i < B::kUnit; ++i)
-                    if (!(i & step)) {
-                        float low = row[i], high = row[i + step];
-                        row[i] = low + high;
-                        row[i + step] = low - high;
-                    }
-            #pragma unroll
-            for (int step = 1; step < B::kLanes; step *= 2)
-                #pragma unroll
-                for (int i = 0; i < B::kUnit; ++i) {
-                    float other;
-                    if constexpr (B::kLanes <= kWarp) {
-                        other = exchanged(row[i], step);
-                    } else if (step < kWarp) {
-                        other = exchanged(row[i], step);
-                    } else {
-                        __shared__ float of_thread[kThreads];
-                        __syncthreads();  // the last values have been read
-                        of_thread[threadIdx.x] = row[i];
-                        __syncthreads();
-                        other = of_thread[threadIdx.x ^ static_cast<unsigned>(step)];
-                    }
-                    row[i] = lane & step ? other - row[i] : row[i] + other;
-                }
-        }
+    for (int step = 1; step < B::kUnit; step *= 2)
+        for_each_value<B>([&](int unit, int half, int i) {
+            if (!(i & step)) add_and_subtract(values[unit][half][i], values[unit][half][i + step]);
+        });
+    #pragma unroll
+    for (int step = 1; step < B::kLanes; step *= 2)
+        for_each_value<B>([&](int unit, int half, int i) {
+            float own = values[unit][half][i], other = exchanged(own, step);
+            values[unit][half][i] = lane & step ? other - own : own + other;
+        });
     #pragma unroll
     for (int step = 1; step < B::kUnits; step *= 2)
-        #pragma unroll
-        for (int unit = 0; unit < B::kUnits; ++unit)
-            if (!(unit & step))
-                #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    #pragma unroll
-                    for (int i = 0; i < B::kUnit; ++i) {
-                        float low = values[unit][half][i], high = values[unit + step][half][i];
-                        values[unit][half][i] = low + high;
-                        values[unit + step][half][i] = low - high;
-                    }
-    #pragma unroll
-    for (int unit = 0; unit < B::kUnits; ++unit)
-        #pragma unroll
-        for (int i = 0; i < B::kUnit; ++i) {
-            float low = values[unit][0][i], high = values[unit][1][i];
-            values[unit][0][i] = low + high;
-            values[unit][1][i] = low - high;
-        }
+        for_each_value<B>([&](int unit, int half, int i) {
+            if (!(unit & step)) add_and_subtract(values[unit][half][i], values[unit + step][half][i]);
+        });
+    for_each_value<B>([&](int unit, int half, int i) {
+        if (half == 0) add_and_subtract(values[unit][0][i], values[unit][1][i]);
+    });
 }
 
 // Writes this lane's values with the signs of their places applied.
 template <class B>
 BLOCK_MATH void turn(const B& block, const float (&from)[B::kUnits][2][B::kUnit], float (&to)[B::kUnits][2][B::kUnit]) {
-    #pragma unroll
-    for (int unit = 0; unit < B::kUnits; ++unit)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            #pragma unroll
-            for (int i = 0; i < B::kUnit; ++i)
-                to[unit][half][i] = turned_by(from[unit][half][i], sign_at(static_cast<uint32_t>(block.place(unit, half) + i)));
+    for_each_value<B>([&](int unit, int half, int i) {
+        to[unit][half][i] = turned_by(from[unit][half][i], sign_at(static_cast<uint32_t>(block.place(unit, half) + i)));
+    });
 }
 
 // Rotates the block if that pays. Returns the largest magnitude of the rotated block, or 0 if it was not
-// rotated. All lanes of a thread block must call this.
+// rotated. All lanes of a warp must call this.
 template <class B>
 BLOCK_MATH int32_t rotate_if_it_pays(const B& block, int32_t largest, float (&rotated)[B::kUnits][2][B::kUnit]) {
     int32_t limit = magnitude_bits(float_of(static_cast<uint32_t>(largest)) * kPeak), above = 0, smallest = kInfinityBits;
-    #pragma unroll
-    for (int unit = 0; unit < B::kUnits; ++unit)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            #pragma unroll
-            for (int i = 0; i < B::kUnit; ++i) {
-                int32_t magnitude = magnitude_bits(block.values[unit][half][i]);
-                above += magnitude > limit;
-                smallest = magnitude < smallest ? magnitude : smallest;
-            }
+    for_each_value<B>([&](int unit, int half, int i) {
+        int32_t magnitude = magnitude_bits(block.values[unit][half][i]);
+        above += magnitude > limit;
+        smallest = magnitude < smallest ? magnitude : smallest;
+    });
     above = of_team<B>(above, [](int32_t left, int32_t right) { return left + right; });
     smallest = of_team<B>(smallest, [](int32_t left, int32_t right) { return left < right ? left : right; });
     bool may = is_peaked<typename B::Numbers>(above, B::kBlock) && may_rotate(smallest, largest);
-    if (!some_team<B>(may)) return 0;
+    if (!largest_of<kWarp>(may)) return 0;
     turn(block, block.values, rotated);
     transform<B>(rotated, block.lane);
     int32_t largest_rotated = largest_of_team(block, rotated);
@@ -321,7 +236,7 @@ BLOCK_MATH int32_t rotate_if_it_pays(const B& block, int32_t largest, float (&ro
 // Restores a block from its numbers times their restoring scale, if its team has one.
 template <class B>
 BLOCK_MATH void restore_if(bool rotated, const B& block, float (&values)[B::kUnits][2][B::kUnit]) {
-    if (!some_team<B>(rotated)) return;
+    if (!largest_of<kWarp>(rotated)) return;
     float restored[B::kUnits][2][B::kUnit];
     memcpy(restored, values, sizeof restored);
     transform<B>(restored, block.lane);
@@ -331,20 +246,19 @@ BLOCK_MATH void restore_if(bool rotated, const B& block, float (&values)[B::kUni
 
 // Stores the rounding errors of half a unit's values, for the next step. `restored`: the values in the
 // message.
-template <class Kept, class B>
+template <class B>
 BLOCK_MATH void store_loss(const B& block, const Shard& shard, const float (&restored)[B::kUnit], int unit, int half,
                            int32_t largest) {
     int64_t start = block.start(unit, half), left = block.left(unit, half);
-    Unit<Kept, B::kUnit> lost = {};
+    Unit<BFloat16, B::kUnit> lost = {};
     if (largest >= kInfinityBits) {  // no step will follow, so this one must leave no trace
-        auto residual = static_cast<const typename Kept::Stored*>(shard.residual);
-        if (residual) read_unit<Kept, B::kUnit, B::kAligned>(lost, residual + start, left);
+        if (shard.residual) read_unit<BFloat16, B::kUnit, B::kAligned>(lost, shard.residual + start, left);
     } else if (largest != 0) {
         #pragma unroll
         for (int i = 0; i < B::kUnit; ++i)
-            lost.stored[i] = Kept::narrow(block.values[unit][half][i] - restored[i]);
+            lost.stored[i] = bfloat16_of_finite(block.values[unit][half][i] - restored[i]);
     }
-    write_unit<Kept, B::kUnit, B::kAligned>(static_cast<typename Kept::Stored*>(shard.new_residual) + start, lost, left);
+    write_unit<BFloat16, B::kUnit, B::kAligned>(shard.new_residual + start, lost, left);
 }
 
 // Writes a unit's numbers: of values times `by`, which are small enough where kShifted is false.
@@ -360,13 +274,13 @@ BLOCK_MATH void write_numbers(uint8_t* bytes, const float (&values)[2][B::kUnit]
     }
 }
 
-// Writes the block's payload and scale, and what they lose. All lanes of a thread block must come here.
-// Kept: how residuals are stored; they are finite. kMean: the values are a mean, and so all NaN or none.
-template <class Kept, bool kRotate, bool kMean, class B>
+// Writes the block's payload and scale, and what they lose. All lanes of a warp must come here. kResiduals: whether
+// there are any, which are finite: kernels without them keep fewer values in registers. kMean: the values are a mean,
+// and so all NaN or none.
+template <bool kResiduals, bool kRotate, bool kMean, class B>
 BLOCK_MATH void encode_block(B& block, const Shard& shard) {
-    constexpr bool kLoses = kHasResiduals<Kept>;
-    if constexpr (kLoses)
-        if (shard.residual) add_residual<Kept>(block, shard.residual);
+    if constexpr (kResiduals)
+        if (shard.residual) add_residual(block, shard.residual);
     int32_t largest = kMean ? largest_of_mean(block) : largest_of_team(block, block.values);
     Encoding by = encoding_of(largest, B::Numbers::kLevels);
     bool has_numbers = largest != 0 && largest < kInfinityBits;
@@ -391,8 +305,8 @@ BLOCK_MATH void encode_block(B& block, const Shard& shard) {
         } else if (has_numbers) {
             write_numbers<true, B>(bytes, numbers[unit], by);
         }
-        if (block.stores(unit)) block.store_payload(shard.message, bytes, unit);
-        if constexpr (kLoses) {
+        if (block.there) block.store_payload(shard.message, bytes, unit);
+        if constexpr (kResiduals) {
             if (!shard.new_residual) continue;
             float by_scale = kRotate ? restoring(scale, B::kBlock) : scale;
             #pragma unroll
@@ -403,14 +317,12 @@ BLOCK_MATH void encode_block(B& block, const Shard& shard) {
         }
     }
     if (block.there && block.lane == 0) block.store_scale(shard.message, scale);
-    if constexpr (kLoses) {
+    if constexpr (kResiduals) {
         if (!shard.new_residual) return;
         if constexpr (kRotate) restore_if(is_turned, block, numbers);
-        #pragma unroll
-        for (int unit = 0; unit < B::kUnits; ++unit)
-            #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (block.stores(unit)) store_loss<Kept>(block, shard, numbers[unit][half], unit, half, largest);
+        for_each_half<B>([&](int unit, int half) {
+            if (block.there) store_loss(block, shard, numbers[unit][half], unit, half, largest);
+        });
     }
 }
 
@@ -438,16 +350,11 @@ BLOCK_MATH void include(B& block, const uint8_t* const* messages, int before, fl
         bool is_first = kWhich == kAll ? kFirst && rank == 0 : included == 0;
         float weight = 1.0f / static_cast<float>((kWhich == kAll ? before + rank : included) + 1);
         ++included;
-        #pragma unroll
-        for (int unit = 0; unit < B::kUnits; ++unit)
-            #pragma unroll
-            for (int half = 0; half < 2; ++half)
-                #pragma unroll
-                for (int i = 0; i < B::kUnit; ++i) {
-                    float value = decoded(B::number(bytes[rank][unit], half, i), B::kStep, scale);
-                    float& mean = block.values[unit][half][i];
-                    mean = is_first ? value : running_mean(mean, value, weight);
-                }
+        for_each_value<B>([&](int unit, int half, int i) {
+            float value = decoded(B::number(bytes[rank][unit], half, i), B::kStep, scale);
+            float& mean = block.values[unit][half][i];
+            mean = is_first ? value : running_mean(mean, value, weight);
+        });
     }
 }
 
@@ -464,7 +371,7 @@ BLOCK_MATH void include_ranks(B& block, const uint8_t* const* messages, float sh
 }
 
 // A block that is not finite on some rank is NaN. Ranks that rotated the block come first, so that their mean
-// is restored once. All lanes of a thread block must call this.
+// is restored once. All lanes of a warp must call this.
 template <bool kRotated, int kRanks, class B>
 BLOCK_MATH void average(B& block, const uint8_t* const* messages) {
     bool finite = true, some_rotated = false;
@@ -489,28 +396,23 @@ BLOCK_MATH void average(B& block, const uint8_t* const* messages) {
     }
 
     if (shrink == 1.0f && finite) return;
-    #pragma unroll
-    for (int unit = 0; unit < B::kUnits; ++unit)
-        #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            #pragma unroll
-            for (int i = 0; i < B::kUnit; ++i) {
-                float& mean = block.values[unit][half][i];
-                mean = finite ? grown(mean) : quiet_nan();
-            }
+    for_each_value<B>([&](int unit, int half, int i) {
+        float& mean = block.values[unit][half][i];
+        mean = finite ? grown(mean) : quiet_nan();
+    });
 }
 
 // ---- the kernels; kRotate: whether blocks of their messages can be rotated ----
 
-template <class Value, class Kept, class Numbers, int kBlock, bool kAligned, bool kRotate, int kShards>
+template <class Value, bool kResiduals, class Numbers, int kBlock, bool kAligned, bool kRotate, int kShards>
 BLOCK_MATH void encode(const Work<kShards, 1>& work) {
     const Shard& shard = work.shards[blockIdx.y];
     Block<Numbers, kBlock, 16 / sizeof(typename Value::Stored), kAligned> block(shard.values);
     block.template load_values<Value>(shard.tensor);
-    encode_block<Kept, kRotate, false>(block, shard);
+    encode_block<kResiduals, kRotate, false>(block, shard);
 }
 
-template <class Kept, class Numbers, class NewNumbers, int kBlock, bool kAligned, bool kRotated, bool kRotate, int kRanks>
+template <bool kResiduals, class Numbers, class NewNumbers, int kBlock, bool kAligned, bool kRotated, bool kRotate, int kRanks>
 BLOCK_MATH void reduce(const Work<1, kRanks>& work) {
     const Shard& shard = work.shards[0];
     constexpr int kUnit = 8;  // more values of a lane leave room for fewer threads, which wait for memory together
@@ -518,7 +420,7 @@ BLOCK_MATH void reduce(const Work<1, kRanks>& work) {
     average<kRotated, kRanks>(mean, work.messages);
     Block<NewNumbers, kBlock, kUnit, kAligned> block(shard.values);
     memcpy(block.values, mean.values, sizeof block.values);
-    encode_block<Kept, kRotate, true>(block, shard);
+    encode_block<kResiduals, kRotate, true>(block, shard);
 }
 
 template <class Value, class Numbers, int kBlock, bool kAligned, bool kRotated, int kShards, int kRanks>

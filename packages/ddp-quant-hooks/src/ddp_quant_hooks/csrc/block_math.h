@@ -90,6 +90,27 @@ BLOCK_MATH uint16_t float16_of(float value) {
     return static_cast<uint16_t>(((bits >> 16) & 0x8000u) | half);
 }
 
+// ---- values in tensors ----
+
+struct Float32 {
+    using Stored = float;
+    BLOCK_MATH float widen(float value) { return value; }
+    BLOCK_MATH float narrow(float value) { return value; }
+};
+
+// A finite mean stays finite: quantized values and residuals can slightly exceed the largest number.
+struct BFloat16 {
+    using Stored = uint16_t;
+    BLOCK_MATH float widen(uint16_t half) { return float_of_bfloat16(half); }
+    BLOCK_MATH uint16_t narrow(float value) { return bfloat16_of(clamp_to(value, 3.38953138925153547590e+38f)); }
+};
+
+struct Float16 {
+    using Stored = uint16_t;
+    BLOCK_MATH float widen(uint16_t half) { return float_of_float16(half); }
+    BLOCK_MATH uint16_t narrow(float value) { return float16_of(clamp_to(value, 65504.0f)); }
+};
+
 // ---- one block ----
 
 // How the values of a block become numbers of at most `levels`.
@@ -121,9 +142,9 @@ BLOCK_MATH int32_t nearest(float value) {
 
 BLOCK_MATH float decoded(float number, float step, float scale) { return scale * (number * step); }
 
-// The value to encode: the residual of earlier steps is added. A finite value stays finite.
-BLOCK_MATH float with_residual(float value, float residual) {
-    float sum = clamp_to_finite(value + residual);
+// The value to encode: the residual of earlier steps, in bf16, is added. A finite value stays finite.
+BLOCK_MATH float with_residual(float value, uint16_t residual) {
+    float sum = clamp_to_finite(value + float_of_bfloat16(residual));
     return is_finite(value) ? sum : value;
 }
 
@@ -179,32 +200,18 @@ struct Int4 {  // the first half of a block is in the low bits
     }
 };
 
-struct BFloat16 {
+struct Fp16 {  // from -1 to 1
     static constexpr float kLevels = 1.0f;
-    static constexpr float kLargest = 3.38953138925153547590e+38f;
-    BLOCK_MATH float widen(uint16_t half) { return float_of_bfloat16(half); }
-    BLOCK_MATH uint16_t narrow(float value) { return bfloat16_of(value); }
-};
-
-struct Float16 {
-    static constexpr float kLevels = 1.0f;
-    static constexpr float kLargest = 65504.0f;
-    BLOCK_MATH float widen(uint16_t half) { return float_of_float16(half); }
-    BLOCK_MATH uint16_t narrow(float value) { return float16_of(value); }
-};
-
-template <class Half>
-struct Halves : Half {
     static constexpr bool kFew = false;
     BLOCK_MATH constexpr int64_t bytes(int64_t values) { return 2 * values; }
     BLOCK_MATH float first(const uint8_t* payload, int64_t i, int64_t) {
         uint16_t number;
         memcpy(&number, payload + 2 * i, 2);
-        return Half::widen(number);
+        return float_of_float16(number);
     }
     BLOCK_MATH float second(const uint8_t* payload, int64_t i, int64_t half) { return first(payload, half + i, half); }
     BLOCK_MATH void write(uint8_t* payload, int64_t i, int64_t half, float first, float second) {
-        uint16_t low = Half::narrow(first), high = Half::narrow(second);
+        uint16_t low = float16_of(first), high = float16_of(second);
         memcpy(payload + 2 * i, &low, 2);
         memcpy(payload + 2 * (half + i), &high, 2);
     }

@@ -9,7 +9,6 @@
 #include <cfenv>
 #include <exception>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 #include "cpu_rotation.h"
@@ -22,7 +21,7 @@ using cpu_rotation::kMostBlock;               // a block of floats fits on the s
 constexpr int64_t kAheadBytes = 16 << 10;      // four pages
 constexpr int64_t kValuesPerThread = 1 << 18;  // starting a thread costs about as much as 20,000 values
 
-// The arguments of one call. Pointers that a kernel does not use are null. Python makes it (kernels/cpu.py),
+// The arguments of one call. Pointers that a kernel does not use are null. Python makes it (`_Work` of kernels/cpu.py),
 // with the same members in the same order.
 struct Work {
     int64_t values, block;
@@ -35,20 +34,8 @@ struct Work {
     uint8_t* message;                   // encode and reduce write it
     int message_format;
     int message_rotate;
-    const void* residual;               // added before encoding; null: none
-    void* new_residual;
-    int residual_dtype;                 // of both: kFloat32 or kBFloat16
-};
-
-struct Float32 {
-    using Stored = float;
-    BLOCK_MATH float widen(float value) { return value; }
-    BLOCK_MATH float narrow(float value) { return value; }
-};
-
-template <class Half>
-struct Stored16 : Half {
-    using Stored = uint16_t;
+    const uint16_t* residual;           // bf16, added before encoding; null: none
+    uint16_t* new_residual;             // bf16
 };
 
 // ---- one block ----
@@ -99,34 +86,29 @@ BLOCK_MATH int32_t rotate_if_it_pays(const float* __restrict values, int64_t blo
     int32_t limit = magnitude_bits(float_of(static_cast<uint32_t>(largest)) * kPeak), above = 0;
     for (int64_t i = 0; i < block; ++i) above += magnitude_bits(values[i]) > limit;
     if (!is_peaked<Numbers>(above, block) || !may_rotate(smallest_of(values, block), largest)) return 0;
-    cpu_rotation::rotate<kLanes>(values, rotated, block);
+    cpu_rotation::transform<kLanes, true>(values, rotated, block);
     int32_t largest_rotated = largest_of(rotated, block);
     return rotation_pays(largest, largest_rotated, block) ? largest_rotated : 0;
 }
 
-struct BFloat16Residual : Stored16<BFloat16> {  // for finite blocks
-    BLOCK_MATH uint16_t narrow(float lost) { return bfloat16_of_finite(lost); }
-};
-
 // Stores the rounding errors of the first `count` values. In two loops: one loop would use vectors as long as
 // the payload's bytes fill, which are few in a short block.
-template <class Numbers, class Kept>
+template <class Numbers>
 BLOCK_MATH void store_loss(const float* __restrict values, int64_t block, int64_t count,
-                           const uint8_t* __restrict payload, float scale,
-                           typename Kept::Stored* __restrict new_residual) {
+                           const uint8_t* __restrict payload, float scale, uint16_t* __restrict new_residual) {
     alignas(64) float numbers[kMostBlock];
     int64_t half = block / 2;
     for (int64_t i = 0; i < half; ++i) numbers[i] = Numbers::first(payload, i, half);
     for (int64_t i = 0; i < half; ++i) numbers[half + i] = Numbers::second(payload, i, half);
     float step = 1.0f / Numbers::kLevels;
-    for (int64_t i = 0; i < count; ++i) new_residual[i] = Kept::narrow(values[i] - decoded(numbers[i], step, scale));
+    for (int64_t i = 0; i < count; ++i) new_residual[i] = bfloat16_of_finite(values[i] - decoded(numbers[i], step, scale));
 }
 
 // Writes a block's payload and scale, and their rounding errors to `new_residual` (null: not needed).
-template <class Numbers, class Kept, int kLanes>
+template <class Numbers, int kLanes>
 BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int64_t count, bool may_be_rotated,
-                             uint8_t* __restrict payload, uint8_t* scale, const typename Kept::Stored* residual,
-                             typename Kept::Stored* __restrict new_residual) {
+                             uint8_t* __restrict payload, uint8_t* scale, const uint16_t* residual,
+                             uint16_t* __restrict new_residual) {
     int64_t half = block / 2;
     int32_t largest = largest_of(values, block);
     Encoding by = encoding_of(largest, Numbers::kLevels);
@@ -134,8 +116,8 @@ BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int6
         memcpy(scale, &by.scale, 4);
         std::fill_n(payload, Numbers::bytes(block), uint8_t{0});
         // Not finite: no step will follow, so this one must leave no trace.
-        if (new_residual && largest && residual) memcpy(new_residual, residual, sizeof *residual * count);
-        else if (new_residual) memset(new_residual, 0, sizeof *new_residual * count);
+        if (new_residual && largest && residual) std::copy_n(residual, count, new_residual);
+        else if (new_residual) std::fill_n(new_residual, count, uint16_t{0});
         return;
     }
     if constexpr (Numbers::kFew) {
@@ -149,15 +131,15 @@ BLOCK_MATH void encode_block(const float* __restrict values, int64_t block, int6
             if (!new_residual) return;
             decode_numbers<Numbers>(payload, half, restoring(sent, block), rotated);
             cpu_rotation::restore<kLanes>(rotated, block);
-            for (int64_t i = 0; i < count; ++i) new_residual[i] = Kept::narrow(values[i] - rotated[i]);
+            for (int64_t i = 0; i < count; ++i) new_residual[i] = bfloat16_of_finite(values[i] - rotated[i]);
             return;
         }
     }
     write_numbers<Numbers>(values, half, by, payload);
     memcpy(scale, &by.scale, 4);
     if (!new_residual) return;
-    if (count == block) store_loss<Numbers, Kept>(values, block, block, payload, by.scale, new_residual);
-    else store_loss<Numbers, Kept>(values, block, count, payload, by.scale, new_residual);
+    if (count == block) store_loss<Numbers>(values, block, block, payload, by.scale, new_residual);
+    else store_loss<Numbers>(values, block, count, payload, by.scale, new_residual);
 }
 
 BLOCK_MATH float scale_at(const uint8_t* scales, int64_t index) {
@@ -215,38 +197,34 @@ BLOCK_MATH void mean_block(const Work& work, int64_t block, int64_t index, int64
         for (int64_t i = 0; i < block; ++i) mean[i] = grown(mean[i]);
 }
 
-template <class Half>
-BLOCK_MATH void widen(const uint16_t* __restrict halves, int64_t count, float* __restrict values) {
-    for (int64_t i = 0; i < count; ++i) values[i] = Half::widen(halves[i]);
+// The values to encode; `residual` may be null.
+template <class Value>
+BLOCK_MATH void load(const typename Value::Stored* __restrict stored, const uint16_t* __restrict residual, int64_t count,
+                     float* __restrict values) {
+    if (residual)
+        for (int64_t i = 0; i < count; ++i) values[i] = with_residual(Value::widen(stored[i]), residual[i]);
+    else
+        for (int64_t i = 0; i < count; ++i) values[i] = Value::widen(stored[i]);
 }
 
-// A finite mean stays finite: quantized values and residuals can slightly exceed the largest number.
-template <class Half>
-BLOCK_MATH void narrow(const float* __restrict values, int64_t count, uint16_t* __restrict halves) {
-    for (int64_t i = 0; i < count; ++i) halves[i] = Half::narrow(clamp_to(values[i], Half::kLargest));
-}
-
-template <class Value, class Kept>
-BLOCK_MATH void add_residual(const typename Value::Stored* __restrict values, const typename Kept::Stored* __restrict residual,
-                             int64_t count, float* __restrict sum) {
-    for (int64_t i = 0; i < count; ++i) sum[i] = with_residual(Value::widen(values[i]), Kept::widen(residual[i]));
+template <class Value>
+BLOCK_MATH void store(const float* __restrict values, int64_t count, typename Value::Stored* __restrict stored) {
+    for (int64_t i = 0; i < count; ++i) stored[i] = Value::narrow(values[i]);
 }
 
 // ---- the same, once for every instruction set ----
 
 enum Dtype { kFloat32, kBFloat16, kFloat16 };
-enum Format { kInt8, kInt4, kBFloat16Numbers, kFloat16Numbers };
+enum Format { kInt8, kInt4, kFp16 };
 
-struct BlockKernels {
-    void (*encode[4][2])(const float*, int64_t, int64_t, bool, uint8_t*, uint8_t*, const void*, void*);  // [format][residuals]
-    void (*mean[4])(const Work&, int64_t, int64_t, float*);
-    void (*widen[3])(const uint16_t*, int64_t, float*);
-    void (*narrow[3])(const float*, int64_t, uint16_t*);
-    void (*add_residual[3][2])(const void*, const void*, int64_t, float*);
+struct BlockKernels {  // by format, and by dtype
+    void (*encode[3])(const float*, int64_t, int64_t, bool, uint8_t*, uint8_t*, const uint16_t*, uint16_t*);
+    void (*mean[3])(const Work&, int64_t, int64_t, float*);
+    void (*load[3])(const void*, const uint16_t*, int64_t, float*);
+    void (*store[3])(const float*, int64_t, void*);
 };
 
 // Half a block can be shorter than a vector: if the compiler knows the length, it uses shorter vectors.
-#define COMMA ,
 #define WITH_USUAL_BLOCKS(length, CALL)                                                                        \
     switch (length) {                                                                                          \
         case 32: { constexpr int64_t block = 32; CALL; break; }                                                \
@@ -255,44 +233,31 @@ struct BlockKernels {
         default: { int64_t block = length; CALL; }                                                             \
     }
 
-#define OF_RESIDUALS(KERNEL, OF) {KERNEL<OF, Float32>, KERNEL<OF, BFloat16Residual>}
-
 #define BLOCK_KERNELS(NAME, LANES, TARGET)                                                                     \
     namespace NAME {                                                                                           \
-    template <class Numbers, class Kept>                                                                       \
-    TARGET void encode(const float* values, int64_t length, int64_t count, bool may_be_rotated, uint8_t* payload,\
-                       uint8_t* scale, const void* old_residual, void* lost) {                                 \
-        auto residual = static_cast<const typename Kept::Stored*>(old_residual);                               \
-        auto new_residual = static_cast<typename Kept::Stored*>(lost);                                         \
-        WITH_USUAL_BLOCKS(length, (encode_block<Numbers, Kept, LANES>(values, block, count, may_be_rotated, payload, scale, \
-                                                                      residual, new_residual)))                \
+    template <class Numbers>                                                                                   \
+    TARGET void encode(const float* values, int64_t length, int64_t count, bool may_be_rotated, uint8_t* payload, \
+                       uint8_t* scale, const uint16_t* residual, uint16_t* new_residual) {                     \
+        WITH_USUAL_BLOCKS(length, (encode_block<Numbers, LANES>(values, block, count, may_be_rotated, payload, \
+                                                                scale, residual, new_residual)))               \
     }                                                                                                          \
     template <class Numbers>                                                                                   \
     TARGET void mean(const Work& work, int64_t index, int64_t blocks, float* values) {                         \
-        WITH_USUAL_BLOCKS(work.block, mean_block<Numbers COMMA LANES>(work, block, index, blocks, values))     \
+        WITH_USUAL_BLOCKS(work.block, (mean_block<Numbers, LANES>(work, block, index, blocks, values)))        \
     }                                                                                                          \
-    template <class Half>                                                                                      \
-    TARGET void widen(const uint16_t* halves, int64_t count, float* values) {                                  \
-        ::widen<Half>(halves, count, values);                                                                  \
+    template <class Value>                                                                                     \
+    TARGET void load(const void* tensor, const uint16_t* residual, int64_t count, float* values) {             \
+        auto stored = static_cast<const typename Value::Stored*>(tensor);                                      \
+        WITH_USUAL_BLOCKS(count, (::load<Value>(stored, residual, block, values)))                             \
     }                                                                                                          \
-    template <class Half>                                                                                      \
-    TARGET void narrow(const float* values, int64_t count, uint16_t* halves) {                                 \
-        ::narrow<Half>(values, count, halves);                                                                 \
+    template <class Value>                                                                                     \
+    TARGET void store(const float* values, int64_t count, void* tensor) {                                      \
+        ::store<Value>(values, count, static_cast<typename Value::Stored*>(tensor));                           \
     }                                                                                                          \
-    template <class Value, class Kept>                                                                         \
-    TARGET void add_residual(const void* tensor, const void* old_residual, int64_t count, float* sum) {        \
-        auto values = static_cast<const typename Value::Stored*>(tensor);                                      \
-        auto residual = static_cast<const typename Kept::Stored*>(old_residual);                               \
-        WITH_USUAL_BLOCKS(count, (::add_residual<Value, Kept>(values, residual, block, sum)))                  \
-    }                                                                                                          \
-    constexpr BlockKernels kernels{                                                                            \
-        {OF_RESIDUALS(encode, Int8), OF_RESIDUALS(encode, Int4), OF_RESIDUALS(encode, Halves<BFloat16>),       \
-         OF_RESIDUALS(encode, Halves<Float16>)},                                                               \
-        {mean<Int8>, mean<Int4>, mean<Halves<BFloat16>>, mean<Halves<Float16>>},                               \
-        {nullptr, widen<BFloat16>, widen<Float16>},                                                            \
-        {nullptr, narrow<BFloat16>, narrow<Float16>},                                                          \
-        {OF_RESIDUALS(add_residual, Float32), OF_RESIDUALS(add_residual, Stored16<BFloat16>),                  \
-         OF_RESIDUALS(add_residual, Stored16<Float16>)}};                                                                                         \
+    constexpr BlockKernels kernels{{encode<Int8>, encode<Int4>, encode<Fp16>},                                 \
+                                   {mean<Int8>, mean<Int4>, mean<Fp16>},                                       \
+                                   {load<Float32>, load<BFloat16>, load<Float16>},                             \
+                                   {store<Float32>, store<BFloat16>, store<Float16>}};                         \
     }
 
 // `baseline` is what the compiler may always assume: SSE2 on x86-64, NEON on 64-bit ARM.
@@ -326,41 +291,31 @@ void prefetch(const void* memory, int64_t bytes) {
 
 int64_t value_bytes(int dtype, int64_t values) { return dtype == kFloat32 ? 4 * values : 2 * values; }
 
-// The address of value `start` of a residual; null without a residual.
-template <class Memory>
-Memory* residual_at(Memory* residual, const Work& work, int64_t start) {
-    using Byte = std::conditional_t<std::is_const_v<Memory>, const uint8_t, uint8_t>;
-    return residual ? static_cast<Byte*>(residual) + value_bytes(work.residual_dtype, start) : nullptr;
+template <class Number>
+Number* at(Number* residual, int64_t start) {
+    return residual ? residual + start : nullptr;
 }
 
 void encode_value_block(const BlockKernels& kernels, const Work& work, const float* values, int64_t index,
                         int64_t count) {
     int64_t start = index * work.block;
     uint8_t* scales = work.message + payload_bytes(work.message_format, blocks_of(work.values, work.block) * work.block);
-    kernels.encode[work.message_format][work.residual_dtype](
+    kernels.encode[work.message_format](
         values, work.block, count, work.message_rotate, work.message + payload_bytes(work.message_format, start),
-        scales + 4 * index, residual_at(work.residual, work, start), residual_at(work.new_residual, work, start));
+        scales + 4 * index, at(work.residual, start), at(work.new_residual, start));
 }
 
 void encode_blocks(const BlockKernels& kernels, const Work& work, int64_t first, int64_t last) {
     alignas(64) float buffer[kMostBlock];
     for (int64_t index = first; index < last; ++index) {
         int64_t start = index * work.block, count = std::min(work.block, work.values - start);
-        prefetch<0>(static_cast<const uint8_t*>(work.tensor) + value_bytes(work.dtype, start),
-                    value_bytes(work.dtype, work.block));
-        int64_t kept_bytes = value_bytes(work.residual_dtype, work.block);
-        if (work.residual) prefetch<0>(residual_at(work.residual, work, start), kept_bytes);
-        if (work.new_residual) prefetch<1>(residual_at(work.new_residual, work, start), kept_bytes);
         const void* tensor = static_cast<const uint8_t*>(work.tensor) + value_bytes(work.dtype, start);
+        prefetch<0>(tensor, value_bytes(work.dtype, work.block));
+        if (work.residual) prefetch<0>(work.residual + start, 2 * work.block);
+        if (work.new_residual) prefetch<1>(work.new_residual + start, 2 * work.block);
         const float* values = static_cast<const float*>(tensor);
         if (work.dtype != kFloat32 || count < work.block || work.residual) {
-            if (work.residual)
-                kernels.add_residual[work.dtype][work.residual_dtype](
-                    tensor, residual_at(work.residual, work, start), count, buffer);
-            else if (work.dtype == kFloat32)
-                memcpy(buffer, values, 4 * count);
-            else
-                kernels.widen[work.dtype](static_cast<const uint16_t*>(tensor), count, buffer);
+            kernels.load[work.dtype](tensor, at(work.residual, start), count, buffer);
             std::fill(buffer + count, buffer + work.block, 0.0f);
             values = buffer;
         }
@@ -376,7 +331,7 @@ void reduce_blocks(const BlockKernels& kernels, const Work& work, int64_t first,
         kernels.mean[work.format](work, index, blocks, mean);
         const float* values = mean;
         if (work.residual) {
-            kernels.add_residual[kFloat32][work.residual_dtype](mean, residual_at(work.residual, work, start), count, sum);
+            kernels.load[kFloat32](mean, work.residual + start, count, sum);
             std::copy(mean + count, mean + work.block, sum + count);
             values = sum;
         }
@@ -392,17 +347,12 @@ void decode_blocks(const BlockKernels& kernels, const Work& work, int64_t first,
         for (int64_t rank = 0; rank < work.ranks; ++rank)
             prefetch<0>(work.messages[rank] + payload_bytes(work.format, start),
                         payload_bytes(work.format, work.block));
-        prefetch<1>(static_cast<const uint8_t*>(work.tensor) + value_bytes(work.dtype, start),
-                    value_bytes(work.dtype, work.block));
-        float* values = static_cast<float*>(work.tensor) + start;
+        void* tensor = static_cast<uint8_t*>(work.tensor) + value_bytes(work.dtype, start);
+        prefetch<1>(tensor, value_bytes(work.dtype, work.block));
         bool in_place = work.dtype == kFloat32 && count == work.block;
-        float* mean = in_place ? values : buffer;
+        float* mean = in_place ? static_cast<float*>(tensor) : buffer;
         kernels.mean[work.format](work, index, blocks, mean);
-        if (in_place) continue;
-        if (work.dtype == kFloat32)
-            memcpy(values, buffer, 4 * count);
-        else
-            kernels.narrow[work.dtype](buffer, count, static_cast<uint16_t*>(work.tensor) + start);
+        if (!in_place) kernels.store[work.dtype](mean, count, tensor);
     }
 }
 
@@ -410,25 +360,23 @@ using Kernel = void (*)(const BlockKernels&, const Work&, int64_t, int64_t);
 
 struct InstructionSet {
     const char* name;
-    bool available;
-    const BlockKernels& kernels;
+    const BlockKernels* kernels;
 };
 
-std::vector<InstructionSet> instruction_sets() {  // the best first
-    return {
+std::vector<InstructionSet> instruction_sets() {  // of this processor, the best first
+    std::vector<InstructionSet> sets;
 #if defined(__x86_64__)
-        {"AVX-512",
-         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"),
-         avx512::kernels},
-        {"AVX2", static_cast<bool>(__builtin_cpu_supports("avx2")), avx2::kernels},
-        {"SSE2", true, baseline::kernels},
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        sets.push_back({"AVX-512", &avx512::kernels});
+    if (__builtin_cpu_supports("avx2")) sets.push_back({"AVX2", &avx2::kernels});
+    sets.push_back({"SSE2", &baseline::kernels});
 #elif defined(__aarch64__)
-        {"NEON", true, baseline::kernels},
+    sets.push_back({"NEON", &baseline::kernels});
 #else
-        {"scalar", true, baseline::kernels},
+    sets.push_back({"scalar", &baseline::kernels});
 #endif
-    };
+    return sets;
 }
 
 void run_range(Kernel kernel, const BlockKernels& kernels, const Work& work, int64_t first, int64_t last) {
@@ -467,27 +415,23 @@ void run(Kernel kernel, const BlockKernels& kernels, int threads, const Work& wo
 
 extern "C" {
 
+// The name of one that this processor has, the best first; null after the last.
 EXPORTED const char* quant_instruction_set(int index) {
     auto sets = instruction_sets();
     return index >= 0 && index < static_cast<int>(sets.size()) ? sets[index].name : nullptr;
 }
 
-EXPORTED int quant_instruction_set_available(int index) {
-    auto sets = instruction_sets();
-    return index >= 0 && index < static_cast<int>(sets.size()) && sets[index].available;
-}
-
 // The version of the functions here and of Work. A library that was built from other sources must not be
 // called.
-EXPORTED int quant_abi() { return 2; }
+EXPORTED int quant_abi() { return 3; }
 
 // Returns 0; 1 if there is no such kernel, or no such instruction set on this processor; 2 without enough
 // memory.
 EXPORTED int quant_run(int kernel, int instruction_set, int threads, const Work* work) {
     constexpr Kernel all[] = {encode_blocks, reduce_blocks, decode_blocks};
-    if (kernel < 0 || kernel >= 3 || !quant_instruction_set_available(instruction_set)) return 1;
+    if (kernel < 0 || kernel >= 3 || !quant_instruction_set(instruction_set)) return 1;
     try {
-        run(all[kernel], instruction_sets()[instruction_set].kernels, threads, *work);
+        run(all[kernel], *instruction_sets()[instruction_set].kernels, threads, *work);
     } catch (const std::exception&) {
         return 2;
     }

@@ -14,7 +14,7 @@ namespace cpu_rotation {
 
 using namespace block_math;
 
-constexpr int64_t kMostBlock = 4096;
+constexpr int64_t kMostBlock = 1024;
 
 constexpr auto kSigns = [] {
     std::array<uint32_t, kMostBlock> signs{};
@@ -96,11 +96,6 @@ BLOCK_MATH void transform(const float* from, float* to, int64_t block) {
                 high[i] = left - right;
             }
         }
-}
-
-template <int kLanes>
-BLOCK_MATH void rotate(const float* values, float* rotated, int64_t block) {
-    transform<kLanes, true>(values, rotated, block);
 }
 
 // Takes numbers times their restoring scale.

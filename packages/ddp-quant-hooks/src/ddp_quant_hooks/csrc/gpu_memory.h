@@ -44,14 +44,8 @@ BLOCK_MATH void read(void* registers, const void* memory) {
     auto source = static_cast<const uint8_t*>(memory);
     #pragma unroll
     for (int i = 0; i < kBytes / kPiece; ++i, source += kPiece) {
-        if constexpr (kAligned) {
-            target[i] = *reinterpret_cast<const Piece<kPiece>*>(source);
-        } else {
-            #pragma unroll
-            for (int k = 0; k < kPiece; k += 4)
-                target[i].words[k / 4] = source[k] | source[k + 1] << 8 | source[k + 2] << 16 |
-                                         static_cast<uint32_t>(source[k + 3]) << 24;
-        }
+        if constexpr (kAligned) target[i] = *reinterpret_cast<const Piece<kPiece>*>(source);
+        else memcpy(target + i, source, kPiece);  // byte by byte
     }
 }
 
@@ -62,28 +56,10 @@ BLOCK_MATH void write(void* memory, const void* registers) {
     auto source = static_cast<const Piece<kPiece>*>(registers);
     #pragma unroll
     for (int i = 0; i < kBytes / kPiece; ++i, target += kPiece) {
-        if constexpr (kAligned) {
-            store_piece(target, source[i]);
-        } else {
-            #pragma unroll
-            for (int k = 0; k < kPiece; ++k) target[k] = static_cast<uint8_t>(source[i].words[k / 4] >> k % 4 * 8);
-        }
+        if constexpr (kAligned) store_piece(target, source[i]);
+        else memcpy(target, source + i, kPiece);
     }
 }
-
-struct Stored32 {
-    using Stored = float;
-    BLOCK_MATH float widen(float value) { return value; }
-    BLOCK_MATH float narrow(float value) { return value; }
-};
-
-template <class Half>
-struct Stored16 {
-    using Stored = uint16_t;
-    BLOCK_MATH float widen(uint16_t value) { return Half::widen(value); }
-    // A finite mean stays finite: quantized values and residuals can slightly exceed the largest number.
-    BLOCK_MATH uint16_t narrow(float value) { return Half::narrow(clamp_to(value, Half::kLargest)); }
-};
 
 // Values as they are stored, in registers.
 template <class Value, int kUnit>

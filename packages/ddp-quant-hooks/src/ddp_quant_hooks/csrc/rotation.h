@@ -23,18 +23,11 @@ BLOCK_MATH constexpr uint32_t sign_at(uint32_t place) {
 
 BLOCK_MATH float turned_by(float value, uint32_t sign) { return float_of(bits_of(value) ^ sign); }
 
-BLOCK_MATH constexpr int log2_of(int64_t block) {
-    int log2 = 0;
-    while (block > 1) {
-        block /= 2;
-        ++log2;
-    }
-    return log2;
-}
-
+// Of a power of two.
 BLOCK_MATH float root_of(int64_t block) {
-    int log2 = log2_of(block);
-    return static_cast<float>(1 << log2 / 2) * (log2 % 2 ? 1.41421356237309504880f : 1.0f);
+    float root = 1.0f;
+    for (; block >= 4; block /= 4) root *= 2.0f;
+    return block == 2 ? root * 1.41421356237309504880f : root;
 }
 
 // Whether rotating a block may pay: few of its values are above this fraction of the largest. `above`: how

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from ddp_quant_hooks.wire_format import Layout
+from ddp_quant_hooks.kernels.layout import Layout
 
 __all__ = ["restored", "restoring", "rotated_where_it_pays"]
 

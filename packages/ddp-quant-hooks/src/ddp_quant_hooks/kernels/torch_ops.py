@@ -11,48 +11,61 @@ import torch
 from torch.nn.functional import pad
 
 from ddp_quant_hooks.kernels import rotation
-from ddp_quant_hooks.kernels.backends import Outgoing
-from ddp_quant_hooks.wire_format import Format, Layout
+from ddp_quant_hooks.kernels.affine import affine_decode, affine_encode
+from ddp_quant_hooks.kernels.job import Job
+from ddp_quant_hooks.kernels.layout import Format, Layout
 
-__all__ = ["decode", "encode", "reduce"]
+__all__ = ["affine_decode", "affine_encode", "run"]
 
-_LEVELS = {"int8": 127.0, "int4": 7.0, "bf16": 1.0, "fp16": 1.0}
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_LEVELS = {"int8": 127.0, "int4": 7.0, "fp16": 1.0}
 _NAN_BITS = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 _INFINITY_BITS = 0x7F800000
 _SHRINK = 0.25
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def encode(shards: Sequence[tuple[torch.Tensor, Outgoing]], layout: Layout) -> None:
-    """Write the message of each shard; see :func:`ddp_quant_hooks.kernels.encode_shards`."""
-    for values, out in shards:
-        _encode_blocks(_in_blocks(values.float(), layout), values.numel(), layout, out)
+@torch.no_grad()
+def run(job: Job) -> None:
+    """Do a job; see :class:`ddp_quant_hooks.kernels.dispatch.Backend`."""
+    lengths = list(job.lengths)
+    parts, residuals, new_residuals = (
+        [None] * len(lengths) if tensor is None else tensor.split_with_sizes(lengths)
+        for tensor in (job.values, job.residual, job.new_residual)
+    )
+    for index, (count, part) in enumerate(zip(lengths, parts, strict=True)):
+        if count == 0:
+            continue
+        if job.incoming:
+            blocks = _mean(job.incoming[index], job.layout, count)
+        else:
+            assert part is not None
+            blocks = _in_blocks(part.float(), job.layout)
+        if job.outgoing:
+            kept, lost = residuals[index], new_residuals[index]
+            _encode_blocks(blocks, count, job.outgoing[index], job.new_layout, kept, lost)
+        elif part is not None:
+            _store(blocks.flatten()[:count], part)
 
 
-def reduce(
-    messages: Sequence[torch.Tensor], layout: Layout, values: int, out: Outgoing, new_layout: Layout
-) -> None:
-    """Write the message of the mean; see :func:`ddp_quant_hooks.kernels.reduce`."""
-    _encode_blocks(_mean(messages, layout, values), values, new_layout, out)
-
-
-def decode(shards: Sequence[tuple[Sequence[torch.Tensor], torch.Tensor]], layout: Layout) -> None:
-    """Write the mean of each shard; see :func:`ddp_quant_hooks.kernels.decode_shards`."""
-    for messages, values in shards:
-        limits = torch.finfo(values.dtype)
-        mean = _mean(messages, layout, values.numel()).flatten()[: values.numel()]
-        values.copy_(mean.clamp(limits.min, limits.max))  # a mean that was finite stays so; NaN stays
-        if values.dtype in _NAN_BITS:  # torch's casts may turn a NaN into any other NaN
-            values.view(torch.int16).masked_fill_(mean.isnan(), _NAN_BITS[values.dtype])
+def _store(mean: torch.Tensor, values: torch.Tensor) -> None:
+    limits = torch.finfo(values.dtype)
+    values.copy_(mean.clamp(limits.min, limits.max))  # a mean that was finite stays so; NaN stays
+    if values.dtype in _NAN_BITS:  # torch's casts may turn a NaN into any other NaN
+        values.view(torch.int16).masked_fill_(mean.isnan(), _NAN_BITS[values.dtype])
 
 
 def _in_blocks(values: torch.Tensor, layout: Layout) -> torch.Tensor:
     return pad(values, (0, -values.numel() % layout.block_size)).view(-1, layout.block_size)
 
 
-def _encode_blocks(blocks: torch.Tensor, count: int, layout: Layout, out: Outgoing) -> None:
-    message, residual, new_residual = out
+def _encode_blocks(
+    blocks: torch.Tensor,
+    count: int,
+    message: torch.Tensor,
+    layout: Layout,
+    residual: torch.Tensor | None,
+    new_residual: torch.Tensor | None,
+) -> None:
     levels = _LEVELS[layout.format]
     if residual is not None:
         # A finite value stays finite.
@@ -116,8 +129,8 @@ def _mean(messages: Sequence[torch.Tensor], layout: Layout, count: int) -> torch
 
 def _payload(scaled: torch.Tensor, kind: Format) -> torch.Tensor:
     """Return the bytes of numbers in blocks."""
-    if kind in _HALVES:
-        return scaled.to(_HALVES[kind]).flatten().view(torch.uint8)
+    if kind == "fp16":
+        return scaled.half().flatten().view(torch.uint8)
     numbers = scaled.round().to(torch.int8).view(torch.uint8)
     if kind == "int4":
         low, high = numbers.chunk(2, 1)
@@ -128,8 +141,8 @@ def _payload(scaled: torch.Tensor, kind: Format) -> torch.Tensor:
 def _numbers(message: torch.Tensor, layout: Layout, count: int) -> torch.Tensor:
     """Return the numbers in a message, in blocks, as fp32."""
     payload = message[: layout.payload_bytes(count)]
-    if layout.format in _HALVES:
-        return payload.view(_HALVES[layout.format]).view(-1, layout.block_size).float()
+    if layout.format == "fp16":
+        return payload.view(torch.float16).view(-1, layout.block_size).float()
     if layout.format == "int8":
         return payload.view(torch.int8).view(-1, layout.block_size).float()
     both = payload.view(-1, layout.block_size // 2)

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 from ddp_quant_hooks.measure.estimate import Estimate
 from ddp_quant_hooks.measure.links import BETWEEN, Link
-from ddp_quant_hooks.measure.quantities import mebibytes, milliseconds
-from ddp_quant_hooks.measure.timing import Exchange, HookTimes
+from ddp_quant_hooks.measure.trials import Exchange, Hooks
 
-__all__ = ["LARGE_ERROR", "WORTH_ERRORS", "WORTH_IT", "Advice", "advise"]
+__all__ = ["Advice", "advise", "milliseconds", "warn_of_links"]
 
-WORTH_IT = 0.05
+_WORTH_IT = 0.05
 """How much faster a less exact hook must be to be taken. A gain within the spread of times does not count."""
-WORTH_ERRORS = 0.2
-"""The same for a hook whose averages are wrong by more than ``LARGE_ERROR``: training may suffer."""
-LARGE_ERROR = 0.05
+_WORTH_ERRORS = 0.2
+"""The same for a hook whose averages are wrong by more than ``_LARGE_ERROR``: training may suffer."""
+_LARGE_ERROR = 0.05
 _MOSTLY = 0.5
 
 
@@ -36,18 +35,14 @@ class Advice:
 
 
 def advise(
-    links: Sequence[Link],
-    hooks: Sequence[HookTimes],
-    estimate: Estimate | None = None,
-    *,
-    cores_per_rank: float = 1.0,
+    links: Sequence[Link], hooks: Hooks, estimate: Estimate | None = None, *, cores_per_rank: float = 1.0
 ) -> Advice:
     """Return which hook to take, and why.
 
     Hooks are considered from the most exact to the one with the fewest bytes. The next one is taken if it is
     at least 5 % faster than the one taken so far (20 % if its averages of normal values are wrong by more
-    than 5 %): on the largest bucket that was measured with all hooks, where the quartiles of both must not
-    overlap either; for a model, in the estimated step.
+    than 5 %): on the largest bucket that was measured, where the quartiles of both must not overlap either;
+    for a model, in the estimated step.
 
     The processor is busy if the first hook's exchange keeps it so for half of its time: a rank's share of
     the cores, or an accelerator that computation beside it loses. Otherwise the network is slow if another
@@ -59,101 +54,98 @@ def advise(
         estimate: The estimate of a model's steps, to decide by them.
         cores_per_rank: How many cores a rank has for itself, if less than one.
 
-    Raises:
-        ValueError: There is no size that was measured with all hooks.
+    Returns:
+        The hook, the situation, and sentences that say why.
     """
-    size = max(_common_sizes(hooks), default=None)
-    if size is None:
-        raise ValueError("no bucket size was measured with all hooks")
-    exchanges = {hook.name: exchange for hook in hooks if (exchange := hook.at(size)) is not None}
+    exchanges = {name: found[-1] for name, found in hooks.items()}
     plain, *_ = exchanges
-    taken = _fastest(exchanges, estimate)
+    sooner = _fastest(exchanges, None)
+    taken = sooner if estimate is None else _fastest(exchanges, estimate)
     link = next((one for one in links if one.place == BETWEEN), links[0])
-    busy = _about_processor(exchanges[plain], min(1.0, cores_per_rank))
-    situation, why = _situation(exchanges, plain, taken, link, busy)
-    reasons = [why, *_about_buckets(hooks, taken, plain, size), *_about_error(exchanges[taken])]
+    situation = "fast network" if plain == taken == sooner else "slow network"
+    why = f" on a link with {link.gbit:.3g} Gbit/s each way"
+    if busy := _about_processor(exchanges[plain], min(1.0, cores_per_rank)):
+        situation, why = "busy processor", busy
+    took = f"{milliseconds(exchanges[plain].seconds)} ms for {exchanges[plain].size / 2**20:g} MiB"
+    first = f"{situation.capitalize()}: {plain} takes {took}{why}."
+    reasons = [
+        f"{first} {_about_bytes(exchanges, plain, taken, sooner)}",
+        *_about_buckets(hooks, plain, taken),
+    ]
+    if (error := exchanges[taken].relative_error) >= 1e-6:
+        reasons.append(f"Its averages of normal values were wrong by {error:.2g} of their length.")
     if estimate is not None:
-        reasons.insert(0, _about_steps(estimate, plain, taken))
+        steps = (
+            f"{milliseconds(estimate.steps[name].seconds)} ms with {name}"
+            for name in dict.fromkeys([taken, plain])
+        )
+        reasons.insert(0, f"A step is estimated to take {', '.join(steps)}.")
     return Advice(taken, situation, reasons)
 
 
-def _common_sizes(hooks: Sequence[HookTimes]) -> set[int]:
-    return set.intersection(*({exchange.size for exchange in hook.exchanges} for hook in hooks))
+def warn_of_links(hooks: Hooks) -> list[str]:
+    """Return a sentence for each hook that moves more over a host's link than the first one, plain DDP."""
+    moved = {name: 4 * found[-1].bytes_on_host_link / found[-1].size for name, found in hooks.items()}
+    plain = next(iter(moved.values()))
+    return [
+        f"{name} moves {ours:.2f} bytes a value over a host's link, plain DDP {plain:.2f}"
+        for name, ours in moved.items()
+        if ours > plain
+    ]
+
+
+def milliseconds(seconds: float) -> str:
+    """Return a time in ms with three digits, or with all digits before the point."""
+    return f"{1e3 * seconds:.3g}" if seconds < 0.1 else f"{1e3 * seconds:.0f}"
 
 
 def _fastest(exchanges: dict[str, Exchange], estimate: Estimate | None) -> str:
     taken, *others = exchanges
     for name in others:
-        gain = WORTH_ERRORS if exchanges[name].relative_error > LARGE_ERROR else WORTH_IT
+        one, other = exchanges[name], exchanges[taken]
+        gain = _WORTH_ERRORS if one.relative_error > _LARGE_ERROR else _WORTH_IT
         if estimate is not None:
             faster = estimate.steps[name].seconds <= (1 - gain) * estimate.steps[taken].seconds
         else:
-            faster = _clearly_faster(exchanges[name], exchanges[taken], gain)
+            faster = one.seconds <= (1 - gain) * other.seconds and one.quartiles[1] <= other.quartiles[0]
         taken = name if faster else taken
     return taken
-
-
-def _clearly_faster(one: Exchange, other: Exchange, gain: float) -> bool:
-    return one.seconds <= (1 - gain) * other.seconds and one.quartiles[1] <= other.quartiles[0]
 
 
 def _about_processor(exchange: Exchange, cores: float) -> str:
     """Return a clause if an exchange keeps the processor or accelerator busy."""
     if exchange.cpu_seconds >= _MOSTLY * cores * exchange.seconds:
         share = "" if cores == 1 else f", with {cores:.2g} of a core for each rank"
-        return f"and {milliseconds(exchange.cpu_seconds)} ms of a rank's processor time{share}"
-    beside = exchange.beside
-    if exchange.cpu_seconds == 0 and beside is not None and beside.lost >= _MOSTLY * beside.seconds:
-        return f"and computation beside it loses {milliseconds(beside.lost)} ms"
+        return f", and {milliseconds(exchange.cpu_seconds)} ms of a rank's processor time{share}"
+    if exchange.cpu_seconds == 0 and exchange.seconds_lost >= _MOSTLY * exchange.seconds_beside:
+        return f", and computation beside it loses {milliseconds(exchange.seconds_lost)} ms"
     return ""
 
 
-def _situation(
-    exchanges: dict[str, Exchange], plain: str, taken: str, link: Link, busy: str
-) -> tuple[str, str]:
+def _about_bytes(exchanges: dict[str, Exchange], plain: str, taken: str, sooner: str) -> str:
+    """Return a sentence about what fewer bytes gain."""
     ours, theirs = exchanges[taken], exchanges[plain]
-    sooner = _fastest(exchanges, None)  # regardless of steps
-    if taken == plain:
-        others = ", ".join(
-            f"{name} {milliseconds(own.seconds)} ms" for name, own in exchanges.items() if name != plain
-        )
-        outcome = f"Fewer bytes are not clearly faster: {others}."
-        if sooner != plain:
-            outcome = f"Fewer bytes arrive sooner, but the step is not clearly shorter: {others}."
-    else:
-        share, faster = ours.bytes_sent / theirs.bytes_sent, theirs.seconds / ours.seconds
+    if taken != plain:
+        faster = theirs.seconds / ours.seconds
         gain = f"{faster:.3g} times as fast" if faster > 1 else "not sooner, but the step is shorter"
-        outcome = f"{taken} sends {share:.2f} of the bytes in {milliseconds(ours.seconds)} ms, {gain}."
-    exchange = f"{plain} takes {milliseconds(theirs.seconds)} ms for {mebibytes(theirs.size)}"
-    if busy:
-        return "busy processor", f"Busy processor: {exchange}, {busy}. {outcome}"
-    situation = "fast network" if plain == taken == sooner else "slow network"
-    wire = f"on a link with {link.gbit:.3g} Gbit/s each way"
-    return situation, f"{situation.capitalize()}: {exchange} {wire}. {outcome}"
+        share = ours.bytes_sent / theirs.bytes_sent
+        return f"{taken} sends {share:.2f} of the bytes in {milliseconds(ours.seconds)} ms, {gain}."
+    gain = "are not clearly faster"
+    if sooner != plain:
+        gain = "arrive sooner, but the step is not clearly shorter"
+    times = (f"{name} {milliseconds(one.seconds)} ms" for name, one in exchanges.items() if name != plain)
+    return f"Fewer bytes {gain}: {', '.join(times)}."
 
 
-def _about_buckets(hooks: Sequence[HookTimes], taken: str, plain: str, size: int) -> list[str]:
+def _about_buckets(hooks: Hooks, plain: str, taken: str) -> list[str]:
     """Return a sentence if the hook gains on large buckets only."""
-    by_name = {hook.name: hook for hook in hooks}
-    without = []
-    for common in sorted(_common_sizes(hooks) - {size}):
-        ours, theirs = by_name[taken].at(common), by_name[plain].at(common)
-        if ours is not None and theirs is not None and ours.seconds > (1 - WORTH_IT) * theirs.seconds:
-            times = f"{milliseconds(ours.seconds)} ms instead of {milliseconds(theirs.seconds)} ms"
-            without.append(f"{mebibytes(common)} ({times})")
+    without = ", ".join(
+        f"{one.size / 2**20:g} MiB ({milliseconds(one.seconds)} instead of {milliseconds(other.seconds)} ms)"
+        for one, other in zip(hooks[taken][:-1], hooks[plain][:-1], strict=True)
+        if one.seconds > (1 - _WORTH_IT) * other.seconds
+    )
     if taken == plain or not without:
         return []
-    sizes = ", ".join(without)
-    return [f"Buckets too small: {taken} gains nothing with {sizes}. Raise DDP's bucket_cap_mb if most are."]
-
-
-def _about_error(exchange: Exchange) -> list[str]:
-    if exchange.relative_error < 1e-6:
-        return []
-    return [f"Its averages of normal values were wrong by {exchange.relative_error:.2g} of their length."]
-
-
-def _about_steps(estimate: Estimate, plain: str, taken: str) -> str:
-    ours, theirs = estimate.steps[taken], estimate.steps[plain]
-    text = f"A step is estimated to take {milliseconds(ours.seconds)} ms with {taken}"
-    return f"{text}." if taken == plain else f"{text}, {milliseconds(theirs.seconds)} ms with {plain}."
+    return [
+        f"Buckets too small: {taken} gains nothing with {without}. Raise DDP's bucket_cap_mb if most are."
+    ]

@@ -1,173 +1,280 @@
-"""One hook on one bucket: once alone, and once beside computation."""
+"""Every hook on buckets of several sizes, alone and beside computation, within a budget."""
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_compress_hooks import allreduce_hook, bf16_compress_hook
-from ddp_quant_hooks.candidates import Candidate
-from ddp_quant_hooks.measure.agreed import largest_of_ranks
-from ddp_quant_hooks.measure.computation import Computation, processor_time, synchronize
-from ddp_quant_hooks.state import QuantizedAllreduceState
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from ddp_quant_hooks.measure.links import Ranks, synchronize
 from ddp_quant_hooks.statistics import ring_bytes
-from dist_utils.process_groups import runs_on_host
-from dist_utils.testing import grad_bucket
+from dist_utils.comm_hooks import CommHook
 
-__all__ = ["Gradients", "Sample", "Trial", "tiny_bucket"]
+__all__ = ["Exchange", "Hooks", "Progress", "hooks_to_try", "measure_hooks"]
 
+Progress = Callable[[float, str], None]
+"""Called with the share of the work that is done and a text about what comes next."""
+
+_REPEATS = 20
+_ALONE = 0.03
 _BLOCK = 1 << 18
 """Random values for each rank: 1 MiB of fp32. Buckets repeat them."""
-_WIRE_BYTES = {allreduce_hook: 4, bf16_compress_hook: 2}
-"""Bytes of a value on the wire, for hooks that send a ring's share of all values."""
 
 
-class Sample(NamedTuple):
-    """What one run took."""
+@dataclass(frozen=True)
+class Exchange:
+    """The times of an average of one bucket; medians of the slowest rank.
 
-    seconds: float
-    cpu: float
-    """Processor time of this process, in seconds."""
-    units: int
-    """Units that were computed meanwhile."""
-
-
-class Gradients:
-    """Normal values, different on every rank, in one buffer for buckets of all sizes.
-
-    Args:
-        group: The process group whose ranks average.
-        largest: Bytes of the largest bucket.
-        device: The device of the buffer.
+    Attributes:
+        size: The size of the bucket, in bytes.
+        seconds: Until the average is there, when nothing else is computed.
+        quartiles: The lower and upper quartile of ``seconds``.
+        cpu_seconds: Processor time of a rank; 0 with an accelerator, for which the processor only waits.
+        seconds_beside: Until the average is there, while every rank computes.
+        seconds_lost: By how much longer that computation takes than alone.
+        repeats: How often all this was measured.
+        bytes_sent: Payload that a rank sends; of the rank that sends most.
+        bytes_on_host_link: Payload that the ranks of a host send to other hosts; of the busiest host.
+        relative_error: The relative error of the first average of normal values, in the L2 norm.
     """
 
-    def __init__(self, group: dist.ProcessGroup, largest: int, device: torch.device) -> None:
-        blocks = [
-            torch.randn(
-                _BLOCK,
-                generator=torch.Generator("cpu").manual_seed(rank),
-                dtype=torch.float32,
-                device="cpu",
-            )
-            for rank in range(group.size())
-        ]
-        self._group = group
-        self._own = blocks[group.rank()].to(device)
-        self._mean = torch.stack(blocks).double().mean(0).to(device)
-        self._buffer = torch.empty(-(-largest // (4 * _BLOCK)), _BLOCK, device=device, dtype=torch.float32)
+    size: int
+    seconds: float
+    quartiles: tuple[float, float]
+    cpu_seconds: float
+    seconds_beside: float
+    seconds_lost: float
+    repeats: int
+    bytes_sent: int
+    bytes_on_host_link: int
+    relative_error: float
 
-    def fill(self, size: int) -> torch.Tensor:
-        """Return this rank's values, ``size`` bytes of them."""
-        blocks = -(-size // (4 * _BLOCK))
-        self._buffer[:blocks].copy_(self._own)
-        return self._buffer.view(-1)[: size // 4]
 
-    def copy_seconds(self) -> float:
-        """Return the seconds of copying a byte while all ranks do so. Collective."""
-        self.fill(self._buffer.nbytes)  # gets the memory from the system
-        largest_of_ranks(self._group, [0.0])  # begin together
-        times = [time.perf_counter()]
-        for _ in range(5):
-            self.fill(self._buffer.nbytes)
-            synchronize(self._buffer.device)
-            times.append(time.perf_counter())
-        seconds = statistics.median(after - before for before, after in itertools.pairwise(times))
-        (slowest,) = largest_of_ranks(self._group, [seconds])
-        return slowest / self._buffer.nbytes
+Hooks = dict[str, list[Exchange]]
+"""By the name of the hook, from exact to few bytes; by rising size, alike for all hooks."""
 
-    def error(self, average: torch.Tensor) -> float:
-        """Return the distance of an average from the exact mean, in L2, relative to the mean's own length."""
-        difference = length = 0.0
-        for begin in range(0, average.numel(), _BLOCK):
-            part = average[begin : begin + _BLOCK]
-            mean = self._mean[: part.numel()]
-            difference += float((part.double() - mean).square().sum())
-            length += float(mean.square().sum())
-        return float((difference / length) ** 0.5)
+
+def hooks_to_try(group: dist.ProcessGroup) -> dict[str, tuple[Any, CommHook]]:
+    """Return the states and hooks by name, from the most exact to the fewest bytes."""
+    return {
+        "fp32": (group, allreduce_hook),
+        "bf16": (group, bf16_compress_hook),
+        "8 bits": (QuantizedAllreduceState(group), quantized_allreduce_hook),
+        "4 bits": (QuantizedAllreduceState(group, bits=4), quantized_allreduce_hook),
+    }
+
+
+def measure_hooks(
+    ranks: Ranks, sizes: Sequence[int], budget: float, progress: Progress
+) -> tuple[Hooks, float]:
+    """Measure every hook on buckets of every size as often as a budget allows.
+
+    First each runs once, small buckets first; a size that would not fit, judging by the previous one, is left
+    out with all larger ones. Then it is always the turn of the trial that has taken the least time so far,
+    until each has run 20 times more.
+
+    Args:
+        ranks: The ranks that average.
+        sizes: Of buckets, in bytes, by rising size. The first is tried whatever the budget.
+        budget: Seconds for all of it.
+        progress: Called before each run.
+
+    Returns:
+        The hooks, and the seconds that copying a byte of a gradient takes; identical on all ranks.
+    """
+    runner, hooks = _Runner(ranks, max(sizes)), hooks_to_try(ranks.group)
+    trials: list[_Trial] = []
+    left = budget
+
+    def run_once(trial: _Trial) -> float:
+        progress(min(1.0, 1 - left / budget), f"{trial.name}, {trial.size / 2**20:g} MiB")
+        runner.run(trial)
+        return trial.costs[-1]
+
+    try:
+        for size in sizes:
+            if sum(trial.costs[0] * size / trial.size for trial in trials[-len(hooks) :]) > left:
+                break
+            trials += [_Trial(name, *hook, runner.memory[: size // 4]) for name, hook in hooks.items()]
+            for trial in trials[-len(hooks) :]:
+                left -= run_once(trial)
+        while due := [one for one in trials if len(one.runs) <= _REPEATS and one.costs[-1] <= left]:
+            left -= run_once(min(due, key=lambda trial: sum(trial.costs)))
+    finally:
+        for state, _ in hooks.values():
+            if isinstance(state, QuantizedAllreduceState):
+                state.close()
+    found = {name: [trial.result() for trial in trials if trial.name == name] for name in hooks}
+    return found, statistics.median(runner.copying)
 
 
 @dataclass
-class Trial:
-    """One hook on buckets of one size; collective.
-
-    Attributes:
-        name: The name of the hook.
-        candidate: The hook, with its state.
-        size: The size of the bucket, in bytes.
-        beside: Whether this rank computes meanwhile.
-    """
+class _Trial:
+    """One hook on buckets of one size, and what its runs took."""
 
     name: str
-    candidate: Candidate
-    size: int
-    beside: bool
-    bucket: Any
-    group: dist.ProcessGroup
-    gradients: Gradients
-    computation: Computation
-    relative_error: float | None = None
-    bytes_sent: int = 0
+    state: Any
+    hook: CommHook
+    buffer: torch.Tensor
+    runs: list[Exchange] = field(default_factory=list)
+    costs: list[float] = field(default_factory=list)
 
-    def run(self) -> Sample:
-        """Average a bucket once, on all ranks together."""
-        buffer = self.gradients.fill(self.size)
-        self.bucket.set_buffer(buffer)
-        if self.beside:
-            self.computation.run_alone()
-        synchronize(buffer.device)
-        sent_before = self._sent_so_far()
-        largest_of_ranks(self.group, [0.0])  # begin together
-        cpu_began, began = processor_time(buffer.device), time.perf_counter()
-        future = self.candidate.hook(self.candidate.state, self.bucket)
-        units = 0
-        if self.beside:
-            is_done = _watch(future, self.group, buffer.device)
+    def __post_init__(self) -> None:
+        self.size, self.bucket = self.buffer.nbytes, _bucket(self.buffer)
+
+    def result(self) -> Exchange:
+        """Return the medians. The first run warms up, and counts only if there was no other."""
+        counting = self.runs[1:] or self.runs
+        times = ("seconds", "cpu_seconds", "seconds_beside", "seconds_lost")
+        medians = {name: statistics.median(getattr(run, name) for run in counting) for name in times}
+        ordered, quarter = sorted(run.seconds for run in counting), len(counting) // 4
+        quartiles = ordered[quarter], ordered[-1 - quarter]
+        medians["seconds_lost"] = min(max(medians["seconds_lost"], 0.0), medians["seconds_beside"])
+        return replace(self.runs[0], quartiles=quartiles, repeats=len(counting), **medians)
+
+
+class _Runner:
+    """Runs trials on all ranks together.
+
+    Args:
+        ranks: The ranks that average.
+        largest: Bytes of the largest bucket.
+
+    Attributes:
+        memory: For the values of every bucket.
+        copying: The seconds for copying a byte, of every run.
+    """
+
+    def __init__(self, ranks: Ranks, largest: int) -> None:
+        self._ranks, self._device = ranks, ranks.device
+        blocks = [_normal(_BLOCK, rank) for rank in range(len(ranks.hosts))]
+        self._own = blocks[ranks.group.rank()].to(self._device)
+        self._mean = torch.stack(blocks).double().mean(0).to(self._device)
+        self.memory = self._own.repeat(-(-largest // self._own.nbytes))
+        self._computation = _Computation(self._device)
+        self.copying: list[float] = []
+
+    def run(self, trial: _Trial) -> None:
+        """Average a bucket of normal values, different on every rank: alone, then beside computation."""
+        began, state = time.perf_counter(), trial.state
+        before = state.statistics if isinstance(state, QuantizedAllreduceState) else None
+        seconds, copying, cpu, _ = self._average(trial)
+        error = float((trial.buffer[:_BLOCK] - self._mean).norm() / self._mean.norm())
+        if before is None:
+            sent, to_hosts = self._sent_around_ring(trial)
+        else:
+            done = state.statistics - before
+            sent, to_hosts = done.bytes_sent, done.bytes_between_hosts
+        unit = self._computation.seconds_alone()
+        beside, _, _, units = self._average(trial, self._computation)
+        of_ranks = [0.0] * len(self._ranks.hosts)
+        of_ranks[self._ranks.group.rank()] = to_hosts
+        cost, lost = time.perf_counter() - began, beside - unit * units
+        cost, copying, seconds, cpu, beside, lost, sent, error, *of_ranks = self._ranks.largest(
+            [cost, copying, seconds, cpu, beside, lost, sent, error, *of_ranks]
+        )
+        links = Counter[int]()
+        for host, nbytes in zip(self._ranks.hosts, of_ranks, strict=True):
+            links[host] += int(nbytes)
+        busiest, spread = max(links.values()), (seconds, seconds)
+        trial.runs.append(
+            Exchange(trial.size, seconds, spread, cpu, beside, lost, 1, int(sent), busiest, error)
+        )
+        trial.costs.append(cost)
+        self.copying.append(copying / trial.size)
+
+    def _average(
+        self, trial: _Trial, computation: _Computation | None = None
+    ) -> tuple[float, float, float, int]:
+        """Return the seconds of an average, of a copy, and of the processor; and units computed meanwhile."""
+        began = time.perf_counter()
+        trial.buffer.view(-1, _BLOCK).copy_(self._own)
+        synchronize(self._device)
+        copying, units = time.perf_counter() - began, 0
+        self._ranks.largest([0.0])  # begin together
+        began, cpu_began = time.perf_counter(), time.process_time()
+        future = trial.hook(trial.state, trial.bucket)
+        if computation is not None:
+            is_done = self._watch(future)
             while not is_done():
-                self.computation.run_unit()
+                computation.run_unit()
                 units += 1
         future.wait()
-        synchronize(buffer.device)
-        seconds, cpu = time.perf_counter() - began, processor_time(buffer.device) - cpu_began
-        if self.relative_error is None and not self.beside:
-            self.relative_error = self.gradients.error(buffer)
-            self.bytes_sent = self._sent(sent_before)
-        return Sample(seconds, cpu, units)
+        synchronize(self._device)
+        cpu = time.process_time() - cpu_began if self._device.type == "cpu" else 0.0
+        return time.perf_counter() - began, copying, cpu, units
 
-    def _sent_so_far(self) -> int:
-        state = self.candidate.state
-        return state.statistics.bytes_sent if isinstance(state, QuantizedAllreduceState) else 0
+    def _watch(self, future: torch.futures.Future[Any]) -> Callable[[], bool]:
+        """Return a function that tells whether an average is there."""
+        if self._ranks.on_host:
+            return future.done
+        module = torch.get_device_module(self._device)
+        stream, event = module.Stream(self._device), module.Event()
+        with module.stream(stream):
+            future.wait()  # on an accelerator the stream waits, not the host
+            event.record()
+        query: Callable[[], bool] = event.query
+        return query
 
-    def _sent(self, before: int) -> int:
-        if self.candidate.hook in _WIRE_BYTES:
-            return ring_bytes(self.size // 4 * _WIRE_BYTES[self.candidate.hook], self.group.size())
-        return self._sent_so_far() - before
+    def _sent_around_ring(self, trial: _Trial) -> tuple[float, float]:
+        """Return how many bytes this rank has sent in a ring, and how many of them to another host."""
+        hosts, rank = self._ranks.hosts, self._ranks.group.rank()
+        ring = list(range(len(hosts)))
+        if not self._ranks.on_host:  # NCCL's ring enters every host once
+            ring.sort(key=hosts.__getitem__)
+        following = ring[(ring.index(rank) + 1) % len(ring)]
+        sent = ring_bytes(trial.size // (2 if trial.hook is bf16_compress_hook else 1), len(ring))
+        return sent, sent if hosts[following] != hosts[rank] else 0
 
 
-def tiny_bucket(device: torch.device) -> Any:
-    """Return a bucket for a buffer of any size, with its own parameter, by which hooks identify it.
+def _bucket(buffer: torch.Tensor) -> Any:
+    """Return what hooks use of DDP's buckets, with one parameter, whose gradient is the whole buffer.
 
-    A model of 25 MiB would be broadcast first, which takes seconds on a slow link.
+    Torch makes real ones only in a backward pass of a model, which would be broadcast first.
     """
-    return grad_bucket([torch.zeros(1, device=device, dtype=torch.float32)])
+    parameter = torch.nn.Parameter(buffer)  # takes no memory; hooks know a bucket by it
+    return SimpleNamespace(
+        index=lambda: 0,
+        is_last=lambda: True,
+        buffer=lambda: buffer,
+        gradients=lambda: [buffer],
+        parameters=lambda: [parameter],
+    )
 
 
-def _watch(
-    future: torch.futures.Future[Any], group: dist.ProcessGroup, device: torch.device
-) -> Callable[[], bool]:
-    """Return a function that tells whether an average is there."""
-    if runs_on_host(group, device):
-        return future.done
-    module = torch.get_device_module(device)
-    stream, event = module.Stream(device), module.Event()
-    with module.stream(stream):
-        future.wait()  # on an accelerator the stream waits, not the host
-        event.record()
-    query: Callable[[], bool] = event.query
-    return query
+class _Computation:
+    """Matrix products that stand in for a model's: each takes a small part of a bucket's time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._seconds, self._units = device, 0.0, 0
+        self._weights = (_normal(512 * 512, 0) / 512**0.5).view(512, 512).to(device)
+        self._input = _normal(512, 1).to(device).repeat(128 if device.type == "cpu" else 1 << 15, 1)
+        self._output = torch.empty_like(self._input)
+
+    def run_unit(self) -> None:
+        torch.mm(self._input, self._weights, out=self._output)
+        synchronize(self._device)
+
+    def seconds_alone(self) -> float:
+        """Return the mean seconds of a unit beside nothing, of this moment and those before."""
+        began = time.perf_counter()
+        while (seconds := time.perf_counter() - began) < _ALONE:
+            self.run_unit()
+            self._units += 1
+        self._seconds += seconds
+        return self._seconds / self._units
+
+
+def _normal(count: int, seed: int) -> torch.Tensor:
+    """Return normal values; the caller's random numbers stay as they are."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(count, generator=generator, dtype=torch.float32, device="cpu")

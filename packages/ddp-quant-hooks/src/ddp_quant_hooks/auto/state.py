@@ -1,0 +1,485 @@
+"""The state that chooses, and its hook: one bucket, from ``backward()`` to the candidate that averages it."""
+
+# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
+# the real types, and refuses strings.
+import logging
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_compress_hooks import CompressState, allreduce_hook, bf16_compress_hook
+from ddp_quant_hooks.auto.choice import Choice
+from ddp_quant_hooks.auto.clock import Mark
+from ddp_quant_hooks.auto.trial import Trial, TrialPass, largest_of_ranks
+from ddp_quant_hooks.feedback import Kind, Step
+from ddp_quant_hooks.hook import quantized_allreduce_hook
+from ddp_quant_hooks.states import QuantizedAllreduceState
+from dist_utils import GroupLike, resolve_group, torch_compat
+from dist_utils.comm_hooks import (
+    HookState,
+    buckets_only,
+    check_gradient_dtype,
+    completed_future,
+    failed_future,
+    is_pair,
+    require_same_bucket,
+)
+from dist_utils.torch_compat import GradBucket
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["AutoState", "Candidate", "CandidateError", "auto_hook", "default_candidates"]
+
+_log = logging.getLogger(__name__)
+
+_VERSION = 2
+
+_MAX_ERROR = 0.03
+
+_LEAST_ERROR = {8: 0.0035, 4: 0.045}
+"""Averages in so many bits are not expected to have smaller relative errors: half of those of Gaussian
+gradients. If ``max_error`` is below, what is known already excludes the candidate."""
+
+
+class Candidate(NamedTuple):
+    """A communication hook with its first argument, in the order of ``register_comm_hook``."""
+
+    state: Any
+    hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
+
+
+class CandidateError(RuntimeError):
+    """A candidate has raised during the trial; its error is the cause."""
+
+
+def default_candidates(process_group: GroupLike = None) -> dict[str, Candidate]:
+    """Return the hooks that are worth trying, by name, from the most exact to the fewest bytes.
+
+    Args:
+        process_group: The process group of the model, as in :func:`dist_utils.resolve_group`; ``None`` is
+            looked up when used.
+
+    Raises:
+        TypeError, ValueError: As the states.
+    """
+    return {
+        "fp32": Candidate(CompressState(process_group), allreduce_hook),
+        "bf16": Candidate(CompressState(process_group), bf16_compress_hook),
+        "8 bits": Candidate(QuantizedAllreduceState(process_group), quantized_allreduce_hook),
+        "4 bits": Candidate(QuantizedAllreduceState(process_group, bits=4), quantized_allreduce_hook),
+    }
+
+
+class AutoState(HookState):
+    """Chooses between communication hooks by trying them in the first steps of training. One for each model.
+
+    Candidates take turns of a few backward passes each, in four rounds. What counts is how long whole
+    steps take with each, from the first bucket of a pass to that of the next, on the slowest rank: a short
+    exchange may slow the computation by more than it saves on the wire. All ranks choose the same, in the
+    same step. A candidate that sends fewer bytes than an earlier one must be faster than that by 2 %.
+
+    Args:
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up
+            when used.
+        candidates: Pairs of a state and a hook by name, as ``register_comm_hook`` takes them, the most exact
+            one first; no state is used elsewhere. ``None``: fp32, bf16, 8 and 4 bits of this project.
+        max_error: Candidates whose averages have a larger relative error, in the L2 norm, are not chosen.
+            Measured on buckets of the trial, with one exact all-reduce for each sample. ``None``: not
+            measured, any may be chosen. The default, 0.03, admits 8 bits, which show 0.007 for Gaussian
+            gradients, and excludes 4 bits, which show 0.09: those are not even tried below 0.045, nor 8 bits
+            below 0.0035. Set a larger number to accept 4 bits.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: There is no candidate, or ``max_error`` is out of range.
+
+    All ranks must have the same candidates and options: they are compared before the first bucket.
+
+    When candidates change, and when one is chosen, the residuals of those concerned are dropped: the
+    quantization error of one pass is then not fed back. The first rank logs the choice at ``INFO``.
+
+    One candidate averages all buckets, and the choice stays. To try again, for a network whose speed changes,
+    load on every rank what :meth:`state_dict` returned before the first step.
+
+    Without a process group of more than one rank there is nothing to choose, and nothing is done.
+
+    Cost:
+        In the trial some steps with each candidate, one exact all-reduce of a bucket for each turn, and
+        one of some numbers for each round of turns. After it, only the chosen hook and a count of passes,
+        some 30 microseconds of Python for each bucket; the other states are closed.
+
+    Example:
+        >>> ddp.register_comm_hook(AutoState(), auto_hook)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        process_group: GroupLike = None,
+        *,
+        candidates: Mapping[str, tuple[Any, Callable[..., Any]]] | None = None,
+        max_error: float | None = _MAX_ERROR,
+    ) -> None:
+        super().__init__(process_group)
+        self.max_error = _checked_limit(max_error)
+        self._given = candidates
+        self.candidates: Mapping[str, Candidate] = (
+            default_candidates(self._group) if candidates is None else _checked_candidates(candidates)
+        )
+        """The candidates, by name."""
+        self._agreed: weakref.ref[dist.ProcessGroup] | None = None
+        self._loaded: str | None = None
+        self._running: Step | None = None
+        self._trial: Trial | None
+        self._turn: TrialPass | None
+        self.choice: Choice | None
+        """The choice and its reasons; ``None`` before."""
+        self._begin_trial()
+
+    @property
+    def trying(self) -> bool:
+        """Whether candidates are being tried."""
+        return self._trial is not None
+
+    def bind(self, ddp: DistributedDataParallel) -> "Self":
+        """Bind this state and those of its candidates to a model; see :meth:`HookState.bind`."""
+        super().bind(ddp)
+        for state in self._bound_states():
+            state.bind(ddp).bucket_came()  # most get their first bucket late
+        return self
+
+    def terms(self) -> dict[str, object]:
+        """Return what must be equal on all ranks, by name.
+
+        The options of candidates are not among them: their own states compare those.
+
+        Raises:
+            ValueError: A candidate averages over other ranks than this state.
+        """
+        ranks = dist.get_process_group_ranks(self.process_group)
+        for name, (state, _) in self.candidates.items():
+            group = getattr(state, "process_group", state)
+            if group is None or isinstance(group, (dist.ProcessGroup, DeviceMesh)):
+                own = dist.get_process_group_ranks(resolve_group(group))
+                if own != ranks:
+                    raise ValueError(f"candidate {name!r} averages over ranks {own}, not over {ranks}")
+        return {
+            "candidates": [
+                (name, getattr(hook, "__qualname__", type(hook).__qualname__), type(state).__name__)
+                for name, (state, hook) in self.candidates.items()
+            ],
+            "max_error": self.max_error,
+            "candidates left out": self._known_errors(),
+            "loaded choice": self._loaded,
+        }
+
+    def begin_bucket(self, bucket: GradBucket) -> None:
+        """Take note of a new bucket; the first one of a pass begins it.
+
+        Raises:
+            RuntimeError: The ranks do not agree.
+            ValueError: A candidate averages over other ranks.
+        """
+        self._agree()
+        if self.trying:
+            require_same_bucket(self.worker, "auto_hook", {}, bucket)
+        task, index = torch_compat.graph_task_id(), bucket.index()
+        if self._running is None or not self._running.includes(task, index):
+            self._running = Step(Kind.BACKWARD)
+            self._begin_pass(bucket.buffer().device)
+        self._running.add_bucket(task, bucket)
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        """Average the bucket that was just begun with the candidate that was chosen or whose turn it is.
+
+        Raises:
+            CandidateError: The candidate raises, during the trial.
+        """
+        candidate, turn = self.candidates[self._in_use], self._turn
+        if turn is None:
+            return candidate.hook(candidate.state, bucket)
+        call = partial(_try, self._in_use, candidate, bucket)
+        return turn.average(self.worker, bucket.buffer(), call)
+
+    def refuse_capture(self, buffer: torch.Tensor) -> None:
+        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's candidate forever.
+
+        Raises:
+            RuntimeError: It is, and there is no choice yet.
+        """
+        if self.trying and buffer.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph cannot hold a trial, which changes from step to step: capture after the choice"
+            )
+
+    def discard_step(self) -> None:
+        """Declare that no optimizer step will use the gradients of the last ``backward()``.
+
+        See :meth:`QuantizedAllreduceState.discard_step`.
+        """
+        if (state := self._quantized(self._in_use)) is not None:
+            state.discard_step()
+
+    def close(self) -> None:
+        """End the threads and private groups of this state and its candidates; a later bucket makes new ones.
+
+        After an error in communication this is how every rank makes a fresh start. An unfinished trial starts
+        over, and so does one that was not over on every rank; a choice of all ranks stays.
+        """
+        super().close()
+        for state in self._bound_states():
+            state.close()
+        self._agreed = self._running = None
+        if self.trying:
+            self._begin_trial()
+
+    def state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
+        """Return the choice and the residuals of this rank that go with it, for :meth:`load_state_dict`.
+
+        Every rank has its own: save one file for each. During a trial, only the fact that one is running is
+        saved. For candidates from other projects only the name is saved; save the contents of their states
+        yourself.
+
+        Args:
+            model: The model whose gradients were averaged, with or without its ``DistributedDataParallel``
+                wrapper; ``None`` after :meth:`bind`.
+
+        Returns:
+            Tensors on the CPU, numbers and strings in dicts, lists and tuples, which ``torch.load`` reads
+            with ``weights_only=True``.
+
+        Raises:
+            ValueError: The chosen candidate has residuals, and no model is known, or it lacks a parameter.
+
+        Cost:
+            Waits for the buckets that are being averaged. A copy of the residuals.
+        """
+        chosen = None if self.choice is None else self._quantized(self.choice.candidate)
+        return {
+            "version": _VERSION,
+            "candidates": list(self.candidates),
+            "choice": None if self.choice is None else asdict(self.choice),
+            "residuals": None if chosen is None else chosen.state_dict(model),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
+        """Load the choice that another run, or this one, has saved. Call it on every rank.
+
+        Training continues bitwise as in the saved run, if the chosen candidate belongs to this project, and
+        one backward pass was made before loading, as :meth:`QuantizedAllreduceState.load_state_dict` says. A
+        run that was saved during a trial tries again from the beginning.
+
+        Ends threads and private groups, as :meth:`close` does.
+
+        Args:
+            state: What :meth:`state_dict` returned on this rank.
+            model: As for :meth:`state_dict`.
+
+        Raises:
+            TypeError: ``state`` is not a dict.
+            ValueError: It is of other candidates, or the residuals are of another rank or number of ranks, or
+                do not fit the model; nothing is changed.
+            RuntimeError: Inside ``backward()``.
+        """
+        if torch_compat.inside_backward():
+            raise RuntimeError("load_state_dict() inside backward(): call it between two steps")
+        choice = self._checked_choice(state)
+        if choice is None:
+            self._loaded = None
+            self._begin_trial()
+            self.close()
+            return
+        if (quantized := self._quantized(choice.candidate)) is not None:
+            quantized.take_over(quantized.checked(state["residuals"], model))
+        self._loaded = choice.candidate
+        self._choose(choice)
+        self.close()
+
+    def _checked_choice(self, state: object) -> Choice | None:
+        """Return a saved choice, or raise as :meth:`load_state_dict`."""
+        if not isinstance(state, dict):
+            raise TypeError(
+                f"a choice is loaded from what state_dict() returned, got a {type(state).__name__}"
+            )
+        here = _VERSION, list(self.candidates)
+        there = state.get("version"), state.get("candidates")
+        if repr(there) != repr(here):  # as text: values from a file may be anything
+            raise ValueError(f"the choice is of (version, candidates) {there!r:.500}, but here it is {here}")
+        try:
+            if state["choice"] is None:
+                return None
+            choice = _read_choice(state["choice"])
+            fits = (state["residuals"] is None) == (self._quantized(choice.candidate) is None)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"this is not a choice that state_dict() returned: {error!r}") from error
+        if not fits:
+            raise ValueError(f"of {choice.candidate!r}, either the saved or this one has no residuals")
+        return choice
+
+    def _known_errors(self) -> dict[str, str]:
+        """Return why some candidates are not tried, by name, as far as it is known before."""
+        limit = math.inf if self.max_error is None else self.max_error
+        quantized = {name: self._quantized(name) for name in self.candidates}
+        least = {name: _LEAST_ERROR[state.options.bits] for name, state in quantized.items() if state}
+        return {
+            name: f"max_error {limit:.2g} is below {error:.2g}, which few bits can hardly have"
+            for name, error in least.items()
+            if error > limit
+        }
+
+    def _quantized(self, name: str) -> QuantizedAllreduceState | None:
+        """Return a candidate's state, if it is one that may have residuals."""
+        state = self.candidates[name].state
+        return state if isinstance(state, QuantizedAllreduceState) else None
+
+    def _bound_states(self) -> list[HookState]:
+        return [state for state, _ in self.candidates.values() if isinstance(state, HookState)]
+
+    def _agree(self) -> None:
+        """Compare the ranks, once: their terms, and whether all have a choice."""
+        group = self.process_group
+        if self._agreed is not None:
+            if self._agreed() is group:
+                return
+            self.close()  # the process groups were destroyed and made again
+        self.worker.agree()
+        if self._loaded is None:  # else all have the same choice
+            (largest,) = largest_of_ranks(self.worker, {"trying": self.trying})
+            if largest["trying"]:
+                self._begin_trial()
+        self._agreed = weakref.ref(group)
+
+    def _begin_pass(self, device: torch.device) -> None:
+        if self._trial is None:
+            return
+        found = self._trial.next_pass(Mark(device), self.worker)
+        if isinstance(found, TrialPass):
+            self._turn = found
+            # A sample measures the error of one pass, without residuals of earlier ones.
+            self._use(found.candidate, anew=found.sampled is not None)
+        else:
+            self._use(found.candidate, anew=True)
+            self._choose(found)
+            if self.process_group.rank() == 0:
+                _log.info("AutoState: %s", found.why)
+
+    def _begin_trial(self) -> None:
+        self._trial = Trial(list(self.candidates), self.max_error, self._known_errors())
+        self._turn, self.choice = None, None
+        self._in_use = next(iter(self.candidates))
+
+    def _choose(self, choice: Choice) -> None:
+        self._trial, self._turn, self.choice, self._in_use = None, None, choice, choice.candidate
+        super().close()
+        chosen = self.candidates[choice.candidate].state
+        for state in self._bound_states():
+            if state is not chosen:
+                state.close()
+
+    def _use(self, name: str, *, anew: bool) -> None:
+        """Switch to a candidate, and drop residuals: they would be of a gradient from long ago."""
+        before, self._in_use = self._in_use, name
+        for one in {before, name} if anew or before != name else ():
+            if (state := self._quantized(one)) is not None:
+                state.wait()
+                state.feedback.forget()
+
+    def __reduce__(self) -> Any:
+        warnings.warn(
+            f"a {type(self).__name__} pickles its options only: the copy uses WORLD and tries again",
+            stacklevel=2,
+        )
+        return partial(type(self), candidates=self._given, max_error=self.max_error), ()
+
+
+@buckets_only
+def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket with the candidate that was chosen or, during the trial, whose turn it is.
+
+    Args:
+        state: Candidates and choice; one state for each model.
+        bucket: From DDP, of a dtype and layout that the candidates accept.
+
+    Returns:
+        The candidate's future, or one with its value. At world size 1 it is complete.
+
+    Raises:
+        TypeError: ``state`` is not an :class:`AutoState`, the bucket is not of a floating-point dtype, or the
+            model is compiled with DDP's Python reducer, which hands over no buckets.
+        CandidateError: A candidate raises, during the trial.
+        ValueError: This rank is not in the group, or a candidate averages over other ranks.
+        RuntimeError: A peer failed, or ranks have other candidates or options; raised by ``backward()``.
+
+    Example:
+        >>> ddp.register_comm_hook(AutoState(), auto_hook)  # doctest: +SKIP
+    """
+    if not isinstance(state, AutoState):
+        raise TypeError(f"auto_hook needs an AutoState as its state, got {type(state).__name__}")
+    if is_pair(bucket):
+        raise TypeError(
+            "auto_hook averages buckets, and DDP's Python reducer has none: set "
+            "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
+        )
+    state.bucket_came()
+    buffer = bucket.buffer()
+    check_gradient_dtype(buffer)
+    if state.process_group.size() == 1:
+        return completed_future(buffer)
+    state.refuse_capture(buffer)
+    try:
+        state.begin_bucket(bucket)
+    except RuntimeError as error:
+        return failed_future(error.with_traceback(None), buffer)
+    return state.average(bucket)
+
+
+def _try(name: str, candidate: Candidate, bucket: GradBucket) -> torch.futures.Future[Any]:
+    try:
+        averaged = candidate.hook(candidate.state, bucket)
+    except Exception as error:
+        raise CandidateError(f"candidate {name!r} of AutoState: {error}") from error
+    if not hasattr(averaged, "then"):  # futures of C++ are of another class than torch.futures.Future
+        raise CandidateError(f"candidate {name!r} returned a {type(averaged).__name__}, no future")
+    return averaged
+
+
+def _checked_limit(max_error: object) -> float | None:
+    if max_error is None:
+        return None
+    if not isinstance(max_error, (int, float)) or isinstance(max_error, bool):
+        raise TypeError(f"max_error must be a number or None, got {max_error!r}")
+    if not 0 <= max_error < math.inf:
+        raise ValueError(f"max_error must be at least 0 and finite, or None, got {max_error!r}")
+    return max_error
+
+
+def _checked_candidates(candidates: object) -> dict[str, Candidate]:
+    if not isinstance(candidates, Mapping):
+        raise TypeError(f"candidates must be a mapping of names, got {type(candidates).__name__}")
+    if not candidates:
+        raise ValueError("candidates must have at least one hook")
+    for name, pair in candidates.items():
+        both = isinstance(pair, tuple) and len(pair) == len(Candidate._fields) and callable(pair[1])
+        if not (isinstance(name, str) and both):
+            raise TypeError(f"candidates must be pairs of a state and a hook by name, got {name!r}: {pair!r}")
+    return {name: Candidate(*pair) for name, pair in candidates.items()}
+
+
+def _read_choice(saved: Any) -> Choice:
+    """Return a saved choice. Raises ``KeyError``, ``TypeError`` or ``AttributeError`` for anything else."""
+    choice = Choice(**{one.name: saved[one.name] for one in fields(Choice)})
+    if type(choice.candidate) is not str or type(choice.why) is not str:
+        raise TypeError("candidate and why must be strings")
+    for table in (choice.seconds, choice.errors):
+        if not all(type(name) is str and type(number) is float for name, number in table.items()):
+            raise TypeError("seconds and errors must be numbers by name")
+    return choice

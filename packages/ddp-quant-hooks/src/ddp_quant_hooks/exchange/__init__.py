@@ -1,0 +1,1 @@
+"""How ranks average together: an immutable plan, and one loop that follows it."""

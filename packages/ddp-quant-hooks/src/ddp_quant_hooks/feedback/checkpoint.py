@@ -1,0 +1,487 @@
+"""A state with error feedback: bound to its model, saved and loaded, on every rank or through one of them."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import pickle
+import weakref
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_quant_hooks.feedback.names import ModelNames
+from ddp_quant_hooks.feedback.store import (
+    RESIDUAL_DTYPE,
+    Feedback,
+    Key,
+    Owner,
+    OwnerResiduals,
+    Piece,
+    owner_length,
+)
+from dist_utils import GroupLike
+from dist_utils.comm_hooks import HookState
+from dist_utils.process_groups import (
+    TensorClaim,
+    all_gather_plain,
+    collective_device,
+    group_rank,
+    require_same_tensors,
+    start_messages,
+)
+from dist_utils.torch_compat import inside_backward
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+VERSION = 3
+"""Version of the format. Versions 1 and 2 had residuals of shards by buckets."""
+
+_KINDS = ("own", "shard")
+
+_TAG = 1 << 20
+"""The tag of messages with residuals. They are sent in the user's own group, where other messages are
+unlikely to have it."""
+
+_bound: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = weakref.WeakKeyDictionary()
+"""How many states of each class have been bound to models of a group."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Residuals from a file that fit this state.
+
+    Attributes:
+        residuals: Of parameters, or of keys.
+        steps: How many steps were made.
+        of_tensors: Whether they are of keys; ``None`` if there are none.
+        places: The shards of FSDP that they belong to.
+    """
+
+    residuals: list[tuple[Owner, OwnerResiduals]]
+    steps: int
+    of_tensors: bool | None
+    places: list[str] | None
+
+
+class FeedbackState(HookState):
+    """The part of a hook's state that keeps residuals, and saves and loads them.
+
+    Args:
+        process_group: As for :class:`dist_utils.comm_hooks.HookState`.
+        own: As for :class:`Feedback`.
+        shard: Likewise.
+    """
+
+    places: list[str] | None = None
+    """The shards that the residuals belong to, if a model under ``fully_shard`` has used the state."""
+
+    def __init__(self, process_group: GroupLike = None, *, own: bool, shard: bool) -> None:
+        super().__init__(process_group)
+        self.feedback = Feedback(own=own, shard=shard, wait=self.wait)
+        self.names = ModelNames()
+        self._number = 0
+        self._numbered_in: weakref.ref[dist.ProcessGroup] | None = None
+
+    @abstractmethod
+    def identity(self) -> Mapping[str, Any]:
+        """Return what must be equal when residuals are saved and when they are loaded."""
+
+    def bind(self, ddp: DistributedDataParallel) -> Self:
+        """Bind this state to its model, so that no other call needs the model.
+
+        A state without a process group takes the model's. The model is not kept alive. All ranks must bind
+        the states of a group in the same order: before their first buckets the ranks compare the names of the
+        parameters and the numbers of the states, so that no two models are taken for each other.
+
+        If two backward passes of the model end and the state's hook has received no bucket, a warning says
+        so: the hook is not registered with this module, perhaps because a framework ignored it.
+
+        Args:
+            ddp: The ``DistributedDataParallel`` module whose gradients are averaged.
+
+        Returns:
+            The state itself.
+
+        Raises:
+            TypeError: ``ddp`` is not a ``DistributedDataParallel`` module.
+            ValueError: It averages over other ranks than this state.
+
+        Example:
+            >>> ddp.register_comm_hook(state.bind(ddp), quantized_allreduce_hook)  # doctest: +SKIP
+        """
+        super().bind(ddp)
+        self.names.bind(ddp)
+        group = self.process_group
+        if self._numbered_in is None or self._numbered_in() is not group:
+            numbers, name = _bound.setdefault(group, Counter()), type(self).__name__
+            numbers[name] += 1
+            self._number, self._numbered_in = numbers[name], weakref.ref(group)
+        return self
+
+    def terms(self) -> Mapping[str, object]:
+        """Return what must be equal on all ranks, by name."""
+        return {
+            "parameters of the bound model": self.names.digest,
+            "number of the bound state": self._number,
+            "loaded residuals": self.feedback.origin,
+        }
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Make all collectives on plain tensors in a ``with`` block one step.
+
+        With error feedback, a step's rounding errors are added to the values of the same keys in the next
+        step. A step counts if the block ends without an error, every call succeeds with finite values, and
+        :meth:`discard_step` is not called before the next step begins. Otherwise residuals are what they were
+        before the step.
+
+        A call outside of any such block is a step of its own; or, inside ``backward()``, all calls of that
+        pass are one.
+
+        Raises:
+            RuntimeError: Inside of another ``step()``.
+            ValueError: This state averages the buckets of a model with error feedback.
+
+        Example:
+            >>> with state.step():  # doctest: +SKIP
+            ...     for name, change in changes.items():
+            ...         all_reduce(change, dist.ReduceOp.AVG, state, key=name)
+        """
+        step = self.feedback.begin_step()
+        try:
+            yield
+        except BaseException:
+            step.close(failed=True)
+            raise
+        step.close()
+
+    def discard_step(self) -> None:
+        """Declare that no optimizer step will use the gradients of the last ``backward()``.
+
+        The residuals become what they were before that pass. Call this, on every rank, where the loop skips
+        ``optimizer.step()``, or where something raises between ``backward()`` and it. A step with a value
+        that is not finite, which ``GradScaler`` skips, and a ``backward()`` that raises, need no call. Of
+        several passes whose gradients were added up without ``no_sync()``, only the last is undone.
+
+        Raises:
+            RuntimeError: Inside ``backward()``.
+        """
+        _refuse_inside_backward("discard_step()")
+        self.feedback.discard()
+
+    def state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
+        """Return this rank's residuals and what they depend on, for :meth:`load_state_dict`.
+
+        Every rank has its own: save one file for each, or see :meth:`gather_state_dict`. They are those that
+        the last successful ``backward()`` left.
+
+        Args:
+            model: The model whose gradients were averaged, with or without its ``DistributedDataParallel``
+                wrapper. Residuals are saved by the names of its parameters. ``None`` after :meth:`bind`, and
+                for residuals of plain tensors, which are saved by their keys.
+
+        Returns:
+            Tensors on the CPU, numbers and strings in dicts, lists and tuples, which ``torch.load`` reads
+            with ``weights_only=True``.
+
+        Raises:
+            ValueError: There are residuals of a model, but no model is known, or it lacks a parameter.
+            RuntimeError: This process was forked while buckets were being averaged.
+
+        Cost:
+            Waits for the buckets that are being averaged. A copy of the residuals.
+        """
+        of_tensors = self.feedback.of_tensors
+        known: Mapping[str, Owner] = self.feedback.keys
+        if of_tensors is False or model is not None:
+            known = self.names.parameters(model, "state_dict")
+        self.wait()
+        names = {id(owner): name for name, owner in known.items()}
+        saved: dict[str, dict[str, Any]] = {name: {} for name in ("lengths", "strides", *_KINDS)}
+        for owner, residuals in self.feedback.snapshot():
+            if id(owner) not in names:
+                if isinstance(owner, Key):
+                    continue  # it was freed, and a job that has used it lingers
+                raise ValueError(
+                    f"there are residuals of a parameter {self.names.name_of(owner)}, which the model does "
+                    "not have: give the model whose gradients were averaged, and each model its own state"
+                )
+            name = names[id(owner)]
+            saved["lengths"][name], saved["strides"][name] = owner_length(owner), _strides(owner)
+            for kind, pieces in zip(_KINDS, residuals, strict=True):
+                if pieces:
+                    saved[kind][name] = [(*place, values.cpu().clone()) for *place, values in pieces]
+        return {
+            "version": VERSION,
+            **self.identity(),
+            "steps": self.feedback.steps,
+            "of_tensors": of_tensors,
+            "places": self.places,
+            **saved,
+        }
+
+    def load_state_dict(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> None:
+        """Load the residuals that another run, or this one, has saved. Call it on every rank.
+
+        Training continues bitwise as in the run that was saved if the model's buckets are the same. A new
+        ``DistributedDataParallel`` has its final buckets after one forward and backward pass, two with
+        ``static_graph=True``: make these first, with any data, then load the model, the optimizer and the
+        residuals. In other buckets the residuals of a rank's own gradients follow the parameters, and those
+        of means where this rank computes the same ones; the rest is dropped with a line in the log.
+
+        Ends the private group, as :meth:`close` does.
+
+        Args:
+            state: What :meth:`state_dict` returned on this rank.
+            model: As for :meth:`state_dict`.
+
+        Raises:
+            TypeError: ``state`` is not a dict.
+            ValueError: They are of another rank, number of ranks or option, of a parameter that ``model``
+                does not have, or of another length or memory format than here; nothing is changed.
+            RuntimeError: Inside ``backward()`` or :meth:`step`.
+        """
+        self.take_over(self.checked(state, model))
+
+    def gather_state_dict(
+        self, model: torch.nn.Module | None = None, *, dst: int = 0
+    ) -> dict[str, Any] | None:
+        """Return the residuals of all ranks on one of them, for a checkpoint that one rank writes.
+
+        Args:
+            model: As for :meth:`state_dict`.
+            dst: The rank that gets them, in WORLD.
+
+        Returns:
+            On ``dst`` what :meth:`scatter_state_dict` takes; ``None`` elsewhere.
+
+        Raises:
+            ValueError: As :meth:`state_dict`, or ``dst`` is not in the group. Where another rank cannot go
+                on, :class:`dist_utils.TensorMismatchError` says why.
+
+        Cost:
+            Collective: every rank of the group must call it. Sends all residuals to ``dst``, one rank after
+            another.
+        """
+        own: dict[str, Any] = {}
+        problem: Exception | None = None
+        try:
+            group_rank(self.process_group, dst)
+            own = self.state_dict(model)
+        except (TypeError, ValueError, RuntimeError) as error:
+            problem = error
+        self._agree(f"gather_state_dict(dst={dst})", problem)
+        group = self.process_group
+        me, at = group.rank(), group_rank(group, dst)
+        data = None if me == at else _written(own)
+        lengths = all_gather_plain(group, 0 if data is None else data.numel())
+        if data is not None:
+            _send(group, data, at)
+            return None
+        everyone = [
+            own if rank == me else _receive(group, lengths[rank], rank) for rank in range(group.size())
+        ]
+        return {"version": VERSION, "world_size": group.size(), "ranks": everyone}
+
+    def scatter_state_dict(
+        self, gathered: dict[str, Any] | None, model: torch.nn.Module | None = None, *, src: int = 0
+    ) -> None:
+        """Load on every rank its part of what :meth:`gather_state_dict` returned.
+
+        See :meth:`load_state_dict`.
+
+        Args:
+            gathered: What was gathered, on ``src``. Ignored on other ranks.
+            model: As for :meth:`state_dict`.
+            src: The rank that has it, in WORLD.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: As :meth:`load_state_dict`, or ``gathered`` is of another
+                world size; on the rank that sees it. The others raise
+                :class:`dist_utils.TensorMismatchError`, and no rank changes anything.
+
+        Cost:
+            Collective: every rank of the group must call it. ``src`` sends all residuals, to one rank after
+            another.
+        """
+        group = self.process_group
+        parts: list[Any] = []
+        data: list[torch.Tensor] = []
+        problem: Exception | None = None
+        try:
+            if group_rank(group, src) == group.rank():
+                parts = _parts(gathered, group.size())
+                data = [_written(part) for part in parts]
+        except (TypeError, ValueError) as error:
+            problem = error
+        self._agree(f"scatter_state_dict(src={src})", problem)
+        source, me = group_rank(group, src), group.rank()
+        lengths = all_gather_plain(group, [one.numel() for one in data])[source]
+        mine: Any = None
+        checked: Saved | None = None
+        try:
+            if me != source:
+                mine = _receive(group, lengths[me], source)
+            else:
+                mine = parts[me]
+                for rank in range(group.size()):
+                    if rank != me:
+                        _send(group, data[rank], rank)
+            checked = self.checked(mine, model)
+        except (TypeError, ValueError, RuntimeError) as error:
+            problem = error
+        self._agree("", problem)
+        assert checked is not None
+        self.take_over(checked)
+
+    def checked(self, state: dict[str, Any], model: torch.nn.Module | None = None) -> Saved:
+        """Return what :meth:`load_state_dict` would take over. Raises what that raises; changes nothing."""
+        _refuse_inside_backward("load_state_dict()")
+        if self.feedback.step_is_open:
+            raise RuntimeError("load_state_dict() inside step(): call it between two steps")
+        if not isinstance(state, dict):
+            raise TypeError(
+                f"residuals are loaded from what state_dict() returned, got a {type(state).__name__}"
+            )
+        if state.get("version") != VERSION:
+            raise ValueError(
+                f"the residuals are of version {state.get('version')!r:.200} of the format, and this release "
+                f"reads version {VERSION} only: go on without them"
+            )
+        places = state.get("places")
+        if None not in (self.places, places) and places != self.places:
+            raise ValueError(
+                f"the residuals are of shards {places!r:.200}, but this rank has {self.places!r}"
+            )
+        known: Mapping[str, Owner] | None = None
+        if state.get("of_tensors") is False:
+            known = self.names.parameters(model, "load_state_dict")
+        try:
+            for name, value in self.identity().items():
+                if state.get(name) != value:
+                    raise ValueError(
+                        f"the residuals are of {name} {state.get(name)!r:.200}, but here it is {value!r}, on "
+                        f"rank {self.process_group.rank()}"
+                    )
+            lengths, of_tensors = dict(state["lengths"]), state["of_tensors"]
+            if known is None:
+                known = {name: Key(name, count) for name, count in lengths.items()}
+            residuals = [
+                (_owner(name, count, state["strides"][name], known), _residuals(name, state))
+                for name, count in lengths.items()
+            ]
+            return Saved(residuals, int(state["steps"]), of_tensors, places)
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"these are not residuals that state_dict() returned: {error!r:.200}") from error
+
+    def take_over(self, checked: Saved) -> None:
+        """Continue from what :meth:`checked` returned."""
+        self.wait()
+        self.feedback.load(checked.residuals, checked.steps, of_tensors=checked.of_tensors)
+        self.places = checked.places or self.places
+        self.close()  # the ranks compare what they have loaded when they make the next private group
+
+    def _agree(self, call: str, problem: Exception | None) -> None:
+        require_same_tensors(self.process_group, TensorClaim([], call), problem)
+
+
+def _refuse_inside_backward(call: str) -> None:
+    if inside_backward():
+        raise RuntimeError(f"{call} inside backward(): call it between two steps")
+
+
+def _strides(owner: Owner) -> tuple[int, ...]:
+    """Return the order of an owner's values in a bucket: the strides of its gradient."""
+    return () if isinstance(owner, Key) else torch.empty_like(owner, device="meta").stride()
+
+
+def _owner(name: str, count: int, strides: tuple[int, ...], known: Mapping[str, Owner]) -> Owner:
+    """Return the owner of this name, if it has this many values in this order."""
+    if name not in known or owner_length(known[name]) != count:
+        here = "not there" if name not in known else f"{owner_length(known[name])} long here"
+        raise ValueError(f"the residuals are of a parameter {name!r:.200} of {count} values, {here}")
+    if strides != _strides(known[name]):
+        raise ValueError(
+            f"the residuals of {name!r:.200} were saved in another memory format: with strides {strides}, "
+            f"here {_strides(known[name])}. Give the parameter that format before DistributedDataParallel"
+        )
+    return known[name]
+
+
+def _residuals(name: str, state: dict[str, Any]) -> OwnerResiduals:
+    """Return the residuals of one owner, if they are numbers that a gradient may be added to."""
+    kinds = [[Piece(*piece) for piece in state[kind].get(name, ())] for kind in _KINDS]
+    for _, _, values in (piece for pieces in kinds for piece in pieces):
+        # One that is not finite would make every later gradient NaN.
+        if values.dim() != 1 or not values.to(RESIDUAL_DTYPE).isfinite().all():
+            raise ValueError(f"the residual {name!r:.200} has values that are not finite in {RESIDUAL_DTYPE}")
+    return OwnerResiduals(*kinds)
+
+
+def _parts(gathered: object, world_size: int) -> list[Any]:
+    """Return the residuals of each rank."""
+    if not isinstance(gathered, dict):
+        raise TypeError(
+            f"scatter_state_dict() takes what gather_state_dict() returned, got a {type(gathered).__name__}"
+        )
+    ranks = gathered.get("ranks")
+    if gathered.get("version") != VERSION or not isinstance(ranks, list):
+        raise ValueError(
+            f"these are not gathered residuals of version {VERSION} of the format, but of "
+            f"{gathered.get('version')!r:.200}"
+        )
+    if len(ranks) != world_size:
+        raise ValueError(f"these are the residuals of {len(ranks)} ranks, but the group has {world_size}")
+    return ranks
+
+
+def _written(part: Any) -> torch.Tensor:
+    """Return a rank's residuals as ``torch.save`` writes them, as bytes on the CPU.
+
+    ``torch.distributed``'s collectives of objects unpickle what a peer has sent, which may run any code.
+    """
+    file = io.BytesIO()
+    try:
+        torch.save(part, file)
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
+        raise ValueError(f"these are not residuals that state_dict() returned: {error!r:.200}") from error
+    return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
+
+
+def _send(group: dist.ProcessGroup, data: torch.Tensor, rank: int) -> None:
+    for sent in start_messages(
+        group, receives=[], sends=[(rank, data.to(collective_device(group)))], tag=_TAG
+    ):
+        sent.wait()
+
+
+def _receive(group: dist.ProcessGroup, length: Any, rank: int) -> Any:
+    """Return what a rank has sent, read like a file of unknown origin, on the CPU."""
+    if type(length) is not int or length <= 0:
+        raise ValueError(f"rank {rank} announced residuals of {length!r:.200} bytes")
+    room = torch.empty(length, dtype=torch.uint8, device=collective_device(group))
+    for arrival in start_messages(group, receives=[(rank, room)], sends=[], tag=_TAG):
+        arrival.wait()
+    return _read(room.cpu(), rank)
+
+
+def _read(data: torch.Tensor, rank: int) -> Any:
+    try:
+        return torch.load(io.BytesIO(_bytes_of(data)), weights_only=True)
+    except Exception as error:  # forged bytes may raise nearly anything, even struct.error
+        raise ValueError(f"rank {rank} sent data that are not saved residuals: {error!r:.200}") from error
+
+
+def _bytes_of(data: torch.Tensor) -> Any:
+    """Return a buffer of a tensor's bytes, of any length; it lives no longer than the tensor."""
+    return (ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())

@@ -1,0 +1,291 @@
+"""One step: which buckets or calls belong to it, how it ended, and whether its rounding errors count."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from dist_utils import torch_compat
+
+T = TypeVar("T")
+
+_OUTSIDE = -1
+"""Autograd's task outside of any backward pass."""
+
+
+class Bucket(Protocol):
+    """The parts of ``GradBucket`` that are used."""
+
+    def index(self) -> int:
+        """Return its number in the pass."""
+
+    def buffer(self) -> torch.Tensor:
+        """Return its gradients, one after another."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return the parameters that these belong to."""
+
+
+def value_count(tensor: torch.Tensor) -> int:
+    """Return how many real values a tensor has; a complex number has two."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+class Outcome:
+    """Whether an exchange of a step has raised, or has given a mean that is not finite. For any thread.
+
+    Separate from the step, because callbacks of collectives write to it. They run on the process group's own
+    threads, which may be the last to drop them. A callback that owned the step, and through it the state and
+    the group, would end the group on that thread; the group would wait for the same thread, and abort the
+    process.
+
+    Attributes:
+        broken: Whether an exchange has raised.
+    """
+
+    def __init__(self) -> None:
+        self.broken = False
+        self._flags: list[torch.Tensor] = []
+        self._any_flag: dict[torch.device, torch.Tensor] = {}
+
+    def not_finite(self, flag: torch.Tensor) -> None:
+        """Note whether a value of a mean is not finite, as a flag on any device."""
+        self._flags.append(flag)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note an error in the block: the step does not count."""
+        try:
+            yield
+        except BaseException:
+            self.broken = True
+            raise
+
+    def of(self, done: torch.futures.Future[T]) -> T:
+        """Return the value of an exchange's future, or note its error. For callbacks."""
+        with self.watching():
+            return done.value()
+
+    def of_mean(self, done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        """Like :meth:`of`, and note whether the mean is not finite."""
+        mean = self.of(done)
+        self.not_finite(~(mean.coalesce().values() if mean.is_sparse else mean).isfinite().all())
+        return mean
+
+    def any_not_finite(self, device: torch.device) -> torch.Tensor:
+        """Return on ``device`` whether a value of any mean was not finite. The exchanges must be over."""
+        if device not in self._any_flag:
+            for flag in self._flags:
+                if flag.device.type != "cpu":  # made on a side stream, which owns its memory
+                    flag.record_stream(torch.get_device_module(flag.device).current_stream(flag.device))
+            here = [flag.to(device, non_blocking=True) for flag in self._flags]
+            none = torch.zeros((), dtype=torch.bool, device=device)
+            self._any_flag[device] = torch.stack([none, *here]).any()
+        return self._any_flag[device]
+
+
+class Kind(enum.Enum):
+    """What makes up a step."""
+
+    BACKWARD = "the buckets of a backward pass"
+    CALL = "one call on plain tensors, or all calls inside one backward()"
+    BLOCK = "all calls on plain tensors in a with block"
+
+
+class Status(enum.Enum):
+    """How far a step has come. An error in the user's code inside ``backward()`` leaves it running."""
+
+    RUNNING = enum.auto()
+    ENDED = enum.auto()
+    FAILED = enum.auto()
+    DISCARDED = enum.auto()
+
+
+class Step:
+    """A backward pass of DDP, or calls on plain tensors that count together.
+
+    Autograd reports each pass that ends well. A step that is still running when the next one begins has
+    failed: in the user's code, on a peer, or in communication. Jobs write only to the outcome of their step,
+    so that late jobs of a failed one do not disturb the next.
+
+    Args:
+        kind: What makes it up. A block lasts until it is closed.
+
+    Attributes:
+        kind: As given.
+        outcome: The outcome of its exchanges.
+        outside: Whether it is outside of any ``backward()``, whose end autograd would report.
+        unused: Parameters that no rank has used. DDP discards their averages (``find_unused_parameters``).
+    """
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.outcome = Outcome()
+        self.outside = False
+        self.unused: list[torch.Tensor] = []
+        self._status = Status.RUNNING
+        self._running = int(kind is Kind.BLOCK)  # the passes and blocks that have not ended
+        # Reentrant checkpoints run passes inside the pass; a bucket or a call may come in any of them.
+        self._tasks: set[int] = set()
+        self._surrounded = False
+        self._root: weakref.ref[torch.Tensor] | None = None  # of the outermost pass
+        self._last_index = -1
+        self._keys: set[str] = set()
+        self._used: torch.Tensor | None = None
+        self._without_gradient: list[torch.Tensor] = []
+
+    @property
+    def status(self) -> Status:
+        """How far it has come, here and, as far as its communication shows, on all other ranks."""
+        return Status.FAILED if self.outcome.broken else self._status
+
+    @property
+    def open(self) -> bool:
+        """Whether it is a block that has not ended."""
+        return self.kind is Kind.BLOCK and self._running > 0
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether it is over and has not failed."""
+        return self.status in {Status.ENDED, Status.DISCARDED} and not self._running
+
+    @property
+    def counts(self) -> bool:
+        """Whether an optimizer step may follow, as far as is known without asking an accelerator."""
+        return self.status is Status.ENDED
+
+    def includes(self, task: int, index: int | None = None) -> bool:
+        """Return whether what comes now, inside autograd's ``task``, belongs to this step.
+
+        Args:
+            task: Autograd's task; -1 outside of ``backward()``.
+            index: The index of a bucket; ``None`` for a call. The index alone does not tell: buckets that no
+                rank uses are left out, and in the first pass of a static graph all have index 0.
+        """
+        if self.kind is Kind.BLOCK:
+            return self.open
+        if task == _OUTSIDE or self.outside:  # DDP's join(), a hook that is called by hand, a call alone
+            same_place = task == _OUTSIDE and self.outside
+            return same_place and index is not None and index > self._last_index
+        if task in self._tasks or task < max(self._tasks):
+            return True  # this very task, or one around those seen before
+        if index is not None:
+            return index > self._last_index and torch_compat.inside_nested_backward()
+        if self.ended_well or not torch_compat.inside_nested_backward():
+            return False
+        return _outermost_root() is (None if self._root is None else self._root())
+
+    def add_bucket(self, task: int, bucket: Bucket) -> None:
+        """Note a bucket that belongs to this step, before it is averaged."""
+        self._last_index = bucket.index()
+        self._add(task)
+        if self.outside or self._surrounded:
+            return  # join() gets no gradients; reentrant checkpoints support no unused parameters
+        for parameter in bucket.parameters():
+            if parameter.grad is None:
+                self._without_gradient.append(parameter)
+            elif self._used is None:
+                self._used = parameter
+
+    def add_call(self, task: int) -> None:
+        """Note a call that belongs to this step."""
+        if self.kind is Kind.BLOCK or task in self._tasks:
+            return
+        self._add(task)
+        root = _outermost_root()
+        self._root = None if root is None else weakref.ref(root)
+
+    def use(self, keys: Sequence[str]) -> None:
+        """Note that a call has these keys.
+
+        Raises:
+            ValueError: Another call of this step has one of them.
+        """
+        for key in keys:
+            if key in self._keys:
+                raise ValueError(f"the key {key!r} was used in this step: what it lost would be added twice")
+        self._keys.update(keys)
+
+    def close(self, *, failed: bool = False) -> None:
+        """End a block."""
+        self._end_part()
+        if failed:
+            self._status = Status.FAILED
+
+    def discard(self) -> None:
+        """Note that no optimizer step uses what this step has averaged."""
+        if self._status is not Status.FAILED:
+            self._status = Status.DISCARDED
+
+    def _add(self, task: int) -> None:
+        if task == _OUTSIDE:
+            self.outside, self._status = True, Status.ENDED
+        elif task not in self._tasks:
+            if not self._tasks:
+                self._surrounded = _after_surrounding_backward(self._end_part)
+                self._running += self._surrounded
+            self._tasks.add(task)
+            self._running += 1
+            self._status = Status.RUNNING  # again, if passes inside a pass that does not show
+            torch_compat.after_backward(self._end_task)
+
+    def _end_task(self) -> None:
+        self._end_part()
+        # An optimizer inside backward() removes all gradients, which then show nothing.
+        if self._used is not None and self._used.grad is not None:
+            self.unused += [parameter for parameter in self._without_gradient if parameter.grad is None]
+        self._without_gradient, self._used = [], None
+
+    def _end_part(self) -> None:
+        self._running -= 1
+        if not self._running and self._status is Status.RUNNING:
+            self._status = Status.ENDED
+
+
+def _after_surrounding_backward(callback: Callable[[], None]) -> bool:
+    """Call ``callback`` when the outermost backward pass around this thread's has ended without an error.
+
+    Like ``torch_compat.after_backward``, for the outermost pass, which continues when the passes inside it
+    are over. It accepts callbacks only while its own nodes run, so the callback is queued by the next node
+    after the function whose backward began the inner pass.
+
+    Returns:
+        Whether there is such a pass, one in which a Python function's backward called ``backward()``.
+    """
+    nodes = [node for node in torch_compat.surrounding_nodes() if node is not None]
+    if not nodes:
+        return False
+    following = [node for node, _ in nodes[-1].next_functions if node is not None]
+    if not following:
+        return False
+
+    def first_of_the_rest(_: Any) -> None:
+        handle.remove()
+        torch_compat.after_backward(callback)
+
+    handle = following[0].register_prehook(first_of_the_rest)
+    return True
+
+
+def _outermost_root() -> torch.Tensor | None:
+    """Return a root tensor of the outermost backward pass around this call.
+
+    ``None`` where the stack does not show it: outside of any pass, and on the engine's threads for
+    accelerators. Costs a walk up the stack. torch has no name for it up to 2.15.
+    """
+    engine = torch_compat.private("torch.autograd.graph", "_engine_run_backward", "steps of nested passes")
+    outermost, frame = None, sys._getframe().f_back  # noqa: SLF001
+    while frame is not None:
+        if frame.f_code is engine.__code__:
+            outermost = frame
+        elif frame.f_code is torch.autograd.function.BackwardCFunction.apply.__code__:
+            outermost = None  # a node of a pass further out
+        frame = frame.f_back
+    roots = () if outermost is None else outermost.f_locals["t_outputs"]
+    return next((root for root in roots if isinstance(root, torch.Tensor)), None)

@@ -1,0 +1,255 @@
+"""What both functions for FSDP2 share: a model's sharded modules, checks on all ranks, and the handle."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from ddp_quant_hooks.feedback import value_count
+from ddp_quant_hooks.states import QuantizedAllreduceState
+from dist_utils.process_groups import require_same_terms
+from dist_utils.torch_compat import inside_backward, private
+
+__all__ = ["Average", "Handle", "KeyOf", "ShardedModule"]
+
+_PURPOSE = "averaging gradients under fully_shard"
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+"""What ``torch.compile`` and ``checkpoint_wrapper`` put into the names of modules."""
+
+KeyOf: TypeAlias = Callable[[torch.Tensor], str]
+"""Gives the key of a module's next use, of which these are the gradients."""
+
+
+class ShardedModule(NamedTuple):
+    """A module that ``fully_shard`` was applied to, with its own parameters.
+
+    Most of it has no public name up to torch 2.15.
+
+    Attributes:
+        name: The name of the module in the model; ``"(model)"`` for the model itself.
+        module: The module.
+        group: FSDP's own record of its parameters.
+    """
+
+    name: str
+    module: Any
+    group: Any
+
+    @property
+    def replicated(self) -> bool:
+        """Whether FSDP averages over several shard groups itself, on a mesh for HSDP or for replicas."""
+        return hasattr(self.group.mesh_info, "replicate_process_group")
+
+    @property
+    def shard_ranks(self) -> list[int]:
+        """The global ranks that hold its shards; none where it is only replicated."""
+        group = getattr(self.group.mesh_info, "shard_process_group", None)
+        return [] if group is None else dist.get_process_group_ranks(group)
+
+    @property
+    def shapes(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The shapes of its unsharded parameters, by their names in their modules."""
+        return [
+            (private(kept, "_module_info", _PURPOSE).param_name, tuple(kept.sharded_param.shape))
+            for kept in self.group.fsdp_params
+        ]
+
+    @property
+    def places(self) -> list[str]:
+        """This rank's coordinates in the meshes of its parameters, including those of tensor parallelism."""
+        meshes = [kept.sharded_param.device_mesh for kept in self.group.fsdp_params]
+        return sorted({f"{tuple(mesh.get_coordinate() or ())} of {tuple(mesh.shape)}" for mesh in meshes})
+
+    @property
+    def parameter_ids(self) -> set[int]:
+        """The ``id`` of everything that stands for one of its parameters, sharded or gathered."""
+        forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        return {id(getattr(kept, form, None)) for kept in self.group.fsdp_params for form in forms}
+
+    @property
+    def has_divide_factor(self) -> bool:
+        """Whether the sum of gradients is divided by something else than the number of ranks."""
+        older = getattr(self.group, "reduce_scatter_divide_factor", None)  # its name before torch 2.8
+        return getattr(self.group, "gradient_divide_factor", older) is not None
+
+    def called(self, record: str) -> Any:
+        """Return what FSDP calls for its gradients, by the name in FSDP's record."""
+        return private(self.group, record, _PURPOSE)
+
+
+class Average(NamedTuple):
+    """How gradients are averaged in few bits.
+
+    Attributes:
+        name: The name of the user's function, for messages.
+        method: The method of ``FSDPModule`` that replaces what FSDP calls for a module's gradients.
+        record: What it replaces, by the name in FSDP's record.
+        refuse: Raises a ``ValueError`` for a module, given the ranks of the state's group.
+        of_module: Makes what FSDP is to call.
+        same_shards: Whether the ranks of the state's group must hold the same shards.
+    """
+
+    name: str
+    method: str
+    record: str
+    refuse: Callable[[ShardedModule, list[int]], None]
+    of_module: Callable[[ShardedModule, QuantizedAllreduceState, KeyOf], Any]
+    same_shards: bool = False
+
+
+class Handle:
+    """The changes that :func:`quantize_all_reduce` or :func:`quantize_reduce_scatter` made to a model.
+
+    Attributes:
+        keys: Names of the model's FSDP modules, in the model's order, under which residuals are kept.
+    """
+
+    def __init__(self, average: Average, model: torch.nn.Module, state: QuantizedAllreduceState) -> None:
+        modules = _agreed_modules(average, model, state)
+        self.keys = [module.name for module in modules]
+        self._average, self._model, self._state = average, model, state
+        self._complete = False
+        self._step: object = None
+        self._uses: Counter[str] = Counter()
+        self._replaced: list[tuple[ShardedModule, Any, Any]] = []
+        for module in modules:
+            ours = average.of_module(module, state, partial(self._key_of, module.name))
+            self._replaced.append((module, ours, module.called(average.record)))
+            getattr(module.module, average.method)(ours)
+        _handles[id(state)] = self
+
+    def remove(self) -> None:
+        """Restore what FSDP did before. Residuals stay in the state. A second call does nothing."""
+        for module, ours, before in self._replaced:
+            if module.called(self._average.record) is ours:  # not the user's own, set later
+                getattr(module.module, self._average.method)(before)
+            _handles.pop(id(self._state), None)
+        self._replaced.clear()
+
+    def _key_of(self, key: str, gradients: torch.Tensor) -> str:
+        """Return the key of a module's next use: ``key``, then ``key#2``, ``key#3`` in the same pass.
+
+        With another number of values, because parameters are frozen or unused, it begins without residuals.
+        """
+        if not self._complete:
+            self._require_all()
+        if self._state.error_feedback != "none" and inside_backward():
+            step = self._state.feedback.begin_tensors()
+            if step is not self._step:
+                self._step = step
+                self._uses.clear()
+            self._uses[key] += 1
+            if self._uses[key] > 1:
+                key = f"{key}#{self._uses[key]}"
+        self._state.feedback.free_unless(key, value_count(gradients))
+        return key
+
+    def _require_all(self) -> None:
+        """Raise, once, if ``fully_shard`` was applied to more modules or residuals are of others."""
+        modules, kept = _sharded_modules(self._model, self._average), self._state.feedback.keys
+        later = [module.name for module in modules if module.name not in self.keys]
+        if later:
+            raise RuntimeError(
+                f"fully_shard was applied to {later} after {self._average.name}, which does nothing for "
+                "their gradients: apply it before"
+            )
+        if kept and not kept.keys() & {*self.keys}:
+            raise RuntimeError(
+                f"the state's residuals are of {[*kept]}, but the model has {self.keys}: go on without them, "
+                "or name its modules as in the run that saved them"
+            )
+        self._complete = True
+
+
+_handles: weakref.WeakValueDictionary[int, Handle] = weakref.WeakValueDictionary()
+"""By the ``id`` of their states. A handle lives as long as the modules, whose hooks have it and its state."""
+
+
+def _agreed_modules(
+    average: Average, model: torch.nn.Module, state: QuantizedAllreduceState
+) -> list[ShardedModule]:
+    """Return the model's FSDP modules, if no rank has a reason to refuse."""
+    if not isinstance(state, QuantizedAllreduceState):
+        raise TypeError(
+            f"{average.name}: state must be a QuantizedAllreduceState, got {type(state).__name__}"
+        )
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{average.name}: model must be a module, got {type(model).__name__}")
+    problem, modules, places = None, [], []
+    try:
+        modules = _sharded_modules(model, average)
+        places = sorted({place for module in modules for place in module.places})
+        _refuse(average, modules, places, state)
+    except ValueError as error:  # the other ranks must hear of it
+        problem = ValueError(f"{average.name}: {error}")
+    terms = {
+        f"module {module.name!r}": (module.shapes, module.places if average.same_shards else [])
+        for module in modules
+    }
+    require_same_terms(state.process_group, average.name, terms, problem=problem)
+    state.places = places
+    sharded: set[int] = set().union(*(module.parameter_ids for module in modules))
+    others = [key for key, one in model.named_parameters() if one.requires_grad and id(one) not in sharded]
+    if others:  # they would drift apart
+        warnings.warn(
+            f"{average.name} does not average gradients of {others}: fully_shard was applied to no module "
+            "that has them, or was told to ignore them",
+            stacklevel=4,
+        )
+    return modules
+
+
+def _refuse(
+    average: Average, modules: list[ShardedModule], places: list[str], state: QuantizedAllreduceState
+) -> None:
+    """Raise a ``ValueError`` unless this rank can use the state for these modules."""
+    if id(state) in _handles:
+        gc.collect()  # FSDP's modules are in cycles: a deleted model may linger
+    if id(state) in _handles:
+        raise ValueError("the state is used for a model: make one for each, or remove() the other handle")
+    if state.exact_1d:
+        raise ValueError("exact_1d does not work: FSDP hands over a module's parameters as one flat tensor")
+    if not modules:
+        raise ValueError("fully_shard was applied neither to the model nor to a module in it")
+    ranks = dist.get_process_group_ranks(state.process_group)
+    for module in modules:
+        average.refuse(module, ranks)
+    if state.feedback.keys and state.places not in (None, places):
+        raise ValueError(f"the state has residuals of shards {state.places}, but this rank has {places}")
+
+
+def _sharded_modules(model: torch.nn.Module, average: Average) -> list[ShardedModule]:
+    """Return the modules that ``fully_shard`` was applied to and that have parameters, in the model's order.
+
+    Modules that were given to one ``fully_shard`` call together count as one, with the first one's name.
+    Names are those without the wrappers of ``torch.compile`` and of checkpoints.
+
+    Raises:
+        MissingTorchFeatureError: This torch's FSDP has no such method.
+        ValueError: A module has several groups of parameters, each with a mesh of its own.
+    """
+    from torch.distributed.fsdp import FSDPModule  # noqa: PLC0415 - takes a second, and few programs need it
+
+    private(FSDPModule, average.method, average.name)
+    found: dict[int, ShardedModule] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            name = ".".join(part for part in path.split(".") if part not in _WRAPPERS) or "(model)"
+            state = private(module, "_get_fsdp_state", _PURPOSE)()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            groups = groups or [private(state, "_fsdp_param_group", _PURPOSE)]  # all that torch 2.9 has
+            if len(groups) > 1:
+                raise ValueError(
+                    f"module {name!r} has several groups of parameters, which FSDP gives no hooks"
+                )
+            found.setdefault(id(groups[0]), ShardedModule(name, module, groups[0]))
+    return [module for module in found.values() if module.group is not None]

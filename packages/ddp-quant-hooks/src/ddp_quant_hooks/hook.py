@@ -1,0 +1,137 @@
+"""The main hook: what happens to one bucket, from ``backward()`` to the averaged gradient."""
+
+# No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
+# the real types, and refuses strings.
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ddp_compress_hooks import allreduce_hook
+from ddp_quant_hooks.exchange.values import Values, flat_real
+from ddp_quant_hooks.feedback import Step, value_count
+from ddp_quant_hooks.states import QuantizedAllreduceState
+from dist_utils.comm_hooks import buckets_only, check_gradient_dtype, completed_future, failed_future, is_pair
+from dist_utils.torch_compat import GradBucket, profiler_range
+
+__all__ = ["quantized_allreduce_hook"]
+
+
+@buckets_only
+def quantized_allreduce_hook(
+    state: QuantizedAllreduceState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket with 8 or 4 bits a value on the wire.
+
+    Values are cut into blocks. A block is sent as small integers and one fp32 scale, its largest magnitude.
+    The mean is computed in fp32. With three or more ranks, one rank computes the mean of each shard and sends
+    it, quantized again, to the others. Some chunks of the bucket are sent while others are computed.
+
+    Args:
+        state: Options, residuals and statistics; one state for each model.
+        bucket: From DDP. fp32, bf16, fp16 and complex64 are quantized; sparse, fp64 and complex128
+            buckets, and those below ``state.min_bytes``, are averaged without compression.
+
+    Returns:
+        A future of ``bucket.buffer()`` holding the mean, in its dtype, bitwise identical on all ranks. A
+        block with a NaN or an infinity on any rank is NaN. At world size 1 and for an empty bucket it is
+        complete, and nothing is sent.
+
+    Raises:
+        TypeError: ``state`` is not a state, the bucket is not of a floating-point dtype, or the model is
+            compiled with DDP's Python reducer, which hands over no buckets. Before any communication.
+        ValueError: This rank is not in the group; before any communication.
+        RuntimeError: A peer failed; raised by ``backward()``, or by the next one if the peer had already sent
+            all that this step needed from it.
+
+    Cost:
+        With a block of 128 and 8 bits, two hosts of one rank send 1.03 bytes a value each, and H hosts
+        2.06 (H - 1) / H: 0.258 of a ring all-reduce in fp32. Hosts of several ranks send as much in all, and
+        their ranks send each other full precision. Scratch memory for a few chunks: of 1.3 million values up
+        to five ranks, of more in proportion to the peers, at most of 8.4 million.
+        2 (W - 1) messages for each chunk, fewer in levels: see ``levels`` of the state.
+
+    Example:
+        >>> ddp.register_comm_hook(QuantizedAllreduceState(), quantized_allreduce_hook)  # doctest: +SKIP
+    """
+    if not isinstance(state, QuantizedAllreduceState):
+        raise TypeError(
+            "quantized_allreduce_hook needs a QuantizedAllreduceState as its state, "
+            f"got {type(state).__name__}"
+        )
+    if is_pair(bucket):
+        raise TypeError(
+            "quantized_allreduce_hook averages buckets, and DDP's Python reducer has none: set "
+            "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
+        )
+    state.bucket_came()
+    with profiler_range(f"quantized_allreduce_hook:bucket_{bucket.index()}"):
+        buffer = bucket.buffer()
+        check_gradient_dtype(buffer)
+        state.refuse_capture(buffer)
+        if state.process_group.size() == 1:
+            return completed_future(buffer)
+        step = state.feedback.begin_bucket(bucket)
+        try:
+            state.require_same_bucket("quantized_allreduce_hook", bucket)
+        except RuntimeError as error:
+            return failed_future(error, buffer)
+        return _average(state, step, bucket)
+
+
+def _average(
+    state: QuantizedAllreduceState, step: Step, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in few bits, or without compression where that is not worth it; and count it."""
+    buffer, group, averager = bucket.buffer(), state.process_group, state.averager
+    if buffer.numel() == 0:
+        return completed_future(buffer)
+    owners, tensors, exact = bucket.parameters(), [buffer], list[torch.Tensor]()
+    quantized = not buffer.is_sparse and averager.quantizes(buffer.dtype, buffer.nbytes, group.size())
+    if quantized and state.exact_1d:
+        owners, tensors, exact = _without_small(bucket)
+    if not quantized or not tensors:
+        return allreduce_hook(group, bucket).then(_noted(state, step, group, buffer))
+    values, outcome = Values(tensors), step.outcome
+    how = averager.prepare(group, step, owners, values.count, buffer)
+
+    def job(private_group: dist.ProcessGroup) -> torch.Tensor:
+        with outcome.watching():
+            averager.average(private_group, values, how, exact=exact)
+        return buffer
+
+    name = f"quantized_allreduce_hook:average_bucket_{bucket.index()}"
+    return state.worker.submit(job, device=buffer.device, name=name)
+
+
+def _without_small(bucket: GradBucket) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """Return the parameters of two or more dimensions, their gradients, and those of all other parameters.
+
+    DDP's buckets of complex parameters are real and twice as long, which ``bucket.gradients()`` ignores.
+    """
+    parameters, buffer = bucket.parameters(), bucket.buffer()
+    sizes = [2 * one.numel() if buffer.is_complex() else value_count(one) for one in parameters]
+    parts = torch.split(flat_real(buffer), sizes)
+    both = list(zip(parameters, parts, strict=True))
+    large = [(parameter, part) for parameter, part in both if parameter.dim() > 1]
+    small = [part for parameter, part in both if parameter.dim() <= 1]
+    return [parameter for parameter, _ in large], [part for _, part in large], small
+
+
+def _noted(
+    state: QuantizedAllreduceState, step: Step, group: dist.ProcessGroup, buffer: torch.Tensor
+) -> Callable[[torch.futures.Future[torch.Tensor]], torch.Tensor]:
+    """Return a callback that counts a bucket that is averaged without compression.
+
+    It holds neither the state nor the group, which Gloo's threads would end if they were the last to drop it.
+    """
+    counter, outcome, with_feedback = state.counter, step.outcome, state.feedback.wanted
+    world_size, nbytes = group.size(), buffer.numel() * buffer.element_size()
+    sent, outside = (0, 0) if buffer.is_sparse else state.averager.bytes_of_ring(group, nbytes)
+
+    def note(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        mean = outcome.of_mean(done) if with_feedback else done.value()
+        counter.add(nbytes, world_size, sent, outside, quantized=False)
+        return mean
+
+    return note

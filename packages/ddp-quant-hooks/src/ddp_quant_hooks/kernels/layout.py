@@ -1,0 +1,79 @@
+"""The message format: blocks of numbers with few bits, and one scale per block, in one message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import torch
+
+__all__ = ["SCALE_BYTES", "WIRE_VERSION", "Format", "Layout", "is_integer"]
+
+WIRE_VERSION = 3
+"""Version of the message format and of how values are chunked and sharded, equal on all ranks."""
+
+Format: TypeAlias = Literal["int8", "int4", "fp16"]
+"""What a value becomes, relative to the largest magnitude of its block: an integer from -127 to 127 or
+from -7 to 7, or a 16-bit float from -1 to 1."""
+
+_BITS = {"int8": 8, "int4": 4, "fp16": 16}
+_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024)
+SCALE_BYTES = 4
+
+
+def is_integer(number: object) -> bool:
+    """Return whether ``number`` is an int. ``True`` is not one."""
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a message: ``[payload][one fp32 scale per block]``, without a header.
+
+    Args:
+        format: The format of the payload's numbers.
+        block_size: Values per block: a power of two from 32 to 1024. The last block is filled with zeros.
+        rotate: Whether blocks with a few large values are rotated first (:mod:`ddp_quant_hooks.kernels`):
+            of integers only.
+
+    Raises:
+        TypeError: An argument is of another type.
+        ValueError: A value is unknown.
+    """
+
+    format: Format
+    block_size: int
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, str):
+            raise TypeError(f"format must be a str, got {self.format!r}")
+        if not is_integer(self.block_size):
+            raise TypeError(f"block_size must be an int, got {self.block_size!r}")
+        if self.format not in _BITS:
+            raise ValueError(f"format must be one of {', '.join(_BITS)}, got {self.format!r}")
+        if self.block_size not in _BLOCK_SIZES:
+            raise ValueError(f"block_size must be one of {_BLOCK_SIZES}, got {self.block_size!r}")
+        if not isinstance(self.rotate, bool):
+            raise TypeError(f"rotate must be True or False, got {self.rotate!r}")
+        if self.rotate and self.format == "fp16":
+            raise ValueError("rotate needs a format of integers, got 'fp16'")
+
+    def blocks(self, values: int) -> int:
+        """Return how many blocks ``values`` values fill."""
+        return -(-values // self.block_size)
+
+    def payload_bytes(self, values: int) -> int:
+        """Return the bytes of the numbers, without scales."""
+        return self.blocks(values) * self.block_size * _BITS[self.format] // 8
+
+    def message_bytes(self, values: int) -> int:
+        """Return the bytes of a message of ``values`` values."""
+        return self.payload_bytes(values) + SCALE_BYTES * self.blocks(values)
+
+    def scales(self, message: torch.Tensor, values: int) -> torch.Tensor:
+        """Return the fp32 scales in a message: the largest magnitude of each block, NaN if not finite.
+
+        For a rotated block, it is the largest magnitude of its rotated values, with a minus sign.
+        """
+        return message[self.payload_bytes(values) :].view(torch.float32)

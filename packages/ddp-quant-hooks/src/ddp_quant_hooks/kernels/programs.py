@@ -1,0 +1,293 @@
+"""The GPU kernels as text for NVRTC, and compiled: no GPU is needed for any of this.
+
+Each program has one kernel, for one dtype, format, block size and number of messages. Compiled code is kept
+on disk, for all processes of a user.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ddp_quant_hooks.kernels.job import Shard
+from ddp_quant_hooks.kernels.layout import Layout
+from ddp_quant_hooks.kernels.owned_files import make_own_folder, refuse_foreign_folder
+
+__all__ = [
+    "CACHE_VARIABLE",
+    "THREADS",
+    "AffineWork",
+    "GpuProgram",
+    "affine_pieces",
+    "affine_program",
+    "block_program",
+    "cache_folder",
+    "channels_are_short",
+    "compile_program",
+]
+
+_log = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "DDP_QUANT_HOOKS_CACHE"
+"""The environment variable that names another folder for compiled kernels."""
+
+_SOURCES = Path(__file__).parents[1] / "csrc"
+_NUMBERS = {"int8": "Int8", "int4": "Int4", "fp16": "Fp16"}
+_VALUES = {torch.float32: "Float32", torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+
+# As in csrc/block_kernels.cu and csrc/affine_kernels.cu; every program asserts that both agree.
+THREADS = 128
+"""The number of threads in a thread block."""
+_WARP = 32
+_AFFINE_PIECE = 1 << 13
+
+
+class AffineWork(NamedTuple):
+    """The beginning of ``Work`` in csrc/affine_kernels.cu, before the messages; addresses: 0 if unused."""
+
+    values: int
+    channel: int
+    tensor: int
+    message: int = 0
+    extremes: int = 0
+
+
+@dataclass(frozen=True)
+class GpuProgram:
+    """One kernel, as C++ text.
+
+    Attributes:
+        file: The kernel's file in ``csrc``.
+        call: The kernel with its template's arguments.
+        work: The type of its only parameter.
+        blocks_at_a_time: Blocks, or channels' pieces, that a thread block works on.
+        checks: What must be true for the numbers here to be the kernel's, in C++.
+        at_least: Thread blocks that a multiprocessor must have room for; 0: the compiler decides.
+    """
+
+    file: str
+    call: str
+    work: str
+    blocks_at_a_time: int
+    checks: str
+    at_least: int = 0
+
+    def entry(self, name: str = "kernel") -> str:
+        """Return the kernel's definition under a name, to append to its file's text."""
+        declaration = f"void {name}(const __grid_constant__ {self.work} work)"
+        bounds = f"kThreads, {self.at_least}" if self.at_least else "kThreads"
+        return (
+            f"namespace {Path(self.file).stem} {{\n"
+            f"static_assert({self.checks});\n"
+            f'extern "C" __global__ __launch_bounds__({bounds}) {declaration} {{ {self.call}(work); }}\n'
+            "}\n"
+        )
+
+    @property
+    def text(self) -> str:
+        """The whole program, which includes nothing."""
+        return source(self.file) + self.entry()
+
+
+@functools.cache
+def source(file: str) -> str:
+    """Return a file of ``csrc`` with our own includes expanded where they first occur."""
+    seen: set[str] = set()
+
+    def include(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name in seen:
+            return ""
+        seen.add(name)
+        return expand(name)
+
+    def expand(name: str) -> str:
+        return re.sub(r'^#include "(.+)"\n', include, (_SOURCES / name).read_text(), flags=re.MULTILINE)
+
+    return "#define FOUR_AT_A_TIME\n" + expand(file)
+
+
+@functools.cache  # called at every launch
+def block_program(
+    layout: Layout,
+    new_layout: Layout | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    aligned: bool = True,
+    shards: int = 1,
+    ranks: int = 0,
+    residuals: bool = False,
+) -> GpuProgram:
+    """Return a kernel of ``csrc/block_kernels.cu``.
+
+    Args:
+        layout: Of the messages that are averaged, or of those that are written.
+        new_layout: Of the messages that are written after averaging; ``None``: ``layout``.
+        dtype: Of the values that are encoded or decoded; ``None``: the mean of messages is encoded again.
+        aligned: Whether all tensors and messages start at multiples of 16 bytes.
+        shards: The number of shards.
+        ranks: How many messages are averaged; 0: values are encoded.
+        residuals: Whether what is encoded has any.
+    """
+    new_layout = new_layout or layout
+    numbers, new_numbers = _NUMBERS[layout.format], _NUMBERS[new_layout.format]
+    block, rotate, unit = layout.block_size, layout.rotate, 8 if dtype is None else 16 // dtype.itemsize
+    arguments: list[Any]
+    if dtype is None:
+        name = "reduce"
+        arguments = [residuals, numbers, new_numbers, block, aligned, rotate, new_layout.rotate]
+    elif ranks:
+        name, arguments = "decode", [_VALUES[dtype], numbers, block, aligned, rotate, shards]
+    else:
+        name, arguments = "encode", [_VALUES[dtype], residuals, numbers, block, aligned, rotate, shards]
+    call = _call(name, *arguments, *([ranks] if ranks else []))
+    work = f"Work<{shards}, {shards * ranks or 1}>"
+    teams = THREADS // min(_WARP, block // 2 // unit)  # a lane has at least one unit of each half
+    checks = [
+        f"kThreads == {THREADS}",
+        f"{_call('Block', numbers, block, unit, aligned)}::kTeams == {teams}",
+        f"sizeof(Shard) == {8 * len(Shard._fields)}",
+        f"sizeof({work}) == {8 * (len(Shard._fields) * shards + (shards * ranks or 1))}",
+    ]
+    # Without this bound the compiler gives some kernels with residuals too few registers, so that they spill.
+    at_least = 4 if residuals else 0
+    return GpuProgram("block_kernels.cu", call, work, teams, " && ".join(checks), at_least)
+
+
+def _call(template: str, *arguments: object) -> str:
+    """Return a template with its arguments, in C++."""
+    texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in arguments]
+    return f"{template}<{', '.join(texts)}>"
+
+
+@functools.cache
+def affine_program(kernel: str, dtype: torch.dtype, *, aligned: bool = True, ranks: int = 1) -> GpuProgram:
+    """Return a kernel of ``csrc/affine_kernels.cu``.
+
+    Args:
+        kernel: Its name there.
+        dtype: Of the values.
+        aligned: Whether tensors and messages start at multiples of 16 bytes, and channels at multiples of 4
+            values.
+        ranks: How many messages are averaged.
+    """
+    call = _call(kernel, _VALUES[dtype], aligned, *([ranks] if kernel == "decode" else []))
+    work = f"Work<{ranks}>"
+    size = f"sizeof({work}) == {8 * (len(AffineWork._fields) + ranks)}"
+    checks = " && ".join([f"kThreads == {THREADS}", f"kPiece == {_AFFINE_PIECE}", size])
+    return GpuProgram("affine_kernels.cu", call, work, 1, checks)
+
+
+def affine_pieces(values: int, channel: int) -> int:
+    """Return how many thread blocks ``values`` values in channels of ``channel`` take."""
+    return -(-values // channel) * -(-channel // _AFFINE_PIECE)
+
+
+def channels_are_short(channel: int) -> bool:
+    """Return whether one thread block can process a whole channel."""
+    return channel <= _AFFINE_PIECE
+
+
+def cache_folder() -> Path | None:
+    """Return where compiled kernels are kept: :data:`CACHE_VARIABLE`, or the user's cache folder, if any."""
+    chosen, root = os.environ.get(CACHE_VARIABLE), os.environ.get("XDG_CACHE_HOME")
+    if chosen:
+        return Path(chosen)
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "ddp-quant-hooks"
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
+
+
+def compile_program(
+    program: GpuProgram, architecture: str, *, logs: Any = None, use_cache: bool = True
+) -> bytes:
+    """Return a program as machine code.
+
+    Args:
+        program: What to compile.
+        architecture: Such as ``"sm_90"``.
+        logs: Gets the compiler's report, registers and spills among it; a text stream.
+        use_cache: Take it from the disk if it is there, and keep it there.
+
+    Raises:
+        ImportError: ``cuda-core`` is not installed.
+        Exception: NVRTC is not there, or does not know the architecture: cuda-core's errors.
+    """
+    # Optional dependencies, needed only to compile.
+    from cuda.core import Program, ProgramOptions  # noqa: PLC0415
+
+    options = ProgramOptions(
+        name=program.call,
+        arch=architecture,
+        std="c++17",
+        # One rounding per operator, as everywhere.
+        fma=False,
+        ftz=False,
+        prec_div=True,
+        ptxas_options="-v",
+    )
+    folder = cache_folder() if use_cache else None
+    cache = None if folder is None else _open_cache(folder)
+    return bytes(Program(program.text, "c++", options).compile("cubin", logs=logs, cache=cache).code)
+
+
+# ---- compiled code on disk ----
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def _open_cache(folder: Path) -> Any:
+    """Return the cache in a folder; ``None``, with a line in the log, if there can be none.
+
+    The folder is made if necessary, for this user alone. One that another user could write is not used:
+    checksums detect damage, not code that somebody put there.
+    """
+    try:
+        for part in (folder, folder / "entries", folder / "tmp"):
+            make_own_folder(part)
+        refuse_foreign_folder(folder)
+        return _checked_cache()(folder)
+    except OSError as error:
+        _log.warning("compiled kernels are not kept on disk: %s", error)
+        return None
+
+
+@functools.cache
+def _checked_cache() -> Any:
+    from cuda.core.utils import FileStreamProgramCache  # noqa: PLC0415 - optional
+
+    class CheckedCache(FileStreamProgramCache):  # type: ignore[misc] # has no types
+        """cuda-core's cache (whole entries, keyed by source, options and NVRTC version), with checksums.
+
+        A damaged entry counts as missing, and one that cannot be written is not kept.
+        """
+
+        def __getitem__(self, key: bytes | str) -> bytes:
+            try:
+                entry = bytes(super().__getitem__(key))
+            except OSError as error:  # such as another user's file
+                _log.warning("a compiled kernel on disk cannot be read: %s", error)
+                raise KeyError(key) from error
+            digest, code = entry[:_DIGEST_BYTES], entry[_DIGEST_BYTES:]
+            if hashlib.sha256(code).digest() != digest:
+                _log.warning("a compiled kernel is damaged on disk: compiling it again")
+                raise KeyError(key)
+            return code
+
+        def __setitem__(self, key: bytes | str, value: Any) -> None:
+            code = bytes(getattr(value, "code", value))
+            try:
+                super().__setitem__(key, hashlib.sha256(code).digest() + code)
+            except OSError as error:
+                _log.warning("a compiled kernel is not kept on disk: %s", error)
+
+    return CheckedCache

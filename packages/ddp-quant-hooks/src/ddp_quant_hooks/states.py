@@ -1,0 +1,342 @@
+"""The states that a user gives the hook: options, and everything kept between steps."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from ddp_quant_hooks.averaging import Averager, plan_digest
+from ddp_quant_hooks.exchange.placement import choose_placement, link_inside_host
+from ddp_quant_hooks.feedback import Bucket, FeedbackState
+from ddp_quant_hooks.kernels.layout import WIRE_VERSION, Format, Layout
+from ddp_quant_hooks.options import ErrorFeedback, checked
+from ddp_quant_hooks.statistics import Counter, Statistics
+from dist_utils import AgreementError, GroupLike, OrderedWorker, resolve_group
+from dist_utils.process_groups import runs_on_host
+
+__all__ = ["HierarchicalAllreduceState", "QuantizedAllreduceState"]
+
+
+class QuantizedAllreduceState(FeedbackState):
+    """Options of :func:`quantized_allreduce_hook`, and what it keeps between steps. One for each model.
+
+    Args:
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD; looked up
+            when used.
+        bits: Bits of a value on the wire, 8 or 4.
+        block_size: Values that share a scale: a power of two from 32 to 1024. ``None``: 128 for 8 bits, 32
+            for 4.
+        gather: The format in which averages are sent back from the rank that computed them, with three or
+            more ranks: ``"int8"``, ``"int4"`` (with ``bits=4``), or ``"fp16"`` (relative to the block's
+            scale, so nothing overflows). ``None``: in ``bits`` bits. 16 bits avoid the second rounding and
+            send 50 % more bytes.
+        rotate: Spread the values of blocks with a few large ones over the block before they are quantized, so
+            that the error does not depend on the largest (half of it on heavy tails). Values that are zero on
+            all ranks stay zero. Numbers of ``gather="fp16"`` are not rotated.
+        error_feedback: ``"none"``; ``"shard"``: add the rounding errors of the averages of a rank's shard to
+            the next step's, 4 / W bytes of memory a value (with levels of a, b, ... ranks 4 / a + 4 / (a b) +
+            ...), without effect between two ranks or two hosts, which make no shards; ``"both"``: also those
+            of a rank's own gradients, 4 bytes a value, or 4 / L where the L ranks of a host sum them in full
+            precision first. ``None``: ``"none"`` for 8 bits, whose losses with and without it were the same
+            within the spread of fp32's over three seeds; ``"both"`` for 4. It removes the bias over many
+            steps and makes each step noisier, which AdamW's second moment accumulates. With such an optimizer
+            ``"none"`` is the better choice.
+        min_bytes: Smaller buckets are averaged without compression, by
+            :func:`ddp_compress_hooks.allreduce_hook`. ``None``: 128 KiB for each rank, 1 MiB at most: on
+            loopback the bytes that are saved do not make up for the cost of the messages. On a link of 1
+            Gbit/s 65536 pays off.
+        exact_1d: Average parameters of one dimension or none (biases, norms) without compression, in a
+            small all-reduce of their own. Off by default: in the models that were measured their
+            errors are no larger than those of other parameters, and losses the same. It is for models in
+            which they are much smaller than their neighbors in the bucket.
+        sample_every: Measure the error of every n-th quantized bucket, with one exact all-reduce and a
+            copy of the bucket in fp32. 0: never.
+        intra_node: How ranks that share a host average with each other, if there are several hosts:
+            ``"full"``: each host sums in full precision, and only the sums are sent to other hosts in few
+            bits; ``"quantized"``: the same, in few bits inside hosts, too; ``"flat"``: like ranks of
+            different hosts, which sends as many bytes to other hosts as the host has ranks. ``"auto"``:
+            (the default, or ``"flat"`` if ``levels`` are given)
+            in full precision where the link inside is fast (NVLink between all GPUs of the host, or ranks on
+            CPUs), in few bits where it is not or nothing is known. The log says once what was chosen, and
+            why. Ranks of a single host always average in few bits.
+        levels: The sizes of the levels in which many ranks average; their product is the number of ranks, or
+            with ``intra_node="full"`` or ``"quantized"`` of hosts. With ``(8, 16)``, 128 ranks average in
+            rows of 8 consecutive ranks, then the 16 rows average their results. A rank sends 2 (7 + 15)
+            messages for each chunk instead of 2 x 127, and the same number of bytes; the mean of a row is
+            rounded once more, by half a step at most. ``None``: up to 16 hosts, each sends to every other
+            one; beyond that, in levels if they take less time by the measured cost of messages. ``(W,)``: no
+            levels.
+
+    Raises:
+        TypeError: ``process_group`` is not a group, or an option is of another type.
+        ValueError: This rank is not a member of the group, or an option has an unknown value. Levels whose
+            product is not the number of ranks raise it before the first bucket, except on a single rank,
+            which averages nothing.
+
+    All ranks must have the same options: they are compared before the first bucket.
+
+    A pickled state has only its options, and a warning is given if that loses something. Use
+    :meth:`state_dict` for the residuals.
+
+    Example:
+        >>> state = QuantizedAllreduceState(error_feedback="shard")  # doctest: +SKIP
+        >>> ddp.register_comm_hook(state, quantized_allreduce_hook)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        process_group: GroupLike = None,
+        *,
+        bits: Literal[8, 4] = 8,
+        block_size: int | None = None,
+        gather: Format | None = None,
+        rotate: bool | None = None,
+        error_feedback: ErrorFeedback | None = None,
+        min_bytes: int | None = None,
+        exact_1d: bool = False,
+        sample_every: int = 0,
+        intra_node: Literal["auto", "full", "quantized", "flat"] | None = None,
+        levels: Sequence[int] | None = None,
+    ) -> None:
+        options = checked(
+            bits=bits,
+            block_size=block_size,
+            gather=gather,
+            rotate=rotate,
+            error_feedback=error_feedback,
+            min_bytes=min_bytes,
+            exact_1d=exact_1d,
+            sample_every=sample_every,
+            intra_node=intra_node,
+            levels=levels,
+        )
+        super().__init__(
+            process_group, own=options.error_feedback == "both", shard=options.error_feedback != "none"
+        )
+        self.options = options
+        """The options, with the defaults filled in. They do not change: the ranks have compared them."""
+        self.counter = Counter()
+        self.averager = Averager(options, self.feedback, self.counter)
+        self._placed_by: OrderedWorker | None = None
+        self._device = torch.device("cpu")
+
+    @property
+    def scatter(self) -> Layout:
+        """The format in which values are sent."""
+        return self.options.scatter_layout
+
+    @property
+    def gather(self) -> Layout:
+        """The format in which averages are sent."""
+        return self.options.gather_layout
+
+    @property
+    def error_feedback(self) -> ErrorFeedback:
+        """Which residuals are kept."""
+        return self.options.error_feedback
+
+    @property
+    def min_bytes(self) -> int:
+        """Smaller buckets are averaged without compression; the default depends on the group's size."""
+        return self.options.least_bytes(self.process_group.size())
+
+    @property
+    def exact_1d(self) -> bool:
+        """Whether parameters of at most one dimension are averaged without compression."""
+        return self.options.exact_1d
+
+    @property
+    def sample_every(self) -> int:
+        """The error of one in this many quantized buckets is measured; 0: of none."""
+        return self.options.sample_every
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was done in the backward passes that have ended."""
+        return self.counter.read()
+
+    def close(self) -> None:
+        """End the thread and the private group, free the scratch memory; a later bucket makes new ones.
+
+        Otherwise they end with the state, or with ``destroy_process_group``. After an error in
+        communication this is how every rank makes a fresh start; residuals stay.
+        """
+        super().close()
+        self._placed_by = None
+        self.averager.start_over()
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal when residuals are saved and when they are loaded."""
+        group = self.process_group
+        return {
+            "state": type(self).__name__,
+            "rank": group.rank(),
+            "world_size": group.size(),
+            "error_feedback": self.error_feedback,
+            "scatter": (self.scatter.format, self.scatter.block_size),
+            "gather": (self.gather.format, self.gather.block_size),
+            "exact_1d": self.exact_1d,
+            "min_bytes": self.min_bytes,
+            "levels": self.options.levels,
+            "intra_node": self.options.intra_node,
+        }
+
+    def terms(self) -> dict[str, object]:
+        """Return what must be equal on all ranks, by name."""
+        plans = plan_digest(self.options, self.process_group.size())
+        return {**super().terms(), **vars(self.options), "wire format and plans": f"{WIRE_VERSION} {plans}"}
+
+    def note(self) -> str:
+        """Return what joins this rank with the others of its host, and which these are if it was told."""
+        link = link_inside_host(self._device, on_host=runs_on_host(self.process_group, self._device))
+        return json.dumps([link, self._node()])
+
+    def require_same_bucket(self, title: str, bucket: Bucket) -> None:
+        """Do as :class:`dist_utils.comm_hooks.HookState`, and learn where the ranks are.
+
+        Raises:
+            AgreementError: As there; or the ranks of a node name different ones.
+            ValueError: The levels do not fit the ranks, or their hosts.
+        """
+        self._device = bucket.buffer().device
+        super().require_same_bucket(title, bucket)
+        self._place()
+
+    def require_same_call(
+        self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Do as :meth:`require_same_bucket`, for a call on plain tensors."""
+        self._device = tensors[0].device
+        super().require_same_call(title, terms, tensors)
+        self._place()
+
+    def _place(self) -> None:
+        """Decide how the ranks average, by what they have told each other; the same on all ranks."""
+        worker = self.worker
+        if self._placed_by is worker:
+            return
+        links, nodes = zip(*map(json.loads, worker.notes()), strict=True)
+        hosts = worker.hosts() if nodes[0] is None else _checked_nodes(nodes)
+        self.averager.start_over()
+        self.averager.placement = choose_placement(
+            type(self).__name__ if worker.process_group.rank() == 0 else None,
+            hosts,
+            links,
+            self.options.intra_node,
+            self.options.bits,
+        )
+        self.averager.require_fit()
+        self._placed_by = worker
+
+    def _node(self) -> list[int] | None:
+        """Return the ranks of this rank's node, in the group, if the user has said which."""
+        return None
+
+    def refuse_capture(self, buffer: torch.Tensor) -> None:
+        """Raise if a bucket is captured in a CUDA graph, which would repeat one step's decisions forever.
+
+        Raises:
+            RuntimeError: It is, and there is something to decide.
+        """
+        if (self.error_feedback != "none" or self.sample_every) and _is_captured(buffer):
+            raise RuntimeError(
+                "a CUDA graph cannot hold what changes from step to step: capture with "
+                "error_feedback='none' and sample_every=0"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._group is not None or self.error_feedback != "none":
+            warnings.warn(
+                f"a {type(self).__name__} pickles its options only: the copy uses WORLD and has no residuals",
+                stacklevel=2,
+            )
+        return asdict(self.options)
+
+    def __setstate__(self, options: dict[str, Any]) -> None:
+        self.__init__(None, **options)  # type: ignore[misc] # as copy and pickle make objects
+
+
+class HierarchicalAllreduceState(QuantizedAllreduceState):
+    """A state that is told which ranks are a node, instead of asking the hosts.
+
+    For nodes that are not hosts: racks, sites, or GPUs that NVLink joins. A :class:`QuantizedAllreduceState`
+    does the same by itself for ranks that share a host. Nodes may be of unequal size.
+
+    Args:
+        process_group: All ranks; what DDP uses. ``None`` is WORLD.
+        intra_group: This rank's node: a process group.
+        mesh: Instead: a two-dimensional ``DeviceMesh``, nodes first, as for hybrid sharding.
+        intra_node: As for :class:`QuantizedAllreduceState`, for nodes.
+        **options: Likewise. ``levels`` are of nodes.
+
+    Raises:
+        TypeError, ValueError: As :class:`QuantizedAllreduceState`; or ``intra_group`` has ranks that are not
+            in ``process_group``. Errors that only all ranks together can see are raised before the first
+            average, on all of them.
+
+    Does not pickle: its groups belong to this job.
+
+    Example:
+        >>> mesh = init_device_mesh("cuda", (nodes, 8))  # doctest: +SKIP
+        >>> state = HierarchicalAllreduceState(mesh=mesh)  # doctest: +SKIP
+        >>> ddp.register_comm_hook(state, quantized_allreduce_hook)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        process_group: GroupLike = None,
+        *,
+        intra_group: GroupLike = None,
+        mesh: DeviceMesh | None = None,
+        intra_node: Literal["auto", "full", "quantized"] = "full",
+        **options: Any,
+    ) -> None:
+        if (mesh is None) == (intra_group is None):
+            raise ValueError("a hierarchical state needs either mesh or intra_group")
+        if mesh is not None:
+            if mesh.ndim != 2:
+                raise ValueError(f"mesh must have two dimensions, nodes and ranks in a node, got {mesh.ndim}")
+            intra_group = mesh.get_group(1)
+        group = resolve_group(process_group)
+        everyone = dist.get_process_group_ranks(group)
+        inside = dist.get_process_group_ranks(resolve_group(intra_group))
+        if not {dist.get_rank()} <= set(inside) <= set(everyone):
+            raise ValueError(
+                f"intra_group has ranks {inside}, which must be rank {dist.get_rank()} and others of "
+                f"process_group {everyone}"
+            )
+        self._inside = [everyone.index(rank) for rank in inside]
+        super().__init__(group, intra_node=intra_node, **options)
+
+    def identity(self) -> dict[str, Any]:
+        """Return what must be equal when residuals are saved and when they are loaded."""
+        return {**super().identity(), "intra_group": self._inside}
+
+    def _node(self) -> list[int]:
+        return self._inside
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a HierarchicalAllreduceState does not pickle: its groups belong to this job")
+
+
+def _checked_nodes(nodes: Sequence[list[int]]) -> list[int]:
+    """Return for each rank the number of its node, if the ranks of each node have named the same ones."""
+    for rank, node in enumerate(nodes):
+        other = next((peer for peer in node if nodes[peer] != node), rank)
+        if rank not in node or other != rank:
+            raise AgreementError(
+                f"rank {rank} of the process group has intra_group {node}, and rank {other} {nodes[other]}"
+            )
+    numbers = {min(node): number for number, node in enumerate(nodes)}
+    return [numbers[min(node)] for node in nodes]
+
+
+def _is_captured(buffer: torch.Tensor) -> bool:
+    return buffer.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

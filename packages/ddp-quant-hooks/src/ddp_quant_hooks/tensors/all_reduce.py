@@ -1,0 +1,174 @@
+"""Sum or average tensors on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+
+import ddp_compress_hooks
+from ddp_quant_hooks.exchange.values import Values
+from ddp_quant_hooks.feedback import Key, Step
+from ddp_quant_hooks.states import QuantizedAllreduceState
+from ddp_quant_hooks.tensors.calls import (
+    Future,
+    Tensors,
+    begin,
+    checked_state,
+    keys_of,
+    label_of,
+    never_traced,
+    run,
+    used_on_this_stream,
+)
+from dist_utils.comm_hooks import checked_operation, checked_tensors, same_kind
+
+__all__ = ["all_reduce"]
+
+
+@overload
+def all_reduce(
+    tensor: Tensors,
+    op: Any = dist.ReduceOp.SUM,
+    group: QuantizedAllreduceState | None = ...,
+    async_op: Literal[False] = ...,
+    *,
+    key: str | None = ...,
+) -> None: ...
+
+
+@overload
+def all_reduce(
+    tensor: Tensors,
+    op: Any = dist.ReduceOp.SUM,
+    group: QuantizedAllreduceState | None = ...,
+    *,
+    async_op: Literal[True],
+    key: str | None = ...,
+) -> Future: ...
+
+
+@never_traced
+def all_reduce(
+    tensor: Tensors,
+    op: Any = dist.ReduceOp.SUM,
+    group: QuantizedAllreduceState | None = None,
+    async_op: bool = False,
+    *,
+    key: str | None = None,
+) -> Future | None:
+    """Sum or average tensors over all ranks, in place, with 8 or 4 bits a value on the wire.
+
+    A sequence of tensors is sent as if they were one, cut into chunks; only chunks on the wire are copied.
+    The tensors of each dtype are treated as :func:`quantized_allreduce_hook` treats a bucket: those of fp64,
+    and those of fewer than ``min_bytes`` in all, are reduced without compression.
+
+    With error feedback each call needs a ``key``, the same in every step, by which it finds the residuals of
+    the previous step. See :meth:`QuantizedAllreduceState.step` for what a step is.
+
+    Args:
+        tensor: A tensor, or a sequence of tensors: fp32, bf16, fp16, complex64 (quantized), fp64,
+            complex128; dense.
+        op: ``ReduceOp.SUM`` or ``ReduceOp.AVG``. A sum is the mean times the number of ranks, and
+            overflows where that does.
+        group: A state, with its group and options. ``None`` stands for WORLD and 8 bits. Keep one state for
+            many calls.
+        async_op: Return a future at once. Calls run in their order, on another thread.
+        key: Names these values, with error feedback.
+
+    Returns:
+        ``None``, or with ``async_op`` a future of ``tensor``, not to be touched before it is complete.
+        Identical bits on all ranks. A block with a NaN or an infinity on any rank is NaN.
+
+    Raises:
+        TypeError: A tensor is sparse or not of a floating-point dtype, or an argument of another type.
+        ValueError: The operation is another one; tensors share memory or are part of a graph; with error
+            feedback there is no key, or it was used before in this step, or for values of another length; or
+            this rank is not in the group. Like ``TypeError`` before any communication.
+        AgreementError: The ranks call with different tensors, keys or options; with ``async_op`` the future
+            raises a RuntimeError with its text.
+        RuntimeError: A peer failed; the state must be closed then, on every rank. (Without a state, calls
+            fail until one without ``async_op`` has raised it; the next one makes a fresh start.) Or the call
+            is made in a callback of another call's future.
+
+    Cost:
+        The same as :func:`quantized_allreduce_hook`. Tensors that are not contiguous are copied.
+
+    Source:
+        ``torch.distributed.all_reduce``.
+
+    Example:
+        >>> state = QuantizedAllreduceState()  # doctest: +SKIP
+        >>> all_reduce([p.grad for p in model.parameters()], dist.ReduceOp.AVG, state)  # doctest: +SKIP
+    """
+    name = "all_reduce"
+    state, mean = checked_state(name, group), checked_operation(name, op)
+    tensors = checked_tensors(name, tensor)
+    step = begin(name, state, tensors, key)
+
+    def start() -> list[Future]:
+        keys = keys_of(state, key, tensors)
+        label = label_of(name, key, mean=mean)
+        return [
+            _start(state, step, [(tensors[place], keys[place]) for place in places], label, mean=mean)
+            for places in same_kind(tensors)
+        ]
+
+    what: dict[str, object] = {"op": "AVG" if mean else "SUM", "key": key}
+    if state.exact_1d:
+        what["of at most one dimension"] = [tensor.dim() <= 1 for tensor in tensors if tensor.numel()]
+    return run(name, state, step, tensors, what, start, tensor if async_op else None)
+
+
+def _start(
+    state: QuantizedAllreduceState,
+    step: Step,
+    named: Sequence[tuple[torch.Tensor, Key]],
+    label: int,
+    *,
+    mean: bool,
+) -> Future:
+    """Average tensors of one dtype and device as one bucket."""
+    originals = [tensor for tensor, _ in named]
+    averager, outcome, wanted = state.averager, step.outcome, state.feedback.wanted
+    world_size, first = state.process_group.size(), originals[0]
+    nbytes = sum(tensor.nbytes for tensor in originals)
+    large = [place for place, tensor in enumerate(originals) if tensor.dim() > 1 or not state.exact_1d]
+    small = [place for place in range(len(originals)) if place not in large]
+    how = None
+    if large and averager.quantizes(first.dtype, nbytes, world_size):
+        keys = [named[place][1] for place in large]
+        count = sum(key.count for key in keys)
+        how = averager.prepare(state.process_group, step, keys, count, first, label=label)
+
+    # A job even without compression, so that futures complete in the order of the calls, on the state's
+    # thread. Copies are made in it: on an accelerator it runs on another stream than the caller's.
+    def job(private_group: dist.ProcessGroup) -> torch.Tensor:
+        dense = [_dense(tensor) for tensor in originals]
+        if how is not None:
+            values = Values([dense[place] for place in large])
+            averager.average(private_group, values, how, exact=[dense[place] for place in small])
+            if not mean:
+                for tensor in dense:
+                    tensor.mul_(world_size)
+        else:
+            op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+            ddp_compress_hooks.all_reduce(dense, op, private_group)
+            averager.count_plain(private_group, nbytes)
+        if wanted and not (mean and how is not None):  # that mean is checked already
+            for tensor in dense:
+                outcome.not_finite(~tensor.isfinite().all())
+        for changed, tensor in zip(dense, originals, strict=True):
+            if changed is not tensor:
+                tensor.copy_(changed)
+        return first
+
+    return state.worker.submit(job, device=first.device, name="ddp_quant_hooks.all_reduce:exchange")
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself if its memory holds its values as they are, else a copy."""
+    used_on_this_stream(tensor)
+    return tensor.resolve_conj().resolve_neg().contiguous()

@@ -1,0 +1,303 @@
+"""Ranks that share hosts, in any number and order: few bytes between hosts, identical bits on all ranks."""
+
+import copy
+import ctypes
+import logging
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from quant_buckets import flat_residuals, run_hook, simulate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_quant_hooks import (
+    HierarchicalAllreduceState,
+    QuantizedAllreduceState,
+    all_reduce,
+    kernels,
+    quantized_allreduce_hook,
+    reduce_scatter_tensor,
+)
+from ddp_quant_hooks.exchange import levels
+from ddp_quant_hooks.exchange.placement import choose_placement
+from dist_utils import torch_compat
+from dist_utils.testing import grad_bucket, run_ranks, same_bits, same_on_all_ranks
+
+_NEW_HOST_NAME = 0x04000000  # CLONE_NEWUTS
+
+
+def _state(hosts, **options):
+    """Return a state that is told which ranks share a host."""
+    nodes = [[rank for rank, host in enumerate(hosts) if host == name] for name in sorted(set(hosts))]
+    groups = [dist.new_group(node) for node in nodes]
+    mine = next(group for node, group in zip(nodes, groups, strict=True) if dist.get_rank() in node)
+    return HierarchicalAllreduceState(intra_group=mine, **{"min_bytes": 0, **options})
+
+
+def _inputs(length, dtype=torch.float32):
+    return [
+        torch.randn(length, generator=torch.Generator().manual_seed(length + peer)).to(dtype)
+        for peer in range(dist.get_world_size())
+    ]
+
+
+def _shares(state, inputs, hosts):
+    """Return what each host contributes; the mean over hosts of all of it, and its multiple that is the mean.
+
+    No host contributes more than its largest value.
+    """
+    shares = []
+    most = max(map(hosts.count, hosts)) * len(set(hosts)) / len(hosts)
+    enlarge = 1 if most <= 1 else 2
+    for host in sorted(set(hosts)):
+        parts = [values for values, name in zip(inputs, hosts, strict=True) if name == host]
+        if state.options.intra_node == "quantized":
+            messages = [
+                torch.empty(state.scatter.message_bytes(one.numel()), dtype=torch.uint8) for one in parts
+            ]
+            for part, message in zip(parts, messages, strict=True):
+                kernels.encode(part, message, state.scatter)
+            share = torch.empty(inputs[0].numel())
+            kernels.decode(messages, state.scatter, share)
+            share *= len(set(hosts)) / len(hosts) / enlarge * len(parts)
+        else:
+            scale = 2.0 ** -(len(parts) - 1).bit_length()
+            share = torch.zeros(inputs[0].numel())
+            for part in parts:
+                share.add_(part, alpha=scale)
+            share *= len(set(hosts)) / len(hosts) / enlarge / scale
+        shares.append(share)
+    return shares, enlarge
+
+
+def _expected(state, inputs, hosts):
+    shares, enlarge = _shares(state, inputs, hosts)
+    if state.options.intra_node == "quantized" and len(shares) == 2:  # rounded before: the mean has an owner
+        messages = [torch.empty(state.scatter.message_bytes(len(one)), dtype=torch.uint8) for one in shares]
+        for share, message in zip(shares, messages, strict=True):
+            kernels.encode(share, message, state.scatter)
+        mean, result = torch.empty_like(messages[0]), torch.empty(len(shares[0]))
+        kernels.reduce(messages, state.scatter, len(result), mean, state.gather)
+        kernels.decode([mean], state.gather, result)
+        return result * enlarge
+    return simulate(state, shares) * enlarge
+
+
+def _bits(rank, hosts):
+    """Return how many averages have the bits of the formula."""
+    levels._CHUNK_VALUES = 2000
+    bucket, compared = grad_bucket([torch.ones(3)]), 0
+    for inside in ("full", "quantized"):
+        state = _state(hosts, intra_node=inside)
+        for length in (1, 130, 1000, 12_345):
+            for dtype in (torch.float32, torch.bfloat16):
+                inputs = _inputs(length, dtype)
+                result = run_hook(state, bucket, inputs[rank].clone())
+                expected = _expected(state, inputs, hosts).to(dtype)
+                assert same_bits(result, expected), (inside, length, dtype)
+                whole = torch.cat([inputs[rank].roll(peer) for peer in range(len(hosts))])
+                shard = torch.empty(length, dtype=dtype)
+                reduce_scatter_tensor(shard, whole, dist.ReduceOp.AVG, state)
+                mean = sum(values.double().roll(rank) for values in inputs) / len(hosts)
+                assert (shard - mean).abs().max() <= 2 * 5 / 254 + 0.02 * (dtype is torch.bfloat16)
+                compared += 1
+        parts = list(_inputs(3000)[rank].split([1000, 2000]))
+        all_reduce(parts, dist.ReduceOp.AVG, state)
+        assert torch.equal(torch.cat(parts), run_hook(state, bucket, _inputs(3000)[rank].clone()))
+        broken = _inputs(1000)
+        broken[-1][500] = torch.nan
+        result = run_hook(state, bucket, broken[rank].clone())
+        assert same_on_all_ranks(result)
+        assert result.isnan().nonzero().flatten().tolist() == list(range(384, 512))
+        state.close()
+    return compared
+
+
+@pytest.mark.parametrize(
+    "hosts", ["0011", "0101", "00111", pytest.param("001122", marks=pytest.mark.exhaustive), "0"]
+)
+def test_every_rank_gets_the_bits_of_the_formula(hosts):
+    ranks = max(len(hosts), 2)
+    hosts = hosts * 2 if len(hosts) < ranks else hosts
+    if len(set(hosts)) == 1:
+        assert run_ranks(_one_host, ranks) == [True] * ranks
+        return
+    assert run_ranks(_bits, ranks, hosts, timeout=200) == [16] * ranks
+
+
+def _one_host(rank):
+    """Among the ranks of a single host there are only few bits, whatever is asked for."""
+    state, inputs = _state("00"), _inputs(1000)
+    flat = QuantizedAllreduceState(min_bytes=0)
+    bucket = grad_bucket([torch.ones(3)])
+    both = [run_hook(one, bucket, inputs[rank].clone()) for one in (state, flat)]
+    return same_bits(*both)
+
+
+def _on_a_host(rank, hosts):
+    """Give this process a host name of its own; return what the default state then sends."""
+    if ctypes.CDLL(None).unshare(_NEW_HOST_NAME) != 0:
+        return None
+    socket.sethostname(f"host-{hosts[rank]}")
+    values = 128 * 60 * len(hosts)
+    sent = {}
+    for inside in (None, "flat"):
+        state = QuantizedAllreduceState(min_bytes=0, intra_node=inside)
+        result = run_hook(state, grad_bucket([torch.ones(3)]), _inputs(values)[rank])
+        assert same_on_all_ranks(result)
+        mean = sum(values.double() for values in _inputs(values)) / len(hosts)
+        error = float((result - mean).norm() / mean.norm())
+        sent[inside] = (state.statistics.bytes_between_hosts / values, error)
+    return sent
+
+
+@pytest.mark.parametrize(("hosts", "on_link"), [("0011", 1.0), ("00111", 1.0), ("012", 4 / 3)])
+def test_the_default_knows_which_ranks_share_a_host(hosts, on_link):
+    found = run_ranks(_on_a_host, len(hosts), hosts, timeout=100)
+    if found[0] is None:
+        pytest.skip("this user cannot give a process a host name of its own")
+    for host in set(hosts):
+        by_default, flat = (
+            sum(sent[inside][0] for sent, name in zip(found, hosts, strict=True) if name == host)
+            for inside in (None, "flat")
+        )
+        assert by_default <= 1.01 * on_link * (1 + 4 / 128)
+        assert flat >= 0.99 * hosts.count(host) * on_link * (len(hosts) - hosts.count(host)) / len(
+            hosts
+        ) * 2 / (on_link if len(set(hosts)) == 2 else 4 / 3 * on_link) or len(set(hosts)) == len(hosts)
+    assert found[0][None][1] <= 1.01 * found[0]["flat"][1], "no less exact than in few bits everywhere"
+
+
+def test_what_is_chosen_and_why_is_logged_once(caplog):
+    memory, nvlink, unknown = "the host's memory", "NVLink", "a link of unknown speed"
+    hosts = [0, 0, 1, 1]
+    cases = [
+        (hosts, [memory] * 4, "auto", "full", "in full precision inside a host (the host's memory)"),
+        (hosts, [nvlink] * 4, "auto", "full", "in full precision inside a host (NVLink)"),
+        (
+            hosts,
+            [nvlink] * 3 + [unknown],
+            "auto",
+            "quantized",
+            "in 8 bits inside a host (NVLink and a link of",
+        ),
+        (hosts, [unknown] * 4, "full", "full", "in full precision inside a host (as intra_node says)"),
+        (hosts, [nvlink] * 4, "flat", "flat", "in 8 bits, each with all others (as intra_node says)"),
+        ([0, 0, 0, 1], [nvlink] * 3 + [unknown], "auto", "full", "in full precision inside a host (NVLink)"),
+        ([0, 0, 0, 0], [nvlink] * 4, "auto", "flat", "is likely as fast"),
+    ]
+    for where, links, wanted, inside, line in cases:
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            assert choose_placement("S", where, links, wanted, 8).inside == inside
+        assert [line in record.message for record in caplog.records] == [True], caplog.records
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert choose_placement("S", [0, 1, 2], [unknown] * 3, "auto", 8).inside == "flat"
+        assert choose_placement("S", [0, 0, 0], [memory] * 3, "auto", 8).inside == "flat"
+    assert not caplog.records
+
+
+def _another_placement(rank):
+    """What was rounded on unequal nodes has another weight elsewhere: it is dropped, not given back."""
+    nodes, alone = (_state(hosts, error_feedback="both") for hosts in ("0001", "0123"))
+    all_reduce(_inputs(1000)[rank], dist.ReduceOp.AVG, nodes, key="a")
+    saved = nodes.state_dict()
+    alone.load_state_dict({**saved, "intra_group": alone.identity()["intra_group"]})
+    zeros = torch.zeros(1000)
+    all_reduce(zeros, dist.ReduceOp.AVG, alone, key="a")
+    return not zeros.any()
+
+
+def test_residuals_are_given_back_with_the_weight_that_they_were_lost_with():
+    assert run_ranks(_another_placement, 4) == [True] * 4
+
+
+def _wrong_nodes(rank):
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 3], [1, 2])]
+    mine = pairs[rank // 2]
+    with pytest.raises(ValueError, match="needs either mesh or intra_group"):
+        HierarchicalAllreduceState()
+    with pytest.raises(ValueError, match="needs either mesh or intra_group"):
+        HierarchicalAllreduceState(intra_group=mine, mesh=init_device_mesh("cpu", (2, 2)))
+    with pytest.raises(ValueError, match="two dimensions"):
+        HierarchicalAllreduceState(mesh=init_device_mesh("cpu", (4,)))
+    with pytest.raises(ValueError, match="and others of process_group"):
+        HierarchicalAllreduceState(mine, intra_group=dist.group.WORLD)
+    # Each rank's group looks right alone; together they are not: ranks 0 and 3 cross over.
+    crossed = HierarchicalAllreduceState(intra_group=pairs[2] if rank in {0, 3} else mine, min_bytes=0)
+    told = r"rank 1 of the process group has intra_group \[0, 1\], and rank 0 \[0, 3\]"
+    with pytest.raises(RuntimeError, match=told):
+        run_hook(crossed, grad_bucket([torch.ones(3)]), torch.ones(1000))
+    wrong = _state("0011", levels=(4,))
+    with pytest.raises(ValueError, match=r"product of levels \(4,\) is not 2, the number of hosts"):
+        run_hook(wrong, grad_bucket([torch.ones(3)]), torch.ones(1000))
+
+
+def test_nodes_that_do_not_fit_are_refused_on_every_rank():
+    run_ranks(_wrong_nodes, 4)
+
+
+def _trains(rank):
+    """Train on two nodes of two ranks, with a NaN in one step and a kernel that fails in another."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    options = {"min_bytes": 0, "error_feedback": "both"}
+    state = HierarchicalAllreduceState(mesh=mesh, **options)
+    model = DistributedDataParallel(torch.nn.Linear(60, 60))
+    model.register_comm_hook(state.bind(model), quantized_allreduce_hook)
+
+    def step(*, poison=False):
+        x = torch.randn(3, 60, generator=torch.Generator().manual_seed(rank))
+        if poison and rank == 0:
+            x[0, 0] = torch.nan  # in one column of a gradient, not in all shards
+        model(x).square().sum().backward()
+        mine = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        model.zero_grad()
+        assert same_on_all_ranks(mine)
+        return mine
+
+    def kept():
+        return flat_residuals(state.state_dict())
+
+    for _ in range(5):
+        step()
+    before = kept()
+    assert max(lost.abs().max() for lost in before.values()) > 0
+    # The owner of a shard alone rounds it.
+    assert sum(lost.numel() for lost in before.values()) <= 60 * 61 // 2 + 128
+    step(poison=True)
+    assert same_bits(before, kept())
+    with pytest.raises(TypeError, match="does not pickle"):
+        copy.deepcopy(state)
+    elsewhere = init_device_mesh("cpu", (4, 1))
+    with pytest.raises(ValueError, match="the residuals are of intra_group"):
+        HierarchicalAllreduceState(mesh=elsewhere, **options).load_state_dict(state.state_dict(), model)
+    saved = state.state_dict()
+    expected = [step() for _ in range(3)]
+    state.load_state_dict(saved)
+    assert all(map(torch.equal, expected, [step() for _ in range(3)]))
+    before = kept()
+    real = kernels.encode_shards
+
+    def broken(*arguments, **options):
+        if rank == 1:
+            time.sleep(0.5)  # Gloo may miss a connection that closes just as a wait on it starts
+            raise MemoryError("no room for a kernel")
+        real(*arguments, **options)
+
+    kernels.encode_shards = broken
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        step()
+    seconds = time.monotonic() - start
+    assert same_bits(before, kept())
+    return seconds
+
+
+def test_a_step_that_fails_anywhere_is_made_nowhere():
+    seconds = run_ranks(_trains, 4, group_timeout=50)
+    if torch_compat.GROUPS_END_WITHOUT_GIL:
+        assert max(seconds) < 40, "long before the timeout"
