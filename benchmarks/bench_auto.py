@@ -1,27 +1,23 @@
 """The automatic choice against each of its candidates: whole training steps on networks of several speeds.
 
-    python benchmarks/bench_auto.py              # everything, a quarter of an hour; hosts need root
-    python benchmarks/bench_auto.py links --links loopback 1gbit --models mlp --repeats 15
-    python benchmarks/bench_auto.py change
+    python benchmarks/bench_auto.py              # everything, ten minutes; hosts need root
+    python benchmarks/bench_auto.py --links loopback 1gbit --models mlp --repeats 15
 
 Two ranks on Gloo: on loopback, or one on each of two emulated hosts. One job trains each model with every
 candidate, and with the automatic state after its choice: each repeat makes one step of each, in turns
 forwards and backwards. Times are of the slowest rank, for zero_grad, forward, backward and step. 4 bits are
 allowed (max_error=0.2), so that every candidate may be chosen.
 
-The part "change" lets the state choose at 10 Gbit/s, then limits the links to 0.1 Gbit/s, and waits until it
-has chosen again (look_again_every=20).
-
-Writes results/auto.json beside this file; running one part replaces only its own numbers.
+Writes results/auto.json beside this file; running some cases replaces only their numbers.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -43,9 +39,7 @@ from dist_utils.testing import run_ranks
 RESULTS = Path(__file__).parent / "results" / "auto.json"
 AUTO = "auto"
 LINKS = ("loopback", "10gbit", "1gbit", "100mbit")
-BEFORE, AFTER = "10gbit", "100mbit"
 MAX_ERROR = 0.2
-LOOK_AGAIN_EVERY = 20
 WARM_UP = 4
 WORDS, WORDS_IN_ROW, WIDTH = 1000, 64, 256
 ROWS = {"transformer": 4, "mlp": 8}
@@ -93,9 +87,9 @@ class Side:
 
 
 def until_chosen(side: Side, state: AutoState) -> int:
-    """Train until the choice changes; return the number of steps."""
-    before, steps = state.choice, 0
-    while state.choice is before:
+    """Train until there is a choice; return the number of steps."""
+    steps = 0
+    while state.choice is None:
         side.step()
         steps += 1
     return steps
@@ -113,33 +107,17 @@ def in_turns(sides: Mapping[str, Side], repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def measure(rank: int, model: str, repeats: int, *, change: bool = False) -> dict[str, Any]:
+def measure(rank: int, model: str, repeats: int) -> dict[str, Any]:
     """Return the choice, the number of steps before it, and the seconds of all sides after it."""
     del rank
     torch.set_num_threads(1)
-    state = AutoState(max_error=MAX_ERROR, look_again_every=LOOK_AGAIN_EVERY if change else 0)
+    state = AutoState(max_error=MAX_ERROR)
     auto = Side(model, state, auto_hook)
-    seen: dict[str, Any] = {"steps": until_chosen(auto, state), **_choice(state)}
-    if change:
-        dist.barrier()
-        limit = ("rate", AFTER, "burst", "128kb", "latency", "50ms")
-        subprocess.run(["tc", "qdisc", "change", "dev", "eth0", "root", "tbf", *limit], check=True)
-        dist.barrier()
-        seen |= {"before": dict(seen), "steps": until_chosen(auto, state), **_choice(state)}
+    steps, choice = until_chosen(auto, state), state.choice
+    assert choice is not None
     sides = {name: Side(model, *candidate) for name, candidate in AutoState().candidates.items()}
-    # A state without another trial, because the choice itself is compared.
-    chosen = AutoState(max_error=MAX_ERROR)
-    sides[AUTO] = Side(model, chosen, auto_hook) if change else auto
-    if change:
-        chosen.load_state_dict(state.state_dict(auto.ddp), sides[AUTO].ddp)
-    seen["seconds"] = in_turns(sides, repeats)
-    return seen
-
-
-def _choice(state: AutoState) -> dict[str, Any]:
-    assert state.choice is not None
-    by_size = {str(size): name for size, name in state.choice.by_size.items()}
-    return {"choice": state.choice.candidate, "by_size": by_size, "why": state.choice.why}
+    seconds = in_turns({**sides, AUTO: auto}, repeats)
+    return {"steps": steps, "choice": choice.candidate, "why": choice.why, "seconds": seconds}
 
 
 def summarize(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -170,17 +148,17 @@ def summarize(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
     """Run one rank on an emulated host."""
     dist.init_process_group("gloo")
-    seen = measure(dist.get_rank(), options.models[0], options.repeats, change=options.change)
+    seen = measure(dist.get_rank(), options.models[0], options.repeats)
     (folder / f"{dist.get_rank()}.json").write_text(json.dumps(seen))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_case(link: str, model: str, repeats: int, *, change: bool = False) -> dict[str, Any]:
+def run_case(link: str, model: str, repeats: int) -> dict[str, Any]:
     """Return the summary of one model on one network."""
     if link == "loopback":
         return summarize(run_ranks(measure, 2, model, repeats, timeout=600))
-    options = [f"--models={model}", f"--repeats={repeats}", *(["--change"] if change else [])]
+    options = [f"--models={model}", f"--repeats={repeats}"]
     ranks: Any = run_on_hosts([__file__, "rank"], options, 2, rate=link)
     return summarize(ranks)
 
@@ -202,32 +180,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("part", nargs="?", default="all", choices=("all", "links", "change", "rank"))
+    parser.add_argument("part", nargs="?", default="all", choices=("all", "rank"))
     parser.add_argument("folder", nargs="?", type=Path)
     parser.add_argument("--links", nargs="+", default=list(LINKS), choices=LINKS)
     parser.add_argument("--models", nargs="+", default=list(ROWS), choices=list(ROWS))
     parser.add_argument("--repeats", type=int, default=31)
-    parser.add_argument("--change", action="store_true", help="used by ranks")
     options = parser.parse_args()
     if options.part == "rank":
         be_a_rank(options.folder, options)
         return
-    cases = []
-    if options.part in ("all", "links"):
-        cases += [("links", link, model) for link in options.links for model in options.models]
-    if options.part in ("all", "change"):
-        cases += [("change", BEFORE, model) for model in options.models]
-    for part, link, model in cases:
+    for link, model in itertools.product(options.links, options.models):
         try:
-            summary = run_case(link, model, options.repeats, change=part == "change")
+            summary = run_case(link, model, options.repeats)
         except EmulationUnavailableError as error:
             print(f"no emulated hosts: {error}", file=sys.stderr)
             continue
-        case = f"{model}, {link}" + (f", then {AFTER}" if part == "change" else "")
+        case = f"{model}, {link}"
         show(case, summary)
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-        cells = results.get(part, {}).get("cases", {})
-        results[part] = {**describe_machine(), "cases": {**cells, case: summary}}
+        cells = results.get("links", {}).get("cases", {})
+        results["links"] = {**describe_machine(), "cases": {**cells, case: summary}}
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 
 

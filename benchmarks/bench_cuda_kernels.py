@@ -28,8 +28,7 @@ import torch
 from machine import describe_machine
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.affine import AffineLayout
-from ddp_quant_hooks.wire_format import Layout
+from ddp_quant_hooks.kernels import AffineLayout, Layout
 
 RESULTS = Path(__file__).parent / "results"
 LAYOUT = Layout("int8", 128)

@@ -38,7 +38,7 @@ from bench_quant_convergence import TASKS, Task
 from machine import describe_machine, describe_tree
 from torch import nn
 
-from ddp_quant_hooks import QuantizedAllreduceState
+from ddp_quant_hooks.kernels import Layout
 
 RESULTS = Path(__file__).parent / "results"
 RANKS = 4
@@ -51,8 +51,8 @@ BETA1, BETA2, EPSILON = 0.9, 0.999, 1e-8
 """Torch's defaults for AdamW."""
 
 SCHEMES: dict[str, dict[str, Any]] = {
-    "int8": {},
-    "int8, exact_1d": {"exact_1d": True},
+    "int8": {"error_feedback": "none"},
+    "int8, exact_1d": {"error_feedback": "none", "exact_1d": True},
     'int8, feedback "shard"': {"error_feedback": "shard"},
     'int4, feedback "both"': {"bits": 4, "error_feedback": "both"},
     'int4, feedback "shard"': {"bits": 4, "error_feedback": "shard"},
@@ -63,7 +63,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     'int4, gather="int8", blocks of 64': {
         "bits": 4, "gather": "int8", "error_feedback": "none", "block_size": 64,
     },
-    'int4, gather="bf16", feedback "none"': {"bits": 4, "gather": "bf16", "error_feedback": "none"},
     "int4, blocks of 64": {"bits": 4, "block_size": 64, "error_feedback": "none"},
     "int4, blocks of 128": {"bits": 4, "block_size": 128, "error_feedback": "none"},
 }  # fmt: skip
@@ -73,18 +72,20 @@ class Averaging:
     """A scheme's averages of one model's gradients, step by step.
 
     Args:
-        options: Options of the state.
+        options: Options of a state.
         small: Marks the values of parameters with at most one dimension.
     """
 
     def __init__(self, options: dict[str, Any], small: torch.Tensor) -> None:
-        chosen = QuantizedAllreduceState(**options).options
-        scatter, gather = chosen.scatter_layout, chosen.gather_layout
-        count = len(small)
-        self._exact = small if chosen.exact_1d else None
-        self._ranks = Simulation(RANKS, count, scatter, gather, chosen.error_feedback)
+        bits = options.get("bits", 8)
+        block = options.get("block_size", 128 if bits == 8 else 32)
+        scatter = Layout(f"int{bits}", block, rotate=True)
+        gather = Layout(options.get("gather", scatter.format), block, rotate=True)
+        count, exact = len(small), options.get("exact_1d", False)
+        self._exact = small if exact else None
+        self._ranks = Simulation(RANKS, count, scatter, gather, options["error_feedback"])
         sent = scatter.message_bytes(count) + gather.message_bytes(count)
-        sent += 8 * int(small.sum()) if chosen.exact_1d else 0
+        sent += 8 * int(small.sum()) if exact else 0
         self.bytes_ratio = sent / (8 * count)
         """The bytes sent, as a share of a ring all-reduce in fp32."""
 

@@ -1,180 +1,87 @@
-"""Averages among many ranks: a cost model fitted here, and predictions of larger clusters.
+"""One bucket among 2 to 16 ranks of one machine: 8 bits against fp32 around Gloo's ring.
 
-    python benchmarks/bench_many_ranks.py              # everything, half an hour; emulated hosts need root
-    python benchmarks/bench_many_ranks.py curve        # with the model of results/many_ranks.json
-    python benchmarks/bench_many_ranks.py measure --loopback  # on a machine with a core for each of 16 ranks
-    python benchmarks/bench_many_ranks.py measure --output benchmarks/results/many_ranks_hosts.json
+    python benchmarks/bench_many_ranks.py              # ten minutes on a machine with a core for each rank
+    python benchmarks/bench_many_ranks.py --worlds 2 4 --repeats 3
 
-"measure": one bucket of several sizes, fp32 around Gloo's ring and in 8 bits, on loopback and on emulated
-hosts, and the kernels alone. Each figure is the minimum over the repeats, and over several runs of this part,
-because other programs on the machine only add time.
-
-"fit": fits the cost model to some of these cases, and compares it with the others. "cases" and "curve": play
-the schedules of all ranks, recorded from the project's own routes, on clusters that were not measured.
-"plot": draws the curves.
-
-Writes results/many_ranks.json and .png beside this file. Everything from "cases" and "curve" is a prediction,
-and labeled so.
+Buckets of 64 KiB to 25 MiB on loopback, sides in turns. Writes results/many_ranks.json: of the slowest rank,
+in seconds, the quartiles and the fastest repeat, because other programs on a machine only add time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from machine import describe_machine
-from many_ranks.fitting import Case, Model, compare, fit, fit_kernels
-from many_ranks.measuring import HOOKS, be_a_rank, measure_case, measure_kernels, measure_starting
-from many_ranks.plots import draw
-from many_ranks.predicting import predict_all
+
+from ddp_compress_hooks import allreduce_hook
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from dist_utils.testing import grad_bucket, run_ranks
 
 FILE = Path(__file__).parent / "results" / "many_ranks.json"
-HOSTS = FILE.with_name("many_ranks_hosts.json")
-"""Of a machine that emulates hosts, if the other one does not: their wires are in the predictions."""
-MIB = 1 << 20
-SIZES = [1 << 16, MIB, 4 * MIB, 10 * MIB, 25 * MIB]
-PLACES: list[tuple[int, float | None]] = [
-    *((count, None) for count in (2, 4, 6, 8, 12, 16)),
-    *((count, gbit) for gbit in (1.0, 10.0) for count in (2, 4, 6, 8)),
-]
-HELD_BACK_WORLDS, HELD_BACK_SIZE = (6, 12), 10 * MIB
+KIB = 1 << 10
+SIZES = [64 * KIB, KIB * KIB, 4 * KIB * KIB, 25 * KIB * KIB]
+SHORT = 4 * KIB * KIB
+"""Buckets of up to this many bytes take little time, and are measured more often."""
 
 
-def measure(known: dict[str, Any], repeats: int, *, loopback: bool = False) -> dict[str, Any]:
-    """Measure everything, or loopback alone, and keep what was faster before."""
-    cases = known.get("cases", {})
-    for world, gbit in PLACES:
-        if loopback and gbit is not None:
-            continue
-        name = f"{world} ranks, loopback" if gbit is None else f"{world} hosts, {gbit:g} Gbit/s"
-        place = cases.setdefault(name, {"world": world, "gbit": gbit, "times": {}})
-        found = measure_case(world, gbit, SIZES, repeats, __file__)
-        for key, entry in found.items():
-            before = place["times"].get(key, entry)
-            place["times"][key] = {**entry, "fastest": min(entry["fastest"], before["fastest"])}
-        print(
-            name, {key: round(1e3 * entry["fastest"], 2) for key, entry in place["times"].items()}, flush=True
-        )
-    return {
-        **describe_machine(),
-        "repeats": known.get("repeats", 0) + repeats,
-        "kernels": measure_kernels(),
-        "starting": measure_starting(),
-        "cases": cases,
+def measure(rank: int, repeats: int) -> dict[str, list[float]]:
+    """Return this rank's seconds of every repeat, by side and size."""
+    torch.set_num_threads(1)
+    state = QuantizedAllreduceState(min_bytes=0)
+    sides: dict[str, Callable[[Any], torch.futures.Future[torch.Tensor]]] = {
+        "fp32 ring": lambda bucket: allreduce_hook(None, bucket),
+        "8 bits": lambda bucket: quantized_allreduce_hook(state, bucket),
     }
+    seconds: dict[str, list[float]] = {}
+    for size in SIZES:
+        bucket = grad_bucket([torch.zeros(size // 4)])
+        source = torch.randn(size // 4, generator=torch.Generator().manual_seed(rank))
+        for repeat in range(-2, repeats * (1 if size > SHORT else 4)):
+            for name in sides if repeat % 2 else reversed(sides):
+                bucket.buffer().copy_(source)
+                dist.barrier()
+                began = time.perf_counter()
+                sides[name](bucket).wait()
+                if repeat >= 0:
+                    seconds.setdefault(f"{name}, {size}", []).append(time.perf_counter() - began)
+    return seconds
 
 
-def fit_all(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Fit both hooks' models, and compare them with all cases."""
-    kernels, starting = fit_kernels(results["kernels"]), results["starting"]["starting"]
-    found: dict[str, Any] = {"kernels": {name: asdict(one) for name, one in kernels.items()}}
-    for hook in HOOKS:
-        own = [case for case in _cases(results) if case.hook == hook]
-        model = fit([case for case in own if not _held_back(case)], kernels, starting)
-        rows = [
-            {**row, "held_back": _held_back(case)}
-            for row, case in zip(compare(model, own, kernels, starting), own, strict=True)
-        ]
-        found[hook] = {"model": asdict(model), "cases": rows}
-    return found
-
-
-def _cases(results: Mapping[str, Any]) -> list[Case]:
-    return [
-        Case(hook, place["world"], place["gbit"], int(size), entry["fastest"], results["machine"]["cores"])
-        for place in results["cases"].values()
-        for key, entry in place["times"].items()
-        for hook, size in [key.rsplit(", ", 1)]
-    ]
-
-
-def _held_back(case: Case) -> bool:
-    return case.world in HELD_BACK_WORLDS or case.size == HELD_BACK_SIZE
-
-
-def models_of(results: Mapping[str, Any], on_hosts: Mapping[str, Any]) -> dict[str, Model]:
-    """Return the model of each hook: fitted where ranks have cores, with the wires of emulated hosts."""
+def summarize(ranks: list[dict[str, list[float]]]) -> dict[str, dict[str, Any]]:
+    """Return the slowest rank's times."""
     found = {}
-    for hook in HOOKS:
-        model = Model(**results["fit"][hook]["model"])
-        if "fit" in on_hosts:
-            wires = Model(**on_hosts["fit"][hook]["model"])
-            model = replace(model, latency_on_hosts=wires.latency_on_hosts, payload=wires.payload)
-        found[hook] = model
+    for name in ranks[0]:
+        times = [max(repeat) for repeat in zip(*(rank[name] for rank in ranks), strict=True)]
+        quartiles = statistics.quantiles(times, n=4, method="inclusive")
+        found[name] = {"fastest": min(times), "quartiles": quartiles}
+        print(f"  {name:<24}{1e3 * min(times):8.2f} ms, median {1e3 * quartiles[1]:8.2f}", flush=True)
     return found
-
-
-def report_fit(fitted: Mapping[str, Any]) -> None:
-    """Print the model's figure for every case."""
-    for hook in HOOKS:
-        entry = fitted[hook]
-        print(f"\n{hook}: {entry['model']}")
-        for row in entry["cases"]:
-            where = "loopback" if row["gbit"] is None else f"{row['gbit']:g} Gbit/s"
-            kept = ", held back" if row["held_back"] else ""
-            print(
-                f"  {row['world']:3} ranks, {where:<10} {row['size'] / MIB:6.2f} MiB: measured "
-                f"{1e3 * row['seconds']:8.2f} ms, model {1e3 * row['model']:8.2f} ({row['ratio']:.2f}{kept})"
-            )
-        for kept in (False, True):
-            errors = sorted(abs(row["ratio"] - 1) for row in entry["cases"] if row["held_back"] == kept)
-            within = sum(error <= 0.15 for error in errors)
-            print(
-                f"  {'held back' if kept else 'fitted'}: median error {errors[len(errors) // 2]:.0%}, "
-                f"within 15 %: {within} of {len(errors)}, largest {errors[-1]:.0%}"
-            )
 
 
 def main() -> None:
-    """Run the chosen parts, and print and store their results."""
+    """Measure, print and store."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parts = ["measure", "fit", "cases", "curve", "plot"]
-    parser.add_argument("part", nargs="?", choices=["all", *parts, "rank"], default="all")
-    parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--loopback", action="store_true", help="measure without emulated hosts")
-    parser.add_argument("--output", type=Path, default=FILE, help="the results, also those of other parts")
-    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help=argparse.SUPPRESS)
-    parser.add_argument("--most-ranks", type=int, default=4096, help="ranks of the largest simulated cluster")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--repeats", type=int, default=9, help="at least 2")
+    parser.add_argument("--output", type=Path, default=FILE)
     options = parser.parse_args()
-    if options.part == "rank":
-        be_a_rank(options.folder, options.sizes, options.repeats)
-        return
-    file = options.output
-    wants = parts if options.part == "all" else [options.part]
-    if "measure" in wants:
-        known = {} if options.part == "all" else read(file)
-        write(file, measure(known, options.repeats, loopback=options.loopback))
-    if "fit" in wants:
-        fitted = fit_all(read(file))
-        report_fit(fitted)
-        write(file, {"fit": fitted})
-    if playing := [part for part in wants if part in {"cases", "curve"}]:
-        results = read(file)
-        models = models_of(results, read(HOSTS))
-        starting = results["starting"]["starting"]
-        found = predict_all(models, fit_kernels(results["kernels"]), starting, options.most_ranks, playing)
-        write(file, {"predictions": {**results.get("predictions", {}), **found}})
-    if "plot" in wants:
-        draw(read(file)["predictions"], file.with_suffix(".png"))
-    print(f"written: {file}")
-
-
-def read(file: Path) -> dict[str, Any]:
-    """Return what was found so far."""
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return found
-
-
-def write(file: Path, found: Mapping[str, Any]) -> None:
-    """Replace what was found of these parts."""
-    file.write_text(json.dumps({**read(file), **found}, indent=1) + "\n")
+    results: dict[str, Any] = {**describe_machine(), "repeats": options.repeats, "cases": {}}
+    for world in options.worlds:
+        name = f"{world} ranks, loopback"
+        print(name)
+        results["cases"][name] = summarize(run_ranks(measure, world, options.repeats, timeout=900))
+    options.output.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written: {options.output}")
 
 
 if __name__ == "__main__":

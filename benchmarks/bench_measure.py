@@ -34,8 +34,9 @@ from models import Transformer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_quant_hooks.candidates import default_candidates
 from ddp_quant_hooks.measure import Model, Report, measure
+from ddp_quant_hooks.measure.trials import hooks_to_try
+from dist_utils import resolve_group
 from dist_utils.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
@@ -82,12 +83,12 @@ MODELS = {"transformer": transformer, "wide layers": wide_layers}
 def train(rank: int, make: Callable[..., Any], repeats: int) -> dict[str, list[float]]:
     """Return the seconds of every step with each hook, and of steps without communication."""
     sides: dict[str, tuple[DistributedDataParallel, torch.optim.Optimizer, Any]] = {}
-    for name, candidate in {ALONE: None, **default_candidates()}.items():
+    for name, registered in {ALONE: None, **hooks_to_try(resolve_group(None))}.items():
         torch.manual_seed(0)
         model, loss = make(rank)
         ddp = DistributedDataParallel(model)
-        if candidate is not None:
-            ddp.register_comm_hook(candidate.state, candidate.hook)
+        if registered is not None:
+            ddp.register_comm_hook(*registered)
         sides[name] = ddp, torch.optim.SGD(ddp.parameters(), lr=1e-3), loss
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for repeat in range(-3, repeats):  # DDP rebuilds its buckets, and memory is allocated
@@ -143,21 +144,16 @@ def slowest(group: dict[str, list[float]]) -> dict[str, list[float]]:
     return {name: [max(step) for step in zip(*(rank[name] for rank in ranks), strict=True)] for name in group}
 
 
-def report_of(rank: int, budget: float) -> Report:
-    """Measure with one node per rank, because all emulated hosts have the same name."""
-    return measure(budget=budget, node=f"host {rank}")
-
-
 def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
     """Measure as one rank on an emulated host, and train models if there are any."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    reports = [report_of(rank, options.budget)]
+    reports = [measure(budget=options.budget)]
     trained = {name: slowest(train(rank, MODELS[name], options.repeats)) for name in options.models}
     found: dict[str, Any] = {"models": {}}
     if trained:
-        reports.append(report_of(rank, options.budget))
+        reports.append(measure(budget=options.budget))
         for name, seconds in trained.items():
             parameters = sum(parameter.numel() for parameter in MODELS[name](rank)[0].parameters())
             found["models"][name] = compare(seconds, parameters, reports)
@@ -171,7 +167,7 @@ def on_loopback(rank: int, budget: float) -> dict[str, Any]:
     """Measure as one of several local ranks."""
     del rank
     torch.set_num_threads(1)
-    return measure(budget=budget, node="this one").as_dict()
+    return measure(budget=budget).as_dict()
 
 
 def measured_advice(case: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -191,16 +187,17 @@ def measured_advice(case: str, options: argparse.Namespace) -> dict[str, Any]:
         "links": report["links"],
         "load_1_5_15_min": [round(value, 1) for value in os.getloadavg()],
         "hooks": {
-            hook["name"]: {
+            name: {
                 f"{exchange['size'] >> 20} MiB": {
                     "ms": round(1e3 * exchange["seconds"], 2),
                     "repeats": exchange["repeats"],
                     "mb_sent": round(exchange["bytes_sent"] / 1e6, 3),
+                    "mb_on_a_hosts_link": round(exchange["bytes_on_host_link"] / 1e6, 3),
                     "relative_error": float(f"{exchange['relative_error']:.3g}"),
                 }
-                for exchange in hook["exchanges"]
+                for exchange in exchanges
             }
-            for hook in report["hooks"]
+            for name, exchanges in report["hooks"].items()
         },
     }
 

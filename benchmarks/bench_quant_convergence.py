@@ -2,6 +2,7 @@
 
     python benchmarks/bench_quant_convergence.py           # everything; takes minutes, and needs scikit-learn
     python benchmarks/bench_quant_convergence.py --tasks digits --steps 50 --seeds 1 --output build/short
+    python benchmarks/bench_quant_convergence.py --feedback  # 8 bits with and without error feedback, alone
 
 Four real ranks on Gloo, DistributedDataParallel, several buckets a step. Two tasks:
 
@@ -18,8 +19,11 @@ seeds say little about a deviation, so the range of the differences is also give
 agree on the sign. Any change of rounding, however small, sends training along another path: a nonzero
 difference by itself is not harmful.
 
-Writes results/quant_convergence.json and .png beside this file. The times show only the order of magnitude,
-because all ranks share one machine.
+Memory is what tensors take at the end of training beyond those of fp32, for each value, on the rank that has
+most: residuals, and the buffers of messages.
+
+Writes results/quant_convergence.json and .png beside this file; with --feedback results/feedback.json. The
+times show only the order of magnitude, because all ranks share one machine.
 """
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
@@ -33,7 +37,8 @@ import os
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,13 +83,14 @@ def _quantized(**options: Any) -> Callable[[], QuantizedAllreduceState]:
 CONFIGURATIONS: dict[str, tuple[Callable[[], Any], CommHook]] = {
     REFERENCE: (_no_state, allreduce_hook),
     "bf16": (_no_state, bf16_compress_hook),
-    "int8": (_quantized(), quantized_allreduce_hook),
+    "int8": (_quantized(error_feedback="none"), quantized_allreduce_hook),
     'int8, feedback "shard"': (_quantized(error_feedback="shard"), quantized_allreduce_hook),
-    'int8, gather="bf16"': (_quantized(gather="bf16"), quantized_allreduce_hook),
-    'int4, feedback "both"': (_quantized(bits=4), quantized_allreduce_hook),
+    'int8, feedback "both"': (_quantized(error_feedback="both"), quantized_allreduce_hook),
+    'int4, feedback "both"': (_quantized(bits=4, error_feedback="both"), quantized_allreduce_hook),
     'int4, feedback "none"': (_quantized(bits=4, error_feedback="none"), quantized_allreduce_hook),
     "per channel": (_no_state, quantization_perchannel_hook),
 }
+FEEDBACK = (REFERENCE, "int8", 'int8, feedback "both"')
 
 
 class Task(Protocol):
@@ -252,6 +258,7 @@ class Run:
         parameters: The number of values averaged per step.
         buckets: The number of buckets, after DDP has rebuilt them.
         step_ms: Mean wall time of a step.
+        memory: Bytes of all tensors at the end, on the rank that has most.
     """
 
     losses: list[float]
@@ -260,6 +267,7 @@ class Run:
     parameters: int
     buckets: int
     step_ms: float
+    memory: int
 
 
 def counted(hook: CommHook, indices: list[int]) -> CommHook:
@@ -281,6 +289,18 @@ def parameters_equal(model: nn.Module) -> bool:
     equal = torch.tensor(int(torch.equal(mine.view(torch.int32), first.view(torch.int32))))
     dist.all_reduce(equal, op=dist.ReduceOp.MIN)
     return bool(equal.item())
+
+
+def tensor_bytes() -> int:
+    """Return the bytes of all tensors that Python knows on this rank; of the most on any rank."""
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some objects warn when they are looked at
+        found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in found}
+    most = torch.tensor(sum(storages.values()))
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return int(most)
 
 
 def train(task: Task, configuration: str, seed: int, steps: int) -> Run:
@@ -309,6 +329,7 @@ def train(task: Task, configuration: str, seed: int, steps: int) -> Run:
         schedule.step()
         losses[step] = loss.detach()
     seconds = time.perf_counter() - began
+    memory = tensor_bytes()
 
     dist.all_reduce(losses)
     equal = parameters_equal(model)
@@ -325,14 +346,17 @@ def train(task: Task, configuration: str, seed: int, steps: int) -> Run:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         buckets=indices[-1] + 1,  # the buckets of a step come in the order of their indices
         step_ms=1e3 * seconds / steps,
+        memory=memory,
     )
 
 
-def train_all(rank: int, name: str, seeds: int, steps: int) -> dict[tuple[str, int], Run]:
-    """Train on one rank with every configuration and every seed."""
+def train_all(
+    rank: int, name: str, seeds: int, steps: int, configurations: Sequence[str]
+) -> dict[tuple[str, int], Run]:
+    """Train on one rank with these configurations and every seed."""
     task = TASKS[name]()
     runs = {}
-    for seed, configuration in itertools.product(range(seeds), CONFIGURATIONS):
+    for seed, configuration in itertools.product(range(seeds), configurations):
         runs[configuration, seed] = run = train(task, configuration, seed, steps)
         # The model is in a reference cycle, and keeps its buckets and its hook's state.
         gc.collect()
@@ -364,7 +388,7 @@ def summarize(runs: dict[tuple[str, int], Run], seeds: int, steps: int) -> dict[
         ),
         "configurations": {},
     }
-    for configuration in CONFIGURATIONS:
+    for configuration in dict.fromkeys(configuration for configuration, _ in runs):
         mine = [runs[configuration, seed] for seed in range(seeds)]
         losses = [run.held_out["loss"] for run in mine]
         differences = [loss - plain for loss, plain in zip(losses, finals, strict=True)]
@@ -385,6 +409,8 @@ def summarize(runs: dict[tuple[str, int], Run], seeds: int, steps: int) -> dict[
         if configuration != REFERENCE:
             entry["difference_to_fp32"] = _summary(differences)
             entry["verdict"] = verdict(differences, spread)
+            extra = max(run.memory - plain.memory for run, plain in zip(mine, reference, strict=True))
+            entry["extra_bytes_a_value"] = round(extra / reference[0].parameters, 2)
             entry["curve_distance_to_fp32"] = _means(distances)
         found["configurations"][configuration] = entry
     return found
@@ -430,7 +456,7 @@ def report(results: dict[str, Any]) -> None:
         )
         print(
             f"  {'':<24}{'loss, mean [range]':<28}{'minus fp32, mean [range]':<34}"
-            f"{'training':>9}{'accuracy':>10}{'ranks equal':>13}{'ms/step':>9}  verdict"
+            f"{'training':>9}{'accuracy':>10}{'ranks equal':>13}{'ms/step':>9}{'bytes/value':>13}  verdict"
         )
         for configuration, entry in task["configurations"].items():
             difference = entry.get("difference_to_fp32")
@@ -441,6 +467,7 @@ def report(results: dict[str, Any]) -> None:
                 f"{entry['last_training_loss']['mean']:>9.4f}"
                 f"{format(accuracy['mean'], '.4f') if accuracy else '-':>10}"
                 f"{'yes' if entry['ranks_equal'] else 'NO':>13}{entry['step_ms']:>9.1f}"
+                f"{entry.get('extra_bytes_a_value', 0):>13.1f}"
                 f"  {entry.get('verdict', '')}"
             )
 
@@ -483,10 +510,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--feedback", action="store_true", help="8 bits with and without feedback, alone")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the result files")
     parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     options = parser.parse_args()
-    path = options.output / "quant_convergence.json"
+    path = options.output / ("feedback.json" if options.feedback else "quant_convergence.json")
+    configurations = FEEDBACK if options.feedback else tuple(CONFIGURATIONS)
     if options.plot:
         draw(json.loads(path.read_text()), path.with_suffix(".png"))
         return
@@ -507,13 +536,15 @@ def main() -> None:
         "tasks": {},
     }
     for name in dict.fromkeys(options.tasks):
-        runs = run_ranks(train_all, RANKS, name, options.seeds, options.steps, timeout=TIMEOUT)[0]
+        wanted = (name, options.seeds, options.steps, configurations)
+        runs = run_ranks(train_all, RANKS, *wanted, timeout=TIMEOUT)[0]
         results["tasks"][name] = summarize(runs, options.seeds, options.steps)
     report(results)
     options.output.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, path.with_suffix(".png"))
-    print(f"\nwritten: {path} and .png")
+    if not options.feedback:
+        draw(results, path.with_suffix(".png"))
+    print(f"\nwritten: {path}")
     unequal = [
         f"{name}: {configuration}"
         for name, task in results["tasks"].items()

@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,9 @@ from machine import describe_machine
 from timings import slowest
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.kernels import torch_ops
-from ddp_quant_hooks.kernels.backends import Outgoing
+from ddp_quant_hooks.kernels import Layout, torch_ops
 from ddp_quant_hooks.kernels.cpu import CpuKernels
-from ddp_quant_hooks.wire_format import Layout
+from ddp_quant_hooks.kernels.job import Job
 
 RESULTS = Path(__file__).parent / "results"
 LAYOUT = Layout("int8", 128)
@@ -37,43 +37,28 @@ def jobs(count: int) -> dict[str, tuple[Callable[[], Any], float]]:
     """Return the calls to measure, with the bytes that each moves."""
     values, restored = torch.randn(count), torch.empty(count)
     size = LAYOUT.message_bytes(count)
-    message, mean = (torch.empty(size, dtype=torch.uint8) for _ in range(2))
+    message = torch.empty(size, dtype=torch.uint8)
+    encode = Job([count], values, (), LAYOUT, [message], LAYOUT)
+    decode = Job([count], restored, [[message]], LAYOUT, (), LAYOUT)
+    mean_of_2 = Job([count], restored, [[message, message]], LAYOUT, (), LAYOUT)
+    shard = count // 4 // LAYOUT.block_size * LAYOUT.block_size
+    part = torch.empty(LAYOUT.message_bytes(shard), dtype=torch.uint8)
+    parts = [part.clone() for _ in range(4)]
+    for one in parts:
+        kernels.encode(values[:shard], one, LAYOUT)
+    kernels.encode(values, message, LAYOUT)
+    reduce = Job([shard], None, [parts], LAYOUT, [part], LAYOUT)
     found: dict[str, tuple[Callable[[], Any], float]] = {
         COPY: (lambda: restored.copy_(values), 8.0 * count),
-        f"encode, {TORCH_OPS}": (
-            lambda: torch_ops.encode([(values, Outgoing(message))], LAYOUT),
-            4.0 * count + size,
-        ),
-        f"decode, {TORCH_OPS}": (
-            lambda: torch_ops.decode([([message], restored)], LAYOUT),
-            4.0 * count + size,
-        ),
+        f"encode, {TORCH_OPS}": (lambda: torch_ops.run(encode), 4.0 * count + size),
+        f"decode, {TORCH_OPS}": (lambda: torch_ops.run(decode), 4.0 * count + size),
     }
-    shard = count // 4 // LAYOUT.block_size * LAYOUT.block_size
-    parts = [torch.empty(LAYOUT.message_bytes(shard), dtype=torch.uint8) for _ in range(4)]
-    for part in parts:
-        torch_ops.encode([(values[:shard], Outgoing(part))], LAYOUT)
-    torch_ops.encode([(values, Outgoing(message))], LAYOUT)
     for name in CpuKernels().available:
-        backend = CpuKernels(name)
-        found[f"ours: encode, {name}"] = (
-            lambda backend=backend: backend.encode([(values, Outgoing(message))], LAYOUT),
-            4.0 * count + size,
-        )
-        found[f"ours: decode, {name}"] = (
-            lambda backend=backend: backend.decode([([message], restored)], LAYOUT),
-            4.0 * count + size,
-        )
-        found[f"ours: mean of 2, {name}"] = (
-            lambda backend=backend: backend.decode([([message, message], restored)], LAYOUT),
-            4.0 * count + 2 * size,
-        )
-        found[f"ours: reduce a shard of 4, {name}"] = (
-            lambda backend=backend: backend.reduce(
-                parts, LAYOUT, shard, Outgoing(mean[: parts[0].numel()]), LAYOUT
-            ),
-            5.0 * parts[0].numel(),
-        )
+        run = CpuKernels(name).run
+        found[f"ours: encode, {name}"] = (partial(run, encode), 4.0 * count + size)
+        found[f"ours: decode, {name}"] = (partial(run, decode), 4.0 * count + size)
+        found[f"ours: mean of 2, {name}"] = (partial(run, mean_of_2), 4.0 * count + 2 * size)
+        found[f"ours: reduce a shard of 4, {name}"] = (partial(run, reduce), 5.0 * part.numel())
     return found
 
 

@@ -47,7 +47,7 @@ RESULTS = Path(__file__).parent / "results"
 PLAIN, HALF, QUANTIZED = "fp32, allreduce_hook", "16 bits, bf16_compress_hook", "ours: 8 bits"
 STATES: dict[str, dict[str, Any]] = {
     QUANTIZED: {},
-    "ours: 8 bits, gather bf16": {"gather": "bf16"},
+    "ours: 8 bits, gather fp16": {"gather": "fp16"},
     "ours: 8 bits, error feedback shard": {"error_feedback": "shard"},
     "ours: 8 bits, error feedback both": {"error_feedback": "both"},
     "ours: 4 bits, no error feedback": {"bits": 4, "error_feedback": "none"},

@@ -106,7 +106,6 @@ def let_choose(side: Side, task: Task, batches: torch.Generator) -> dict[str, An
             return {
                 "steps": step,
                 "candidate": choice.candidate,
-                "by_size": {str(size): name for size, name in choice.by_size.items()},
                 "why": choice.why,
             }
     raise RuntimeError(f"nothing was chosen in {MOST_TRIALS} steps")

@@ -25,7 +25,6 @@ from ddp_quant_hooks import (
     QuantizedAllreduceState,
     quantized_allreduce_hook,
 )
-from ddp_quant_hooks.candidates import default_candidates
 
 PLAIN, COMPUTE, OVERLAP = "plain", "compute", "+overlap"
 LABELS = {
@@ -83,8 +82,7 @@ def make_hook(name: str, mesh: DeviceMesh | None) -> tuple[Any, Callable[..., An
     if name == "nodes":
         return HierarchicalAllreduceState(mesh=mesh), quantized_allreduce_hook
     if name == "auto":
-        candidates = None if mesh is None else default_candidates(mesh=mesh)
-        return ddp_quant_hooks.AutoState(candidates=candidates), ddp_quant_hooks.auto_hook
+        return ddp_quant_hooks.AutoState(), ddp_quant_hooks.auto_hook
     return QuantizedAllreduceState(bits={"8bits": 8, "4bits": 4}[name]), quantized_allreduce_hook
 
 
