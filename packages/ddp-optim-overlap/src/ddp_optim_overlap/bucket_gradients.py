@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from dist_utils.process_groups import record_use
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["BucketGradients", "KnownBuckets", "average_of", "gradients_replaced"]
@@ -56,9 +57,7 @@ class BucketGradients:
             raise ValueError(
                 f"the hook's future must hold a tensor of {self.buffer.numel()} elements, got {first.numel()}"
             )
-        if first.device.type != "cpu":
-            # It may belong to the hook's stream, and is read on this one.
-            first.record_stream(torch.get_device_module(first.device).current_stream(first.device))
+        record_use(first)  # it may belong to the hook's stream, and is read on this one
         self.buffer.copy_(first if self.buffer.is_sparse else first.view_as(self.buffer))
 
 

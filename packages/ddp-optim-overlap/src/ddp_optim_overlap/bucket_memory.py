@@ -13,6 +13,7 @@ import torch
 
 from ddp_optim_overlap.bucket_gradients import BucketGradients
 from ddp_optim_overlap.errors import ConfigError
+from dist_utils.process_groups import record_use
 
 __all__ = ["BucketMemory", "PageMemory", "StorageMemory", "memory_of"]
 
@@ -136,8 +137,7 @@ class StorageMemory(BucketMemory):
         if scratch is None or scratch.nbytes() < size:
             scratch = torch.empty(size, dtype=torch.uint8, device=buffer.device).untyped_storage()
             self._scratch[buffer.device] = scratch
-        if buffer.device.type != "cpu":
-            buffer.record_stream(torch.get_device_module(buffer.device).current_stream(buffer.device))
+        record_use(buffer)
         for parameter in gradients.parameters:
             self._given[parameter] = weakref.ref(buffer), size
         instead, *views = (_same_place(one, scratch) for one in (buffer, *gradients.views))

@@ -23,7 +23,7 @@ from ddp_quant_hooks.exchange.values import Values
 from ddp_quant_hooks.feedback import BucketResiduals, Feedback, Key, Owner, Step
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 from ddp_quant_hooks.options import Options
-from ddp_quant_hooks.statistics import Counter, ring_bytes
+from ddp_quant_hooks.statistics import Counter, relative_error, sent_around_ring
 from dist_utils.process_groups import runs_on_host
 
 __all__ = ["Average", "Averager", "plan_digest"]
@@ -91,9 +91,8 @@ class Averager:
 
     def bytes_of_ring(self, group: dist.ProcessGroup, nbytes: int) -> tuple[int, int]:
         """Return the bytes that a rank sends in a ring all-reduce, and those of them to another host."""
-        sent, me = ring_bytes(nbytes, group.size()), group.rank()
         hosts = self.placement.hosts if self.placement is not None else (0,) * group.size()
-        return sent, sent if hosts[me] != hosts[(me + 1) % len(hosts)] else 0
+        return sent_around_ring(nbytes, range(group.size()), hosts, group.rank())
 
     def prepare(
         self,
@@ -161,12 +160,12 @@ class Averager:
             if beside is not None:
                 more = self.bytes_of_ring(group, beside.nbytes)
                 sent, outside = sent + more[0], outside + more[1]
-        task = Task(group, how.plan.formats, how.plan.enlarge, how.residuals, how.not_finite, how.label)
-        exchange.average(task, how.plan, values, self._scratch(values.device))
+        task = Task(group, how.plan, how.residuals, how.not_finite, how.label)
+        exchange.average(task, values, self._scratch(values.device))
         if apart is not None:
             _put_back(exact, apart)
         if reference is not None:
-            error = _relative_error(values, reference)
+            error = relative_error(values.to(torch.float32), reference)
         self._counter.add(
             values.nbytes + sum(tensor.nbytes for tensor in exact),
             group.size(),
@@ -194,8 +193,8 @@ class Averager:
             not_finite: As in :class:`Average`, for this rank's shard.
         """
         plan = how.plan
-        task = Task(group, plan.formats, plan.enlarge, how.residuals, not_finite, how.label)
-        exchange.reduce_scatter(task, plan, shards, mean, self._scratch(mean.device))
+        task = Task(group, plan, how.residuals, not_finite, how.label)
+        exchange.reduce_scatter(task, shards, mean, self._scratch(mean.device))
         self._counter.add(
             shards.nbytes // 2, group.size(), plan.bytes_sent, plan.bytes_between_hosts, quantized=True
         )
@@ -235,10 +234,12 @@ class Averager:
 @functools.lru_cache(maxsize=64)  # asked for with every bucket
 def plan_digest(options: Options, ranks: int) -> str:
     """Return a digest of how so many ranks average, equal on ranks whose packages plan alike."""
-    nowhere = Placement(tuple(range(ranks)), "flat")
     formats = Formats(options.scatter_layout, options.gather_layout, 4)
     plans = [
-        plan_average(nowhere, 0, 1 << 24, formats, on_streams=on_streams) for on_streams in (True, False)
+        plan(place, 0, count, formats, on_streams=on_streams)
+        for place in (Placement(tuple(range(ranks)), "flat"), Placement((0, 0, 1), "full"))
+        for plan, count in ((plan_average, 1 << 24), (plan_reduce_scatter, 1 << 20))
+        for on_streams in (True, False)
     ]
     return hashlib.sha256(repr(plans).encode()).hexdigest()[:16]
 
@@ -253,12 +254,3 @@ def _put_back(gradients: Sequence[torch.Tensor], means: torch.Tensor) -> None:
     parts = torch.split(means, [gradient.numel() for gradient in gradients])
     for gradient, part in zip(gradients, parts, strict=True):
         gradient.copy_(part.view_as(gradient))
-
-
-def _relative_error(values: Values, exact: torch.Tensor) -> torch.Tensor:
-    """Return the distance from the exact mean in L2, relative to its length."""
-    largest = exact.abs().amax()
-    scale = torch.where(largest > 0, largest, 1.0)  # squares of very large or small numbers are out of range
-    exact /= scale
-    difference = (values.to(torch.float32).div_(scale) - exact).norm()
-    return torch.where(difference == 0, 0.0, difference / exact.norm())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
-__all__ = ["Counter", "Statistics", "ring_bytes"]
+__all__ = ["Counter", "Statistics", "relative_error", "ring_bytes", "sent_around_ring"]
 
 
 @dataclass(frozen=True)
@@ -122,3 +123,26 @@ class Counter:
 def ring_bytes(nbytes: int, world_size: int) -> int:
     """Return how many bytes a rank sends in a ring all-reduce of ``nbytes``."""
     return 2 * (world_size - 1) * nbytes // world_size
+
+
+def sent_around_ring(nbytes: int, ring: Sequence[int], hosts: Sequence[int], rank: int) -> tuple[int, int]:
+    """Return how many bytes a rank sends in a ring all-reduce, and how many of them to another host.
+
+    Args:
+        nbytes: The size of what is averaged.
+        ring: The ranks, each of which sends to the next one.
+        hosts: For each rank, the number of its host.
+        rank: The one that sends.
+    """
+    following = ring[(ring.index(rank) + 1) % len(ring)]
+    sent = ring_bytes(nbytes, len(ring))
+    return sent, sent if hosts[following] != hosts[rank] else 0
+
+
+def relative_error(mean: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return the distance of a mean from the exact one in L2, relative to its length. Overwrites both."""
+    largest = exact.abs().amax()
+    scale = torch.where(largest > 0, largest, 1.0)  # squares of very large or small numbers are out of range
+    exact /= scale
+    difference = mean.div_(scale).sub_(exact).norm()
+    return torch.where(difference == 0, 0.0, difference / exact.norm())

@@ -18,6 +18,8 @@ import torch.distributed as dist
 
 from ddp_quant_hooks.auto.choice import Choice, Round, fastest, reasons, typical_seconds
 from ddp_quant_hooks.auto.clock import Mark
+from ddp_quant_hooks.exchange.values import flat_real
+from ddp_quant_hooks.statistics import relative_error
 from dist_utils import OrderedWorker
 from dist_utils.process_groups import all_gather_plain, collective_device
 
@@ -74,7 +76,7 @@ class TrialPass:
         self.sizes.append(0 if buffer.is_sparse else buffer.nbytes)
         if self.sampled != len(self.sizes) - 1 or not self.sizes[-1]:
             return average()
-        values = _real(buffer)
+        values = flat_real(buffer)
         exact = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
         exact.div_(worker.process_group.size())  # first, so that the sum stays finite
         self._exact = exact  # alive until the error is read: an accelerator may be far behind
@@ -93,10 +95,7 @@ class TrialPass:
         exact = summed.wait()
         mean = averaged[0] if isinstance(averaged, (list, tuple)) else averaged
         known = exact.isfinite().all()
-        # Squares of very small or large gradients would be zero or infinite.
-        largest = exact.abs().amax().clamp_min(torch.finfo(exact.dtype).tiny)
-        difference = (_real(mean).to(exact.dtype) - exact).div_(largest).norm()
-        error = torch.where(difference == 0, 0.0, difference / exact.div_(largest).norm())
+        error = relative_error(flat_real(mean.contiguous()).to(exact.dtype, copy=True), exact)
         self._error = torch.where(known, error.nan_to_num(nan=math.inf), math.nan)
         return averaged
 
@@ -104,10 +103,6 @@ class TrialPass:
         """Return the error, once the pass is over; ``None`` if the exact mean is not finite."""
         error = math.nan if self._error is None else self._error.item()
         return None if math.isnan(error) else error
-
-
-def _real(values: torch.Tensor) -> torch.Tensor:
-    return (torch.view_as_real(values) if values.is_complex() else values).reshape(-1)
 
 
 def largest_of_ranks(worker: OrderedWorker, *own: Mapping[str, float]) -> list[dict[str, float]]:

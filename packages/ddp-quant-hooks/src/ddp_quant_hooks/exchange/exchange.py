@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_quant_hooks import kernels
-from ddp_quant_hooks.exchange.plan import Chunk, Delivery, Formats, Lost, Plan, Stage, Way
+from ddp_quant_hooks.exchange.plan import Chunk, Delivery, Lost, Plan, Stage, Way
 from ddp_quant_hooks.exchange.scratch import Scratch
 from ddp_quant_hooks.exchange.values import Exchange, Values
 from ddp_quant_hooks.feedback import BucketResiduals
@@ -35,23 +35,19 @@ class Task:
 
     Attributes:
         group: The process group whose ranks average.
-        formats: Of the messages.
-        enlarge: See :class:`Plan`.
+        plan: Who sends what to whom.
         residuals: Rounding errors of earlier steps, which are added, and of this one.
         not_finite: Called for each chunk with a flag, whether a value of its mean is not finite; ``None`` if
             that is not needed.
         label: What the messages are about; identical on all ranks. On Gloo, ranks with different labels wait
             for each other until the timeout.
-        send: Starts to send and receive, as :func:`dist_utils.start_messages`.
     """
 
     group: dist.ProcessGroup
-    formats: Formats
-    enlarge: float
+    plan: Plan
     residuals: BucketResiduals
     not_finite: Callable[[torch.Tensor], None] | None = None
     label: int = 0
-    send: Callable[..., Sequence[Arrival]] = start_messages
 
     def residual(self, lost: Lost | None, length: int) -> dict[str, torch.Tensor | None]:
         """Return the residuals of some values, for the kernels."""
@@ -62,12 +58,11 @@ class Task:
         return {"residual": residual, "new_residual": new_residual}
 
 
-def average(task: Task, plan: Plan, values: Values, scratches: list[Scratch]) -> None:
+def average(task: Task, values: Values, scratches: list[Scratch]) -> None:
     """Average ``values`` in place; all ranks end with the same bits.
 
     Args:
         task: Of the bucket.
-        plan: Of as many values.
         values: All of the bucket.
         scratches: Unused ones; the list grows to as many as are needed at a time.
     """
@@ -77,17 +72,14 @@ def average(task: Task, plan: Plan, values: Values, scratches: list[Scratch]) ->
             chunk.span, scratch, lambda part: _average_chunk(task, chunk.stage, part, scratch, index)
         )
 
-    _take_turns(plan, exchange, scratches, values.device)
+    _take_turns(task.plan, exchange, scratches, values.device)
 
 
-def reduce_scatter(
-    task: Task, plan: Plan, shards: torch.Tensor, mean: torch.Tensor, scratches: list[Scratch]
-) -> None:
+def reduce_scatter(task: Task, shards: torch.Tensor, mean: torch.Tensor, scratches: list[Scratch]) -> None:
     """Average every rank's shard on that rank.
 
     Args:
         task: Of the call.
-        plan: Of as many values.
         shards: This rank's values for all ranks, flat, one shard of equal length after another.
         mean: The output for the mean of this rank's shard; flat.
         scratches: As for :func:`average`.
@@ -98,7 +90,7 @@ def reduce_scatter(
         part = slice(chunk.span.start, chunk.span.stop)
         return _reduce_scatter_chunk(task, chunk, rows[:, part], mean[part], scratch, index)
 
-    _take_turns(plan, exchange, scratches, mean.device)
+    _take_turns(task.plan, exchange, scratches, mean.device)
 
 
 def _take_turns(
@@ -151,7 +143,7 @@ def _average_chunk(task: Task, stage: Stage, values: torch.Tensor, scratch: Scra
         of_each = [length for length in lengths for _ in range(stage.copies)]
         task.not_finite(kernels.not_finite(flat, of_each, stage.answer))
     kernels.decode_shards(messages, lengths, stage.answer, values)
-    _enlarge(values, task.enlarge)
+    _enlarge(values, task.plan.enlarge)
 
 
 def _answer(
@@ -165,7 +157,7 @@ def _answer(
     mine = stage.answers.messages(answers)[stage.place]
     if stage.way is Way.ONE_SHOT:
         messages = answers.view(2, -1).unbind()
-        own, layout = messages[stage.place], task.formats.scatter
+        own, layout = messages[stage.place], task.plan.formats.scatter
         residual = task.residual(stage.lost, values.numel())
         kernels.encode_shards(values, [own], stage.lengths, layout, **residual)
         works = _start(task, stage, [own] * 2, messages, (index, stage.tag, 0))
@@ -175,7 +167,7 @@ def _answer(
         return
     if stage.way is Way.TWO_SHOT:
         incoming = yield from _scatter_few_bits(task, stage, values, scratch, index)
-        length, formats = stage.lengths[stage.place], task.formats
+        length, formats = stage.lengths[stage.place], task.plan.formats
         residual = task.residual(stage.lost_mean, length)
         kernels.reduce(incoming, formats.scatter, length, mine, formats.gather, **residual)
     else:
@@ -202,7 +194,7 @@ def _sums(
     if stage.way is Way.FEW_BITS:
         incoming = yield from _scatter_few_bits(task, stage, values, scratch, index)
         sums = scratch.take(sum(lengths), torch.float32)
-        layout = task.formats.scatter
+        layout = task.plan.formats.scatter
         sizes = [layout.message_bytes(length) for length in lengths]
         of_ranks = [torch.split(message, sizes) for message in incoming]
         kernels.decode_shards([*zip(*of_ranks, strict=True)], lengths, layout, sums)
@@ -242,7 +234,7 @@ def _scatter_few_bits(
         values,
         stage.outgoing.shards(memory),
         stage.lengths,
-        task.formats.scatter,
+        task.plan.formats.scatter,
         **task.residual(stage.lost, values.numel()),
     )
     outgoing = stage.outgoing.messages(memory)
@@ -260,7 +252,7 @@ def _reduce_scatter_chunk(
     task: Task, chunk: Chunk, parts: torch.Tensor, mean: torch.Tensor, scratch: Scratch, index: int
 ) -> Exchange:
     """Average all ranks' values for this rank's shard."""
-    stage, delivery, layout = chunk.stage, chunk.delivery, task.formats.scatter
+    stage, delivery, layout = chunk.stage, chunk.delivery, task.plan.formats.scatter
     values = parts.view(-1) if parts.is_contiguous() else _joined(list(parts), scratch)
     if delivery is None:
         incoming = yield from _scatter_few_bits(task, stage, values, scratch, index)
@@ -270,7 +262,7 @@ def _reduce_scatter_chunk(
     if task.not_finite is not None:
         task.not_finite(kernels.not_finite(incoming, [mean.numel()] * len(incoming), layout))
     kernels.decode(incoming, layout, mean)
-    _enlarge(mean, task.enlarge)
+    _enlarge(mean, task.plan.enlarge)
 
 
 def _deliver(
@@ -282,14 +274,14 @@ def _deliver(
     tag: tuple[int, ...],
 ) -> Generator[None, None, Sequence[torch.Tensor]]:
     """Send each sum to the rank whose shard it is, and return what all hosts have sent this one."""
-    me, layout = task.group.rank(), task.formats.scatter
+    me, layout = task.group.rank(), task.plan.formats.scatter
     size, count = layout.message_bytes(length), len(delivery.receivers)
     outgoing = torch.split(scratch.take(size * count), size)
     residual = task.residual(delivery.lost, sums.numel())
     kernels.encode_shards(sums, outgoing, [length] * count, layout, **residual)
     mine = outgoing[delivery.receivers.index(me)]
     incoming = [mine if rank == me else scratch.take(size) for rank in delivery.senders]
-    works = task.send(
+    works = start_messages(
         task.group,
         receives=[
             (rank, message) for rank, message in zip(delivery.senders, incoming, strict=True) if rank != me
@@ -340,7 +332,7 @@ def _start(
     tag: tuple[int, ...],
 ) -> Sequence[Arrival]:
     """Start to send ``outgoing[place]`` to, and to receive ``incoming[place]`` from, every peer of a row."""
-    return task.send(
+    return start_messages(
         task.group,
         receives=[(stage.ranks[peer], incoming[peer]) for peer in stage.peers],
         sends=[(stage.ranks[peer], outgoing[peer]) for peer in stage.peers],

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -212,6 +212,13 @@ class Chunk:
     stage: Stage
     delivery: Delivery | None = None
 
+    def sends(self, formats: Formats) -> Iterator[tuple[int, int]]:
+        """Yield the rank and the bytes of every message that this rank sends."""
+        yield from self.stage.sends(formats.value_bytes)
+        if self.delivery is not None:
+            me, size = self.stage.ranks[self.stage.place], formats.scatter.message_bytes(len(self.span))
+            yield from ((rank, size) for rank in self.delivery.receivers if rank != me)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -223,8 +230,7 @@ class Plan:
         enlarge: By what means are multiplied when they have been decoded.
         own: The values that this rank's own residual is of: those that it is the first to round, in order.
         means: The values that its residual of means is of.
-        sends: The rank and the bytes of every message that this rank sends.
-        bytes_sent: The bytes of all of them.
+        bytes_sent: The bytes of all messages that this rank sends.
         bytes_between_hosts: The bytes of those to ranks on other hosts.
     """
 
@@ -233,7 +239,6 @@ class Plan:
     enlarge: float
     own: tuple[Span, ...]
     means: tuple[Span, ...]
-    sends: tuple[tuple[int, int], ...] = field(repr=False)
     bytes_sent: int
     bytes_between_hosts: int
 
@@ -326,12 +331,11 @@ class _Planner:
     def plan(self, chunks: Iterable[Chunk]) -> Plan:
         """Return the plan of these chunks."""
         made = tuple(chunks)
-        sends = tuple(message for chunk in made for message in self._sends(chunk) if message[1])
-        hosts = self._placement.hosts
-        outside = sum(size for rank, size in sends if hosts[rank] != hosts[self._rank])
-        sent = sum(size for _, size in sends)
-        own, means = tuple(self._own), tuple(self._means)
-        return Plan(self._formats, made, self.enlarge, own, means, sends, sent, outside)
+        hosts, sent, outside = self._placement.hosts, 0, 0
+        for rank, size in (message for chunk in made for message in chunk.sends(self._formats)):
+            sent += size
+            outside += size if hosts[rank] != hosts[self._rank] else 0
+        return Plan(self._formats, made, self.enlarge, tuple(self._own), tuple(self._means), sent, outside)
 
     def average(self, span: Span, shards: int, sizes: tuple[int, ...]) -> Stage:
         """Return the stage of a chunk that all ranks get."""
@@ -353,7 +357,8 @@ class _Planner:
             if owners[shard] == place
         )
         pieces = [_pieces(length, sizes, self.block_size, rounded=not full) for length in lengths]
-        stage = self._stage(self._way, row, 0, lengths, owners, pieces, sizes, rounded=not full)
+        copies = 2 if _is_one_shot(sizes, rounded=not full) else 1
+        stage = self._stage(self._way, row, 0, lengths, owners, pieces, copies)
         return replace(stage, lost=lost, factor=self._factor, further=further)
 
     def _between(
@@ -375,13 +380,13 @@ class _Planner:
         lost = self._lose(span, of_means=rounded, parts=len(ranks))
         if _is_one_shot(sizes, rounded=rounded):
             pieces = [_pieces(len(span), sizes, self.block_size, rounded=rounded)]
-            stage = self._stage(Way.ONE_SHOT, row, tag, (len(span),), (0,), pieces, sizes, rounded=rounded)
+            stage = self._stage(Way.ONE_SHOT, row, tag, (len(span),), (0,), pieces, copies=2)
             return replace(stage, lost=lost)
         lengths = shard_lengths(len(span), size, self.block_size)
         own = list(_parts(span, lengths))[place]
         pieces = [_pieces(length, tuple(rest), self.block_size, rounded=True) for length in lengths]
         way = Way.FEW_BITS if rest else Way.TWO_SHOT
-        stage = self._stage(way, row, tag, lengths, tuple(range(size)), pieces, sizes, rounded=True)
+        stage = self._stage(way, row, tag, lengths, tuple(range(size)), pieces)
         if not rest:
             return replace(stage, lost=lost, lost_mean=self._lose(own, of_means=True, parts=1))
         across = ranks[ranks.index(self._rank) % size :: size]
@@ -401,7 +406,7 @@ class _Planner:
         full = self._way is Way.FULL and len(row) < world_size
         lost = None if full else self._lose(*shards, of_means=False, parts=world_size)
         way = Way.FULL if full else Way.FEW_BITS
-        stage = replace(self._stage(way, row, 0, lengths, owners, [], (), rounded=True), lost=lost)
+        stage = replace(self._stage(way, row, 0, lengths, owners, []), lost=lost)
         if len(row) == world_size:
             return Chunk(span, stage)
         stage = replace(stage, factor=self._factor)
@@ -420,14 +425,11 @@ class _Planner:
         lengths: tuple[int, ...],
         owners: tuple[int, ...],
         pieces: Sequence[tuple[int, ...]],
-        sizes: tuple[int, ...],
-        *,
-        rounded: bool,
+        copies: int = 1,
     ) -> Stage:
         """Return a stage without residuals and without further ones."""
-        scatter, gather = self._formats.scatter, self._formats.gather
-        one_shot = _is_one_shot(sizes, rounded=rounded)
-        answer, copies = (scatter, 2) if one_shot else (gather, 1)
+        scatter = self._formats.scatter
+        answer = self._formats.gather if copies == 1 else scatter  # values as they came, not their mean
         answers = tuple(copies * sum(map(answer.message_bytes, lengths)) for lengths in pieces)
         outgoing = lengths if way is Way.FULL else tuple(map(scatter.message_bytes, lengths))
         if way is Way.ONE_SHOT:  # each sends all
@@ -455,12 +457,6 @@ class _Planner:
         weight = self.enlarge / parts
         noted.extend(replace(span, weight=weight) for span in spans if len(span))
         return lost
-
-    def _sends(self, chunk: Chunk) -> Iterator[tuple[int, int]]:
-        yield from chunk.stage.sends(self._formats.value_bytes)
-        if chunk.delivery is not None:
-            size = self._formats.scatter.message_bytes(len(chunk.span))
-            yield from ((rank, size) for rank in chunk.delivery.receivers if rank != self._rank)
 
 
 def _is_one_shot(sizes: tuple[int, ...], *, rounded: bool) -> bool:

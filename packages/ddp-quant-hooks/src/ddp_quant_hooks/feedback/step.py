@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from dist_utils import torch_compat
+from dist_utils.process_groups import record_use
 
 T = TypeVar("T")
 
@@ -82,8 +83,7 @@ class Outcome:
         """Return on ``device`` whether a value of any mean was not finite. The exchanges must be over."""
         if device not in self._any_flag:
             for flag in self._flags:
-                if flag.device.type != "cpu":  # made on a side stream, which owns its memory
-                    flag.record_stream(torch.get_device_module(flag.device).current_stream(flag.device))
+                record_use(flag)  # made on a side stream, which owns its memory
             here = [flag.to(device, non_blocking=True) for flag in self._flags]
             none = torch.zeros((), dtype=torch.bool, device=device)
             self._any_flag[device] = torch.stack([none, *here]).any()

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ddp_quant_hooks.fsdp.checks import Average, Handle, KeyOf, ShardedModule
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.tensors import all_reduce
+from dist_utils.process_groups import record_use
 
 __all__ = ["quantize_all_reduce"]
 
@@ -71,8 +72,7 @@ def _average(
             f"quantize_all_reduce: set_requires_all_reduce(False) leaves module {module.name!r} with "
             "gradients of one node: accumulate with set_requires_gradient_sync(False) instead"
         )
-    if reduced.device.type != "cpu":  # made on FSDP's reduce-scatter stream, which owns its memory
-        reduced.record_stream(torch.get_device_module(reduced.device).current_stream(reduced.device))
+    record_use(reduced)  # made on FSDP's reduce-scatter stream, which owns its memory
     # A factor divides the sum over all ranks, as on a mesh for HSDP.
     op = dist.ReduceOp.SUM if module.has_divide_factor else dist.ReduceOp.AVG
     all_reduce(reduced, op, state, key=key_of(reduced))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ddp_compress_hooks import allreduce_hook, bf16_compress_hook
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.measure.links import Ranks, synchronize
-from ddp_quant_hooks.statistics import ring_bytes
+from ddp_quant_hooks.statistics import sent_around_ring
 from dist_utils.comm_hooks import CommHook
 
 __all__ = ["Exchange", "Hooks", "Progress", "hooks_to_try", "measure_hooks"]
@@ -231,9 +231,8 @@ class _Runner:
         ring = list(range(len(hosts)))
         if not self._ranks.on_host:  # NCCL's ring enters every host once
             ring.sort(key=hosts.__getitem__)
-        following = ring[(ring.index(rank) + 1) % len(ring)]
-        sent = ring_bytes(trial.size // (2 if trial.hook is bf16_compress_hook else 1), len(ring))
-        return sent, sent if hosts[following] != hosts[rank] else 0
+        nbytes = trial.size // (2 if trial.hook is bf16_compress_hook else 1)
+        return sent_around_ring(nbytes, ring, hosts, rank)
 
 
 def _bucket(buffer: torch.Tensor) -> Any:

@@ -21,9 +21,9 @@ from ddp_quant_hooks.tensors.calls import (
     label_of,
     never_traced,
     run,
-    used_on_this_stream,
 )
 from dist_utils.comm_hooks import checked_operation, checked_tensors, same_kind
+from dist_utils.process_groups import record_use
 
 __all__ = ["all_reduce"]
 
@@ -170,5 +170,5 @@ def _start(
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor itself if its memory holds its values as they are, else a copy."""
-    used_on_this_stream(tensor)
+    record_use(tensor)  # the caller may drop it before this stream is done with it
     return tensor.resolve_conj().resolve_neg().contiguous()

@@ -26,7 +26,6 @@ __all__ = [
     "label_of",
     "never_traced",
     "run",
-    "used_on_this_stream",
 ]
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
@@ -120,19 +119,24 @@ def begin(
     """
     if key is not None and not isinstance(key, str):
         raise TypeError(f"{name}: key must be a string, got {type(key).__name__}")
-    if key is None and state.error_feedback != "none":
-        raise ValueError(
-            f"{name}: with error feedback a key must name these values, so that the next step finds "
-            "their residuals"
-        )
-    if key is not None and state.error_feedback != "none":
-        for one, tensor in zip(names_of(key, tensors), tensors, strict=True):
+    accelerators = {tensor.device for tensor in tensors if tensor.numel() and tensor.device.type != "cpu"}
+    if len(accelerators) > 1:
+        raise ValueError(f"{name}: the tensors are on {sorted(map(str, accelerators))}: call once for each")
+    names: list[str] = []
+    if state.feedback.wanted:
+        if key is None:
+            raise ValueError(
+                f"{name}: with error feedback a key must name these values, so that the next step finds "
+                "their residuals"
+            )
+        names = names_of(key, tensors)
+        for one, tensor in zip(names, tensors, strict=True):
             state.feedback.require_length(one, value_count(tensor))
+        names.append(key)
     for tensor in tensors:
         state.refuse_capture(tensor)
     step = state.feedback.begin_tensors()
-    if key is not None and state.error_feedback != "none":
-        step.use([*dict.fromkeys((key, *names_of(key, tensors)))])
+    step.use([*dict.fromkeys(names)])
     return step
 
 
@@ -147,9 +151,6 @@ def run(
 ) -> Future | None:
     """Agree on a call of a step, start it, and wait for it unless there is a ``result`` for a future."""
     filled = [tensor for tensor in tensors if tensor.numel()]
-    accelerators = {tensor.device for tensor in filled if tensor.device.type != "cpu"}
-    if len(accelerators) > 1:
-        raise ValueError(f"{name}: the tensors are on {sorted(map(str, accelerators))}: call once for each")
     like = filled[0] if filled else torch.empty(0)
     started: list[Future] = []
     # Tensors made here live on and are written elsewhere, so they must not be of inference mode.
@@ -209,9 +210,3 @@ def label_of(name: str, key: str | None, *, mean: bool) -> int:
     Its messages have it for a tag, so that a rank that makes another call does not take them for its own.
     """
     return zlib.crc32(f"{name} {mean} {key!r}".encode(errors="surrogatepass"))
-
-
-def used_on_this_stream(tensor: torch.Tensor) -> None:
-    """Note that a job uses a tensor that its caller may drop before this stream is done with it."""
-    if tensor.device.type != "cpu":
-        tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))

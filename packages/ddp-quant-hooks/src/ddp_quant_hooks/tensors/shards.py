@@ -18,10 +18,10 @@ from ddp_quant_hooks.tensors.calls import (
     label_of,
     never_traced,
     run,
-    used_on_this_stream,
 )
 from dist_utils import torch_compat
 from dist_utils.comm_hooks import checked_operation, checked_tensors
+from dist_utils.process_groups import record_use
 
 __all__ = ["reduce_scatter_tensor"]
 
@@ -156,7 +156,7 @@ def _start(
 
     def job(group: dist.ProcessGroup) -> torch.Tensor:
         for tensor in (source, target):
-            used_on_this_stream(tensor)
+            record_use(tensor)  # the caller may drop it before this stream is done with it
         values, shard = flat_real(source), flat_real(target)
         flags: list[torch.Tensor] = []
         if how is not None:

@@ -21,6 +21,7 @@ from dist_utils.process_groups.matching_tensors import (
 )
 from dist_utils.process_groups.messages import Arrival, all_gather_plain, start_messages
 from dist_utils.process_groups.ordered_worker import OrderedWorker
+from dist_utils.process_groups.side_stream import record_use
 
 __all__ = [
     "AgreementError",
@@ -37,6 +38,7 @@ __all__ = [
     "global_rank",
     "group_of_model",
     "group_rank",
+    "record_use",
     "require_same_tensors",
     "require_same_terms",
     "resolve_group",

@@ -52,6 +52,16 @@ def current(side: SideStream | None) -> contextlib.AbstractContextManager[object
     return context
 
 
+def record_use(tensor: torch.Tensor) -> None:
+    """Note that the current stream uses a tensor, whose memory may belong to another stream.
+
+    Until this stream is done with it, the memory is not given to other tensors, whoever drops this one. Does
+    nothing on CPUs.
+    """
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
+
+
 def new_future(
     side: SideStream | None,
 ) -> tuple[torch.futures.Future[Any], torch.futures.Future[Any]]:
