@@ -6,7 +6,7 @@
 
 from ddp_quant_hooks.feedback.checkpoint import FeedbackState
 from ddp_quant_hooks.feedback.names import ModelNames
-from ddp_quant_hooks.feedback.step import Bucket, Kind, Outcome, Step, value_count
+from ddp_quant_hooks.feedback.step import Kind, Outcome, Step, value_count
 from ddp_quant_hooks.feedback.store import (
     RESIDUAL_DTYPE,
     BucketResiduals,
@@ -19,7 +19,6 @@ from ddp_quant_hooks.feedback.store import (
 
 __all__ = [
     "RESIDUAL_DTYPE",
-    "Bucket",
     "BucketResiduals",
     "Feedback",
     "FeedbackState",

@@ -7,30 +7,18 @@ import enum
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from dist_utils import torch_compat
+from dist_utils.comm_hooks import Bucket
 from dist_utils.process_groups import record_use
 
 T = TypeVar("T")
 
 _OUTSIDE = -1
 """Autograd's task outside of any backward pass."""
-
-
-class Bucket(Protocol):
-    """The parts of ``GradBucket`` that are used."""
-
-    def index(self) -> int:
-        """Return its number in the pass."""
-
-    def buffer(self) -> torch.Tensor:
-        """Return its gradients, one after another."""
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters that these belong to."""
 
 
 def value_count(tensor: torch.Tensor) -> int:

@@ -12,8 +12,9 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ddp_quant_hooks.exchange.spans import Span
-from ddp_quant_hooks.feedback.step import Bucket, Kind, Step, value_count
+from ddp_quant_hooks.feedback.step import Kind, Step, value_count
 from dist_utils import torch_compat
+from dist_utils.comm_hooks import Bucket
 
 _log = logging.getLogger(__name__)
 
