@@ -48,6 +48,7 @@ THREADS = 128
 """The number of threads in a thread block."""
 _WARP = 32
 _AFFINE_PIECE = 1 << 13
+_LONG_BLOCK = 512
 
 
 class AffineWork(NamedTuple):
@@ -157,8 +158,9 @@ def block_program(
         f"sizeof(Shard) == {8 * len(Shard._fields)}",
         f"sizeof({work}) == {8 * (len(Shard._fields) * shards + (shards * ranks or 1))}",
     ]
-    # Without this bound the compiler gives some kernels with residuals too few registers, so that they spill.
-    at_least = 4 if residuals else 0
+    # Without this bound the compiler gives some of these kernels too few registers, so that they spill.
+    rotates_long_blocks = name == "decode" and rotate and block >= _LONG_BLOCK
+    at_least = 4 if residuals or rotates_long_blocks else 0
     return GpuProgram("block_kernels.cu", call, work, teams, " && ".join(checks), at_least)
 
 
