@@ -45,25 +45,24 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap import OverlapMode, overlap_optimizer
-from ddp_optim_overlap.bucket_gradients import gradients_replaced
-from ddp_optim_overlap.partial_steps import PartialSteps
+from ddp_optim_overlap import overlap_optimizer
+from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
+from ddp_optim_overlap.passes.bucket import gradients_replaced
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results"
-ORDINARY, HOOKED, PYTORCH, OURS, RELEASED, AFTER = (
+ORDINARY, HOOKED, PYTORCH, OURS, RELEASED = (
     "ordinary loop",
     "ordinary loop, hook",
     "PyTorch's overlap",
     "ours: BUCKET",
     "ours: release_gradients",
-    "ours: AFTER_REDUCE",
 )
 QUANTIZED, BOTH = "8 bits", "8 bits, ours: BUCKET"
 SIDES = {
-    "loopback": (ORDINARY, HOOKED, PYTORCH, OURS, RELEASED, AFTER),
-    "hosts": (ORDINARY, HOOKED, PYTORCH, OURS, RELEASED, AFTER),
+    "loopback": (ORDINARY, HOOKED, PYTORCH, OURS, RELEASED),
+    "hosts": (ORDINARY, HOOKED, PYTORCH, OURS, RELEASED),
     "compressed": (ORDINARY, QUANTIZED, BOTH),
 }
 STEP = "optimizer.step() alone"
@@ -128,9 +127,8 @@ def make_sides(
             continue
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-4, **{kind: True})  # type: ignore[arg-type]
         handle = None
-        if name in (OURS, RELEASED, AFTER):
-            mode = OverlapMode.AFTER_REDUCE if name == AFTER else OverlapMode.BUCKET
-            handle = overlap_optimizer(ddp, optimizer, mode=mode, release_gradients=name == RELEASED)
+        if name in (OURS, RELEASED):
+            handle = overlap_optimizer(ddp, optimizer, release_gradients=name == RELEASED)
         if name == BOTH:
             state = QuantizedAllreduceState()
             handle = overlap_optimizer(ddp, optimizer, comm_hook=quantized_allreduce_hook, comm_state=state)

@@ -269,7 +269,7 @@ CLAIMS = (
         name="overlapped step, 2 hosts",
         sentence="With AdamW overlapped a step of 60 MB takes {value:.3f} of the ordinary loop's time.",
         places=tuple(
-            Place(document, "({value:.3f})", "**`BUCKET`**", "60 MB, foreach") for document in OVERLAP
+            Place(document, "({value:.3f})", "**overlapped step**", "60 MB, foreach") for document in OVERLAP
         ),
         results="overlap.json",
         one=(

@@ -8,12 +8,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap import OverlapMode, overlap_optimizer
+from ddp_optim_overlap import overlap_optimizer
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 
 
 class _Job:
-    def __init__(self, mode, optimizer_class):
+    def __init__(self, optimizer_class):
         rank, on_gpu = dist.get_rank(), dist.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         torch.manual_seed(0)
@@ -22,7 +22,7 @@ class _Job:
         self.optimizer = optimizer_class(self.ddp.parameters())
         self.state = QuantizedAllreduceState(bits=4, min_bytes=0).bind(self.ddp)
         self.handle = overlap_optimizer(
-            self.ddp, self.optimizer, mode=mode, comm_hook=quantized_allreduce_hook, comm_state=self.state
+            self.ddp, self.optimizer, comm_hook=quantized_allreduce_hook, comm_state=self.state
         )
         self.key = f"rank {rank}"  # each rank has its own residuals, which need their own names
 
@@ -75,23 +75,21 @@ def _momentum(parameters):
 
 def _resumes(rank, folder):
     del rank
-    found = {}
-    for mode in OverlapMode:
-        for optimizer in (_adamw, _momentum):
-            place = f"{folder}/{mode.value}-{optimizer.__name__}"
-            through = _Job(mode, optimizer)
-            through.train(range(3))
-            through.save(place)
-            through.train(range(3, 6))
-            resumed = _Job(mode, optimizer)
-            resumed.load(place)
-            resumed.train(range(3, 6))
-            pairs = list(zip(through.contents(), resumed.contents(), strict=True))
-            found[place] = len(pairs), all(torch.equal(one, other) for one, other in pairs)
+    found = []
+    for optimizer in (_adamw, _momentum):
+        place = f"{folder}/{optimizer.__name__}"
+        through = _Job(optimizer)
+        through.train(range(3))
+        through.save(place)
+        through.train(range(3, 6))
+        resumed = _Job(optimizer)
+        resumed.load(place)
+        resumed.train(range(3, 6))
+        pairs = list(zip(through.contents(), resumed.contents(), strict=True))
+        found.append((len(pairs), sum(not torch.equal(one, other) for one, other in pairs)))
     return found
 
 
 def test_a_job_resumed_from_a_distributed_checkpoint_has_the_bits_of_the_uninterrupted_one(launch, tmp_path):
     for found in launch(_resumes, str(tmp_path), timeout=240):
-        assert [equal for _, equal in found.values()] == [True] * 4
-        assert [count for count, _ in found.values()] == [8 * 4, 8 * 2] * 2
+        assert found == [(8 * 4, 0), (8 * 2, 0)]  # tensors, and how many of them differ

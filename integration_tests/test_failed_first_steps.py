@@ -62,7 +62,7 @@ def _fail_everywhere(rank, name, victim):
         ("hierarchical, overlap", 4, 3),
         pytest.param("8 bits, overlap", 2, 0, marks=pytest.mark.exhaustive),
         pytest.param("bf16, fp32 sums, released", 2, 1, marks=pytest.mark.exhaustive),
-        pytest.param("per channel, overlap after", 2, 0, marks=pytest.mark.exhaustive),
+        pytest.param("per channel, overlap", 2, 0, marks=pytest.mark.exhaustive),
     ],
 )
 def test_every_rank_raises_within_one_timeout(training, size, victim):

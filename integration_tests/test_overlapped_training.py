@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap import OverlapMode, overlap_optimizer
+from ddp_optim_overlap import overlap_optimizer
 from ddp_quant_hooks import AutoState, QuantizedAllreduceState, auto_hook, quantized_allreduce_hook
 
 SCRIPT = Path(__file__).parents[1] / "docs" / "examples" / "overlapped_training.py"
@@ -47,28 +47,17 @@ def _quantized(rank):
         else torch.device("cpu")
     )
     found = []
-    for mode, released in (
-        (None, False),
-        *((mode, False) for mode in OverlapMode),
-        (OverlapMode.BUCKET, True),
-    ):
+    for overlap in (None, {}, {"release_gradients": True}):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(
             torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).to(device), bucket_cap_mb=0.01
         )
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
         state = QuantizedAllreduceState(min_bytes=0, error_feedback="both")
-        if mode is None:
+        if overlap is None:
             ddp.register_comm_hook(state, quantized_allreduce_hook)
         else:
-            overlap_optimizer(
-                ddp,
-                optimizer,
-                mode=mode,
-                comm_hook=quantized_allreduce_hook,
-                comm_state=state,
-                release_gradients=released,
-            )
+            overlap_optimizer(ddp, optimizer, comm_hook=quantized_allreduce_hook, comm_state=state, **overlap)
         generator = torch.Generator().manual_seed(rank)
         for _ in range(10):
             optimizer.zero_grad()
@@ -79,7 +68,7 @@ def _quantized(rank):
 
 
 def test_the_bits_of_the_ordinary_loop_with_a_quantized_hook(launch):
-    assert launch(_quantized, timeout=120) == [[True, True, True]] * launch.world_size
+    assert launch(_quantized, timeout=120) == [[True, True]] * launch.world_size
 
 
 def _chosen(rank):
@@ -90,7 +79,7 @@ def _chosen(rank):
         else torch.device("cpu")
     )
     found, choices = [], []
-    for chooses, mode in ((False, None), (True, None), *((True, mode) for mode in OverlapMode)):
+    for chooses, overlaps in ((False, False), (True, False), (True, True)):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(
             torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]).to(device), bucket_cap_mb=0.01
@@ -101,10 +90,10 @@ def _chosen(rank):
             alike = [QuantizedAllreduceState(min_bytes=0) for _ in range(2)]
             candidates = {str(number): (one, hook) for number, one in enumerate(alike)}
             state, hook = AutoState(candidates=candidates), auto_hook  # 31 of 70 steps
-        if mode is None:
-            ddp.register_comm_hook(state, hook)
+        if overlaps:
+            overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=state)
         else:
-            overlap_optimizer(ddp, optimizer, mode=mode, comm_hook=hook, comm_state=state)
+            ddp.register_comm_hook(state, hook)
         generator = torch.Generator().manual_seed(rank)
         for _ in range(70):
             optimizer.zero_grad()
@@ -119,5 +108,5 @@ def _chosen(rank):
 
 def test_a_choice_with_the_overlap_has_the_bits_of_the_chosen_hook(launch):
     results = launch(_chosen, timeout=120)
-    assert [equal for equal, _ in results] == [[True, True, True]] * launch.world_size
+    assert [equal for equal, _ in results] == [[True, True]] * launch.world_size
     assert all(choices == results[0][1] for _, choices in results)

@@ -9,17 +9,15 @@ import torch
 from page import run
 from ranks import needs, run_as_torchrun
 
-from ddp_optim_overlap import ConfigError, GlobalNorm, OverlapMode, overlap_optimizer
+from ddp_optim_overlap import ByValue, ConfigError, overlap_optimizer
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils.testing import same_bits, same_on_all_ranks
 
 pytestmark = needs("accelerate")
 
-AFTER = {"mode": OverlapMode.AFTER_REDUCE}
 RUNS = {  # Accelerate's options, and those of the overlap
     "plain": ({}, {}),
-    "after reduce": ({}, AFTER),
-    "clipping": ({"clip": 0.1}, {**AFTER, "clip": GlobalNorm(0.1)}),
+    "clipping": ({"clip": ("clip_grad_value_", 1e-4)}, {"clip": ByValue(1e-4)}),
     "accumulation": ({"gradient_accumulation_steps": 3}, {}),
     "bf16": ({"mixed_precision": "bf16"}, {}),
 }
@@ -29,7 +27,7 @@ STEPS = 6
 class _Job:
     """A model prepared by Accelerate, with or without the hook and the overlap."""
 
-    def __init__(self, page, *, overlap=None, quantized=False, clip=None, handlers=(), **options):
+    def __init__(self, page, *, overlap=None, min_bytes=None, clip=None, handlers=(), **options):
         from accelerate import DistributedDataParallelKwargs  # noqa: PLC0415 - it may be missing
 
         if not any(isinstance(handler, DistributedDataParallelKwargs) for handler in handlers):
@@ -43,8 +41,8 @@ class _Job:
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(net, optimizer, schedule)
         self.clip = clip
         self.handle = self.state = None
-        if quantized:
-            self.state = QuantizedAllreduceState(error_feedback="both", min_bytes=0).bind(self.model)
+        if min_bytes is not None:
+            self.state = QuantizedAllreduceState(error_feedback="both", min_bytes=min_bytes).bind(self.model)
             page["keep_residuals"](self.accelerator, self.state)
             if overlap is None:
                 self.model.register_comm_hook(self.state, quantized_allreduce_hook)
@@ -61,7 +59,8 @@ class _Job:
                 loss = torch.nn.functional.mse_loss(self.model(x), y)
                 self.accelerator.backward(loss)
                 if self.clip is not None and self.accelerator.sync_gradients:
-                    self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)
+                    name, limit = self.clip
+                    getattr(self.accelerator, name)(self.model.parameters(), limit)
                 self.optimizer.step()
                 self.schedule.step()
                 self.optimizer.zero_grad()
@@ -83,15 +82,15 @@ def _overlapped(make):
 
 
 def _quantized(make):
-    job = make(quantized=True)
+    job = make(min_bytes=0)
     whole = job.train()
     found = {"sent": job.state.statistics}
     for name, options in (("hook", {}), ("hook and overlap", {"overlap": {}})):
-        job = make(quantized=True, **options)
+        job = make(min_bytes=0, **options)
         job.train(0, 3)
         job.accelerator.save_state(name)
         uninterrupted = job.train(3)
-        job = make(quantized=True, **options)
+        job = make(min_bytes=0, **options)
         with contextlib.nullcontext() if job.handle is None else job.handle.pause():
             job.model(torch.ones(8, 64)).sum().backward()
         job.optimizer.zero_grad()
@@ -100,9 +99,20 @@ def _quantized(make):
     return found
 
 
+def _clipped(make):
+    """Clip by the norm, as Accelerate does, gradients that the hook has averaged in full precision."""
+    clip = "clip_grad_norm_", 0.1
+    own = make(clip=clip).train()
+    assert not same_bits(own, make().train())
+    job = make(clip=clip, min_bytes=2**30)
+    found = same_bits(own, job.train())
+    assert job.state.statistics.plain_buckets > 0
+    return found
+
+
 def _refused(make):
-    with pytest.raises(ConfigError, match="clip= or scaler= to overlap_optimizer instead"):
-        make(overlap={}, clip=0.1).train()
+    with pytest.raises(ConfigError, match="pass clip= to overlap_optimizer"):
+        make(overlap={}, clip=("clip_grad_norm_", 0.1)).train()
 
 
 def _ignored(make):
@@ -130,6 +140,7 @@ def _accelerate():
 
     found = {"overlapped": _overlapped(make), "quantized": _quantized(make)}
     _refused(make)
+    found["clipped"] = _clipped(make)
     return {**found, "ignored": _ignored(make)}
 
 
@@ -149,6 +160,10 @@ def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume_to_the_bit(f
         assert 4 * sent.bytes_sent < 1.1 * sent.bytes_of_allreduce
         for name in ("hook", "hook and overlap"):
             assert rank["quantized"][name] == (True, True)
+
+
+def test_accelerates_own_clipping_works_beside_the_hook(found):
+    assert [rank["clipped"] for rank in found] == [True, True]
 
 
 def test_a_hook_that_accelerate_ignores_warns(found):

@@ -8,22 +8,23 @@ import torch.distributed as dist
 from page import run
 from ranks import needs, run_as_torchrun
 
-from ddp_optim_overlap import ConfigError, GlobalNorm, OverlapMode, overlap_optimizer
+from ddp_optim_overlap import ByValue, ConfigError, overlap_optimizer
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils.testing import same_bits, same_on_all_ranks
 
 pytestmark = needs("lightning")
 
-AFTER = {"mode": OverlapMode.AFTER_REDUCE}
 FEEDBACK = {"error_feedback": "both", "min_bytes": 0}
 RUNS = {  # Lightning's options, and those of the overlap
     "plain": ({}, {}),
-    "after reduce": ({}, AFTER),
-    "clipping": ({"gradient_clip_val": 0.1}, {**AFTER, "clip": GlobalNorm(0.1)}),
+    "clipping": (
+        {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"},
+        {"clip": ByValue(1e-4)},
+    ),
     "accumulation": ({"accumulate_grad_batches": 3}, {}),
     "bf16": ({"precision": "bf16-mixed"}, {}),
 }
-CLIPS = ("gradient_clip_val",)
+CLIPS = ("gradient_clip_val", "gradient_clip_algorithm")
 
 
 class _Lightning:
@@ -83,6 +84,16 @@ def _overlapped(lightning):
     return found
 
 
+def _clipped(lightning):
+    """Clip by the norm, as Lightning does, gradients that the hook has averaged in full precision."""
+    own, unclipped = lightning.fit(gradient_clip_val=0.1), lightning.fit()
+    hook = lightning.page["QuantizedGradients"](min_bytes=2**30)
+    found = same_bits(own, lightning.fit(hook, gradient_clip_val=0.1))
+    assert not same_bits(own, unclipped)
+    assert hook.state.statistics.plain_buckets > 0
+    return found
+
+
 def _of_the_module(lightning):
     """Overlap the optimizers of a LightningModule in manual optimization; fit twice."""
 
@@ -122,7 +133,7 @@ def _quantized(lightning):
 
 
 def _refused(lightning):
-    with pytest.raises(ConfigError, match="clip= or scaler= to overlap_optimizer instead"):
+    with pytest.raises(ConfigError, match="pass clip= to overlap_optimizer"):
         lightning.fit(lightning.page["Overlapped"](), gradient_clip_val=0.1)
 
 
@@ -145,6 +156,7 @@ def _lightning():
     lightning = _Lightning()
     found = {"overlapped": _overlapped(lightning), "quantized": _quantized(lightning)}
     _refused(lightning)
+    found["clipped"] = _clipped(lightning)
     return {**found, "ignored": _ignored(lightning), "manual": _of_the_module(lightning)}
 
 
@@ -164,6 +176,10 @@ def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume(found):
         assert 4 * sent.bytes_sent < 1.1 * sent.bytes_of_allreduce
         for name in ("QuantizedGradients", "QuantizedAndOverlapped"):
             assert rank["quantized"][name] == (True, True)
+
+
+def test_lightnings_own_clipping_works_beside_the_hook(found):
+    assert [rank["clipped"] for rank in found] == [True, True]
 
 
 def test_manual_optimization_overlaps_lightnings_own_optimizers(found):

@@ -5,19 +5,16 @@ import torch
 from page import run
 from ranks import needs, run_as_torchrun
 
-from ddp_optim_overlap import ConfigError, GlobalNorm, OverlapMode
+from ddp_optim_overlap import ConfigError
 from dist_utils.testing import same_bits, same_on_all_ranks
 
 pytestmark = needs("transformers")
 
-AFTER = {"mode": OverlapMode.AFTER_REDUCE}
 FEEDBACK = {"error_feedback": "both", "min_bytes": 0}
-RUNS = {  # options of the Trainer, and those of the overlap
-    "plain": ({}, {}),
-    "after reduce": ({}, AFTER),
-    "clipping": ({"max_grad_norm": 0.1}, {**AFTER, "clip": GlobalNorm(0.1)}),
-    "accumulation": ({"gradient_accumulation_steps": 3}, {}),
-    "bf16": ({"bf16": True}, {}),
+RUNS = {  # options of the Trainer
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "bf16": {"bf16": True},
 }
 
 
@@ -28,7 +25,7 @@ class _Transformers:
         self.page = run("Transformers", definitions=True)
 
     def train(self, callback=None, of_callback=None, folder="output", resumed=None, **options):
-        """Return the parameters, and the callback."""
+        """Return the parameters, the callback, and the norms that the Trainer has logged."""
         from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - may be missing
 
         torch.manual_seed(0)
@@ -56,6 +53,7 @@ class _Transformers:
                 "per_device_train_batch_size": 4,
                 "save_strategy": "no",
                 "ddp_bucket_cap_mb": 1,
+                "logging_steps": 1,
                 "report_to": "none",
                 "disable_tqdm": True,
                 **options,
@@ -70,16 +68,16 @@ class _Transformers:
         assert trainer.state.global_step == 6
         parameters = list(net.parameters())
         assert same_on_all_ranks(parameters)
-        return [parameter.detach().clone() for parameter in parameters], callback
+        norms = [step["grad_norm"] for step in trainer.state.log_history if "grad_norm" in step]
+        return [parameter.detach().clone() for parameter in parameters], callback, norms
 
 
 def _overlapped(transformers):
     own, found = {}, {}
-    for name, (options, of_overlap) in RUNS.items():
-        kept = {key: value for key, value in options.items() if key != "max_grad_norm"}
-        overlapped, callback = transformers.train("Overlapped", of_overlap, **kept)
-        own[name], _ = transformers.train(**options)
-        found[name] = same_bits(own[name], overlapped)
+    for name, options in RUNS.items():
+        overlapped, callback, norms = transformers.train("Overlapped", **options)
+        own[name], _, own_norms = transformers.train(**options)
+        found[name] = same_bits(own[name], overlapped), len(norms), norms == own_norms
         assert len(callback.handle.wait().stepped) > 1
         assert same_bits(own[name], own["plain"]) == (not options)
     return found
@@ -89,17 +87,28 @@ def _quantized(transformers):
     found = {}
     for name in ("QuantizedGradients", "QuantizedAndOverlapped"):
         saves = {"save_strategy": "steps", "save_steps": 3, "folder": name}
-        whole, callback = transformers.train(name, FEEDBACK, **saves)
+        whole, callback, _ = transformers.train(name, FEEDBACK, **saves)
         elsewhere = {"folder": f"{name} goes on", "resumed": f"{name}/checkpoint-3"}
-        resumed, _ = transformers.train(name, FEEDBACK, **elsewhere)
+        resumed, *_ = transformers.train(name, FEEDBACK, **elsewhere)
         found[name] = whole, same_on_all_ranks(resumed), callback.quantized.statistics
     return found
+
+
+def _clipped(transformers):
+    """Clip by the norm, as the Trainer does, gradients that the hook has averaged in full precision."""
+    own, *_ = transformers.train(max_grad_norm=0.1)
+    unclipped, *_ = transformers.train()
+    found, hook, _ = transformers.train("QuantizedGradients", {"min_bytes": 2**30}, max_grad_norm=0.1)
+    assert not same_bits(own, unclipped)
+    assert hook.quantized.statistics.plain_buckets > 0
+    return same_bits(own, found)
 
 
 def _transformers():
     transformers = _Transformers()
     found = {"overlapped": _overlapped(transformers), "quantized": _quantized(transformers)}
-    with pytest.raises(ConfigError, match="clip= or scaler= to overlap_optimizer instead"):
+    found["clipped"] = _clipped(transformers)
+    with pytest.raises(ConfigError, match="pass clip= to overlap_optimizer"):
         transformers.train("Overlapped", max_grad_norm=0.1)
     return found
 
@@ -110,8 +119,12 @@ def found(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_an_overlapped_run_has_the_bits_of_the_trainers_own(found, name):
-    assert [rank["overlapped"][name] for rank in found] == [True, True]
+def test_an_overlapped_run_has_the_bits_and_the_logged_norms_of_the_trainers_own(found, name):
+    assert [rank["overlapped"][name] for rank in found] == [(True, 6, True)] * 2
+
+
+def test_the_trainers_own_clipping_works_beside_the_hook(found):
+    assert [rank["clipped"] for rank in found] == [True, True]
 
 
 def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume(found):

@@ -20,7 +20,7 @@ from ddp_compress_hooks import (
     bf16_compress_wrapper,
     fp16_compress_hook,
 )
-from ddp_optim_overlap import OverlapMode, overlap_optimizer
+from ddp_optim_overlap import overlap_optimizer
 from ddp_quant_hooks import (
     AutoState,
     HierarchicalAllreduceState,
@@ -264,8 +264,7 @@ HOOKS: dict[str, Callable[[], tuple[Any, Any]]] = {
 }
 OVERLAPS: dict[str, dict[str, Any] | None] = {
     "": None,
-    ", overlap": {"mode": OverlapMode.BUCKET},
-    ", overlap after": {"mode": OverlapMode.AFTER_REDUCE},
+    ", overlap": {},
     ", released": {"release_gradients": True},
 }
 PLACES = ("forward", "backward", "optimizer", "checkpoint")
@@ -282,7 +281,8 @@ def _with_hook(hook: str, overlap: str) -> Training:
     if options is None:
         ddp.register_comm_hook(state, _user_hook(ours))
     else:
-        handle = overlap_optimizer(ddp, optimizer, comm_hook=_user_hook(ours), comm_state=state, **options)
+        options = {**options, "comm_hook": _user_hook(ours), "comm_state": state}
+        handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True, **options)
     return Training(net, optimizer, call=ddp, handle=handle, state=state)
 
 
@@ -327,8 +327,7 @@ def _kinds() -> Iterator[tuple[str, Kind]]:
     for hook in HOOKS:
         for overlap in OVERLAPS:
             sizes = (4,) if hook == "hierarchical" else (2, 3, 4)
-            places, parts = (*PLACES, "hook"), overlap in {", overlap", ", released"}
-            yield hook + overlap, Kind(_begin(hook, overlap), sizes, places, parts)
+            yield hook + overlap, Kind(_begin(hook, overlap), sizes, (*PLACES, "hook"), bool(overlap))
     sharded = {"places": PLACES, "torch_keeps_groups": True}
     yield "FSDP2 between nodes", Kind(lambda: _fsdp(2), (4,), **sharded)
     yield "FSDP2 across shards", Kind(lambda: _fsdp(dist.get_world_size()), (2, 3), **sharded)

@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import functools
 import itertools
+import sys
+import time
 import traceback
 
 import pytest
@@ -10,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap import engine as engines
 from ddp_optim_overlap import overlap_optimizer
 from ddp_optim_overlap.bucket_memory import PageMemory, StorageMemory
+from ddp_optim_overlap.passes import queue
+from dist_utils.testing import run_ranks
 from dist_utils.testing import same_bits as same
 
 OPTIMIZERS = {
@@ -76,9 +80,23 @@ def backward(ddp, x):
     ddp(x).square().sum().backward()
 
 
+def train_on(ddp, optimizer, data):
+    """Run an ordinary loop; return the parameters and the optimizer's state dict."""
+    for x in data:
+        backward(ddp, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    return ends(ddp, optimizer)
+
+
 def snapshot(ddp):
     """Return copies of the parameters."""
     return [parameter.detach().clone() for parameter in ddp.parameters()]
+
+
+def ends(ddp, *optimizers):
+    """Return what two runs must have in common at their end."""
+    return snapshot(ddp), *[optimizer.state_dict() for optimizer in optimizers]
 
 
 def changed(ddp, before):
@@ -108,7 +126,7 @@ _together = itertools.cycle((1, 6000, 4 * 2**20))
 
 def step_buckets_of(size=1):
     """Let buckets wait for each other until they have ``size`` bytes; 1 steps each by itself."""
-    engines.WORTH_A_STEP = size
+    queue.WORTH_A_STEP = size
 
 
 class PoisonedPages(PageMemory):
@@ -119,10 +137,37 @@ class PoisonedPages(PageMemory):
         for view in views:
             view.fill_(torch.nan)
 
-    def give_back(self, gradients, *, alone):
-        value, views = super().give_back(gradients, alone=alone)
-        gradients.buffer.fill_(torch.nan)
-        return value, views
+    def give_back(self, bucket, **options):
+        freed = super().give_back(bucket, **options)
+        bucket.buffer.fill_(torch.nan)
+        return freed
+
+
+class Failing(torch.optim.SGD):
+    """An optimizer whose step fails for a chosen parameter, perhaps late."""
+
+    victim, seconds = None, 0.0
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if any(parameter is self.victim for parameter in group["params"]):
+                time.sleep(self.seconds)
+                raise ValueError("not today")
+        return super().step(closure)
+
+
+def failing_hook(state, bucket):
+    """Average; or fail for one bucket, at once (``"hook"``) or in the future (``"average"``)."""
+    fails = bucket.index() == state.get("at", 1) and state.get("fails")
+    if fails == "hook":
+        raise ValueError("not today")
+
+    def average(done):
+        if fails == "average":
+            raise ValueError("not today")
+        return done.value()[0] / dist.get_world_size()
+
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(average)
 
 
 def begin_overlap(ddp, optimizers, *, memory=None, **options):
@@ -133,6 +178,18 @@ def begin_overlap(ddp, optimizers, *, memory=None, **options):
         engine.release.memory = memory()
         engine.gradients.tell(engine.release.memory.restore)
     return handle
+
+
+def start(make=adamw, *, overlapped=True, options=None, **ddp_options):
+    """Return a model, its optimizer, and the handle of their overlap, or ``None``."""
+    ddp = make_ddp(**ddp_options)
+    optimizer = make(ddp)
+    return ddp, optimizer, begin_overlap(ddp, optimizer, **(options or {})) if overlapped else None
+
+
+def paused(handle):
+    """Return ``handle.pause()``, or in an ordinary run a context that does nothing."""
+    return contextlib.nullcontext() if handle is None else handle.pause()
 
 
 def ways_to_release(arguments, ways=(PoisonedPages, StorageMemory)):
@@ -198,9 +255,7 @@ def train(  # noqa: C901 - every way to write the loop
             for optimizer in optimizers:
                 optimizer.zero_grad(set_to_none=set_to_none)
     if handle is not None:
-        report = handle.wait()  # otherwise optimizer.step() has done it all, and the overlap nothing
-        assert report.stepped == tuple(range(report.buckets)), report
-        assert report.buckets
+        assert_stepped(handle)  # otherwise optimizer.step() has done it all, and the overlap nothing
         handle.remove()
     return {
         "parameters": [p.detach().clone() for p in ddp.parameters()],
@@ -236,48 +291,109 @@ def _resume(ddp, optimizers, schedulers, handle, make_optimizers, make_scheduler
 
 
 def differences(make_optimizers, *, released=(), **arguments):
-    """Return the differences between the ordinary and the overlapped run.
+    """Describe the first difference between the ordinary and each overlapped run.
 
     ``released``: ways to free memory; each adds a run, which must end without gradients.
     """
     options = arguments.pop("options", None) or {}
     ordinary = train(make_optimizers, overlap=False, **arguments)
     overlapped = train(make_optimizers, overlap=True, options=options, **arguments)
-    different = [key for key in ordinary if not same(ordinary[key], overlapped[key])]
+    different = _differences(overlapped, ordinary, "overlapped")
     if released and not arguments.get("set_to_none", True):  # as released ones are None
         ordinary = train(make_optimizers, overlap=False, **{**arguments, "set_to_none": True})
     for way in released:
         run = train(make_optimizers, overlap=True, options={**options, "memory": way}, **arguments)
         gradients = run.pop("gradients")
-        different += [(way.__name__, key) for key in run if not same(ordinary[key], run[key])]
-        different += [(way.__name__, "a gradient is left") for one in gradients if one is not None]
+        different += _differences(run, {key: ordinary[key] for key in run}, way.__name__)
+        different += [f"{way.__name__} has left a gradient" for one in gradients if one is not None]
     return different
 
 
-def both(run):
-    """Whether ``run(overlapped)`` ends with the same bits in both cases."""
-    return same(run(overlapped=False), run(overlapped=True))
+def _differences(found, expected, place):
+    return [] if same(found, expected) else [_difference(found, expected, place)]
+
+
+def assert_same(found, expected, place="the value"):
+    """Fail, and show the first difference, unless two values are bitwise equal."""
+    if not same(found, expected):
+        raise AssertionError(_difference(found, expected, place))
+
+
+def _difference(found, expected, place):
+    if isinstance(found, dict) and isinstance(expected, dict) and list(found) == list(expected):
+        parts = [(f"{place}[{key!r}]", one, expected[key]) for key, one in found.items()]
+    elif all(isinstance(one, (list, tuple)) for one in (found, expected)) and len(found) == len(expected):
+        parts = [(f"{place}[{n}]", *pair) for n, pair in enumerate(zip(found, expected, strict=True))]
+    elif all(isinstance(one, torch.Tensor) for one in (found, expected)) and found.shape == expected.shape:
+        apart = found.detach().to_dense() - expected.detach().to_dense()
+        return f"{place}, {found.dtype}, is {apart.abs().max()} from {expected.dtype} at most"
+    else:
+        return f"{place} is {found!r}, expected {expected!r}"
+    return next(_difference(one, other, where) for where, one, other in parts if not same(one, other))
+
+
+def assert_ordinary(run, *case):
+    """Fail unless the overlapped run of a case ends with the bits of the ordinary one."""
+    assert_same(run(*case, overlapped=True), run(*case, overlapped=False), f"of {case}, the value")
+
+
+def as_ordinary(*cases):
+    """Make a check of a run, which must end with the same bits whether it is overlapped or not."""
+
+    def make_check(run):
+        @functools.wraps(run)
+        def check():
+            for case in cases or [()]:
+                assert_ordinary(run, *case)
+
+        return check
+
+    return make_check
+
+
+def assert_stepped(handle):
+    """Fail unless the last pass has stepped all its buckets, in order; return the report."""
+    report = handle.wait()
+    assert report.stepped == tuple(range(report.buckets)) != (), report
+    return report
 
 
 def run_parts(_, parts):
-    """Run many small checks on a rank; each fills a dictionary with its results."""
-    found = {}
+    """Run many small checks on a rank; return the traceback of each that has failed."""
+    failed = {}
     for name, part in parts.items():
-        found[name] = {}
         try:
-            part(found[name])
+            part()
         except (Exception, pytest.fail.Exception):  # noqa: BLE001 - the later parts must run, too
-            found[name]["raised"] = traceback.format_exc()
-    return found
+            failed[name] = traceback.format_exc()
+    return failed
 
 
-def named(*parts):
-    """Name checks for :func:`run_parts` and ``pytest.mark.parametrize`` by their functions."""
-    return {part.__name__.strip("_"): part for part in parts}
+def on_ranks(module, world_size=2, **options):
+    """Return a fixture: a call for each ``check_`` function of a module, which fails if the check has failed.
 
+    The first call runs all of them on every rank, once.
+    """
+    checks = {
+        name.removeprefix("check_"): value
+        for name, value in vars(sys.modules[module]).items()
+        if name.startswith("check_")
+    }
 
-def require_held(ranks, name):
-    """Assert that a part has checked something on every rank, and that every check passed."""
-    for rank in ranks:
-        assert rank[name]
-        assert all(held is True for held in rank[name].values()), rank[name]
+    @functools.cache
+    def launch():
+        try:
+            return run_ranks(run_parts, world_size, checks, **options)
+        except Exception as error:  # noqa: BLE001 - kept, or every test would launch again
+            return error
+
+    def require_held(name):
+        if isinstance(launch(), Exception):
+            raise launch()
+        for rank, failed in enumerate(launch()):
+            if name in failed:
+                pytest.fail(f"on rank {rank}: {failed[name]}", pytrace=False)
+
+    return pytest.fixture(params=checks, name="check")(
+        lambda request: functools.partial(require_held, request.param)
+    )

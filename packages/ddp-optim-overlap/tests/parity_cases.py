@@ -16,8 +16,6 @@ from overlap_runs import (
     ways_to_release,
 )
 
-from ddp_optim_overlap import OverlapMode
-
 
 def _implementations(name):
     """Return the optimizer in its single-tensor, foreach and, where it exists, fused implementation."""
@@ -118,26 +116,18 @@ MODES = {
 
 
 def every_optimizer(_, modes=tuple(MODES), released_modes=tuple(MODES)):
-    """Every optimizer in every implementation in these modes; in some of them also with released gradients.
-
-    ``AFTER_REDUCE`` needs less proof, because the optimizer's own step runs there.
-    """
+    """Every optimizer in every implementation in these modes; in some also with released gradients."""
     seen = {}
     with _no_scheduler_warns():
         for name in OPTIMIZERS:
             for (kind, make), mode in itertools.product(_implementations(name), modes):
                 released = ways_to_release(MODES[mode], [PoisonedPages]) if mode in released_modes else []
                 seen[name, kind, mode] = differences(make, released=released, **MODES[mode])
-            for mode in ("plain", "bucket view"):
-                after = {"mode": OverlapMode.AFTER_REDUCE}
-                seen[name, "AFTER_REDUCE", mode] = differences(
-                    one_group(*OPTIMIZERS[name]), **MODES[mode], options=after
-                )
     return seen
 
 
 def every_mode(_, modes=tuple(MODES)):
-    """These modes with groups, two optimizers, released gradients, and ``AFTER_REDUCE``."""
+    """These modes with groups, two optimizers, and released gradients."""
     seen = {}
     with _no_scheduler_warns():
         for name in modes:
@@ -145,13 +135,8 @@ def every_mode(_, modes=tuple(MODES)):
             released = ways_to_release(arguments)
             seen["groups", name] = differences(_groups, released=released, **arguments)
             seen["two optimizers", name] = differences(_two, released=released, **arguments)
-            for kind, make in {"AdamW": ADAMW, "groups": _groups, "two optimizers": _two}.items():
-                after = {"mode": OverlapMode.AFTER_REDUCE}
-                seen["AFTER_REDUCE", kind, name] = differences(make, **arguments, options=after)
-    for mode in OverlapMode:
-        seen[mode.name, "step does more"] = differences(
-            one_group(Clamped, {"lr": 0.1}), options={"mode": mode}
-        )
+    clamped = one_group(Clamped, {"lr": 0.1})
+    seen["Clamped", "step does more"] = differences(clamped, options={"steps_per_parameter": True})
     return seen
 
 

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ddp_optim_overlap import device_samples
-from ddp_optim_overlap.device_samples import DeviceSample
+from ddp_optim_overlap.loop import step_inputs
+from ddp_optim_overlap.loop.step_inputs import DeviceSample
 
 
 @pytest.fixture(autouse=True)
 def cpu_as_device(monkeypatch):
-    monkeypatch.setattr(device_samples, "_READ_AT_ONCE", ("meta",))
-    monkeypatch.setattr(device_samples, "_record_event", lambda _: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(step_inputs, "_READ_AT_ONCE", ("meta",))
+    monkeypatch.setattr(step_inputs, "_record_event", lambda _: SimpleNamespace(synchronize=lambda: None))
 
 
 def _tensors():

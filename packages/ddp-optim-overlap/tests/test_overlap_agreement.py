@@ -1,5 +1,7 @@
 """Ranks whose overlaps differ: an error on every rank before anything is averaged or stepped."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,11 +14,12 @@ from ddp_optim_overlap import (
     ClipPolicy,
     ConfigError,
     OverlapError,
-    OverlapMode,
     PerBucketNorm,
+    PreviousStepNorm,
     overlap_optimizer,
 )
-from dist_utils.testing import patience, run_ranks
+from dist_utils.testing import patience, run_ranks, same_bits
+from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
 
 class OwnClip(ClipPolicy):
@@ -26,20 +29,17 @@ class OwnClip(ClipPolicy):
         """Change nothing."""
 
 
-AFTER = {"mode": OverlapMode.AFTER_REDUCE}
-
 # The options of the first ranks, those of the last one, and what the message must say.
 CASES = [
-    ({}, AFTER, "mode is 'bucket' on {first}, 'after_reduce' on rank {last}"),
     ({"clip": ByValue(1.0)}, {"clip": ByValue(2.0)}, "clip is 'ByValue(max_value=1.0)' on {first}"),
     ({"clip": ByValue(1.0)}, {"clip": PerBucketNorm(1.0)}, "'PerBucketNorm(max_norm=1.0)' on rank {last}"),
-    ({}, {"clip": OwnClip()}, "clip is 'NoneType' on {first}, 'OwnClip' on rank {last}"),
+    ({}, {"clip": OwnClip()}, "clip is None on {first}, 'OwnClip()' on rank {last}"),
     (
         {"comm_hook": fp16_compress_hook},
         {"comm_hook": bf16_compress_hook},
         "communication hook is 'fp16_compress_hook' on {first}, 'bf16_compress_hook' on rank {last}",
     ),
-    (AFTER, {**AFTER, "scaler": torch.amp.GradScaler("cpu")}, "scaler is False on {first}, True on"),
+    ({"clip": PreviousStepNorm(1.0)}, {"clip": PreviousStepNorm(2.0)}, "clip is"),
 ]
 
 
@@ -77,28 +77,74 @@ def test_different_overlaps_raise_on_every_rank_and_step_nothing(world_size):
             assert expected.format(first=first, last=last) in message
 
 
+def _train(ddp, optimizer, rank, steps=2):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ddp(torch.full((1, 20), rank + 1.0)).square().sum().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
 def _goes_on(rank):
     """After remove() and a new overlap on all ranks, the model trains as in an ordinary loop."""
-    models = []
-    for overlapped in (True, False):
-        ddp, optimizer = _model()
-        if overlapped:
-            handle = overlap_optimizer(ddp, optimizer, **(AFTER if rank else {}))
-            with pytest.raises(RuntimeError, match="mode is"):
-                ddp(torch.ones(1, 20)).sum().backward()
-            handle.remove()
-            optimizer.zero_grad()
-            overlap_optimizer(ddp, optimizer, clip=OwnClip())
-        for _ in range(2):
-            optimizer.zero_grad()
-            ddp(torch.full((1, 20), rank + 1.0)).square().sum().backward()
-            optimizer.step()
-        models.append(list(ddp.parameters()))
-    return all(torch.equal(ours, plain) for ours, plain in zip(*models, strict=True))
+    ddp, optimizer = _model()
+    handle = overlap_optimizer(ddp, optimizer, clip=ByValue(1.0) if rank else None)
+    with pytest.raises(RuntimeError, match="clip is"):
+        ddp(torch.ones(1, 20)).sum().backward()
+    handle.remove()
+    optimizer.zero_grad()
+    overlap_optimizer(ddp, optimizer, clip=OwnClip())
+    return _train(ddp, optimizer, rank), _train(*_model(), rank)
 
 
 def test_a_model_trains_on_after_a_difference():
-    assert run_ranks(_goes_on, 2) == [True, True]
+    for overlapped, ordinary in run_ranks(_goes_on, 2):
+        assert same_bits(overlapped, ordinary), (overlapped, ordinary)
+
+
+def _knows_a_norm(rank):
+    """A resumed norm, which lies on each rank's own device, may be a tensor or a number."""
+    runs = []
+    for previous in ([7.5, 7.5], [7.5, torch.tensor(7.5)]):
+        ddp, optimizer = _model()
+        overlap_optimizer(ddp, optimizer, clip=PreviousStepNorm(1.0, previous=previous[rank]))
+        runs.append(_train(ddp, optimizer, rank))
+    return runs
+
+
+def test_ranks_agree_whatever_kind_of_number_the_previous_norm_is():
+    for numbers, tensors in run_ranks(_knows_a_norm, 2):
+        assert same_bits(numbers, tensors), (numbers, tensors)
+
+
+def _wait_and_go_on(handle, ddp, optimizer):
+    handle.wait()
+    optimizer.zero_grad()
+    ddp(torch.ones(1, 20)).sum().backward()
+
+
+def _pauses_alone(rank):
+    ddp, optimizer = _model()
+    handle = overlap_optimizer(ddp, optimizer)
+    _train(ddp, optimizer, rank)
+    optimizer.zero_grad()
+    with handle.pause() if rank == 0 else contextlib.nullcontext():
+        ddp(torch.ones(1, 20)).sum().backward()
+    with pytest.raises(RuntimeError, match="pause"):
+        _wait_and_go_on(handle, ddp, optimizer)  # no later than in the next pass
+    with pytest.raises(OverlapError, match="pause"):
+        optimizer.step()
+    handle.remove()
+    optimizer.zero_grad()
+    for tensor in ddp.parameters():
+        dist.broadcast(tensor.detach(), 0)
+    return _train(ddp, optimizer, rank)
+
+
+@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
+def test_a_pause_on_one_rank_only_is_an_error_on_every_rank():
+    one, other = run_ranks(_pauses_alone, 2, group_timeout=patience(20.0))
+    assert same_bits(one, other), (one, other)
 
 
 def _one_rank_alone(rank):

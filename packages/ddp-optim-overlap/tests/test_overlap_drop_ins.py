@@ -9,7 +9,19 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import OPTIMIZERS, Net, batches, make_ddp, named, require_held, run_parts, same, snapshot
+from overlap_runs import (
+    OPTIMIZERS,
+    Net,
+    as_ordinary,
+    assert_same,
+    backward,
+    batches,
+    changed,
+    ends,
+    make_ddp,
+    on_ranks,
+    snapshot,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
@@ -20,12 +32,12 @@ from ddp_optim_overlap import (
     UnsupportedOptimizerError,
     apply_optim_in_backward_hook,
     apply_optimizer_in_backward,
+    declare_steps_per_parameter,
     get_in_backward_optimizers,
     hook_then_optimizer,
     overlap_optimizer,
     register_fused_optim,
 )
-from dist_utils.testing import run_ranks
 
 
 class FunctionalSGD:
@@ -42,68 +54,65 @@ class FunctionalSGD:
 def _train(ddp, optimizer=None, steps=3):
     for x in batches(steps):
         ddp.zero_grad()
-        ddp(x).square().sum().backward()
+        backward(ddp, x)
         if optimizer is not None:
             optimizer.step()
     return snapshot(ddp)
 
 
-def _ordinary(make, options, **ddp_options):
-    ddp = make_ddp(**ddp_options)
+def _ordinary(make, options):
+    ddp = make_ddp()
     return _train(ddp, make(ddp.parameters(), **options))
 
 
-def _hook_then_optimizer(seen):
+def _register(ddp, optimizer, *params, state=None):
+    hook_state = OptimizerHookState(optimizer, *params)
+    ddp.register_comm_hook(state, hook_then_optimizer(allreduce_hook, hook_state))
+    return hook_state
+
+
+def check_hook_then_optimizer():
     for view in (False, True):
         ddp = make_ddp(gradient_as_bucket_view=view)
-        ddp.register_comm_hook(
-            None, hook_then_optimizer(allreduce_hook, OptimizerHookState(FunctionalSGD(0.1)))
-        )
-        seen["functional", view] = same(_train(ddp), _ordinary(torch.optim.SGD, {"lr": 0.1}))
+        _register(ddp, FunctionalSGD(0.1))
+        assert_same(_train(ddp), _ordinary(torch.optim.SGD, {"lr": 0.1}))
         with pytest.raises(DoubleBackwardError):
-            ddp(batches(1)[0]).sum().backward()
+            backward(ddp, batches(1)[0])
     for name in ("AdamW", "NAdam", "Adafactor"):
         make, options = OPTIMIZERS[name]
         ddp = make_ddp()
-        state = OptimizerHookState(make(ddp.parameters(), **options))
-        ddp.register_comm_hook(dist.group.WORLD, hook_then_optimizer(allreduce_hook, state))
-        seen["torch.optim", name] = same(_train(ddp), _ordinary(make, options))
+        _register(ddp, make(ddp.parameters(), **options), state=dist.group.WORLD)
+        assert_same(_train(ddp), _ordinary(make, options))
     ddp = make_ddp()
     chosen = list(ddp.module.layers.parameters())
     before = snapshot(ddp)
-    state = OptimizerHookState(FunctionalSGD(0.1), chosen)
-    assert state.params_to_optimize == set(chosen)
-    ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
-    moved = [not torch.equal(one, other) for one, other in zip(before, _train(ddp), strict=True)]
-    seen["params"] = moved == [False, False] + [True] * 8
-
-
-def _step_left_in_the_loop(seen):
-    """It finds nothing left to do, and a scheduler does not warn without it."""
-    for name, call_step in (("step in the loop", True), ("no step in the loop", False)):
-        runs = []
-        for ours in (False, True):
-            ddp = make_ddp()
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-            if ours:
-                hook = hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer))
-                ddp.register_comm_hook(None, hook)
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-                for x in batches(3):
-                    optimizer.zero_grad()
-                    ddp(x).square().sum().backward()
-                    if call_step or not ours:
-                        optimizer.step()
-                    scheduler.step()
-            runs.append(snapshot(ddp))
-        seen[name] = same(*runs)
+    assert _register(ddp, FunctionalSGD(0.1), chosen).params_to_optimize == set(chosen)
+    _train(ddp)
+    assert_same(changed(ddp, before), list(range(2, 10)))
     embeddings = torch.nn.Sequential(*[torch.nn.Embedding(10, 4, sparse=True) for _ in range(2)])
     OptimizerHookState(torch.optim.SparseAdam(embeddings.parameters()))
 
 
-def _pytorchs_functional(seen):
+@as_ordinary((True,), (False,))
+def check_step_left_in_the_loop(call_step, *, overlapped):
+    """It finds nothing left to do, and a scheduler does not warn without it."""
+    ddp = make_ddp()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    if overlapped:
+        _register(ddp, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        for x in batches(3):
+            optimizer.zero_grad()
+            backward(ddp, x)
+            if call_step or not overlapped:
+                optimizer.step()
+            scheduler.step()
+    return ends(ddp, optimizer)
+
+
+def check_pytorchs_functional():
     """PyTorch's own functional optimizers work, too, with their deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -111,25 +120,40 @@ def _pytorchs_functional(seen):
 
         functional = as_functional_optim(torch.optim.AdamW, 0.01, weight_decay=0.1)
     ddp = make_ddp()
-    ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(functional)))
-    seen["pytorch's functional"] = same(
-        _train(ddp), _ordinary(torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": False})
-    )
+    _register(ddp, functional)
+    options = {"lr": 0.01, "weight_decay": 0.1, "foreach": False}
+    assert_same(_train(ddp), _ordinary(torch.optim.AdamW, options))
 
 
-def _register_fused_optim(seen):
+def check_register_fused_optim():
     ddp = make_ddp()
     handle = register_fused_optim(ddp, torch.optim.Adam, 0.01, betas=(0.8, 0.9))
-    seen["fused optim"] = same(_train(ddp), _ordinary(torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.9)}))
+    assert_same(_train(ddp), _ordinary(torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.9)}))
     assert isinstance(handle.optimizers[0], torch.optim.Adam)
     ddp = make_ddp()
     before = snapshot(ddp)
     register_fused_optim(ddp, torch.optim.SGD, 0.1, optim_params=ddp.module.conv.parameters())
-    moved = [not torch.equal(one, other) for one, other in zip(before, _train(ddp), strict=True)]
-    seen["optim_params"] = moved == [True, True] + [False] * 8
+    _train(ddp)
+    assert_same(changed(ddp, before), [0, 1])
 
 
-def _in_backward(seen):
+@declare_steps_per_parameter
+class Own(torch.optim.SGD):
+    """An optimizer that this package does not know."""
+
+
+def check_declared_class():
+    for step_inside in (
+        lambda ddp: register_fused_optim(ddp, Own, 0.1),
+        lambda ddp: apply_optimizer_in_backward(Own, ddp.module.parameters(), {"lr": 0.1}),
+        lambda ddp: _register(ddp, Own(ddp.parameters(), lr=0.1)),
+    ):
+        ddp = make_ddp()
+        step_inside(ddp)
+        assert_same(_train(ddp), _ordinary(torch.optim.SGD, {"lr": 0.1}))
+
+
+def check_in_backward():
     for name in ("SGD momentum", "AdamW", "Adadelta"):
         make, options = OPTIMIZERS[name]
         for view in (False, True):
@@ -137,7 +161,7 @@ def _in_backward(seen):
             apply_optimizer_in_backward(make, net.parameters(), options)
             ddp = DistributedDataParallel(net, bucket_cap_mb=0.002, gradient_as_bucket_view=view)
             assert len(get_in_backward_optimizers(ddp)) == 10
-            seen["in backward", name, view] = same(_train(ddp), _ordinary(make, options))
+            assert_same(_train(ddp), _ordinary(make, options))
             assert all(parameter.grad is None for parameter in net.parameters())
     for state in (None, dist.group.WORLD, weakref.ref):
         net = Net()
@@ -146,39 +170,40 @@ def _in_backward(seen):
         ddp.register_comm_hook(
             weakref.ref(ddp) if state is weakref.ref else state, apply_optim_in_backward_hook(False)
         )
-        seen["by hand", str(state)] = same(_train(ddp), _ordinary(torch.optim.SGD, {"lr": 0.1}))
+        assert_same(_train(ddp), _ordinary(torch.optim.SGD, {"lr": 0.1}))
 
 
-def _in_backward_unused(seen):
+@as_ordinary((False,), (True,))
+def check_in_backward_unused(accumulates, *, overlapped):
+    ddp = make_ddp(find_unused_parameters=True)
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    runs = []
-    for ours in (False, True):
-        ddp = make_ddp(find_unused_parameters=True)
-        optimizer = torch.optim.SGD(ddp.parameters(), **options)
-        if ours:
-            apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), options)
-        for step, x in enumerate(batches(4)):
-            ddp.module.skipped = (1,) if step == 2 else ()
-            ddp.zero_grad()
-            ddp(x).square().sum().backward()
-            if not ours:
-                optimizer.step()
-        runs.append(snapshot(ddp))
-    seen["in backward, unused"] = same(*runs)
+    optimizer = torch.optim.SGD(ddp.parameters(), **options)
+    if overlapped:
+        apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), options)
+    for step, (first, second) in enumerate(zip(batches(4), batches(4, seed=1), strict=True)):
+        ddp.module.skipped = (1,) if step == 2 else ()
+        if accumulates:
+            with ddp.no_sync():
+                backward(ddp, first)
+        backward(ddp, second)
+        if not overlapped:
+            optimizer.step()
+        ddp.zero_grad()
+    return snapshot(ddp)
 
 
-def _in_backward_wrapped_again(seen):
+def check_in_backward_wrapped_again():
     net, ordinary = Net(), Net()
     apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
     optimizer = torch.optim.SGD(ordinary.parameters(), lr=0.1)
-    for wrapping in range(2):
+    for _ in range(2):
         ours = _train(DistributedDataParallel(net, bucket_cap_mb=0.002))
         theirs = _train(DistributedDataParallel(ordinary, bucket_cap_mb=0.002), optimizer)
-        seen["wrapped", wrapping] = same(ours, theirs)
+        assert_same(ours, theirs)
     torch.save(net, io.BytesIO())
 
 
-def _copies(seen):
+def check_copies():
     """A copy of an overlapped model averages, and can be overlapped itself."""
     ddp = make_ddp()
     overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
@@ -186,30 +211,16 @@ def _copies(seen):
     torch.save(ddp, io.BytesIO())
     one, other = copy.deepcopy(ddp), copy.deepcopy(ddp)
     before = snapshot(one)
-    seen["copy averages"] = same(_train(one), before)
+    assert_same(_train(one), before)
     overlap_optimizer(one, torch.optim.SGD(one.parameters(), lr=0.1))
-    seen["copy overlapped"] = same(_train(one), _train(other, torch.optim.SGD(other.parameters(), lr=0.1)))
+    assert_same(_train(one), _train(other, torch.optim.SGD(other.parameters(), lr=0.1)))
     with pytest.raises(ConfigError, match="remove"):
         overlap_optimizer(one, torch.optim.SGD(one.parameters(), lr=0.1))
 
 
-def _in_backward_accumulates(seen):
-    ddp, ordinary = make_ddp(), make_ddp()
-    apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), {"lr": 0.1})
-    optimizer = torch.optim.SGD(ordinary.parameters(), lr=0.1)
-    for first, second in zip(batches(3), batches(3, seed=1), strict=True):
-        for model in (ddp, ordinary):
-            with model.no_sync():
-                model(first).square().sum().backward()
-            model(second).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    seen["in backward, no_sync"] = same(snapshot(ddp), snapshot(ordinary))
-
-
-def _in_backward_refuses(seen):
+def check_in_backward_refuses():
     net = Net()
-    with pytest.raises(UnsupportedOptimizerError, match="closure"):
+    with pytest.raises(UnsupportedOptimizerError, match="LBFGS"):
         apply_optimizer_in_backward(torch.optim.LBFGS, copy.deepcopy(net).parameters(), {})
     apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
     ddp = DistributedDataParallel(net)
@@ -222,31 +233,13 @@ def _in_backward_refuses(seen):
     ddp.register_comm_hook(None, partial)
     with pytest.raises(ConfigError, match="overlap_optimizer"):
         ddp(batches(1)[0])
-    seen["another hook"] = True
 
 
-PARTS = named(
-    _hook_then_optimizer,
-    _step_left_in_the_loop,
-    _pytorchs_functional,
-    _register_fused_optim,
-    _in_backward,
-    _in_backward_unused,
-    _in_backward_wrapped_again,
-    _copies,
-    _in_backward_accumulates,
-    _in_backward_refuses,
-)
+check = on_ranks(__name__, timeout=120)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(run_parts, 2, PARTS, timeout=120)
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_the_bits_of_the_ordinary_loop(ranks, name):
-    require_held(ranks, name)
+def test_the_bits_of_the_ordinary_loop(check):
+    check()
 
 
 def test_outside_of_ddp_each_backward_steps():
@@ -254,19 +247,19 @@ def test_outside_of_ddp_each_backward_steps():
     apply_optimizer_in_backward(torch.optim.AdamW, nets[0].parameters(), {"lr": 0.01})
     optimizer = torch.optim.AdamW(nets[1].parameters(), lr=0.01)
     for x in batches(3, rank=0):
-        nets[0](x).square().sum().backward()
+        backward(nets[0], x)
         assert all(parameter.grad is None for parameter in nets[0].parameters())
         optimizer.zero_grad()
-        nets[1](x).square().sum().backward()
+        backward(nets[1], x)
         optimizer.step()
-    assert same(*[[parameter.detach() for parameter in net.parameters()] for net in nets])
+    assert_same(*map(snapshot, nets))
     without = Net()
     apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, False)
-    without(batches(1, rank=0)[0]).sum().backward()
-    assert all(torch.equal(p, q) for p, q in zip(without.parameters(), Net().parameters(), strict=True))
+    backward(without, batches(1, rank=0)[0])
+    assert_same(snapshot(without), snapshot(Net()))
     apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, True)  # now with a hook
-    without(batches(1, rank=0)[0]).sum().backward()
-    assert not any(torch.equal(p, q) for p, q in zip(without.parameters(), Net().parameters(), strict=True))
+    backward(without, batches(1, rank=0)[0])
+    assert len(changed(without, snapshot(Net()))) == 10
 
 
 def test_a_non_optimizer_is_refused():

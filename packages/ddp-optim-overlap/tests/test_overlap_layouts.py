@@ -1,118 +1,185 @@
-"""Parameters whose strides change during training."""
+"""The memory of parameters: unusual and changed strides, shared memory; and that of models that are gone."""
 
+import contextlib
 import gc
+import itertools
+import time
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from overlap_runs import (
     PoisonedPages,
     adamw,
+    as_ordinary,
+    assert_ordinary,
+    assert_same,
     backward,
     batches,
     begin_overlap,
     make_ddp,
-    same,
+    on_ranks,
     snapshot,
+    train_on,
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap import overlap_optimizer
+from ddp_optim_overlap import ConfigError, OptimizerHookState, overlap_optimizer
 from ddp_optim_overlap.bucket_memory import StorageMemory
-from dist_utils.testing import run_ranks
+
+Conv = torch.nn.Conv2d
 
 
 def _channels_last(net):
-    net.to(memory_format=torch.channels_last)
+    return net.to(memory_format=torch.channels_last)
 
 
 def _columns_first(net):
     for parameter in net.parameters():
         parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
+    return net
 
 
-def _train(change, when, *, overlapped, memory=None, view=False, again=False):
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Conv2d(4, 6, 3, padding=1), torch.nn.Conv2d(6, 4, 3, padding=1))
+def _plain():
+    return torch.nn.Sequential(Conv(4, 6, 3, padding=1), Conv(6, 4, 3, padding=1))
+
+
+# Of a side of 1 torch does not mind the stride, so several strides are called contiguous.
+NETS = {
+    "3x3": _plain,
+    "1x1": lambda: torch.nn.Sequential(Conv(4, 6, 1), Conv(6, 4, 1)),
+    "depthwise": lambda: torch.nn.Sequential(Conv(4, 4, 3, groups=4), Conv(4, 8, 3, groups=4)),
+    "of one channel": lambda: torch.nn.Sequential(Conv(4, 1, 3), Conv(1, 4, 3)),
+}
+
+
+def _inputs(first=0, last=4):
+    seeds = [step + 10 * dist.get_rank() for step in range(first, last)]
+    return [torch.randn(2, 4, 5, 5, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+
+
+CHANGES = (_channels_last, _columns_first)
+VIEWS = (False, True)
+
+
+def _start(net, view):
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.0005, gradient_as_bucket_view=view)
-    optimizer = adamw(ddp)
-    handle = begin_overlap(ddp, optimizer, memory=memory) if overlapped else None
-    for step in range(6):
-        if step == when:
-            change(net)
-            if handle is not None and again:
-                handle.remove()
-                begin_overlap(ddp, optimizer, memory=memory)
-        generator = torch.Generator().manual_seed(step + 10 * dist.get_rank())
-        ddp(torch.randn(2, 4, 5, 5, generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return snapshot(ddp)
+    return ddp, adamw(ddp)
 
 
-def _other_strides(_):
-    seen = {}
-    for change in (_channels_last, _columns_first):
-        for when in (0, 1, 2, 4):
-            for view in (False, True):
-                ordinary = _train(change, when, overlapped=False, view=view)
-                for memory in (None, PoisonedPages, StorageMemory)[: 2 if view else 3]:
-                    ends = _train(change, when, overlapped=True, memory=memory, view=view)
-                    seen[change.__name__, when, view, getattr(memory, "__name__", "")] = same(ordinary, ends)
-        ends = _train(change, 4, overlapped=True, view=True, again=True)
-        seen[change.__name__, "again"] = same(ordinary, ends)
-    return seen
+@as_ordinary(
+    *itertools.product(NETS, CHANGES, VIEWS, (None, PoisonedPages)),
+    *itertools.product(NETS, CHANGES, (False,), (StorageMemory,)),
+)
+def check_unusual_from_the_beginning(name, change, view, memory, *, overlapped):
+    torch.manual_seed(0)
+    ddp, optimizer = _start(change(NETS[name]()), view)
+    if overlapped:
+        begin_overlap(ddp, optimizer, memory=memory)
+    return train_on(ddp, optimizer, _inputs())
 
 
 class _SomeUsed(torch.nn.Module):
     """The middle one of three convolutions is left out by rank 1 in some passes."""
 
-    def __init__(self):
+    def __init__(self, unused):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.ModuleList(torch.nn.Conv2d(4, 4, 3, padding=1) for _ in range(3))
-        self.all_used = True
+        self.layers = torch.nn.ModuleList(Conv(4, 4, 3, padding=1) for _ in range(3))
+        self.unused, self.passes = unused, 0
 
     def forward(self, x):
         first, middle, last = self.layers
+        self.passes += 1
         x = first(x)
-        return last(x if dist.get_rank() == 1 and not self.all_used else middle(x).tanh())
+        return last(x if dist.get_rank() == 1 and self.passes - 1 in self.unused else middle(x).tanh())
 
 
-def _train_some(unused, when, *, overlapped, memory=None, cap=0.0005, again=False):
-    net = _SomeUsed()
-    ddp = DistributedDataParallel(
-        net, bucket_cap_mb=cap, find_unused_parameters=True, gradient_as_bucket_view=True
-    )
+@as_ordinary(
+    *itertools.product(((2, 3), (0, 1, 2), (0, 2)), (0.0005, 1), (None, PoisonedPages)),
+)
+def check_unused_on_one_rank(unused, cap, memory, *, overlapped):
+    """A gradient has its layout in its bucket, though this rank has no gradient that shows it."""
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": cap}
+    ddp = DistributedDataParallel(_channels_last(_SomeUsed(unused)), **options)
     optimizer = adamw(ddp)
+    if overlapped:
+        begin_overlap(ddp, optimizer, memory=memory)
+    return train_on(ddp, optimizer, _inputs(last=5))
+
+
+@as_ordinary(*itertools.product(CHANGES, (0, 1, 3), VIEWS, (None, PoisonedPages)))
+def check_changed_afterwards(change, when, view, memory, *, overlapped):
+    """Refused before anything is stepped: DDP itself would permute gradients. A new DDP model takes it."""
+    torch.manual_seed(0)
+    ddp, optimizer = _start(_plain(), view)
     handle = begin_overlap(ddp, optimizer, memory=memory) if overlapped else None
-    for step in range(7):
-        if step == when:
-            _channels_last(net)
-            if handle is not None and again:
-                handle.remove()
-                begin_overlap(ddp, optimizer, memory=memory)
-        net.all_used = step not in unused
-        generator = torch.Generator().manual_seed(step + 10 * dist.get_rank())
-        ddp(torch.randn(2, 4, 5, 5, generator=generator)).square().mean().backward()
-        optimizer.step()
+    train_on(ddp, optimizer, _inputs(last=when))
+    change(ddp.module)
+    if handle is not None:
+        before = snapshot(ddp)
+        with pytest.raises(RuntimeError, match=r"(?i)layout|stride"):
+            backward(ddp, _inputs()[0])
+        with pytest.raises(ConfigError, match=r"(?i)layout|stride"):
+            optimizer.step()
+        assert_same(snapshot(ddp), before)
+        handle.remove()
         optimizer.zero_grad()
-    return snapshot(ddp)
+    ddp = DistributedDataParallel(ddp.module, bucket_cap_mb=0.0005, gradient_as_bucket_view=view)
+    if overlapped:
+        begin_overlap(ddp, optimizer, memory=memory)
+    return train_on(ddp, optimizer, _inputs(when, 6))
 
 
-def _other_strides_where_some_are_unused(_):
-    """A gradient keeps its layout in its bucket, though this rank has no gradient that shows it."""
-    seen = {}
-    for unused, when in (((2, 3), 2), ((2, 3), 3), ((3,), 1), ((0, 1, 2), 1), ((0, 2), 2)):
-        for cap in (0.0005, 1):
-            ordinary = _train_some(unused, when, overlapped=False, cap=cap)
-            for memory, again in ((None, False), (PoisonedPages, False), (None, True)):
-                ends = _train_some(unused, when, overlapped=True, memory=memory, cap=cap, again=again)
-                seen[unused, when, cap, memory is None, again] = same(ordinary, ends)
-    return seen
+def check_changed_before_the_call():
+    """Whether DDP was made before can be unknown, but no step uses permuted gradients."""
+
+    def run(change, view, earlier, *, overlapped):
+        torch.manual_seed(0)
+        ddp, optimizer = _start(_plain(), view)
+        with overlap_optimizer(ddp, optimizer) if earlier and overlapped else contextlib.nullcontext():
+            train_on(ddp, optimizer, _inputs(last=earlier))
+        change(ddp.module)
+        try:
+            if overlapped:
+                overlap_optimizer(ddp, optimizer)
+            return train_on(ddp, optimizer, _inputs(earlier, 6))
+        except RuntimeError as error:
+            if "ConfigError" not in f"{type(error).__name__}: {error}":
+                raise
+            return run(change, view, earlier, overlapped=False)
+
+    for case in itertools.product(CHANGES, VIEWS, (0, 3)):
+        assert_ordinary(run, *case)
 
 
-def _let_go(_):
+def check_shared_memory():
+    """Two layers that are slices of one tensor: interleaved columns, or in part the same ones."""
+
+    def make(*, shared):
+        torch.manual_seed(0)
+        memory = torch.randn(8, 16)
+        net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(6)])
+        net[1].weight = torch.nn.Parameter(memory[:, :8].data)
+        net[4].weight = torch.nn.Parameter((memory[:, 7:15] if shared else memory[:, 8:]).data)
+        ddp = DistributedDataParallel(net, bucket_cap_mb=0.0005)
+        return ddp, adamw(ddp)
+
+    for take in (lambda ddp, optimizer: OptimizerHookState(optimizer), overlap_optimizer):
+        with pytest.raises(ConfigError, match="share memory"):
+            take(*make(shared=True))
+
+    def run(*, overlapped):
+        ddp, optimizer = make(shared=False)
+        if overlapped:
+            overlap_optimizer(ddp, optimizer)
+        return train_on(ddp, optimizer, [x.flatten()[:8] for x in batches(3)])
+
+    assert_ordinary(run)
+
+
+def check_models_that_are_gone():
     """The memory of buckets is freed with the model, even if the handle is kept."""
     ddp = make_ddp()
     optimizer = adamw(ddp)
@@ -124,23 +191,19 @@ def _let_go(_):
         return work.get_future().then(lambda done: done.value()[0])
 
     handle = overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=dist.group.WORLD)
-    for x in batches(4):
-        backward(ddp, x)
-        optimizer.step()
-        optimizer.zero_grad()
-    held = [one() is not None for one in buffers[-2:]]
+    train_on(ddp, optimizer, batches(4))
+    assert all(one() is not None for one in buffers[-2:])
     handle.wait()
     del ddp
-    gc.collect()
-    return held, [one() for one in buffers]
+    deadline = time.monotonic() + 20  # one of Gloo's threads may still hold a callback
+    while any(buffer() is not None for buffer in buffers):
+        assert time.monotonic() < deadline
+        gc.collect()
+        time.sleep(0.01)
 
 
-def _run(rank):
-    return {**_other_strides(rank), **_other_strides_where_some_are_unused(rank)}, _let_go(rank)
+check = on_ranks(__name__, timeout=120, group_timeout=20)
 
 
-def test_parameters_with_other_strides_and_freed_models():
-    for seen, (held, left) in run_ranks(_run, 2):
-        assert [case for case, right in seen.items() if not right] == []
-        assert all(held)
-        assert left == [None] * len(left)
+def test_layouts(check):
+    check()

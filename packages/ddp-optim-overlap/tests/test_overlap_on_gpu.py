@@ -5,23 +5,33 @@ With NCCL 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1, ranks can share GPUs u
 
 import contextlib
 import os
+import time
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import batches, make_ddp, rank_device, same
+from overlap_runs import (
+    Failing,
+    assert_same,
+    backward,
+    batches,
+    changed,
+    ends,
+    make_ddp,
+    rank_device,
+    snapshot,
+    train_on,
+)
 from parity_cases import MODES, every_mode, every_optimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import (
     ConfigError,
     DoubleBackwardError,
-    GlobalNorm,
     OptimizerHookState,
-    OverlapMode,
+    OverlapError,
     StepError,
-    UnsupportedOptimizerError,
     apply_optimizer_in_backward,
     hook_then_optimizer,
     overlap_optimizer,
@@ -79,60 +89,45 @@ class SlowAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def _train_late(*, overlap, steps=5, accumulate=1, scaled=False, infinite=None, options=None, **ddp_options):
+def _train_late(*, overlapped, steps=5, accumulate=1, **ddp_options):
     torch.manual_seed(0)
     layers = [torch.nn.Flatten(), torch.nn.Linear(32, 256), *[torch.nn.Linear(256, 256) for _ in range(3)]]
-    device, options = rank_device(), dict(options or {})
-    ddp = DistributedDataParallel(torch.nn.Sequential(*layers).to(device), bucket_cap_mb=0.2, **ddp_options)
+    net = torch.nn.Sequential(*layers).to(rank_device())
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.2, **ddp_options)
     optimizer = SlowAdamW(ddp.parameters(), lr=0.01, fused=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=scaled, init_scale=1024.0)
-    if overlap:
-        overlap_optimizer(ddp, optimizer, scaler=scaler, comm_hook=_slow_average, **options)
+    if overlapped:
+        overlap_optimizer(ddp, optimizer, comm_hook=_slow_average, steps_per_parameter=True)
     else:
         ddp.register_comm_hook(None, _slow_average)
     for step, x in enumerate(batches(steps * accumulate)):
         last = step % accumulate == accumulate - 1
         with contextlib.nullcontext() if last else ddp.no_sync():
-            loss = ddp(x.to(device)).square().mean()
-            scaler.scale(loss * torch.inf if step == infinite else loss).backward()
-        if not last:
-            continue
-        if not overlap:
-            scaler.unscale_(optimizer)
-            if "clip" in options:
-                torch.nn.utils.clip_grad_norm_(ddp.parameters(), options["clip"].max_norm)
-            scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+            ddp(x.to(rank_device())).square().mean().backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
     torch.cuda.synchronize()
-    return [p.detach().clone() for p in ddp.parameters()], optimizer.state_dict()
+    return ends(ddp, optimizer)
 
 
-AFTER = {"mode": OverlapMode.AFTER_REDUCE}
 LATE = {
     "plain": {},
     "bucket view": {"gradient_as_bucket_view": True},
     "static graph": {"static_graph": True},
     "find_unused": {"find_unused_parameters": True},
     "no_sync": {"accumulate": 3},
-    "clip": {"options": {**AFTER, "clip": GlobalNorm(0.01)}},
-    "scaler": {"scaled": True, "options": AFTER},
-    "scaler finds an infinity": {"scaled": True, "infinite": 2, "options": AFTER},
-    "scaler and clip": {"scaled": True, "options": {**AFTER, "clip": GlobalNorm(0.01)}},
 }
 
 
 def _every_late(_):
-    return {
-        name: same(_train_late(overlap=False, **arguments), _train_late(overlap=True, **arguments))
-        for name, arguments in LATE.items()
-    }
+    for name, arguments in LATE.items():
+        runs = [_train_late(overlapped=overlapped, **arguments) for overlapped in (True, False)]
+        assert_same(*runs, f"of {name}, the value")
 
 
 @on_every_backend
 def test_averages_and_steps_that_come_late(backend, world_size):
-    for rank in _on(backend, world_size, _every_late):
-        assert all(rank.values()), rank
+    _on(backend, world_size, _every_late)
 
 
 def _train_drop_in(name):
@@ -149,123 +144,127 @@ def _train_drop_in(name):
             ddp.register_comm_hook(None, hook_then_optimizer(_slow_average, OptimizerHookState(optimizer)))
     for x in batches(4):
         ddp.zero_grad()
-        ddp(x.to(rank_device())).square().sum().backward()
+        backward(ddp, x.to(rank_device()))
         if name == "ordinary":
             optimizer.step()
     torch.cuda.synchronize()
-    return [p.detach().clone() for p in ddp.parameters()]
+    return snapshot(ddp)
 
 
 def _every_drop_in(_):
     ordinary = _train_drop_in("ordinary")
-    names = ("register_fused_optim", "apply_optimizer_in_backward", "hook_then_optimizer")
-    return {name: same(ordinary, _train_drop_in(name)) for name in names}
+    for name in ("register_fused_optim", "apply_optimizer_in_backward", "hook_then_optimizer"):
+        assert_same(_train_drop_in(name), ordinary, f"with {name}, the value")
 
 
 @on_every_backend
 def test_drop_ins(backend, world_size):
-    for rank in _on(backend, world_size, _every_drop_in):
-        assert all(rank.values()), rank
-
-
-class Fails(torch.optim.SGD):
-    def step(self, closure=None):
-        raise ValueError("no step today")
+    _on(backend, world_size, _every_drop_in)
 
 
 def _errors(_):
     x = batches(1)[0].to(rank_device())
-    seen = {}
     ddp = make_ddp()
     handle = overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
-    ddp(x).square().sum().backward()
+    backward(ddp, x)
     with pytest.raises(DoubleBackwardError):
-        ddp(x).square().sum().backward()
+        backward(ddp, x)
     handle.remove()
-    for mode in OverlapMode:
-        ddp = make_ddp()
-        before = [p.detach().clone() for p in ddp.parameters()]
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        handle = overlap_optimizer(ddp, optimizer, mode=mode)
-        optimizer.__class__ = Fails
-        with pytest.raises(RuntimeError, match="no step today"):
-            ddp(x).square().sum().backward()
+    ddp = make_ddp()
+    before = snapshot(ddp)
+    optimizer = Failing(ddp.parameters(), lr=0.1)
+    handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
+    optimizer.victim = ddp.module.conv.weight
+    with pytest.raises(RuntimeError, match="not today"):
+        backward(ddp, x)
+    for call in (handle.wait, optimizer.step):
         with pytest.raises(StepError):
-            handle.wait()
-        seen[mode.name] = same(before, [p.detach().clone() for p in ddp.parameters()])
-    return seen
+            call()
+    assert_same(changed(ddp, before), [])  # it has one bucket
+    for options in ({"gradient_as_bucket_view": True}, {"find_unused_parameters": True}):
+        ddp = make_ddp(**options)
+        with pytest.raises(ConfigError, match="on this device"):
+            overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), release_gradients=True)
 
 
 @on_every_backend
 def test_errors_keep_their_type_and_move_nothing(backend, world_size):
-    for rank in _on(backend, world_size, _errors):
-        assert all(rank.values()), rank
+    _on(backend, world_size, _errors)
 
 
-class WritesAll(torch.optim.SGD):
-    """Writes all its parameters in every step, with an operator that raises no versions on a GPU."""
+def _fails_alone(rank):
+    """The other rank learns of it in its next pass at the latest, and nobody waits for the timeout."""
+    x = batches(1)[0].to(rank_device())
+    ddp = make_ddp()
+    optimizer = Failing(ddp.parameters(), lr=0.1)
+    handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
+    train_on(ddp, optimizer, [x, x])
+    optimizer.victim = ddp.module.conv.weight if rank == 1 else None
+    began, failed = time.monotonic(), 0
+    for _ in range(2):
+        try:
+            train_on(ddp, optimizer, [x])
+        except RuntimeError:
+            failed += 1
+            optimizer.zero_grad()
+    assert failed, "no pass has failed"
+    for call in (handle.wait, optimizer.step):
+        with pytest.raises(OverlapError):
+            call()
+    handle.remove()
+    seconds = time.monotonic() - began
+    assert seconds < 30, seconds
 
-    def __init__(self, params, **options):
-        self.everything = list(params)
-        super().__init__(self.everything, **options)
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step(closure)
-        torch._foreach_mul_(self.everything, 0.99)
+@pytest.mark.parametrize(("backend", "world_size"), [one for one in BACKENDS if one[1] > 1])
+def test_a_step_that_fails_on_one_rank_is_an_error_on_every_rank(backend, world_size):
+    _on(backend, world_size, _fails_alone, timeout=120)
+
+
+def _clip(ddp, _):
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+
+
+def _unscale(_, optimizer):
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(torch.ones((), device=rank_device()))
+    scaler.unscale_(optimizer)
+
+
+def _set_to_zero(_, optimizer):
+    optimizer.zero_grad(set_to_none=False)
+
+
+def _decay(ddp, _):
+    torch._foreach_mul_([one.data for one in ddp.parameters()], 0.9)
 
 
 def _step_and_go_on(ddp, optimizer, x):
     """Later steps do not wait for the answer: without versions, the next pass raises."""
     optimizer.step()
     optimizer.zero_grad()
-    ddp(x).square().sum().backward()
+    backward(ddp, x)
 
 
 def _foreach_writes(_):
     """Writes by operators on lists of tensors, which raise no versions on a GPU."""
-    x, seen = batches(1)[0].to(rank_device()), {}
-
-    def unscale(_, optimizer):
-        scaler = torch.amp.GradScaler("cuda")
-        scaler.scale(torch.ones((), device=rank_device()))
-        scaler.unscale_(optimizer)
-
-    changes = {
-        "clipped": lambda ddp, _: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3),
-        "unscaled": unscale,
-        "zeroed": lambda _, optimizer: optimizer.zero_grad(set_to_none=False),
-        "decayed": lambda ddp, _: torch._foreach_mul_([one.data for one in ddp.parameters()], 0.9),
-    }
-    for name, change in changes.items():
+    x = batches(1)[0].to(rank_device())
+    for change in (_clip, _unscale, _set_to_zero, _decay):
         for first in (0, 2):  # the first step in which the loop does it
             ddp = make_ddp()
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=True)
             handle = overlap_optimizer(ddp, optimizer)
-            for _ in range(first):
-                ddp(x).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            ddp(x).square().sum().backward()
+            train_on(ddp, optimizer, [x] * first)
+            backward(ddp, x)
             change(ddp, optimizer)
-            with pytest.raises(RuntimeError if first else ConfigError, match=r"changed .* after the step"):
+            with pytest.raises(RuntimeError, match=r"changed .* after the step"):
                 _step_and_go_on(ddp, optimizer, x)
+            for call in (optimizer.step, handle.wait):  # until the overlap is removed
+                with pytest.raises(ConfigError, match=r"changed .* after the step"):
+                    call()
             handle.remove()
-            seen[name, first] = True
-    ddp = make_ddp()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, foreach=True)
-    overlap_optimizer(ddp, optimizer)
-    for _ in range(3):  # clipping with a limit that is not reached changes nothing
-        ddp(x).square().sum().backward()
-        torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e9)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-    with pytest.raises(UnsupportedOptimizerError):
-        overlap_optimizer(ddp := make_ddp(), WritesAll(ddp.parameters(), lr=0.1))
-    return seen
 
 
 @on_every_backend
 def test_writes_without_versions_are_seen(backend, world_size):
-    for rank in _on(backend, world_size, _foreach_writes):
-        assert all(rank.values()), rank
+    _on(backend, world_size, _foreach_writes)

@@ -1,10 +1,19 @@
-"""Every optimizer, every way to run DDP: the bits of ``backward(); optimizer.step()``."""
+"""Every optimizer, every way to run DDP, every hook: the bits of ``backward(); optimizer.step()``."""
 
 import pytest
 import torch
-from overlap_runs import FUSED, OPTIMIZERS, differences, make_ddp, train
+import torch.distributed as dist
+from overlap_runs import FUSED, OPTIMIZERS, PoisonedPages, differences, make_ddp, train
 from parity_cases import ADAMW, MODES, every_mode, every_optimizer
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
+from ddp_compress_hooks import (
+    CompressState,
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+)
 from dist_utils.testing import run_ranks
 
 
@@ -25,7 +34,7 @@ def test_every_optimizer_in_every_implementation(optimizers, name):
     ranks, modes = optimizers
     for rank in ranks:
         cases = {case: different for case, different in rank.items() if case[0] == name}
-        assert len(cases) == (3 if name in FUSED else 2) * modes + 2
+        assert len(cases) == (3 if name in FUSED else 2) * modes
         assert not any(cases.values()), cases
 
 
@@ -62,16 +71,66 @@ def test_every_way_to_run_ddp(request, fixture, name):
 
 def _three(_):
     """With three ranks, dividing and multiplying, before or after the sum, give different bits."""
-    seen = {view: differences(ADAMW, gradient_as_bucket_view=view) for view in (False, True)}
+    seen = {
+        view: differences(ADAMW, gradient_as_bucket_view=view, released=[PoisonedPages])
+        for view in (False, True)
+    }
     moved = train(ADAMW, overlap=True)["parameters"]
     start = [parameter.detach() for parameter in make_ddp().parameters()]
     seen["moved"] = not any(torch.equal(one, other) for one, other in zip(moved, start, strict=True))
     seen["tensor lr"] = differences(
         lambda ddp: [torch.optim.SGD(ddp.parameters(), lr=torch.tensor(0.1), foreach=True)]
     )
+    seen["Muon"] = differences(_muon) if hasattr(torch.optim, "Muon") else []
     return seen
+
+
+def _muon(ddp):
+    weights = [layer.weight for layer in ddp.module.layers]
+    rest = [one for one in ddp.parameters() if all(one is not weight for weight in weights)]
+    return [torch.optim.Muon(weights, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
 
 
 def test_three_ranks():
     for rank in run_ranks(_three, 3, timeout=120):
-        assert rank == {False: [], True: [], "moved": True, "tensor lr": []}
+        assert rank == {False: [], True: [], "moved": True, "tensor lr": [], "Muon": []}
+
+
+def new_tensor_hook(state, bucket):
+    """Average into another tensor and leave the bucket full of nonsense."""
+    other = bucket.buffer().clone()
+    bucket.buffer().fill_(1e6)
+
+    def halve(done):
+        return done.value()[0] / 2
+
+    return dist.all_reduce(other, async_op=True).get_future().then(halve)
+
+
+HOOKS = {
+    "allreduce_hook": lambda: (allreduce_hook, None),
+    "fp16": lambda: (fp16_compress_hook, None),
+    "bf16, sums in fp32": lambda: (bf16_compress_hook, CompressState(accumulate="fp32")),
+    "bf16 wrapper": lambda: (bf16_compress_wrapper(new_tensor_hook), None),
+    "pytorch's allreduce": lambda: (default_hooks.allreduce_hook, None),
+    "pytorch's fp16": lambda: (default_hooks.fp16_compress_hook, None),
+    "pytorch's fp16 wrapper, which sets another buffer": lambda: (
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+        None,
+    ),
+    "a new tensor": lambda: (new_tensor_hook, None),
+}
+
+
+def _hooks(_):
+    return {
+        (name, view): differences(ADAMW, comm=make, gradient_as_bucket_view=view)
+        for name, make in HOOKS.items()
+        for view in (False, True)
+    }
+
+
+def test_the_bits_of_the_ordinary_loop_with_the_same_hook():
+    for rank in run_ranks(_hooks, 2, timeout=120):
+        assert len(rank) == 2 * len(HOOKS)
+        assert not any(rank.values()), rank

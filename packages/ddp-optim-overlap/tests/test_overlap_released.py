@@ -1,6 +1,8 @@
 """``release_gradients=True``: the same bits and no gradients left, or it is refused."""
 
+import copy
 import ctypes
+import itertools
 import mmap
 import threading
 import weakref
@@ -10,22 +12,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from overlap_runs import (
+    Failing,
     PoisonedPages,
     adamw,
+    as_ordinary,
+    assert_same,
+    assert_stepped,
     backward,
     batches,
     begin_overlap,
-    both,
     changed,
     complex_if_sent,
-    differences,
+    ends,
+    failing_hook,
     make_ddp,
-    named,
-    one_group,
-    require_held,
-    run_parts,
-    same,
+    on_ranks,
     snapshot,
+    start,
+    train_on,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -34,61 +38,66 @@ from ddp_compress_hooks import bf16_compress_hook
 from ddp_optim_overlap import (
     ByValue,
     ConfigError,
-    GlobalNorm,
-    OverlapMode,
     PerBucketNorm,
     PreviousStepNorm,
     StepError,
     overlap_optimizer,
-    released_pass,
 )
 from ddp_optim_overlap.bucket_memory import PageMemory, StorageMemory
-from ddp_optim_overlap.gradient_release import require_readable
-from ddp_optim_overlap.optimizers import OverlappedOptimizers
 from dist_utils.testing import patience, run_ranks
 
-ADAMW = one_group(torch.optim.AdamW, {"lr": 0.01})
 WAYS = (PoisonedPages, StorageMemory)
+BOTH_VIEWS = [(PoisonedPages, False), (PoisonedPages, True), (StorageMemory, False)]
+"""The ways, and whether gradients are views of buckets."""
 
 
 def _gradients(ddp):
     return [parameter.grad for parameter in ddp.parameters()]
 
 
-def _no_gradients(ddp):
-    return _gradients(ddp) == [None] * len(_gradients(ddp))
+def _assert_none(ddp):
+    assert_same(_gradients(ddp), [None] * len(_gradients(ddp)))
 
 
-def _gradients_that_are_left(seen):
+def check_gradients_that_are_left():
     """No gradients are left after a pass that steps; other passes keep theirs."""
-    for memory in WAYS:
-        for view in (False, True)[: 1 if memory is StorageMemory else 2]:
-            ddp = make_ddp(gradient_as_bucket_view=view)
-            optimizer = adamw(ddp)
-            handle = begin_overlap(ddp, optimizer, memory=memory)
-            case = memory.__name__, view
-            for number, x in enumerate(batches(3)):
-                backward(ddp, x)
-                seen[case, "stepped", number] = _no_gradients(ddp)
-                optimizer.step()
-            with ddp.no_sync():
-                backward(ddp, batches(1)[0])
-            seen[case, "no_sync"] = all(one is not None and bool(one.any()) for one in _gradients(ddp))
-            optimizer.zero_grad()
-            plain = make_ddp(gradient_as_bucket_view=view)
-            plain.load_state_dict(ddp.state_dict())
-            with handle.pause():
-                backward(ddp, batches(1)[0])
-            backward(plain, batches(1)[0])
-            seen[case, "pause"] = same(_gradients(ddp), _gradients(plain))
+    for memory, view in BOTH_VIEWS:
+        ddp, optimizer, handle = start(options={"memory": memory}, gradient_as_bucket_view=view)
+        for x in batches(3):
+            backward(ddp, x)
+            _assert_none(ddp)
+            optimizer.step()
+        with ddp.no_sync():
             backward(ddp, batches(1)[0])
-            seen[case, "accumulated"] = _no_gradients(ddp)
+        assert all(one is not None and bool(one.any()) for one in _gradients(ddp)), _gradients(ddp)
+        optimizer.zero_grad()
+        plain = make_ddp(gradient_as_bucket_view=view)
+        plain.load_state_dict(ddp.state_dict())
+        with handle.pause():
+            backward(ddp, batches(1)[0])
+        backward(plain, batches(1)[0])
+        assert_same(_gradients(ddp), _gradients(plain))
+        backward(ddp, batches(1)[0])
+        _assert_none(ddp)
 
 
-def _as_with_gradients(seen):
+OPTIONS = {
+    "by value": lambda: {"clip": ByValue(0.01)},
+    "per bucket": lambda: {"clip": PerBucketNorm(0.02)},
+    "previous": lambda: {"clip": PreviousStepNorm(0.02)},
+    "check": lambda: {"check": True},
+    "step": lambda: {"unused": "step"},
+    "fp16": lambda: {"comm_hook": fp16_compress_hook},
+    "bf16": lambda: {"comm_hook": bf16_compress_hook},
+    "a new tensor": lambda: {"comm_hook": _new_tensor},
+    "two buckets late": lambda: {"comm_hook": _Late(2)},
+}
+
+
+def check_as_with_gradients():
     """Paused passes between others, weight checks, hooks and clipping: the bits of an ordinary overlap."""
 
-    def run(memory, options, *, view=False, pause=False, again=False):
+    def run(memory, options=dict, *, view=False, pause=False, again=False):
         ddp = make_ddp(gradient_as_bucket_view=view)
         optimizer = adamw(ddp)
         handle = begin_overlap(ddp, optimizer, memory=memory, **options())
@@ -97,38 +106,21 @@ def _as_with_gradients(seen):
             if pause:
                 with handle.pause():
                     backward(ddp, next(data))
-            backward(ddp, next(data))
-            optimizer.step()
-            optimizer.zero_grad()
+            train_on(ddp, optimizer, [next(data)])
             if again and step == 1:
                 handle.remove()
-                backward(ddp, next(data))
-                optimizer.step()
-                optimizer.zero_grad()
+                train_on(ddp, optimizer, [next(data)])
                 handle = begin_overlap(ddp, optimizer, memory=memory, **options())
         handle.wait()
-        return snapshot(ddp), optimizer.state_dict()
+        return ends(ddp, optimizer)
 
-    cases = {
-        "by value": lambda: {"clip": ByValue(0.01)},
-        "per bucket": lambda: {"clip": PerBucketNorm(0.02)},
-        "previous": lambda: {"clip": PreviousStepNorm(0.02)},
-        "check": lambda: {"check": True},
-        "step": lambda: {"unused": "step"},
-        "fp16": lambda: {"comm_hook": fp16_compress_hook},
-        "bf16": lambda: {"comm_hook": bf16_compress_hook},
-        "a new tensor": lambda: {"comm_hook": _new_tensor},
-        "two buckets late": lambda: {"comm_hook": _Late(2)},
-    }
-    for name, options in cases.items():
+    for name, options in OPTIONS.items():
         kept = run(None, options)
         for memory in WAYS:
-            seen[name, memory.__name__] = same(kept, run(memory, options))
-    for ways in ({"pause": True}, {"again": True}):
-        for view in (False, True):
-            kept = run(None, dict, view=view, **ways)
-            for memory in WAYS[: 1 if view else 2]:
-                seen[str(ways), view, memory.__name__] = same(kept, run(memory, dict, view=view, **ways))
+            assert_same(run(memory, options), kept, f"with {name}, {memory.__name__}, the value")
+    for way, (memory, view) in itertools.product(("pause", "again"), BOTH_VIEWS):
+        kept, released = (run(one, view=view, **{way: True}) for one in (None, memory))
+        assert_same(released, kept, f"with {way}, {memory.__name__}, {view}, the value")
 
 
 def _new_tensor(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -170,91 +162,61 @@ class Mixed(torch.nn.Module):
         return self.second(x.abs().double()) + self.empty.sum()
 
 
-def _buckets_of_all_kinds(seen):
-    for memory in (None, *WAYS):
-        for view in (False, True)[: 1 if memory is StorageMemory else 2]:
-
-            def run(*, overlapped, memory=memory, view=view):
-                ddp = DistributedDataParallel(Mixed(), bucket_cap_mb=0.01, gradient_as_bucket_view=view)
-                optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-                if overlapped:
-                    begin_overlap(ddp, optimizer, memory=memory)
-                left = []
-                for step in range(4):
-                    ddp(torch.tensor([step, 7])).square().mean().backward()
-                    left += [one for one in _gradients(ddp) if one is not None]
-                    optimizer.step()
-                    optimizer.zero_grad()
-                assert not overlapped or memory is None or not left
-                return snapshot(ddp), optimizer.state_dict()
-
-            seen[getattr(memory, "__name__", ""), view] = both(run)
+@as_ordinary(*[(None, False), (None, True), *BOTH_VIEWS])
+def check_buckets_of_all_kinds(memory, view, *, overlapped):
+    ddp = DistributedDataParallel(Mixed(), bucket_cap_mb=0.01, gradient_as_bucket_view=view)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+    if overlapped:
+        begin_overlap(ddp, optimizer, memory=memory)
+    for step in range(4):
+        ddp(torch.tensor([step, 7])).square().mean().backward()
+        if overlapped and memory is not None:
+            _assert_none(ddp)
+        optimizer.step()
+        optimizer.zero_grad()
+    return ends(ddp, optimizer)
 
 
-def _counting(step, parts):
-    def counted(calls, parameters):
-        parts.append(len(parameters))
-        step(calls, parameters)
-
-    return counted
+_PARTS = []
+"""How many parameters every step of the following class had."""
 
 
-def _large_buckets_in_parts(seen):
+class Counts(torch.optim.SGD):
+    def step(self, closure=None):
+        _PARTS.append(sum(len(group["params"]) for group in self.param_groups))
+        return super().step(closure)
+
+
+def check_large_buckets_in_parts():
     """A part is freed before the next one is stepped, and clipping still applies to the whole bucket."""
-    whole, released_pass._PART_BYTES = released_pass._PART_BYTES, 600
-    try:
-        for name, clip in {"": None, "per bucket": PerBucketNorm(0.02)}.items():
-            runs = []
-            for memory in (None, *WAYS):
-                ddp = make_ddp(bucket_cap_mb=25)
-                optimizer = adamw(ddp)
-                parts = []
-                begin_overlap(ddp, optimizer, memory=memory, clip=clip)
-                with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(OverlappedOptimizers, "step", _counting(OverlappedOptimizers.step, parts))
-                    for x in batches(3):
-                        backward(ddp, x)
-                        optimizer.step()
-                        optimizer.zero_grad()
-                runs.append((snapshot(ddp), optimizer.state_dict()))
-                seen[name, str(memory)] = sum(parts) == 30 and (max(parts) < 10) is (memory is not None)
-            seen[name, "same bits"] = same(runs[0], runs[1]) and same(runs[0], runs[2])
-    finally:
-        released_pass._PART_BYTES = whole
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048, bias=False) for _ in range(3)])
+    for clip in (None, PerBucketNorm(0.02)):
+        runs = []
+        for memory in (None, *WAYS):
+            ddp = DistributedDataParallel(copy.deepcopy(net))
+            optimizer = Counts(ddp.parameters(), lr=0.01)
+            begin_overlap(ddp, optimizer, memory=memory, clip=clip, steps_per_parameter=True)
+            _PARTS.clear()
+            backward(ddp, torch.ones(1, 2048))  # one bucket of 48 MiB, before DDP rebuilds its buckets
+            assert_same(_PARTS, [3] if memory is None else [2, 1])
+            runs.append(snapshot(ddp))
+        assert_same(runs, [runs[0]] * 3)
 
 
-def _refused_at_the_call(seen):
-    def refuses(match, ddp, optimizer, **options):
-        with pytest.raises(ConfigError, match=match):
-            overlap_optimizer(ddp, optimizer, release_gradients=True, **options)
-        overlap_optimizer(ddp, optimizer)  # nothing of the refused one is left
-        return True
-
-    after = {"mode": OverlapMode.AFTER_REDUCE}
-    scaler = torch.amp.GradScaler("cpu")
-    for name, options in {
-        "after": after,
-        "norm": {**after, "clip": GlobalNorm(1.0)},
-        "scaler": {**after, "scaler": scaler},
-    }.items():
-        ddp = make_ddp()
-        seen[name] = refuses("BUCKET", ddp, adamw(ddp), **options)
+def check_refused_at_the_call():
     ddp = make_ddp()
     some = torch.optim.SGD(ddp.module.layers.parameters(), lr=0.1)
-    seen["a parameter without an optimizer"] = refuses(r"\(4, 2, 3, 3\)", ddp, some)
+    with pytest.raises(ConfigError, match=r"\(4, 2, 3, 3\)"):
+        overlap_optimizer(ddp, some, release_gradients=True)
+    overlap_optimizer(ddp, some)  # nothing of the refused one is left
     ddp = make_ddp()
-    ddp.module.conv.requires_grad_(False)
+    ddp.module.conv.requires_grad_(False)  # needs no step
     some = torch.optim.SGD(ddp.module.layers.parameters(), lr=0.1)
     overlap_optimizer(ddp, some, release_gradients=True)
-    seen["a frozen one"] = True
-    require_readable(PageMemory(), may_leave_out=True, as_view=True)
-    for options in ({"may_leave_out": True}, {"may_leave_out": False, "as_view": True}):
-        with pytest.raises(ConfigError, match="on this device"):
-            require_readable(StorageMemory(), **options)
-    seen["StorageMemory"] = True
 
 
-def _refused_later(seen):
+def check_refused_later():
     for how in ("unowned", "static graph"):
         ddp = make_ddp()
         groups = [{"params": list(part.parameters())} for part in (ddp.module.conv, ddp.module.layers)]
@@ -272,10 +234,10 @@ def _refused_later(seen):
             backward(ddp, batches(1)[0])
         with pytest.raises(ConfigError, match="release_gradients"):
             optimizer.step()
-        seen[how] = same(before, snapshot(ddp))
+        assert_same(snapshot(ddp), before)
 
 
-def _too_late(seen):
+def check_too_late():
     def put_one(ddp, _):
         next(ddp.parameters()).grad = torch.ones_like(next(ddp.parameters()))
 
@@ -294,102 +256,70 @@ def _too_late(seen):
         for _ in range(2):
             with pytest.raises(ConfigError, match=match):
                 optimizer.step()
-        seen[match] = same(before, snapshot(ddp))
+        assert_same(snapshot(ddp), before)
 
 
-class FailsLate(torch.optim.SGD):
-    """Its step fails for one parameter."""
-
-    victim = None
-
-    def step(self, closure=None):
-        if any(one is self.victim for group in self.param_groups for one in group["params"]):
-            raise ValueError("no step today")
-        return super().step(closure)
-
-
-def _failing_hook(state: dict, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    if state["fails"] and bucket.index() == 3:  # one bucket has been stepped by then
-        raise ValueError("a bad hook")
-    return _new_tensor(None, bucket)
-
-
-def _left(ddp, places):
-    return [one is not None for place, one in enumerate(_gradients(ddp)) if place in places]
-
-
-def _errors(seen):
+def check_errors():
     """Errors in the middle of a pass: handed-over buckets keep no gradients, and the model trains on."""
-    for memory in WAYS:
-        for view in (False, True)[: 1 if memory is StorageMemory else 2]:
-            for how in ("step", "hook", "a layer is left out"):
-                case = memory.__name__, view, how
-                ddp = make_ddp(gradient_as_bucket_view=view, bucket_cap_mb=0.0005)
-                optimizer, state = FailsLate(ddp.parameters(), lr=0.1), {"fails": False}
-                handle = begin_overlap(
-                    ddp, optimizer, memory=memory, comm_hook=_failing_hook, comm_state=state
-                )
-                first, second, third, fourth = batches(4)
-                for x in (first, second):
-                    backward(ddp, x)
-                    optimizer.step()
-                before = snapshot(ddp)
-                optimizer.victim = ddp.module.layers[1].weight if how == "step" else None
-                state["fails"] = how == "hook"
-                if how == "a layer is left out":
-                    ddp.module.skipped = (0,)
-                    backward(ddp, third)
-                    with pytest.raises(StepError, match="find_unused"):
-                        handle.wait()
-                    moved = changed(ddp, before)
-                    seen[case] = 0 < len(moved) < len(before) and not any(_left(ddp, moved))
-                    continue  # DDP itself is unusable afterwards
-                with pytest.raises(RuntimeError, match=r"no step today|a bad hook"):
-                    backward(ddp, third)
-                moved = changed(ddp, before)
-                handle.remove()
-                seen[case, "some moved"] = 0 < len(moved) < len(before)
-                seen[case, "stepped ones have none"] = not any(_left(ddp, moved))
-                optimizer.victim, state["fails"] = None, False
-                optimizer.zero_grad()
-                plain = make_ddp(gradient_as_bucket_view=view, bucket_cap_mb=0.0005)
-                plain.register_comm_hook(state, _failing_hook)
-                plain.load_state_dict(ddp.state_dict())
-                other = torch.optim.SGD(plain.parameters(), lr=0.1)
-                for x in (third, fourth):
-                    for model, one in ((ddp, optimizer), (plain, other)):
-                        backward(model, x)
-                        one.step()
-                        one.zero_grad()
-                seen[case, "trains on"] = same(snapshot(ddp), snapshot(plain))
+    for (memory, view), how in itertools.product(BOTH_VIEWS, ("step", "hook", "a layer is left out")):
+        options = {"gradient_as_bucket_view": view, "bucket_cap_mb": 0.0005}
+        ddp = make_ddp(**options)
+        optimizer, state = Failing(ddp.parameters(), lr=0.1), {"at": 3}  # one is stepped by then
+        hook = {"comm_hook": failing_hook, "comm_state": state}
+        handle = begin_overlap(ddp, optimizer, memory=memory, steps_per_parameter=True, **hook)
+        data = batches(4)
+        train_on(ddp, optimizer, data[:2])
+        before = snapshot(ddp)
+        optimizer.victim = ddp.module.layers[1].weight if how == "step" else None
+        state["fails"] = how
+        if how == "a layer is left out":
+            ddp.module.skipped = (0,)
+            backward(ddp, data[2])
+            with pytest.raises(StepError, match="find_unused"):
+                handle.wait()
+        else:
+            with pytest.raises(RuntimeError, match="not today"):
+                backward(ddp, data[2])
+        moved = changed(ddp, before)
+        assert 0 < len(moved) < len(before), moved
+        assert_same([_gradients(ddp)[place] for place in moved], [None] * len(moved))
+        if how == "a layer is left out":
+            continue  # DDP itself is unusable afterwards
+        handle.remove()
+        optimizer.victim = state["fails"] = None
+        optimizer.zero_grad()
+        plain = make_ddp(**options)
+        plain.register_comm_hook(state, failing_hook)
+        plain.load_state_dict(ddp.state_dict())
+        other = torch.optim.SGD(plain.parameters(), lr=0.1)
+        assert_same(train_on(ddp, optimizer, data[2:])[0], train_on(plain, other, data[2:])[0])
 
 
-def _few_are_in_progress(seen):
+def check_few_are_in_progress():
     """Slow averages hold backward() up: it is never three buckets ahead."""
-    ahead = []
+    ahead, waiting = [], []
 
     def slow(state, bucket):
-        current = state["handle"]._engine._passes.running
-        ahead.append(bucket.index() - len(current.stepped))
+        if bucket.index() == 0:
+            waiting.clear()
+            state["before"] = dict(zip(state["ddp"].parameters(), snapshot(state["ddp"]), strict=True))
+        waiting[:] = [one for one in waiting if torch.equal(one, state["before"][one])]  # not stepped yet
+        ahead.append(len(waiting))
+        waiting.append(bucket.parameters()[0])
         average = torch.futures.Future()
-        buffer = bucket.buffer()
-        threading.Timer(0.05, average.set_result, [buffer]).start()
+        threading.Timer(0.05, average.set_result, [bucket.buffer()]).start()
         return average.then(lambda done: done.value())
 
     for memory in (None, PageMemory):
         ahead.clear()
-        state = {}
         ddp = make_ddp(bucket_cap_mb=0.0005)
         optimizer = adamw(ddp)
-        state["handle"] = begin_overlap(ddp, optimizer, memory=memory, comm_hook=slow, comm_state=state)
-        for x in batches(3):
-            backward(ddp, x)
-            optimizer.step()
-            optimizer.zero_grad()
-        seen["kept" if memory is None else "released"] = (max(ahead) > 2) is (memory is None)
+        begin_overlap(ddp, optimizer, memory=memory, comm_hook=slow, comm_state={"ddp": ddp})
+        train_on(ddp, optimizer, batches(3))
+        assert (max(ahead) > 2) is (memory is None), ahead
 
 
-def _memory_of_old_buckets(seen):
+def check_memory_of_old_buckets():
     """DDP rebuilds its buckets after the first pass: the first ones are not kept, nor allocated again."""
     ddp = make_ddp()
     old = []
@@ -400,38 +330,20 @@ def _memory_of_old_buckets(seen):
 
     optimizer = adamw(ddp)
     handle = begin_overlap(ddp, optimizer, memory=StorageMemory, comm_hook=hook)
-    for x in batches(3):
-        backward(ddp, x)
-        optimizer.step()
+    train_on(ddp, optimizer, batches(3))
     alive = [one() for one in old if one() is not None]
-    seen["given back"] = all(one.untyped_storage().nbytes() == 0 for one in alive) and bool(alive)
-    seen["the first is gone"] = old[0]() is None
+    assert alive
+    assert old[0]() is None
+    assert_same([one.untyped_storage().nbytes() for one in alive], [0] * len(alive))
     handle.remove()
-    seen["all there again"] = all(one.untyped_storage().nbytes() >= one.nbytes for one in alive)
+    assert all(one.untyped_storage().nbytes() >= one.nbytes for one in alive)
 
 
-PARTS = named(
-    _gradients_that_are_left,
-    _as_with_gradients,
-    _buckets_of_all_kinds,
-    _large_buckets_in_parts,
-    _refused_at_the_call,
-    _refused_later,
-    _too_late,
-    _errors,
-    _few_are_in_progress,
-    _memory_of_old_buckets,
-)
+check = on_ranks(__name__, timeout=300)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(run_parts, 2, PARTS, timeout=300)
-
-
-@pytest.mark.parametrize("name", PARTS)
-def test_released_gradients(ranks, name):
-    require_held(ranks, name)
+def test_released_gradients(check):
+    check()
 
 
 def _waits_for_later_buckets(_):
@@ -444,24 +356,13 @@ def _waits_for_later_buckets(_):
         backward(ddp, batches(1)[0])
     optimizer.step()
     backward(ddp, batches(1)[0])  # it no longer waits
-    report = handle.wait()
-    return _no_gradients(ddp) and report.stepped == tuple(range(report.buckets)) and report.buckets > 3
+    assert assert_stepped(handle).buckets > 3
+    _assert_none(ddp)
 
 
 def test_a_hook_that_waits_for_later_buckets_ends_the_wait_at_the_timeout():
     limit = patience(2.0)
-    assert run_ranks(_waits_for_later_buckets, 2, timeout=90, group_timeout=limit) == [True, True]
-
-
-def _three(_):
-    return [
-        differences(ADAMW, released=WAYS),
-        differences(ADAMW, released=WAYS[:1], gradient_as_bucket_view=True, accumulate=2),
-    ]
-
-
-def test_three_ranks():
-    assert run_ranks(_three, 3, timeout=120) == [[[], []]] * 3
+    run_ranks(_waits_for_later_buckets, 2, timeout=90, group_timeout=limit)
 
 
 BUCKETS, WIDTH = 12, 1024
@@ -488,10 +389,7 @@ def _most_resident(_, released):
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     overlap_optimizer(ddp, optimizer, comm_hook=hook, release_gradients=released)
     before = _resident()
-    for _ in range(4):
-        backward(ddp, torch.ones(1, WIDTH))
-        optimizer.step()
-        optimizer.zero_grad()
+    train_on(ddp, optimizer, [torch.ones(1, WIDTH)] * 4)
     assert len(seen) == 1 + 3 * BUCKETS
     return max(seen[1:]) - before
 

@@ -1,12 +1,12 @@
 """Which thread steps, who waits for whom, what the report says of it, and which ranks take part."""
 
-import contextlib
 import gc
 import itertools
 import threading
 import time
 import types
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -15,18 +15,20 @@ from overlap_runs import (
     Net,
     PoisonedPages,
     adamw,
+    as_ordinary,
+    assert_ordinary,
+    assert_same,
+    assert_stepped,
     backward,
     batches,
     begin_overlap,
-    both,
     differences,
+    ends,
     make_ddp,
-    named,
+    on_ranks,
     one_group,
-    require_held,
-    run_parts,
-    same,
-    snapshot,
+    start,
+    train_on,
 )
 from parity_cases import ADAMW
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,45 +40,37 @@ from ddp_optim_overlap import (
     ConfigError,
     DoubleBackwardError,
     OptimizerHookState,
-    OverlapError,
-    OverlapMode,
-    StepError,
     hook_then_optimizer,
     overlap_optimizer,
 )
-from dist_utils.testing import run_ranks
+from dist_utils.testing import call_in_backward, run_ranks
 from dist_utils.torch_compat import default_store
 
 
 class OnThread(torch.optim.SGD):
-    """Records the thread that steps; if told to, delays one parameter until a key is in the store."""
+    """Records the thread that steps; if told to, delays one parameter until a peer has waited."""
 
     names = None
     late = None
-    key = ""
 
     def step(self, closure=None):
         if self.names is not None:
             self.names.add(threading.current_thread().name)
         if any(parameter is self.late for group in self.param_groups for parameter in group["params"]):
-            default_store().wait([self.key])
+            default_store().wait(["waited"])
         return super().step(closure)
 
 
-def _who_steps(seen):
-    for mode, thread in ((OverlapMode.BUCKET, "ddp-optim-overlap"), (OverlapMode.AFTER_REDUCE, "MainThread")):
-        ddp = make_ddp()
-        optimizer = OnThread(ddp.parameters(), lr=0.1)
-        overlap_optimizer(ddp, optimizer, mode=mode)
-        optimizer.names = set()  # without those of the trial
-        for x in batches(2):
-            backward(ddp, x)
-            optimizer.step()
-            optimizer.zero_grad()
-        seen[mode.name] = optimizer.names == {thread}
+def check_who_steps():
+    ddp = make_ddp()
+    optimizer = OnThread(ddp.parameters(), lr=0.1)
+    overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
+    optimizer.names = set()  # without those of the trial
+    train_on(ddp, optimizer, batches(2))
+    assert_same(optimizer.names, {"ddp-optim-overlap"})
 
 
-def _backward_does_not_wait_for_an_average(seen):
+def check_backward_does_not_wait_for_an_average():
     """The first bucket's average does not complete before the first layer's gradients are computed."""
     in_time = []
 
@@ -103,13 +97,11 @@ def _backward_does_not_wait_for_an_average(seen):
             overlap_optimizer(ddp, optimizer, comm_hook=hook)
         for x in batches(3):
             computed.clear()
-            backward(ddp, x)
-            optimizer.step()
-            optimizer.zero_grad()
-        return snapshot(ddp), optimizer.state_dict()
+            train_on(ddp, optimizer, [x])
+        return ends(ddp, optimizer)
 
-    seen["same bits"] = both(run)
-    seen["in time"] = in_time == [True] * 3
+    assert_ordinary(run)
+    assert_same(in_time, [True] * 3)
 
 
 class Checkpoint(torch.nn.Module):
@@ -134,9 +126,9 @@ class Tells(torch.optim.AdamW):
         STEPPED.set()
 
 
-def _what_was_hidden(seen):
+def check_what_was_hidden():
     """The steps before the last, if the last average is slow; none, if there is only one bucket."""
-    for buckets, cap in (("several", 0.002), ("one", 25)):
+    for cap in (0.002, 25):
         ddp = make_ddp(bucket_cap_mb=cap)
         optimizer = Tells(ddp.parameters(), lr=0.01)
 
@@ -158,128 +150,125 @@ def _what_was_hidden(seen):
             threading.Thread(target=slow).start()
             return later
 
-        handle = overlap_optimizer(ddp, optimizer, comm_hook=hook)
-        for x in batches(2):
-            backward(ddp, x)
-            optimizer.step()
-            optimizer.zero_grad()
+        handle = overlap_optimizer(ddp, optimizer, comm_hook=hook, steps_per_parameter=True)
+        train_on(ddp, optimizer, batches(2))
         report = handle.wait()
-        if buckets == "one":
-            seen[buckets] = report.buckets == 1 and report.seconds_hidden == 0 < report.seconds
-        else:
-            seen[buckets] = report.buckets > 1 and 0 < report.seconds_hidden < report.seconds
+        assert 0 <= report.seconds_hidden < report.seconds, report
+        assert (report.buckets > 1) == (report.seconds_hidden > 0) == (cap < 1), report
 
 
-def _a_slow_peer(seen):
-    for mode in OverlapMode:
-        ddp = make_ddp()
-        optimizer = OnThread(ddp.parameters(), lr=0.1)
-        handle = overlap_optimizer(ddp, optimizer, mode=mode)
-        backward(ddp, batches(1)[0])
-        handle.wait()
-        optimizer.zero_grad()
-        if dist.get_rank() == 1:
-            optimizer.late = ddp.module.conv.weight  # in the last bucket
-            optimizer.key = f"{mode.name}: waited"
-        backward(ddp, batches(1)[0])
-        if dist.get_rank() == 0:
-            with pytest.raises(TimeoutError, match="a peer has not finished its step"):
-                handle.wait(timeout=0.1)
-            default_store().set(f"{mode.name}: waited", "")
-        seen[mode.name] = handle.wait(timeout=30).number == 2
+def check_a_slow_peer():
+    ddp = make_ddp()
+    optimizer = OnThread(ddp.parameters(), lr=0.1)
+    handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
+    backward(ddp, batches(1)[0])
+    handle.wait()
+    optimizer.zero_grad()
+    if dist.get_rank() == 1:
+        optimizer.late = ddp.module.conv.weight  # in the last bucket
+    backward(ddp, batches(1)[0])
+    if dist.get_rank() == 0:
+        with pytest.raises(TimeoutError, match="a peer has not finished its step"):
+            handle.wait(timeout=0.1)
+        default_store().set("waited", "")
+    assert_same(handle.wait(timeout=30).number, 2)
 
 
-def _asked_in_the_middle(seen):
-    """step() in the middle of a backward pass, from a thread or a hook: refused, and nothing is lost."""
-    for name, ask in (
-        ("wait", lambda handle, _: handle.wait()),
-        ("step", lambda _, optimizer: optimizer.step()),
-        ("remove", lambda handle, _: handle.remove()),
-    ):
-        for where, memory in itertools.product(("thread", "hook"), (None, PoisonedPages)):
-            refused = []
-
-            def run(*, overlapped, ask=ask, where=where, memory=memory, refused=refused):
-                ddp = make_ddp()
-                optimizer = adamw(ddp)
-                handle = begin_overlap(ddp, optimizer, memory=memory) if overlapped else None
-
-                def asks():
-                    try:
-                        ask(handle, optimizer)
-                    except ConfigError as error:
-                        refused.append("backward()" in str(error))
-
-                def in_the_middle(_):
-                    if where == "thread":
-                        other = threading.Thread(target=asks)
-                        other.start()
-                        other.join()
-                    else:
-                        asks()
-
-                for step, x in enumerate(batches(3)):
-                    if overlapped and step == 1:  # the first pass has one bucket, at its end
-                        ddp.module.layers[1].weight.register_post_accumulate_grad_hook(in_the_middle)
-                    backward(ddp, x)
-                    optimizer.step()
-                    optimizer.zero_grad()
-                return snapshot(ddp), optimizer.state_dict()
-
-            way = "released" if memory else ""
-            seen[name, where, way] = both(run) and refused == [True] * 2
+ASKS = {
+    "wait": lambda handle, _: handle.wait(),
+    "step": lambda _, optimizer: optimizer.step(),
+    "remove": lambda handle, _: handle.remove(),
+}
 
 
-def _asked_between_parts(seen):
-    """step() between nested parts of a pass, whose end cannot be known in advance: never silently wrong."""
-    for memory in (None, PoisonedPages):
-        ddp = DistributedDataParallel(
-            torch.nn.Sequential(*[Checkpoint() for _ in range(4)]), bucket_cap_mb=0.0005
-        )
-        optimizer = adamw(ddp)
-        handle = begin_overlap(ddp, optimizer, memory=memory)
+def _refusing(name, handle, optimizer, refused):
+    """Return what asks inside a pass, and records the refusal."""
 
-        def asks(_, handle=handle):
-            with contextlib.suppress(OverlapError):
-                handle.wait()
+    def ask(*_):
+        try:
+            ASKS[name](handle, optimizer)
+        except ConfigError as error:
+            refused.append(str(error))
 
-        x = torch.ones(3, 16, requires_grad=True)
-        backward(ddp, x)
-        optimizer.zero_grad()
-        ddp.module[1].inner.weight.register_post_accumulate_grad_hook(asks)
-        with pytest.raises(RuntimeError, match=r"while backward\(\) ran"):
-            backward(ddp, x)
-        with pytest.raises(StepError, match=r"while backward\(\) ran"):
-            optimizer.step()
-        handle.remove()
-        optimizer.zero_grad()
-        backward(ddp, x)
-        seen["released" if memory else ""] = all(one.grad is not None for one in ddp.parameters())
+    return ask
 
 
-def _check(seen):
-    seen["check=True"] = not differences(ADAMW, options={"check": True})
+@as_ordinary(*itertools.product(ASKS, ("thread", "hook"), (None, PoisonedPages)))
+def check_asked_in_the_middle(name, where, memory, *, overlapped):
+    """In the middle of a backward pass, from a thread or a hook: refused, and nothing is lost."""
+    ddp, optimizer, handle = start(overlapped=overlapped, options={"memory": memory})
+    refused = []
+    ask = _refusing(name, handle, optimizer, refused)
+
+    def ask_elsewhere(_):
+        other = threading.Thread(target=ask)
+        other.start()
+        other.join()
+
+    for step, x in enumerate(batches(3)):
+        if overlapped and step == 1:  # the first pass has one bucket, at its end
+            weight = ddp.module.layers[1].weight
+            weight.register_post_accumulate_grad_hook(ask_elsewhere if where == "thread" else ask)
+        found = train_on(ddp, optimizer, [x])
+    if overlapped:
+        assert len(refused) == 2, refused
+        assert all("backward()" in text for text in refused), refused
+    return found
 
 
-PARTS = named(
-    _who_steps,
-    _backward_does_not_wait_for_an_average,
-    _what_was_hidden,
-    _a_slow_peer,
-    _asked_in_the_middle,
-    _asked_between_parts,
-    _check,
-)
+class CallsInside(torch.nn.Sequential):
+    """Calls something in the middle of backward()."""
+
+    call = None
+
+    def forward(self, x):
+        for number, layer in enumerate(self, start=1):
+            x = layer(x)
+            if number == len(self) // 2 and self.call is not None:
+                x = call_in_backward(x, self.call)
+        return x
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(run_parts, 2, PARTS, timeout=60, group_timeout=20)
+@as_ordinary(*itertools.product(ASKS, ("in", "between"), (None, PoisonedPages), (False, True)))
+def check_asked_between_parts(name, where, memory, view, *, overlapped):
+    """In or between nested parts of a pass, whose end torch does not tell: refused, and nothing is lost."""
+    torch.manual_seed(0)
+    net = CallsInside(*[Checkpoint() for _ in range(4)])
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.0005, gradient_as_bucket_view=view)
+    optimizer = adamw(ddp)
+    handle = begin_overlap(ddp, optimizer, memory=memory) if overlapped else None
+    refused = []
+    ask = _refusing(name, handle, optimizer, refused)
+    for step in range(3):
+        if overlapped and step == 1 and where == "in":
+            net[1].inner.weight.register_post_accumulate_grad_hook(ask)
+        elif overlapped and step == 1:
+            net.call = ask
+        x = torch.full((3, 16), 1.0 + step + dist.get_rank(), requires_grad=True)
+        found = train_on(ddp, optimizer, [x])
+    if overlapped:
+        assert len(refused) == 2, refused
+        assert_stepped(handle)
+    return found
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_threads(ranks, name):
-    require_held(ranks, name)
+def check_overlapped_inside_backward():
+    net = CallsInside(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.00001)
+    net.call = partial(overlap_optimizer, ddp, adamw(ddp))
+    with pytest.raises(ConfigError, match=r"inside backward\(\)"):
+        ddp(torch.ones(2, 4)).sum().backward()
+
+
+def check_check():
+    assert_same(differences(ADAMW, options={"check": True}), [])
+
+
+check = on_ranks(__name__, timeout=60, group_timeout=20)
+
+
+def test_threads(check):
+    check()
 
 
 def _of(state, bucket):
@@ -294,69 +283,54 @@ def _subgroup(rank):
     mesh = DeviceMesh("cpu", [0, 1])
     group = dist.new_group([0, 1])
     if rank == 2:
-        return None
-    seen = {}
+        return
     make = one_group(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-    for mode in OverlapMode:
-        for unused in (False, True):
-            seen[mode.name, unused] = not differences(
-                make,
-                process_group=group,
-                find_unused_parameters=unused,
-                skip=lambda step, unused=unused: (1,) if unused and step % 2 else (),
-                options={"mode": mode},
-            )
+    seen = [
+        differences(
+            make,
+            process_group=group,
+            find_unused_parameters=unused,
+            skip=lambda step, unused=unused: (1,) if unused and step % 2 else (),
+        )
+        for unused in (False, True)
+    ]
+    assert_same(seen, [[], []])
+
+    def run(kind, *, overlapped):
+        ddp = make_ddp(process_group=group)
+        optimizer = adamw(ddp)
+        state = {"mesh": mesh, "model": ddp}.get(kind, types.SimpleNamespace(process_group=group))
+        hook = hook_then_optimizer(_of, OptimizerHookState(optimizer)) if overlapped else _of
+        ddp.register_comm_hook(state, hook)
+        return train_on(ddp, optimizer, batches(3))
+
     for kind in ("mesh", "model", "process_group"):
-
-        def run(*, overlapped, kind=kind):
-            ddp = make_ddp(process_group=group)
-            optimizer = adamw(ddp)
-            state = {"mesh": mesh, "model": ddp}.get(kind, types.SimpleNamespace(process_group=group))
-            hook = hook_then_optimizer(_of, OptimizerHookState(optimizer)) if overlapped else _of
-            ddp.register_comm_hook(state, hook)
-            for x in batches(3):
-                backward(ddp, x)
-                optimizer.step()
-                optimizer.zero_grad()
-            return snapshot(ddp), optimizer.state_dict()
-
-        seen[kind] = both(run)
-    return seen
+        assert_ordinary(run, kind)
 
 
 def test_a_part_of_the_ranks():
-    first, second, third = run_ranks(_subgroup, 3, timeout=60, group_timeout=20)
-    assert third is None
-    for rank in (first, second):
-        assert len(rank) == 7
-        assert all(rank.values()), rank
+    run_ranks(_subgroup, 3, timeout=60, group_timeout=20)
 
 
 def _many_buckets(rank):
-    torch.manual_seed(0)
-    layers = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(1000)])
-    ddp = DistributedDataParallel(layers, bucket_cap_mb=1e-6)
-    reference = DistributedDataParallel(
-        torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(1000)]), bucket_cap_mb=1e-6
-    )
-    reference.load_state_dict(ddp.state_dict())
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ddp, reference)]
-    handle = overlap_optimizer(ddp, optimizers[0])
-    for step in range(3):
-        x = torch.ones(2, 2) * (rank + step)
-        for model, optimizer in zip((ddp, reference), optimizers, strict=True):
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            optimizer.step()
-    report = handle.wait()
-    return report.buckets, same(snapshot(ddp), snapshot(reference))
+    handles = []
+
+    def run(*, overlapped):
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(2, 2) for _ in range(1000)]
+        ddp = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1e-6)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+        if overlapped:
+            handles.append(overlap_optimizer(ddp, optimizer))
+        return train_on(ddp, optimizer, [torch.ones(2, 2) * (rank + step) for step in range(3)])
+
+    assert_ordinary(run)
+    return assert_stepped(handles[0]).buckets
 
 
 @pytest.mark.exhaustive
 def test_a_thousand_buckets():
-    for buckets, equal in run_ranks(_many_buckets, 2, timeout=120):
-        assert buckets >= 1000
-        assert equal
+    assert min(run_ranks(_many_buckets, 2, timeout=120)) >= 1000
 
 
 def _threads(_):

@@ -1,16 +1,17 @@
 """Small buckets that wait for each other, and are stepped together."""
 
+import time
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import step_buckets_of
+from overlap_runs import assert_same, assert_stepped, failing_hook, snapshot, step_buckets_of
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import CommunicationError, PerBucketNorm, StepError, overlap_optimizer
-from ddp_optim_overlap.handed_over import HandedOver
-from dist_utils.testing import run_ranks, same_bits
+from ddp_optim_overlap.passes.bucket import Bucket
+from dist_utils.testing import run_ranks
 
 LAYERS = 6
 
@@ -45,7 +46,8 @@ def _start(size, comm_hook=None, comm_state=None, *, width=20, layers=LAYERS, **
     net = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(layers)])
     ddp = DistributedDataParallel(net, bucket_cap_mb=width * (width + 1) * 4 / 2**20)
     optimizer = Counts(ddp.parameters(), lr=0.1)
-    handle = overlap_optimizer(ddp, optimizer, comm_hook=comm_hook, comm_state=comm_state, **options)
+    options |= {"comm_hook": comm_hook, "comm_state": comm_state, "steps_per_parameter": True}
+    handle = overlap_optimizer(ddp, optimizer, **options)
     for seed in range(3):
         _pass(ddp, optimizer, seed)
     _seen["sizes"].clear()
@@ -68,8 +70,7 @@ def _sizes(_):
     for size in (1, 2 * BUCKET, 1000 * BUCKET):
         ddp, optimizer, handle = _start(size)
         _pass(ddp, optimizer)
-        report = handle.wait()
-        assert report.stepped == tuple(range(LAYERS))
+        assert len(assert_stepped(handle).stepped) == LAYERS
         found[size // BUCKET] = _seen["sizes"][:]
     ddp, optimizer, handle = _start(1000 * BUCKET, clip=Noted(1e-3))
     _seen["limited"].clear()
@@ -106,11 +107,11 @@ def _a_late_average(_):
     ddp, optimizer, handle = _start(2**40, _late, state, width=600)
     state["late"] = True
     _pass(ddp, optimizer)
-    return handle.wait().stepped == tuple(range(LAYERS)) and _seen["sizes"][0] == 2
+    return len(assert_stepped(handle).stepped), _seen["sizes"][0]
 
 
 def test_what_is_averaged_is_stepped_while_the_next_average_is_awaited():
-    assert all(run_ranks(_a_late_average, 2, timeout=30))
+    assert run_ranks(_a_late_average, 2, timeout=30) == [(LAYERS, 2)] * 2
 
 
 def _bits(_):
@@ -120,28 +121,28 @@ def _bits(_):
         for seed in range(4):
             _pass(ddp, optimizer, seed)
         handle.wait()
-        ends.append(list(ddp.parameters()))
-    return all(same_bits(one, other) for end in ends[1:] for one, other in zip(ends[0], end, strict=True))
+        ends.append(snapshot(ddp))
+    assert_same(ends, [ends[0]] * 3)
 
 
 def test_the_bits_do_not_depend_on_what_is_stepped_together():
-    assert run_ranks(_bits, 3) == [True] * 3
+    run_ranks(_bits, 3)
 
 
 def _sizes_asked_for(_):
     """How often the sizes of waiting buckets are read in one pass."""
     layers, asked = 60, []
     ddp, optimizer, handle = _start(1000 * BUCKET, layers=layers)
-    nbytes = HandedOver.nbytes.fget
+    nbytes = Bucket.nbytes.fget
 
     def counted(bucket):
         asked.append(bucket.index)
         return nbytes(bucket)
 
-    HandedOver.nbytes = property(counted)
+    Bucket.nbytes = property(counted)
     _pass(ddp, optimizer)
     handle.wait()
-    HandedOver.nbytes = property(nbytes)
+    Bucket.nbytes = property(nbytes)
     return max(map(asked.count, range(layers)))
 
 
@@ -153,47 +154,38 @@ def test_waiting_buckets_are_counted_once():
 def _a_step_fails(_):
     ddp, optimizer, handle = _start(1000 * BUCKET)
     _seen["fails"] = True
-    known, fail = [], HandedOver.fail
-
-    def note(bucket, error):
-        with pytest.raises(StepError):
-            handle._engine.raise_error()
-        known.append(True)
-        fail(bucket, error)
-
-    HandedOver.fail = note  # backward() may raise from then on, and its caller then reads the error
     with pytest.raises(RuntimeError, match=r"the step of bucket 0, 1, 2, 3, 4.* failed: ValueError"):
         _pass(ddp, optimizer)
     with pytest.raises(StepError) as caught:
         handle.wait()
     report = caught.value.report
-    assert known
-    return report.stepped == () and report.partial in (tuple(range(LAYERS - 1)), tuple(range(LAYERS)))
+    assert report.stepped == (), report
+    assert report.partial in (tuple(range(LAYERS - 1)), tuple(range(LAYERS))), report
 
 
 def _a_hook_fails(_):
     """A hook fails while earlier buckets still wait for others; DDP waits for all of them."""
 
     def hook(state, bucket):
-        if state["fails"] and bucket.index() == 3:
-            raise ValueError("a bad hook")
-        work = dist.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
+        time.sleep(0.2 if bucket.index() == state.get("at") else 0)  # so that others begin to be stepped
+        return failing_hook(state, bucket)
 
-    state = {"fails": False, "limited": []}
-    ddp, optimizer, handle = _start(1000 * BUCKET, hook, state)
-    state["fails"] = True
-    with pytest.raises(RuntimeError, match="a bad hook"):
+    for size in (1000 * BUCKET, 2 * BUCKET):  # all earlier ones wait, or some have been stepped
+        state = {}
+        ddp, optimizer, handle = _start(size, hook, state)
+        state |= {"fails": "hook", "at": 3}
+        with pytest.raises(RuntimeError, match="not today"):
+            _pass(ddp, optimizer)
+        with pytest.raises(CommunicationError, match="not today") as caught:
+            handle.wait()
+        handle.remove()
+        stepped = caught.value.report.stepped
+        assert stepped == () or size < 1000 * BUCKET, stepped
+        handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
         _pass(ddp, optimizer)
-    with pytest.raises(CommunicationError, match="a bad hook") as caught:
-        handle.wait()
-    handle.remove()
-    state["fails"] = False
-    handle = overlap_optimizer(ddp, optimizer)
-    _pass(ddp, optimizer)
-    return caught.value.report.stepped == () and len(handle.wait().stepped) == LAYERS
+        assert len(assert_stepped(handle).stepped) == LAYERS
 
 
 def test_an_error_reaches_the_buckets_that_wait_for_others():
-    assert run_ranks(_a_step_fails, 2) == [True] * 2
-    assert all(run_ranks(_a_hook_fails, 2, group_timeout=60))
+    run_ranks(_a_step_fails, 2)
+    run_ranks(_a_hook_fails, 2, group_timeout=60)

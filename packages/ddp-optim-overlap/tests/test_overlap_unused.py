@@ -1,85 +1,93 @@
-"""Parameters that a pass leaves out are left alone, whatever happened before."""
+"""Parameters that a pass leaves out are left alone, whatever happened before; static graphs."""
 
-import contextlib
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import adamw, backward, batches, both, make_ddp, named, require_held, run_parts, snapshot
+from overlap_runs import (
+    adamw,
+    as_ordinary,
+    assert_same,
+    backward,
+    batches,
+    changed,
+    ends,
+    make_ddp,
+    on_ranks,
+    paused,
+    snapshot,
+    start,
+    step_buckets_of,
+    train_on,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
-from ddp_optim_overlap import ByValue, OptimizerHookState, hook_then_optimizer, overlap_optimizer
-from dist_utils.testing import run_ranks
+from ddp_optim_overlap import (
+    ByValue,
+    ConfigError,
+    OptimizerHookState,
+    OverlapError,
+    hook_then_optimizer,
+    overlap_optimizer,
+)
 
+LARGE = 2**22  # a step that no bucket reaches
 WEIGHT = 4  # of layer 1: the convolution has two parameters, and so has layer 0
 
 
-def _overlap_begun_while_gradients_accumulate(seen):
+@as_ordinary()
+def check_overlap_begun_while_gradients_accumulate(*, overlapped):
     """The layer that is unused in the averaging pass got its gradient before the overlap began."""
+    ddp = make_ddp(find_unused_parameters=True)
+    optimizer = adamw(ddp)
+    first, second = batches(2)
+    with ddp.no_sync():
+        backward(ddp, first)
+    if overlapped:
+        overlap_optimizer(ddp, optimizer)
+    ddp.module.skipped = (1,)
+    backward(ddp, second)
+    optimizer.step()
+    return ends(ddp, optimizer)
 
-    def run(*, overlapped):
-        ddp = make_ddp(find_unused_parameters=True)
-        optimizer = adamw(ddp)
-        first, second = batches(2)
-        with ddp.no_sync():
+
+@as_ordinary(*itertools.product((False, True), repeat=2))
+def check_accumulation_in_pause(view, set_to_none, *, overlapped):
+    """One rank uses a layer in the paused pass, both in the next: these gradients are not used ones."""
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": view}
+    ddp, optimizer, handle = start(overlapped=overlapped, **options)
+    data = batches(4)
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        ddp.module.skipped = (1,) if dist.get_rank() == 1 else ()
+        with paused(handle):
             backward(ddp, first)
-        if overlapped:
-            overlap_optimizer(ddp, optimizer)
-        ddp.module.skipped = (1,)
+        ddp.module.skipped = ()
         backward(ddp, second)
         optimizer.step()
-        return snapshot(ddp), optimizer.state_dict()
-
-    seen["stepped"] = both(run)
-
-
-def _accumulation_in_pause(seen):
-    """One rank uses a layer in the paused pass, both in the next: these gradients are not used ones."""
-    for view in (False, True):
-        for set_to_none in (False, True):
-
-            def run(*, overlapped, view=view, set_to_none=set_to_none):
-                ddp = make_ddp(find_unused_parameters=True, gradient_as_bucket_view=view)
-                optimizer = adamw(ddp)
-                handle = overlap_optimizer(ddp, optimizer) if overlapped else None
-                data = batches(4)
-                for first, second in zip(data[::2], data[1::2], strict=True):
-                    ddp.module.skipped = (1,) if dist.get_rank() == 1 else ()
-                    with handle.pause() if handle else contextlib.nullcontext():
-                        backward(ddp, first)
-                    ddp.module.skipped = ()
-                    backward(ddp, second)
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=set_to_none)
-                return snapshot(ddp), optimizer.state_dict()
-
-            seen[view, set_to_none] = both(run)
+        optimizer.zero_grad(set_to_none=set_to_none)
+    return ends(ddp, optimizer)
 
 
-def _clipping_a_bucket_without_gradients(seen):
+@as_ordinary(("skipped",), ("frozen",))
+def check_clipping_a_bucket_without_gradients(how, *, overlapped):
     """One bucket per layer, so that one has no gradients at all."""
-    for how in ("skipped", "frozen"):
-
-        def run(*, overlapped, how=how):
-            ddp = make_ddp(find_unused_parameters=True, bucket_cap_mb=0.0005)
-            optimizer = adamw(ddp)
-            handle = overlap_optimizer(ddp, optimizer, clip=ByValue(0.01)) if overlapped else None
-            if how == "frozen":
-                ddp.module.layers[3].requires_grad_(False)
-            else:
-                ddp.module.skipped = (1,)
-            for x in batches(3):
-                backward(ddp, x)
-                if not overlapped:
-                    torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01)
-                optimizer.step()
-                optimizer.zero_grad()
-            if handle is not None:
-                handle.wait()
-            return snapshot(ddp), optimizer.state_dict()
-
-        seen[how] = both(run)
+    ddp = make_ddp(find_unused_parameters=True, bucket_cap_mb=0.0005)
+    optimizer = adamw(ddp)
+    if overlapped:
+        overlap_optimizer(ddp, optimizer, clip=ByValue(0.01))
+    if how == "frozen":
+        ddp.module.layers[3].requires_grad_(False)
+    else:
+        ddp.module.skipped = (1,)
+    for x in batches(3):
+        backward(ddp, x)
+        if not overlapped:
+            torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    return ends(ddp, optimizer)
 
 
 class OneOfTwo(torch.nn.Module):
@@ -92,24 +100,30 @@ class OneOfTwo(torch.nn.Module):
         return self.used(x)
 
 
-def _state_of_some(seen):
-    """Fused SGD takes no list in which only some have momentum; its trial must not use one, either."""
-
-    def run(*, overlapped):
-        ddp = DistributedDataParallel(OneOfTwo(), find_unused_parameters=True)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, fused=True)
-        for step in range(4):
-            if overlapped and step == 2:
-                overlap_optimizer(ddp, optimizer)
-            backward(ddp, torch.ones(2, 4))
-            optimizer.step()
-            optimizer.zero_grad()
-        return snapshot(ddp), optimizer.state_dict()
-
-    seen["stepped"] = both(run)
+@as_ordinary()
+def check_state_of_some(*, overlapped):
+    """Fused SGD takes no list in which only some have momentum."""
+    ddp = DistributedDataParallel(OneOfTwo(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, fused=True)
+    for step in range(4):
+        if overlapped and step == 2:
+            overlap_optimizer(ddp, optimizer)
+        train_on(ddp, optimizer, [torch.ones(2, 4)])
+    return ends(ddp, optimizer)
 
 
-def _hook_then_optimizer(seen):
+def check_skipped_or_stepped():
+    """By default an unused layer is left alone; with unused="step" weight decay moves it."""
+    for unused, moved in {"skip": [0, 1, 2, 3, 6, 7, 8, 9], "step": list(range(10))}.items():
+        ddp, optimizer, _ = start(options={"unused": unused}, find_unused_parameters=True)
+        train_on(ddp, optimizer, batches(1))
+        before = snapshot(ddp)
+        ddp.module.skipped = (1,)
+        train_on(ddp, optimizer, batches(1))
+        assert_same(changed(ddp, before), moved)
+
+
+def check_hook_then_optimizer():
     """As in PyTorch, a parameter that no rank has used is stepped with a zero gradient."""
     ddp = make_ddp(find_unused_parameters=True)
     ddp.module.skipped = (1,)
@@ -117,25 +131,85 @@ def _hook_then_optimizer(seen):
     ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
     before = snapshot(ddp)
     backward(ddp, batches(1)[0])
-    moved = snapshot(ddp)[WEIGHT]
-    expected = before[WEIGHT].add(before[WEIGHT] * 0.5, alpha=-0.1)
-    seen["moved by weight decay"] = torch.equal(moved, expected)
+    assert_same(snapshot(ddp)[WEIGHT], before[WEIGHT].add(before[WEIGHT] * 0.5, alpha=-0.1))
 
 
-PARTS = named(
-    _overlap_begun_while_gradients_accumulate,
-    _accumulation_in_pause,
-    _clipping_a_bucket_without_gradients,
-    _state_of_some,
-    _hook_then_optimizer,
-)
+def check_first_pass_of_a_static_graph():
+    """DDP hands over all buckets as bucket 0 and none as the last one: an error, and no hang."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
+    sparse = torch.nn.Sequential(torch.nn.Embedding(8, 8, sparse=True), torch.nn.Linear(8, 8))
+    for refused in (net, sparse):
+        ddp = DistributedDataParallel(refused, static_graph=True)
+        with pytest.raises(ConfigError, match="buckets of its first pass apart"):
+            overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
+    for size in (1, LARGE):
+        step_buckets_of(size)
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
+        net[0].register_forward_hook(lambda *arguments: arguments[2].double())
+        ddp = DistributedDataParallel(net)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        overlap_optimizer(ddp, optimizer)
+        ddp._set_static_graph()
+        before = snapshot(ddp)
+        with pytest.raises(RuntimeError, match="static_graph"):
+            ddp(torch.ones(2, 8)).sum().backward()
+        with pytest.raises(ConfigError, match="static_graph"):
+            optimizer.step()
+        assert_same(snapshot(ddp), before)
 
 
-@pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(run_parts, 2, PARTS, timeout=60, group_timeout=20)
+@as_ordinary()
+def check_static_later(*, overlapped):
+    """A graph that is made static after the call: weight decay would move unused parameters."""
+    ddp = make_ddp()
+    ddp.module.skipped = (1, 2)
+    optimizer = adamw(ddp)
+    if overlapped:
+        overlap_optimizer(ddp, optimizer)
+    ddp._set_static_graph()
+    return train_on(ddp, optimizer, batches(3))
 
 
-@pytest.mark.parametrize("name", PARTS)
-def test_parameters_that_a_pass_leaves_out(ranks, name):
-    require_held(ranks, name)
+def check_no_last_bucket():
+    """With an option, DDP leaves out buckets that no rank has used; it waits for all others."""
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    try:
+        DistributedDataParallel(torch.nn.Linear(1, 1), **options)
+    except TypeError:
+        return  # torch has no such option
+    for size in (1, LARGE):
+        step_buckets_of(size)
+        ddp = make_ddp(**options)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
+        try:
+            for skipped in ((), (), (0,), (0, 1), ()):
+                ddp.module.skipped = skipped
+                train_on(ddp, optimizer, batches(1))
+        except (RuntimeError, OverlapError):
+            pass  # it may raise, but must not hang
+
+
+def check_an_optimizer_that_rests():
+    """Its step() finds no gradients because none were computed, not because they were freed."""
+    ddp = make_ddp(find_unused_parameters=True)
+    one = torch.optim.SGD(ddp.module.conv.parameters(), lr=0.1)
+    other = torch.optim.SGD(ddp.module.layers.parameters(), lr=0.1)
+    handle = overlap_optimizer(ddp, [one, other], release_gradients=True)
+    ddp(batches(1)[0]).square().sum().backward()
+    one.step()
+    other.step()
+    with handle.pause():
+        ddp.module.conv(batches(1)[0]).sum().backward()
+    before = snapshot(ddp)
+    one.step()
+    other.step()
+    assert_same(changed(ddp, before), [0, 1])  # those of the convolution
+
+
+check = on_ranks(__name__, timeout=60, group_timeout=20)
+
+
+def test_parameters_that_a_pass_leaves_out(check):
+    check()

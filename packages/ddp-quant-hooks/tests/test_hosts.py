@@ -5,6 +5,7 @@ import ctypes
 import logging
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from ddp_quant_hooks import (
     reduce_scatter_tensor,
 )
 from ddp_quant_hooks.exchange import levels
-from ddp_quant_hooks.exchange.placement import choose_placement
+from ddp_quant_hooks.exchange.placement import choose_placement, link_inside_host
 from dist_utils import torch_compat
 from dist_utils.testing import grad_bucket, run_ranks, same_bits, same_on_all_ranks
 
@@ -199,6 +200,48 @@ def test_what_is_chosen_and_why_is_logged_once(caplog):
         assert choose_placement("S", [0, 1, 2], [unknown] * 3, "auto", 8).inside == "flat"
         assert choose_placement("S", [0, 0, 0], [memory] * 3, "auto", 8).inside == "flat"
     assert not caplog.records
+
+
+class _Gpu:
+    """A GPU as the driver's library tells of it."""
+
+    def __init__(self, number):
+        self.uuid_without_prefix = f"gpu-{number}"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "joined", "expected"),
+    [
+        ([0, 1, 2], {1, 2}, "NVLink"),
+        ([0, 1, 2], {1}, "a link of unknown speed"),
+        ([0, 1], set(), "a link of unknown speed"),
+        ([0], set(), "a link of unknown speed"),
+        ([1, 2], {1, 2}, "a link of unknown speed"),  # this process has a part of a GPU
+        (None, set(), "a link of unknown speed"),  # there is no driver
+    ],
+)
+def test_nvlink_is_what_the_driver_says_of_all_pairs(monkeypatch, gpus, joined, expected):
+    system = pytest.importorskip("cuda.core.system", reason="needs the extra cuda")
+    typing = pytest.importorskip("cuda.core.system.typing")
+
+    def all_devices():
+        if gpus is None:
+            raise RuntimeError("no driver")
+        return map(_Gpu, gpus)
+
+    def status(one, other, kind):
+        assert (one.uuid_without_prefix, typing.GpuP2PCapsIndex(kind)) == (
+            "gpu-0",
+            typing.GpuP2PCapsIndex.NVLINK,
+        )
+        number = int(other.uuid_without_prefix.removeprefix("gpu-"))
+        return typing.GpuP2PStatus.OK if number in joined else typing.GpuP2PStatus.NOT_SUPPORTED
+
+    monkeypatch.setattr(system, "Device", SimpleNamespace(get_all_devices=all_devices))
+    monkeypatch.setattr(system, "get_p2p_status", status)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid="gpu-0"))
+    assert link_inside_host(torch.device("cuda", 0), on_host=False) == expected
+    assert link_inside_host(torch.device("cuda", 0), on_host=True) == "the host's memory"
 
 
 def _another_placement(rank):

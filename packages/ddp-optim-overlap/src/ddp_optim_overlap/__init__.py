@@ -1,6 +1,6 @@
 """Any torch optimizer, stepped bucket by bucket inside DistributedDataParallel's backward pass."""
 
-from ddp_optim_overlap.clipping import ByValue, ClipPolicy, GlobalNorm, PerBucketNorm, PreviousStepNorm
+from ddp_optim_overlap.clipping import ByValue, ClipPolicy, PerBucketNorm, PreviousStepNorm
 from ddp_optim_overlap.drop_ins import (
     FunctionalOptimizer,
     OptimizerHookState,
@@ -22,7 +22,8 @@ from ddp_optim_overlap.in_backward import (
     apply_optimizer_in_backward,
     get_in_backward_optimizers,
 )
-from ddp_optim_overlap.overlap import OverlapHandle, OverlapMode, overlap_optimizer
+from ddp_optim_overlap.optimizers.reviewed import declare_steps_per_parameter
+from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
 from ddp_optim_overlap.report import StepReport
 
 __all__ = [
@@ -32,11 +33,9 @@ __all__ = [
     "ConfigError",
     "DoubleBackwardError",
     "FunctionalOptimizer",
-    "GlobalNorm",
     "OptimizerHookState",
     "OverlapError",
     "OverlapHandle",
-    "OverlapMode",
     "PerBucketNorm",
     "PreviousStepNorm",
     "StepError",
@@ -46,6 +45,7 @@ __all__ = [
     "WeightReuseError",
     "apply_optim_in_backward_hook",
     "apply_optimizer_in_backward",
+    "declare_steps_per_parameter",
     "get_in_backward_optimizers",
     "hook_then_optimizer",
     "overlap_optimizer",

@@ -8,14 +8,28 @@ import mmap
 import os
 import weakref
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from ddp_optim_overlap.bucket_gradients import BucketGradients
 from ddp_optim_overlap.errors import ConfigError
 from dist_utils.process_groups import record_use
 
-__all__ = ["BucketMemory", "PageMemory", "StorageMemory", "memory_of"]
+__all__ = ["BucketMemory", "Gradients", "PageMemory", "StorageMemory", "memory_of"]
+
+
+class Gradients(Protocol):
+    """The gradients of a bucket.
+
+    Attributes:
+        parameters: The bucket's parameters.
+        buffer: The bucket's memory.
+        views: The gradient of each parameter in it.
+    """
+
+    parameters: list[torch.Tensor]
+    buffer: torch.Tensor
+    views: list[torch.Tensor]
 
 
 class BucketMemory(abc.ABC):
@@ -31,9 +45,7 @@ class BucketMemory(abc.ABC):
         """Free the memory that only these neighboring gradients of a bucket occupy."""
 
     @abc.abstractmethod
-    def give_back(
-        self, gradients: BucketGradients, *, alone: bool
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def give_back(self, gradients: Gradients, *, alone: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Free a whole bucket, once nobody reads its gradients any more.
 
         Args:
@@ -74,9 +86,7 @@ class PageMemory(BucketMemory):
         end = max(view.data_ptr() + view.nbytes for view in views)
         _give_back_pages(views[0].untyped_storage(), begin, end)
 
-    def give_back(
-        self, gradients: BucketGradients, *, alone: bool
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def give_back(self, gradients: Gradients, *, alone: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Free the pages that lie wholly inside the bucket."""
         del alone
         storage = gradients.buffer.untyped_storage()
@@ -122,9 +132,7 @@ class StorageMemory(BucketMemory):
         self._given: dict[torch.Tensor, tuple[weakref.ref[torch.Tensor], int]] = {}
         self._scratch: dict[torch.device, torch.UntypedStorage] = {}
 
-    def give_back(
-        self, gradients: BucketGradients, *, alone: bool
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def give_back(self, gradients: Gradients, *, alone: bool) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Free the bucket once the current stream has reached this point."""
         buffer, size = gradients.buffer, gradients.buffer.untyped_storage().nbytes()
         if alone:  # before DDP has rebuilt its buckets, say: the scratch would be just as large

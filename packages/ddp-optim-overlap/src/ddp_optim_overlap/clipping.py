@@ -1,4 +1,4 @@
-"""Gradient clipping: which policies are exact or approximate, and when their limit is known."""
+"""Gradient clipping: which policies are exact, and which are approximate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["ByValue", "ClipPolicy", "GlobalNorm", "PerBucketNorm", "PreviousStepNorm"]
+__all__ = ["ByValue", "ClipPolicy", "PerBucketNorm", "PreviousStepNorm"]
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -16,15 +16,16 @@ _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class ClipPolicy(abc.ABC):
     """How to limit averaged gradients before a step uses them."""
 
-    needs_all_gradients = False
-    """Whether the limit is known only when every bucket is averaged."""
-
     def begin(self) -> None:  # noqa: B027 - most policies remember nothing
         """Called when a step begins."""
 
     @abc.abstractmethod
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Limit the gradients of one bucket's parameters; of all, if :attr:`needs_all_gradients`."""
+        """Limit the gradients of one bucket's parameters."""
+
+    def terms(self) -> dict[str, object]:
+        """Return the settings that must be identical on all ranks."""
+        return {}
 
     @property
     def norm(self) -> torch.Tensor | None:
@@ -45,37 +46,14 @@ class ByValue(ClipPolicy):
     def __post_init__(self) -> None:
         _require_positive("max_value", self.max_value)
 
+    def terms(self) -> dict[str, object]:
+        """Return the limit."""
+        return {"max_value": self.max_value}
+
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clamp in place."""
         if _gradients(parameters):  # torch needs at least one
             torch.nn.utils.clip_grad_value_(parameters, self.max_value)
-
-
-@dataclass
-class GlobalNorm(ClipPolicy):
-    """Scale all gradients so that their norm is at most ``max_norm``: exactly ``clip_grad_norm_``.
-
-    The norm is that of all gradients of the model, and so needs ``OverlapMode.AFTER_REDUCE``.
-
-    Args:
-        max_norm: The limit of the 2-norm, positive.
-    """
-
-    max_norm: float
-    needs_all_gradients = True
-    _norm: torch.Tensor | None = field(default=None, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        _require_positive("max_norm", self.max_norm)
-
-    def clip(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Scale in place."""
-        self._norm = torch.nn.utils.clip_grad_norm_(parameters, self.max_norm)
-
-    @property
-    def norm(self) -> torch.Tensor | None:
-        """The norm in the last step."""
-        return self._norm
 
 
 @dataclass
@@ -94,6 +72,10 @@ class PerBucketNorm(ClipPolicy):
     def __post_init__(self) -> None:
         _require_positive("max_norm", self.max_norm)
 
+    def terms(self) -> dict[str, object]:
+        """Return the limit."""
+        return {"max_norm": self.max_norm}
+
     def clip(self, parameters: Sequence[torch.Tensor]) -> None:
         """Scale in place."""
         gradients = _gradients(parameters)
@@ -102,7 +84,7 @@ class PerBucketNorm(ClipPolicy):
 
 @dataclass
 class PreviousStepNorm(ClipPolicy):
-    """An approximation: scale by the factor that :class:`GlobalNorm` would have needed in the previous step.
+    """An approximation: scale by the factor that ``clip_grad_norm_`` would have used in the previous step.
 
     A sudden large gradient is clipped one step late. While no norm is known yet, every bucket is
     limited as by :class:`PerBucketNorm`.
@@ -118,6 +100,10 @@ class PreviousStepNorm(ClipPolicy):
 
     def __post_init__(self) -> None:
         _require_positive("max_norm", self.max_norm)
+
+    def terms(self) -> dict[str, object]:
+        """Return the limit."""
+        return {"max_norm": self.max_norm}
 
     def begin(self) -> None:
         """Clip by the last step's norm from now on."""

@@ -2,31 +2,33 @@
 
 # No ``from __future__ import annotations`` here: register_comm_hook compares a hook's annotations with
 # the real types, and refuses strings.
-import contextlib
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.communication import CollectiveWatch
-from ddp_optim_overlap.contents import content_of
-from ddp_optim_overlap.engine import Engine
-from ddp_optim_overlap.fitness import require_plain_step
-from ddp_optim_overlap.hook_states import EngineAtFirstBucket
-from ddp_optim_overlap.optimizers import OverlappedOptimizers
+from ddp_optim_overlap.loop.gradient_watch import GradientWatch, gradient_marks
+from ddp_optim_overlap.model import require_separate_memory
+from ddp_optim_overlap.optimizers.reviewed import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer
-from ddp_optim_overlap.part_checks import refuse_kept_gradients
-from ddp_optim_overlap.partial_steps import is_torchs_own, parameters_of
-from ddp_optim_overlap.shared_memory import require_separate_memory
-from ddp_optim_overlap.stepper import Stepper
-from ddp_optim_overlap.tensor_versions import gradient_marks
-from ddp_optim_overlap.tried import Tried
-from dist_utils.comm_hooks import CommHook
+from ddp_optim_overlap.passes.engine import Engine
+from ddp_optim_overlap.passes.optimizers import OverlappedOptimizers
+from ddp_optim_overlap.passes.stepping import Stepper
+from dist_utils import resolve_group
+from dist_utils.comm_hooks import CommHook, is_pair
 from dist_utils.torch_compat import GradBucket
 
-__all__ = ["FunctionalOptimizer", "OptimizerHookState", "hook_then_optimizer", "register_fused_optim"]
+__all__ = [
+    "EngineAtFirstBucket",
+    "FunctionalOptimizer",
+    "OptimizerHookState",
+    "hook_then_optimizer",
+    "register_fused_optim",
+]
 
 
 class FunctionalOptimizer(Protocol):
@@ -45,11 +47,13 @@ class OptimizerHookState:
             finds nothing left to do.
         params: The parameters to step; ``None`` for all parameters of the optimizer or, with ``step_param``,
             of the model.
+        steps_per_parameter: As for :func:`overlap_optimizer`.
 
     Raises:
         ValueError: ``functional_optim`` is neither of the two.
         UnsupportedOptimizerError: The optimizer does not step per parameter.
-        ConfigError: It has a step pre-hook, which would run too late, or parameters that share memory.
+        ConfigError: It has a step pre-hook, which would run too late, or parameters that share memory, or is
+            overlapped already.
 
     Source:
         ``torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks._OptimizerHookState``.
@@ -62,21 +66,17 @@ class OptimizerHookState:
         self,
         functional_optim: FunctionalOptimizer | torch.optim.Optimizer,
         params: Iterable[torch.Tensor] | None = None,
+        *,
+        steps_per_parameter: bool = False,
     ) -> None:
         self.functional_optimizer = functional_optim
         self.params_to_optimize = None if params is None else set(params)
         if isinstance(functional_optim, torch.optim.Optimizer):
             require_plain_step(functional_optim)
             require_separate_memory([functional_optim])
-            own = parameters_of(functional_optim)
-            # For other optimizers it is unknown without the model which parameters have sparse gradients.
-            sparse = own if type(functional_optim) is torch.optim.SparseAdam else ()
-            tried = [Tried(functional_optim, sparse)]
-            overlapped = OverlappedOptimizers(
-                [functional_optim], tried, model=own, whole=False, only=self.params_to_optimize
-            )
-            overlapped.refuse_pre_hooks()
-            overlapped.replace_steps()
+            require_step_per_parameter(functional_optim, declared=steps_per_parameter, sparse=())
+            overlapped = OverlappedOptimizers([functional_optim], only=self.params_to_optimize)
+            overlapped.calls.replace()
             self.stepper: OverlappedOptimizers | _StepFunctions = overlapped
         elif callable(getattr(functional_optim, "step_param", None)):
             self.stepper = _StepFunctions(functional_optim, self.params_to_optimize)
@@ -94,23 +94,54 @@ class _StepFunctions(Stepper):
         self._functional = functional
         self._only = only
         self._stepped: list[torch.Tensor] = []
-        self._watch = None if is_torchs_own(functional) else CollectiveWatch(functional)
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         for parameter in parameters:
             if self._only is None or parameter in self._only:
-                with contextlib.nullcontext() if self._watch is None else self._watch.around(parameter):
-                    self._functional.step_param(parameter, parameter.grad)
+                self._functional.step_param(parameter, parameter.grad)
                 self._stepped.append(parameter)
-        if self._watch is not None:
-            tensors: list[torch.Tensor] = []
-            content_of(getattr(self._functional, "__dict__", None), tensors)
-            refuse_kept_gradients(type(self._functional).__name__, tensors, gradients)
 
-    def finish(self, engine: Engine) -> None:
-        engine.gradients.take_as_used(self._stepped, gradient_marks(self._stepped))
+    def finish(self, gradients: GradientWatch) -> None:
+        gradients.take_as_used(self._stepped, gradient_marks(self._stepped))
         self._stepped = []
+
+
+class EngineAtFirstBucket:
+    """Takes buckets for an engine that is made with the first one, unless started earlier.
+
+    Args:
+        make: Makes the engine from a process group, the state that the hook was registered with and, if
+            known, the model.
+    """
+
+    def __init__(
+        self, make: Callable[[dist.ProcessGroup, object, DistributedDataParallel | None], Engine]
+    ) -> None:
+        self._make = make
+        self.engine: Engine | None = None
+
+    def start(self, hook_state: object, model: DistributedDataParallel | None = None) -> Engine:
+        """Return the engine, and make it if needed."""
+        if self.engine is None:
+            self.engine = self._make(_group_of(hook_state), hook_state, model)
+        return self.engine
+
+    def take(self, hook_state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Act as the communication hook for one bucket."""
+        engine = self.start(hook_state)
+        if not is_pair(bucket):
+            engine.gradients.watch(bucket.parameters())
+        return engine.take(bucket)
+
+
+def _group_of(hook_state: Any) -> dist.ProcessGroup:
+    """Return the group that a hook's state is or has; WORLD if it has none."""
+    named = hook_state() if isinstance(hook_state, weakref.ref) else hook_state
+    if isinstance(named, (dist.ProcessGroup, DeviceMesh)):
+        return resolve_group(named)
+    if isinstance(named, DistributedDataParallel):
+        return named.process_group
+    return resolve_group(getattr(named, "process_group", None))
 
 
 def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> CommHook:
@@ -152,8 +183,7 @@ def hook_then_optimizer(hook: CommHook, optimizer_state: OptimizerHookState) -> 
         stepper = optimizer_state.stepper
         engine = Engine(group, [], stepper, hook, hook_state)
         if isinstance(stepper, OverlappedOptimizers):
-            stepper.remove()  # from another hook's engine
-            stepper.attach(engine)
+            stepper.calls.attach(engine)
         return engine
 
     lazy = EngineAtFirstBucket(make)

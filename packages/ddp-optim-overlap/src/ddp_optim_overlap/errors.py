@@ -13,7 +13,6 @@ __all__ = [
     "UnsupportedGradientError",
     "UnsupportedOptimizerError",
     "WeightReuseError",
-    "not_averaged",
     "text_of",
 ]
 
@@ -58,11 +57,6 @@ class DoubleBackwardError(OverlapError):
 
 class WeightReuseError(OverlapError):
     """The backward pass reads a parameter that it has already stepped."""
-
-
-def not_averaged(bucket: int, error: Exception, report: StepReport) -> CommunicationError:
-    """Return the error of a bucket whose average failed."""
-    return CommunicationError(f"bucket {bucket} was not averaged: {text_of(error)}", report)
 
 
 def text_of(error: BaseException) -> str:

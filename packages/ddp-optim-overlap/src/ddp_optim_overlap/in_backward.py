@@ -12,15 +12,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.averaging import average_like_ddp
-from ddp_optim_overlap.ddp_hooks import comm_hooks, register_comm_hook
-from ddp_optim_overlap.engine import Engine
+from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.fitness import require_plain_step
-from ddp_optim_overlap.hook_states import EngineAtFirstBucket
-from ddp_optim_overlap.part_checks import PartChecks
-from ddp_optim_overlap.refusals import require_ddp_options
-from ddp_optim_overlap.stepper import Stepper
+from ddp_optim_overlap.loop.gradient_watch import GradientWatch
+from ddp_optim_overlap.model import comm_hooks, register_comm_hook, require_ddp_options
+from ddp_optim_overlap.optimizers.reviewed import require_plain_step
+from ddp_optim_overlap.passes.averaging import average_like_ddp
+from ddp_optim_overlap.passes.engine import Engine
+from ddp_optim_overlap.passes.stepping import Stepper
 from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket
 
@@ -148,17 +147,25 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
 
     def make(group: dist.ProcessGroup, hook_state: object, model: DistributedDataParallel | None) -> Engine:
         del hook_state
-        if model is not None:
-            require_ddp_options(model)
-        possible = model is not None and (model.find_unused_parameters or model.static_graph)
+        known = None if model is None else weakref.ref(model)
+
+        def may_leave_out() -> bool:
+            now = None if known is None else known()
+            return now is not None and (now.find_unused_parameters or now.static_graph)
+
+        def require_model() -> None:
+            if known is not None and (now := known()) is not None:
+                require_ddp_options(now)
+
         return Engine(
             group,
             [] if model is None else [one for one in model.parameters() if one.requires_grad],
             _OwnOptimizers(),
             average_like_ddp,
             group,
-            unused_possible=lambda: possible,
-            model=None if model is None else weakref.ref(model),
+            tells_unused=may_leave_out,
+            model=known,
+            require_model=require_model,
         )
 
     lazy = EngineAtFirstBucket(make)
@@ -177,23 +184,17 @@ class _OwnOptimizers(Stepper):
 
     def __init__(self) -> None:
         self._stepped: list[torch.Tensor] = []
-        self._checks: weakref.WeakKeyDictionary[torch.optim.Optimizer, PartChecks] = (
-            weakref.WeakKeyDictionary()
-        )
 
     def step(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
-            for optimizer in (own := _optimizers_of(parameter)):
-                checks = self._checks.get(optimizer)
-                if checks is None:
-                    checks = self._checks[optimizer] = PartChecks(optimizer)
-                with checks.around(optimizer):
-                    optimizer.step()
+            own = _optimizers_of(parameter)
+            for optimizer in own:
+                optimizer.step()
             if own:
                 self._stepped.append(parameter)
 
-    def finish(self, engine: Engine) -> None:
-        del engine
+    def finish(self, gradients: GradientWatch) -> None:
+        del gradients
         while self._stepped:
             self._stepped.pop().grad = None
 

@@ -5,7 +5,6 @@
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from enum import Enum
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
@@ -13,43 +12,40 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.averaging import average_like_ddp
 from ddp_optim_overlap.bucket_memory import memory_of
 from ddp_optim_overlap.clipping import ClipPolicy
-from ddp_optim_overlap.ddp_hooks import comm_hooks, register_comm_hook
-from ddp_optim_overlap.engine import Engine
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.gradient_release import GradientRelease, require_owned, require_readable
-from ddp_optim_overlap.optimizers import OverlappedOptimizers
-from ddp_optim_overlap.partial_steps import PartialSteps
-from ddp_optim_overlap.refusals import (
+from ddp_optim_overlap.loop.step_calls import StepCalls
+from ddp_optim_overlap.model import (
     averaged_parameters,
+    comm_hooks,
+    inner_ddp,
+    inner_optimizer,
+    register_comm_hook,
     require_ddp_options,
     require_group,
-    require_kinds,
-    require_optimizers,
-    require_options,
     require_own_parameters,
+    require_separate_memory,
+    sparse_parameters,
 )
+from ddp_optim_overlap.optimizers.reviewed import (
+    require_plain_step,
+    require_sparse_support,
+    require_step_per_parameter,
+)
+from ddp_optim_overlap.passes.averaging import average_like_ddp
+from ddp_optim_overlap.passes.engine import Engine
+from ddp_optim_overlap.passes.optimizers import OverlappedOptimizers
+from ddp_optim_overlap.phase import Phase
+from ddp_optim_overlap.released_gradients import GradientRelease
 from ddp_optim_overlap.report import StepReport
-from ddp_optim_overlap.shared_memory import require_separate_memory
-from ddp_optim_overlap.wrappers import inner_ddp, inner_optimizer
 from dist_utils.comm_hooks import CommHook
 from dist_utils.torch_compat import GradBucket, inside_backward
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["OverlapHandle", "OverlapMode", "overlap_optimizer"]
-
-
-class OverlapMode(Enum):
-    """When parameters are stepped."""
-
-    BUCKET = "bucket"
-    """Step each bucket's parameters as soon as it is averaged, while later ones are computed and averaged."""
-    AFTER_REDUCE = "after_reduce"
-    """Step all parameters at the end of ``backward()``, for anything that needs all gradients."""
+__all__ = ["OverlapHandle", "overlap_optimizer"]
 
 
 class OverlapHandle:
@@ -59,18 +55,12 @@ class OverlapHandle:
 
     Attributes:
         optimizers: The user's own optimizers, without their wrappers.
-        mode: When parameters are stepped.
     """
 
     def __init__(
-        self,
-        engine: Engine,
-        optimizers: tuple[torch.optim.Optimizer, ...],
-        mode: OverlapMode,
-        calls: OverlappedOptimizers,
+        self, engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...], calls: StepCalls
     ) -> None:
         self.optimizers = optimizers
-        self.mode = mode
         self._engine = engine
         self._calls = calls
 
@@ -79,11 +69,11 @@ class OverlapHandle:
 
         ``backward()`` returns with this rank's parameters stepped, so this call is needed only to learn early
         of another rank's failure, for instance before a checkpoint is written. Without it the next
-        ``backward()`` raises on CPUs, before anything is stepped.
+        ``backward()`` raises, before anything is averaged.
 
         Args:
-            timeout: In seconds; ``None`` for as long as the process group allows. On an accelerator nothing
-                is waited for.
+            timeout: In seconds; ``None`` for as long as the process group allows, as always on an
+                accelerator.
 
         Returns:
             What was stepped, and how much of the time was hidden.
@@ -103,7 +93,7 @@ class OverlapHandle:
 
         Use it on every rank: for evaluation with gradients, and for accumulation without ``no_sync()``.
         """
-        if self._engine.removed:
+        if self._engine.state.phase is Phase.REMOVED:
             raise ConfigError("this overlap was removed")
         before, self._engine.paused = self._engine.paused, True
         try:
@@ -120,9 +110,8 @@ class OverlapHandle:
         Raises:
             ConfigError: A backward pass is stepping, around this call or in another thread.
         """
-        self._engine.refuse_inside_pass()
-        self._calls.remove()
-        self._engine.remove()
+        self._engine.refuse_inside_pass("remove()")
+        self._engine.remove(watching=self._calls.remove())
 
     def __enter__(self) -> "Self":
         return self
@@ -160,9 +149,8 @@ def overlap_optimizer(
     *,
     comm_hook: CommHook | None = None,
     comm_state: object = None,
-    mode: OverlapMode = OverlapMode.BUCKET,
+    steps_per_parameter: bool = False,
     clip: ClipPolicy | None = None,
-    scaler: torch.amp.grad_scaler.GradScaler | None = None,
     unused: Literal["skip", "step"] = "skip",
     check: bool = False,
     release_gradients: bool = False,
@@ -176,25 +164,26 @@ def overlap_optimizer(
     Errors inside ``backward()`` are raised there as ``RuntimeError`` with their text, and by
     ``optimizer.step()`` and ``handle.wait()`` with their type and a report of what was stepped:
     :class:`CommunicationError`, :class:`StepError`. A second backward pass that adds to used gradients raises
-    :class:`DoubleBackwardError` at once. If only one rank's step fails, on CPUs the others raise in
-    ``handle.wait()``, or in the next ``backward()`` before anything is stepped.
+    :class:`DoubleBackwardError` at once. If only one rank's step fails, the others raise in
+    ``handle.wait()``, or in the next ``backward()`` before anything is averaged. An error is raised again by
+    every later call, until ``handle.remove()``.
 
     Args:
         ddp: A model without a communication hook, on every rank. Also a module that was given to
-            ``torch.distributed._composable.replicate()``.
+            ``torch.distributed._composable.replicate()``, which communicates now if it has not run yet.
         optimizer: One or several optimizers over parameters of ``ddp``. For a wrapper of Accelerate or
             Lightning, the optimizer inside it is used. It stays in use: schedulers, parameter groups,
-            ``state_dict`` and ``load_state_dict`` work as always. Any optimizer that steps per parameter
-            works, including foreach and fused; it is tried with small values first, and checked in real
-            steps. ``AFTER_REDUCE`` also takes optimizers that couple parameters.
+            ``state_dict`` and ``load_state_dict`` work as always. Every class of ``torch.optim`` that steps
+            per parameter is taken (all but LBFGS), with foreach and fused; other classes if declared.
         comm_hook: The hook that averages the gradients, as for ``register_comm_hook``. The value of its
             future is used, whether it is the bucket's own buffer or a new tensor. ``None``: bitwise the
-            average that DDP computes itself (with one exception: see the documentation's corner cases).
+            average that DDP computes itself (with one exception: see the documentation's limits).
         comm_state: The first argument of ``comm_hook``.
-        mode: ``BUCKET`` steps each bucket's parameters at once, ``AFTER_REDUCE`` all of them after the last.
-        clip: A :class:`ClipPolicy`. :class:`GlobalNorm` needs ``AFTER_REDUCE``.
-        scaler: A ``GradScaler``; needs ``AFTER_REDUCE``. The loop scales the loss and calls
-            ``scaler.update()``; ``unscale_`` and ``step`` of the scaler are called here.
+        steps_per_parameter: Declare that ``optimizer`` steps per parameter although its class is none of
+            torch's: see :func:`declare_steps_per_parameter` for what that means, and to declare a class once.
+            A short trial on a small copy must agree.
+        clip: A :class:`ClipPolicy`. For the norm of all gradients, and for a ``GradScaler``, use the ordinary
+            loop: both need the last gradient before the first step.
         unused: What happens to a parameter that no rank has used (``find_unused_parameters``,
             ``static_graph``): ``"skip"`` leaves it alone, as the ordinary loop does. ``"step"`` steps it
             with a zero gradient, so that momentum and weight decay move it, and saves a small
@@ -202,29 +191,29 @@ def overlap_optimizer(
         check: Raise :class:`WeightReuseError` if a checkpointed block reads a parameter after its step.
             For debugging; costs a little for every parameter.
         release_gradients: Free a bucket's gradients as soon as it is stepped, until the next pass needs the
-            memory. Only in ``BUCKET`` mode, and if the optimizers have all trained parameters of the model.
-            After ``backward()`` every ``.grad`` is ``None``, as after ``zero_grad()``. Where memory cannot be
-            freed page by page (on accelerators, and on CPUs without Linux), ``gradient_as_bucket_view``,
+            memory. Only if the optimizers have all trained parameters of the model. After ``backward()``
+            every ``.grad`` is ``None``, as after ``zero_grad()``. Where memory cannot be freed page by page
+            (on accelerators, and on CPUs without Linux), ``gradient_as_bucket_view``,
             ``find_unused_parameters`` and ``static_graph`` must be off.
 
     Returns:
         A handle, which need not be kept.
 
     Raises:
-        ConfigError: The options, the model or the loop would lead to wrong steps, or this is called inside
-            ``backward()``.
-        UnsupportedOptimizerError: It needs a closure, couples parameters, or is sharded over ranks.
-            ``backward()`` and ``optimizer.step()`` raise it for problems that only real steps show.
+        ConfigError: The options, the model or the loop would lead to wrong steps, an optimizer is overlapped
+            already, or this is called inside ``backward()``.
+        UnsupportedOptimizerError: It needs a closure, is sharded over ranks, is none of torch's and not
+            declared, or the trial has found that it does not step per parameter.
         UnsupportedGradientError: It cannot step sparse gradients, and the model has some.
         TypeError, ValueError: An argument has the wrong type or value. All errors are raised before any
             communication; ``backward()`` and ``optimizer.step()`` raise a ConfigError for later problems.
 
     Cost:
         One thread and one private process group, made by the first backward pass. No memory besides the
-        optimizer's own; the trial takes a few MiB and a fraction of a second. One all-reduce of a single
-        value per step; if parameters may be unused, one of a value per parameter for every bucket. With
-        ``release_gradients``, from the second pass on, four buckets of gradients exist at a time instead of
-        all; ``backward()`` waits when it gets further ahead, and every pass allocates new memory.
+        optimizer's own. One all-reduce of five numbers per step; if parameters may be unused, one of a value
+        per parameter for every bucket. With ``release_gradients``, from the second pass on, four buckets of
+        gradients exist at a time instead of all; ``backward()`` waits when it gets further ahead, and every
+        pass allocates new memory.
 
     Example:
         >>> optimizer = torch.optim.AdamW(ddp.parameters(), fused=True)  # doctest: +SKIP
@@ -239,55 +228,71 @@ def overlap_optimizer(
         raise ConfigError(
             "overlap_optimizer() inside backward(), whose first gradients may be gone: call it before"
         )
-    require_kinds(given, clip, unused)
+    _require_arguments(given, clip, unused)
     optimizers = tuple(map(inner_optimizer, given))
-    require_kinds(optimizers, clip, unused)  # two wrappers may hold the same optimizer
+    _require_arguments(optimizers, clip, unused)  # two wrappers may hold the same optimizer
     ddp = inner_ddp(ddp)
     require_ddp_options(ddp)  # before the hook is looked at: mixed precision has one of its own
     slot = _own_slot(ddp)
-    if not isinstance(mode, OverlapMode):
-        raise TypeError(f"mode must be an OverlapMode, got {mode!r}")
-    whole = mode is OverlapMode.AFTER_REDUCE
-    require_options(whole=whole, clip=clip, scaler=scaler, unused=unused, release_gradients=release_gradients)
     require_own_parameters(ddp, optimizers)
+    require_separate_memory(optimizers)
     if comm_hook is not None:
         require_group(ddp, comm_hook, comm_state)
-    if not whole:
-        require_separate_memory(optimizers)
-    tried = require_optimizers(optimizers, ddp.module, whole=whole, clip=clip)
+    sparse = sparse_parameters(ddp.module)
+    for one in optimizers:
+        require_plain_step(one)
+        for name, parameter in sparse.items():
+            if any(parameter is other for group in one.param_groups for other in group["params"]):
+                require_sparse_support(one, parameter, name)
+        require_step_per_parameter(one, declared=steps_per_parameter, sparse=sparse.values())
+    if sparse and clip is not None:
+        raise ConfigError(f"gradients of {', '.join(sparse)} are sparse: they cannot be clipped")
 
-    overlapped = OverlappedOptimizers(
-        optimizers,
-        tried,
-        model=list(ddp.parameters()),
-        whole=whole,
-        clip=clip,
-        scaler=scaler,
-    )
-    overlapped.refuse_pre_hooks()
-    release = _release(ddp, overlapped.parts) if release_gradients else None
+    overlapped = OverlappedOptimizers(optimizers, clip=clip)
+    model = weakref.ref(ddp)
     engine = Engine(
         ddp.process_group,
         list(ddp.parameters()),
         overlapped,
         comm_hook or average_like_ddp,
         ddp.process_group if comm_hook is None else comm_state,
-        unused_possible=partial(_may_leave_out, weakref.ref(ddp), told=unused == "skip" and not whole),
-        model=weakref.ref(ddp),
+        tells_unused=partial(_may_leave_out, model, told=unused == "skip"),
+        model=model,
+        require_model=partial(_require_model, model),
         check=check,
-        release=release,
+        release=_release(ddp, overlapped) if release_gradients else None,
     )
+    overlapped.calls.attach(engine)
     if slot is None:
-        _register(ddp, engine)
+        try:
+            _register(ddp, engine)
+        except BaseException:
+            engine.remove(watching=overlapped.calls.remove())
+            raise
     else:
         if slot.engine is not None:
             slot.engine.gradients.stop()
-            engine.known_buckets = slot.engine.known_buckets
         slot.engine = engine
     # A handle may outlive the model, but the engine's views of DDP's buckets must not.
     weakref.finalize(ddp, engine.known_buckets.forget).atexit = False
-    overlapped.attach(engine)
-    return OverlapHandle(engine, optimizers, mode, overlapped)
+    return OverlapHandle(engine, optimizers, overlapped.calls)
+
+
+def _require_arguments(
+    optimizers: tuple[torch.optim.Optimizer, ...], clip: ClipPolicy | None, unused: str
+) -> None:
+    """Raise if an argument has the wrong type or value."""
+    for optimizer in optimizers:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if not optimizers:
+        raise ConfigError("there is no optimizer to step")
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise ConfigError("an optimizer is given twice, and would step twice")
+    if clip is not None and not isinstance(clip, ClipPolicy):
+        raise TypeError(f"clip must be a ClipPolicy, got {clip!r}")
+    if unused not in ("skip", "step"):
+        raise ValueError(f"unused must be 'skip' or 'step', got {unused!r}")
 
 
 def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]", *, told: bool) -> bool:
@@ -296,19 +301,28 @@ def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]", *, told: bool) -
     return told and model is not None and (model.find_unused_parameters or model.static_graph)
 
 
-def _release(ddp: DistributedDataParallel, parts: PartialSteps) -> GradientRelease:
-    memory = memory_of(list(ddp.parameters()))
-    may_leave_out = partial(_may_leave_out, weakref.ref(ddp), told=True)
-    require_readable(memory, may_leave_out=may_leave_out(), as_view=ddp.gradient_as_bucket_view)
-    require_owned(averaged_parameters(ddp), parts.parameters)
-    return GradientRelease(memory, ddp.process_group, steps=parts, may_leave_out=may_leave_out)
+def _require_model(ddp: "weakref.ref[DistributedDataParallel]") -> None:
+    model = ddp()
+    if model is not None:
+        require_ddp_options(model)
+
+
+def _release(ddp: DistributedDataParallel, overlapped: OverlappedOptimizers) -> GradientRelease:
+    parts = overlapped.parts
+    release = GradientRelease(
+        memory_of(list(ddp.parameters())),
+        ddp.process_group,
+        owned=lambda: parts.parameters,
+        may_leave_out=partial(_may_leave_out, weakref.ref(ddp), told=True),
+    )
+    release.require_possible(averaged_parameters(ddp), as_view=ddp.gradient_as_bucket_view)
+    return release
 
 
 def _register(ddp: DistributedDataParallel, engine: Engine) -> None:
     try:
         register_comm_hook(ddp, _HookSlot(engine), overlapped_step_hook)
     except RuntimeError as error:
-        engine.remove()
         raise ConfigError(
             "this model already has a communication hook, one of DDP's built-in ones: give its counterpart "
             "to overlap_optimizer as comm_hook= instead, since DDP takes only one"
@@ -326,7 +340,7 @@ def _own_slot(ddp: DistributedDataParallel) -> _HookSlot | None:
             )
         if state.engine is None:
             continue
-        if not state.engine.removed:
+        if state.engine.state.phase is not Phase.REMOVED:
             raise ConfigError("this model already has an overlapped optimizer: remove() that one first")
         return state
     return None

@@ -18,9 +18,7 @@ class StepReport:
         buckets: How many gradient buckets were handed over.
         stepped: The indices of the buckets whose parameters were stepped, in order.
         partial: The indices of the buckets whose step began and failed; any of their parameters may have been
-            stepped. In ``AFTER_REDUCE`` mode all, if an optimizer's step had begun.
-        optimizers: In ``AFTER_REDUCE`` mode, if the step of one of several optimizers failed, the indices of
-            those that had stepped before.
+            stepped.
         seconds: The time that the steps took, on this rank's host.
         seconds_hidden: At least this part of them ended while a later average was still awaited. Zero
             on an accelerator, where the host does not know.
@@ -31,7 +29,6 @@ class StepReport:
     buckets: int = 0
     stepped: tuple[int, ...] = ()
     partial: tuple[int, ...] = ()
-    optimizers: tuple[int, ...] = ()
     seconds: float = 0.0
     seconds_hidden: float = 0.0
     norm: torch.Tensor | None = None
@@ -51,7 +48,6 @@ class StepReport:
             "buckets": self.buckets,
             "stepped": len(self.stepped),
             "partial": len(self.partial),
-            "optimizers": len(self.optimizers),
             "seconds": self.seconds,
             "seconds_hidden": self.seconds_hidden,
             "hidden_ratio": self.hidden_ratio,
@@ -69,8 +65,6 @@ class StepReport:
         if self.partial:
             failed = _listed(self.partial)
             parts.append(f"parameters of bucket {failed} may be stepped in part, because its step failed")
-        if self.optimizers:
-            parts.append(f"optimizer {_listed(self.optimizers)} had stepped")
         return f"step {self.number}: {'; '.join(parts)}; nothing else was stepped"
 
 

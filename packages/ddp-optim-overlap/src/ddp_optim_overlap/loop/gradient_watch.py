@@ -1,0 +1,209 @@
+"""Track which parameters get gradients, and which gradients a step has used."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.graph import Node
+
+from ddp_optim_overlap.errors import DoubleBackwardError
+from dist_utils.torch_compat import private
+
+__all__ = ["GradientMark", "GradientWatch", "gradient_marks", "tensor_versions"]
+
+GradientMark = tuple[int, int] | None
+"""The version of a gradient and its address, 0 if it is sparse; ``None`` without a gradient."""
+
+
+class GradientWatch:
+    """Notices every gradient of some parameters, and refuses one that is added to a gradient already used.
+
+    No gradients are kept, so that setting them to ``None`` frees them: only the address of each, and its
+    version, which every write in place raises.
+
+    A hook runs for every parameter in every pass, while nothing else runs: it only sets flags, unless a
+    gradient is added to another one.
+
+    Args:
+        parameters: Parameters to watch from the beginning.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        self._positions: dict[torch.Tensor, int] = {}
+        self._arrivals = _Arrivals()
+        self._used: tuple[Sequence[torch.Tensor], Sequence[GradientMark]] = ((), ())
+        self._marks: dict[torch.Tensor, GradientMark] | None = None
+        self._zeroed: bool | None = None  # all used gradients on accelerators; None: not known
+        self._hooks: list[tuple[Node, torch.utils.hooks.RemovableHandle]] = []
+        self.watch(parameters)
+
+    def watch(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Watch the gradients of these parameters, too."""
+        for parameter in parameters:
+            if parameter in self._positions or not (parameter.is_floating_point() or parameter.is_complex()):
+                continue
+            position = self._positions[parameter] = len(self._positions)
+            self._arrivals.came.append(parameter.grad is not None)
+            self._arrivals.came_since_step.append(True)
+            arrives = _arrival_hook(weakref.ref(self), weakref.ref(parameter), self._arrivals, position)
+            trained = parameter.requires_grad
+            parameter.requires_grad_()  # a frozen one has no node, but keeps its node when it has one
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            parameter.requires_grad_(trained)
+            # The parameter does not keep its node, and with the node the hook would be lost.
+            self._hooks.append((node, node.register_prehook(arrives)))
+
+    def __del__(self) -> None:
+        self.stop()
+
+    def tell(self, told: Callable[[torch.Tensor], None]) -> None:
+        """Call ``told`` with every parameter that got a gradient, before DDP reads the gradient."""
+        self._arrivals.told = told
+
+    def watches(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether all of these parameters are watched."""
+        return all(parameter in self._positions for parameter in parameters)
+
+    def stop(self) -> None:
+        """Stop watching."""
+        while self._hooks:
+            self._hooks.pop()[1].remove()
+        self._positions, self._arrivals = {}, _Arrivals()
+        self.forget_used()
+
+    @property
+    def none_since_step(self) -> bool:
+        """Whether a pass has stepped, and no gradient has come since."""
+        came = self._arrivals.came_since_step
+        return bool(came) and 1 not in came
+
+    def take_as_used(self, parameters: Sequence[torch.Tensor], marks: Sequence[GradientMark]) -> None:
+        """Count the gradients of these parameters, with these marks, and no others, as used by a step."""
+        self._used, self._marks, self._zeroed = (parameters, marks), None, None
+        self._arrivals.came_since_step[:] = bytes(len(self._positions))
+
+    def take_as_new(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Count the gradients of these parameters, which DDP is about to write, as not used."""
+        for parameter in parameters:
+            if (position := self._positions.get(parameter)) is not None:
+                self._arrivals.came_since_step[position] = True
+
+    def forget_used(self) -> None:
+        """Count no gradient as used."""
+        self._used, self._marks, self._zeroed = ((), ()), None, None
+
+    def has_come(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter got a gradient since :meth:`forget_arrivals`, and still has it."""
+        position = self._positions.get(parameter)
+        return position is not None and bool(self._arrivals.came[position]) and parameter.grad is not None
+
+    def forget_arrivals(self) -> None:
+        """Reset the flags of :meth:`has_come`: a pass has handed over all its gradients."""
+        self._arrivals.came[:] = bytes(len(self._arrivals.came))
+
+    def _is_used_up(self, parameter: torch.Tensor) -> bool:
+        """Whether ``parameter.grad`` was used by a step, was changed or not since, and is not zero."""
+        gradient = parameter.grad
+        if gradient is None:
+            return False
+        if self._marks is None:
+            self._marks = dict(zip(*self._used, strict=True))
+        mark = self._marks.get(parameter)
+        if mark is None:
+            return False
+        if gradient.device.type != "cpu":  # reading it makes the host wait, so a written one counts as zeros
+            if gradient_marks([parameter]) != [mark]:
+                return False
+            # zero_grad() of an optimizer with foreach or fused raises no versions here.
+            if self._zeroed is None:
+                self._zeroed = self._are_zero()
+            if self._zeroed:
+                return False
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        return bool(values.count_nonzero())  # ten times as fast as any()
+
+    def _are_zero(self) -> bool:
+        """Whether all used gradients on accelerators that look unwritten are zeros.
+
+        The host waits once instead of once per parameter, in a loop that sets gradients to zero.
+        """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return True  # nothing can be read, so they count as zeros
+        assert self._marks is not None
+        unwritten = [
+            gradient
+            for parameter, mark in self._marks.items()
+            if (gradient := parameter.grad) is not None
+            and not (gradient.is_cpu or gradient.is_sparse)
+            and gradient_marks([parameter]) == [mark]
+        ]
+        norm = torch.nn.utils.get_total_norm(unwritten, norm_type=torch.inf)
+        return bool(unwritten) and not norm
+
+
+def tensor_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Return how often each tensor was written in place; ``tensor_version`` takes twice the time."""
+    read = _version_reader()
+    return [read(tensor) for tensor in tensors]
+
+
+def gradient_marks(parameters: Iterable[torch.Tensor]) -> list[GradientMark]:
+    """Return, for each parameter, a mark that changes if its gradient is written in place or replaced."""
+    read = _version_reader()
+    return [
+        None
+        if (gradient := parameter.grad) is None
+        else (read(gradient), 0 if gradient.is_sparse else gradient.data_ptr())
+        for parameter in parameters
+    ]
+
+
+def _version_reader() -> Callable[[torch.Tensor], int]:
+    """Return what reads a tensor's version. No public name up to torch 2.15."""
+    read: Callable[[torch.Tensor], int] = private(
+        torch.Tensor, "_version", "noticing writes in place"
+    ).__get__
+    return read
+
+
+@dataclass
+class _Arrivals:
+    """What the hooks of all parameters write: flags by position."""
+
+    came: bytearray = field(default_factory=bytearray)
+    came_since_step: bytearray = field(default_factory=bytearray)
+    told: Callable[[torch.Tensor], None] | None = None
+
+
+def _arrival_hook(
+    watch: weakref.ref[GradientWatch],
+    weak_parameter: weakref.ref[torch.Tensor],
+    arrivals: _Arrivals,
+    position: int,
+) -> Callable[[Sequence[torch.Tensor | None]], None]:
+    """Return a hook that runs before a gradient is added to ``.grad``, and keeps nothing alive.
+
+    ``torch.autograd.grad`` adds nothing, and does not run it.
+    """
+
+    def arrives(gradients: Sequence[torch.Tensor | None]) -> None:
+        if gradients[0] is None:
+            return
+        if not arrivals.came_since_step[position] or arrivals.told is not None:
+            parameter, owner = weak_parameter(), watch()
+            if parameter is None or owner is None:
+                return
+            if not arrivals.came_since_step[position] and owner._is_used_up(parameter):  # noqa: SLF001
+                raise DoubleBackwardError(
+                    "backward() adds to gradients that a step has already used: call zero_grad() of the "
+                    "model after each step (an optimizer's does not reach parameters that have left it), "
+                    "and accumulate with no_sync()"
+                )
+            if arrivals.told is not None:
+                arrivals.told(parameter)
+        arrivals.came[position] = arrivals.came_since_step[position] = True
+
+    return arrives

@@ -1,0 +1,255 @@
+"""The model: what DDP averages and how, inside the wrappers of frameworks, and which models are refused."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_optim_overlap.errors import ConfigError
+from dist_utils import resolve_group
+from dist_utils.process_groups import group_of_model
+from dist_utils.torch_compat import GradBucket, private
+
+__all__ = [
+    "averaged_parameters",
+    "comm_hooks",
+    "inner_ddp",
+    "inner_optimizer",
+    "register_comm_hook",
+    "replicated_ddp",
+    "require_ddp_options",
+    "require_group",
+    "require_own_parameters",
+    "require_separate_memory",
+    "sparse_parameters",
+]
+
+_HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "ddp_quant_hooks.", "torch.distributed.algorithms.")
+
+
+def inner_ddp(model: object) -> DistributedDataParallel:
+    """Return the module that averages a model's gradients.
+
+    Args:
+        model: That module itself, or one that was given to ``replicate()``.
+
+    Raises:
+        TypeError: Its gradients are not averaged by ``DistributedDataParallel``.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return model
+    found = replicated_ddp(model) if isinstance(model, torch.nn.Module) else None
+    if found is not None:
+        return found
+    kind = type(model).__name__
+    if isinstance(model, torch.nn.Module) and hasattr(model, "set_requires_gradient_sync"):
+        kind += ", which FSDP averages: wrap the module in DDP instead"
+    raise TypeError(f"ddp must be a DistributedDataParallel, or a module given to replicate(), got {kind}")
+
+
+def replicated_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
+    """Return the ``DistributedDataParallel`` by which ``replicate()`` averages a module's gradients.
+
+    ``torch.distributed._composable.replicate`` makes it in the first ``forward()``; it is made now if that is
+    still to come, which communicates like making such a model. It has the module's parameters, in a list, and
+    not the module. No public name up to torch 2.15.
+
+    Returns:
+        ``None`` if the module was not given to ``replicate()``.
+    """
+    composable: Any = sys.modules.get("torch.distributed._composable.replicate")
+    if composable is None or not isinstance(module, composable.DDP):
+        return None
+    state = composable.replicate.state(module)
+    if not state.has_initialized:
+        state.lazy_init()
+    ddp: DistributedDataParallel = private(state, "_ddp", "modules given to replicate()")
+    return ddp
+
+
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that steps when ``optimizer.step()`` is called.
+
+    Wrappers such as Accelerate's and Lightning's hold it as their ``optimizer`` and share its groups and
+    state: they only decide whether to call it. A wrapper with groups or a state of its own does more, and is
+    returned unchanged.
+
+    Raises:
+        ConfigError: The wrapper unscales gradients with its own ``GradScaler`` in ``step()``.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if not isinstance(inner, torch.optim.Optimizer):
+        return optimizer
+    if inner.param_groups is not optimizer.param_groups or inner.state is not optimizer.state:
+        return optimizer
+    scaler = getattr(optimizer, "scaler", None)
+    if scaler is not None and scaler.is_enabled():
+        raise ConfigError(
+            f"{type(optimizer).__name__} calls its own GradScaler in step(), when the parameters are stepped "
+            "already: train in bf16 (mixed_precision='bf16'), which needs no scaler"
+        )
+    return inner_optimizer(inner)
+
+
+def require_ddp_options(ddp: DistributedDataParallel) -> None:
+    """Raise if the model averages without passing every gradient to its hook."""
+    if ddp.mixed_precision is not None:
+        raise ConfigError("DDP(mixed_precision=...) needs the communication hook for itself")
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        raise ConfigError(
+            "DDP(skip_all_reduce_unused_params=True) hands over no bucket of which all parameters are "
+            "unused: it would be unknown when a pass begins and ends"
+        )
+    if ddp.static_graph:
+        _require_one_first_bucket(ddp)
+
+
+def _require_one_first_bucket(ddp: DistributedDataParallel) -> None:
+    """Raise if a model of a static graph has several buckets in its first backward pass.
+
+    In that pass DDP numbers all buckets 0, and none is the last one. Each dtype and device, and each sparse
+    gradient, has a bucket of its own.
+    """
+    kinds = {(one.dtype, one.device) for one in ddp.parameters() if one.requires_grad}
+    sparse = [module for module in ddp.modules() if getattr(module, "sparse", False)]
+    if len(kinds) + len(sparse) > 1:
+        raise ConfigError(
+            "DDP(static_graph=True) does not tell the buckets of its first pass apart, of which there are "
+            "several where parameters have several dtypes or devices, or sparse gradients: leave "
+            "static_graph out"
+        )
+
+
+def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: object) -> None:
+    """Raise if a communication hook's state says that it averages over other ranks than the model."""
+    group: object = None
+    if isinstance(comm_state, (dist.ProcessGroup, DeviceMesh)):
+        group = resolve_group(comm_state)
+    elif comm_state is not None:
+        group = getattr(comm_state, "process_group", None)
+    elif str(getattr(comm_hook, "__module__", "")).startswith(_HOOKS_WHOSE_NONE_IS_WORLD):
+        group = resolve_group(None)
+    if not isinstance(group, dist.ProcessGroup):
+        return  # somebody else's hook, which may determine its ranks by itself
+    try:
+        group_of_model(ddp, group)
+    except ValueError as error:
+        raise ConfigError(f"{error}: give comm_hook a comm_state of the model's process group") from error
+
+
+def averaged_parameters(ddp: DistributedDataParallel) -> dict[torch.Tensor, str]:
+    """Return the parameters that a model averages, including frozen ones, with their names."""
+    return {
+        parameter: name
+        for name, parameter in ddp.module.named_parameters(remove_duplicate=False)
+        if name not in ddp.parameters_to_ignore
+    }
+
+
+def require_own_parameters(
+    ddp: DistributedDataParallel, optimizers: tuple[torch.optim.Optimizer, ...]
+) -> None:
+    """Raise if an optimizer has parameters that this model does not average."""
+    averaged = averaged_parameters(ddp)
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for place, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and parameter not in averaged:
+                    raise ConfigError(
+                        f"parameter {place} of group {number} of {type(optimizer).__name__}, of shape "
+                        f"{tuple(parameter.shape)}, is not one that this DDP model averages: it would never "
+                        "be stepped. Give it an optimizer of its own, which the loop steps"
+                    )
+
+
+def sparse_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters with sparse gradients by name, found as DDP itself finds them."""
+    return {
+        f"{name}.weight".lstrip("."): part.weight
+        for name, part in module.named_modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and part.weight.requires_grad
+    }
+
+
+def require_separate_memory(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise if two parameters of the optimizers share values: buckets change the order of their steps.
+
+    Raises:
+        ConfigError: Two parameters share values.
+
+    Cost:
+        For parameters whose memory ranges overlap, even if no values do, one byte per value in the ranges.
+    """
+    owned = {parameter for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    in_storage: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for parameter in owned:
+        if parameter.layout is torch.strided and parameter.numel() and not parameter.is_meta:
+            in_storage[parameter.untyped_storage().data_ptr()].append(parameter)
+    for together in in_storage.values():
+        together.sort(key=torch.Tensor.data_ptr)
+        for place, one in enumerate(together):
+            for other in itertools.islice(together, place + 1, None):
+                if other.data_ptr() >= one.data_ptr() + _extent(one) * one.element_size():
+                    break
+                if _share_values(one, other):
+                    raise ConfigError(
+                        f"two parameters, of shapes {tuple(one.shape)} and {tuple(other.shape)}, share "
+                        "memory: each has a gradient of its own, and by buckets their steps would come in "
+                        "another order. Let both places have one Parameter, or use the ordinary loop"
+                    )
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return the number of elements in memory from a tensor's first to its last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _share_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have an element in common; ``one`` must begin first in memory."""
+    if one.dtype != other.dtype:
+        return True
+    apart = other.storage_offset() - one.storage_offset()
+    taken = torch.zeros(max(_extent(one), apart + _extent(other)), dtype=torch.bool, device="cpu")
+    taken.as_strided(one.shape, one.stride()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), apart).any())
+
+
+def register_comm_hook(
+    ddp: DistributedDataParallel, state: object, hook: Callable[[Any, GradBucket], torch.futures.Future[Any]]
+) -> None:
+    """Register a communication hook, and change nothing in a model that accepts no more hooks.
+
+    A model accepts none after ``_register_builtin_comm_hook``, which leaves no trace in Python:
+    ``ddp.register_comm_hook`` then raises RuntimeError, but keeps the hook in its list. No public name for
+    that up to torch 2.15.
+
+    Raises:
+        RuntimeError: The model already has a hook.
+    """
+    hooks = _own_hooks(ddp)
+    before = list(hooks)
+    try:
+        ddp.register_comm_hook(state, hook)
+    except BaseException:
+        hooks[:] = before
+        raise
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Return the communication hooks that a model has, with their states."""
+    return list(_own_hooks(ddp))
+
+
+def _own_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Return a model's own list of them. No public name up to torch 2.15."""
+    hooks: list[tuple[Callable[..., Any], object]] = private(ddp, "_comm_hooks", "an overlap beside hooks")
+    return hooks

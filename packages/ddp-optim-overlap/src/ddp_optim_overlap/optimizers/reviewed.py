@@ -1,0 +1,217 @@
+"""Which optimizers may be overlapped: a reviewed list of torch's, and others by declaration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch.distributed.algorithms.join import Joinable
+
+from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
+from ddp_optim_overlap.optimizers.trial import OptimizerCopy, refusal, require_passed_trial
+
+__all__ = [
+    "NOT_PER_PARAMETER",
+    "PER_PARAMETER",
+    "declare_steps_per_parameter",
+    "is_reviewed",
+    "require_plain_step",
+    "require_sparse_support",
+    "require_step_per_parameter",
+]
+
+PER_PARAMETER = frozenset(
+    {
+        "ASGD",
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "Muon",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        "SparseAdam",
+    }
+)
+"""Classes of ``torch.optim`` that step each parameter by itself, with ``foreach`` and ``fused``, too.
+
+Read in torch 2.6, 2.13 and 2.15. The exceptions are in :func:`require_step_per_parameter`.
+"""
+NOT_PER_PARAMETER = frozenset({"LBFGS"})
+"""Classes of ``torch.optim`` that do not."""
+
+_declared: set[type[torch.optim.Optimizer]] = set()
+
+_OptimizerClass = TypeVar("_OptimizerClass", bound=type[torch.optim.Optimizer])
+
+
+def is_reviewed(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's class is exactly one of torch's that step per parameter."""
+    kind = type(optimizer)
+    of_torch = kind.__module__.startswith("torch.optim") and getattr(torch.optim, kind.__name__, None) is kind
+    return of_torch and kind.__name__ in PER_PARAMETER
+
+
+def declare_steps_per_parameter(optimizer_class: _OptimizerClass) -> _OptimizerClass:
+    """Declare that a class of optimizers steps per parameter, so that its optimizers may be overlapped.
+
+    The declaration says of ``step()``: what it does to a parameter depends only on the value, the gradient
+    and the state of that parameter and on the options of its group. It does not depend on other parameters or
+    their gradients, on the loss, on random numbers or on other ranks. It writes nothing but parameters and
+    their state, and keeps no gradient there, only copies. Steps may be counted in each parameter's state, or
+    in an option of its group that every call of ``step()`` sets alike.
+
+    A short trial of every declared optimizer refuses what is plainly otherwise. What it cannot show, for
+    example coupling that begins after a thousand steps, leads to wrong steps.
+
+    Args:
+        optimizer_class: A subclass of ``torch.optim.Optimizer``. Subclasses of it are not declared by this.
+
+    Returns:
+        The class, so that this is also a decorator.
+
+    Raises:
+        TypeError: It is not such a class.
+
+    Example:
+        >>> declare_steps_per_parameter(Lion)  # doctest: +SKIP
+        >>> handle = overlap_optimizer(ddp, Lion(ddp.parameters()))  # doctest: +SKIP
+    """
+    given: Any = optimizer_class
+    if not (isinstance(given, type) and issubclass(given, torch.optim.Optimizer)):
+        raise TypeError(f"optimizer_class must be a subclass of torch.optim.Optimizer, got {given!r}")
+    _declared.add(optimizer_class)
+    return optimizer_class
+
+
+def require_plain_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless ``optimizer.step()`` needs no closure, no peer and no other optimizer.
+
+    Raises:
+        UnsupportedOptimizerError: It does.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, Joinable):  # for example ZeroRedundancyOptimizer
+        raise refusal(f"{name} communicates in its step and steps other parameters on each rank")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise refusal(f"{name}.step needs a closure, which evaluates the model again")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise refusal(f"{name} has differentiable=True: autograd would record its steps")
+    inner = next((key for key, value in vars(optimizer).items() if _has_optimizer(value)), None)
+    if inner is not None:
+        raise refusal(
+            f"{name} has another optimizer in its attribute {inner!r}, which would step all of its "
+            "parameters whenever some are stepped"
+        )
+    on_instance = vars(optimizer).get("step")
+    if _is_compiled(on_instance) or _is_compiled(type(optimizer).step):
+        raise refusal(
+            f"step of this {name} is compiled; what is stepped by buckets is not, and has other bits"
+        )
+    if on_instance is not None and inspect.unwrap(on_instance) is not inspect.unwrap(type(optimizer).step):
+        raise refusal(
+            f"step was replaced on this {name}; what replaced it would not run for a part of the parameters"
+        )
+
+
+def require_step_per_parameter(
+    optimizer: torch.optim.Optimizer, *, declared: bool, sparse: Collection[torch.Tensor]
+) -> None:
+    """Raise unless the optimizer is known, or declared, to step per parameter.
+
+    Args:
+        optimizer: Not changed.
+        declared: Whether the caller declares it, as :func:`declare_steps_per_parameter` does for a class.
+        sparse: Its parameters with sparse gradients.
+
+    Raises:
+        UnsupportedOptimizerError: It is neither, or is declared and does not pass the trial.
+
+    Cost:
+        For a declared optimizer, that of the trial.
+    """
+    name = type(optimizer).__name__
+    if is_reviewed(optimizer):
+        _require_uncoupled_options(optimizer, sparse)
+    elif declared or type(optimizer) in _declared:
+        require_passed_trial(optimizer, sparse)
+    else:
+        raise refusal(
+            f"{name} is not one of the optimizers of torch.optim that are known to step per parameter. If "
+            "what it does to a parameter depends on nothing but that parameter, its gradient, its state and "
+            "its group's options, declare that, by steps_per_parameter=True or, once for the class, "
+            f"declare_steps_per_parameter({name}). Otherwise"
+        )
+
+
+def _require_uncoupled_options(optimizer: torch.optim.Optimizer, sparse: Collection[torch.Tensor]) -> None:
+    """Raise if one of torch's optimizers steps a parameter differently beside some others."""
+    name, of_sparse = type(optimizer).__name__, set(map(id, sparse))
+    for group in optimizer.param_groups:
+        stepped = [one for one in group["params"] if one.requires_grad]
+        if name == "Adafactor" and group["eps"][0] is None and len({one.dtype for one in stepped}) > 1:
+            raise refusal(
+                "Adafactor takes its eps[0] from the first parameter of a group, also for those with other "
+                "dtypes. Give it eps=(1e-7, 1e-3), for example, or each dtype a group of its own. Otherwise"
+            )
+        kinds = {id(one) in of_sparse for one in stepped if not one.is_cpu}
+        if name == "Adagrad" and len(kinds) > 1 and group["foreach"] is not False and not group.get("fused"):
+            raise refusal(
+                "Adagrad steps parameters with other operators if one of their group has a sparse gradient. "
+                "Give it foreach=False, or those with sparse gradients a group of their own. Otherwise"
+            )
+
+
+def require_sparse_support(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, name: str) -> None:
+    """Raise unless the optimizer can step a parameter whose gradient is sparse.
+
+    Args:
+        optimizer: Not changed.
+        parameter: One of its own. A copy is stepped with small values.
+        name: The parameter's name in the message.
+
+    Raises:
+        UnsupportedGradientError: It cannot.
+        UnsupportedOptimizerError: It has what cannot be copied.
+    """
+    place = next(
+        (number, at)
+        for number, group in enumerate(optimizer.param_groups)
+        for at, other in enumerate(group["params"])
+        if parameter is other
+    )
+    copied = OptimizerCopy(optimizer, [place])
+    try:
+        copied.step([torch.ones_like(one).to_sparse(1) for one in copied.parameters])
+    except UnsupportedOptimizerError:
+        raise
+    except Exception as error:
+        raise UnsupportedGradientError(
+            f"{type(optimizer).__name__} cannot step {name}, whose gradient is sparse: {error}. "
+            "Use SGD, Adagrad or SparseAdam for it, or an embedding with sparse=False"
+        ) from error
+
+
+def _is_compiled(step: Any) -> bool:
+    while step is not None:
+        # torch uses the same mark for functions that must not be compiled, such as some steps of its own.
+        if hasattr(step, "_torchdynamo_orig_callable") and not getattr(step, "_torchdynamo_disable", False):
+            return True
+        step = getattr(step, "__wrapped__", None)
+    return False
+
+
+def _has_optimizer(value: object) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple, set)):
+        return any(map(_has_optimizer, value))
+    return isinstance(value, torch.optim.Optimizer)

@@ -1,0 +1,79 @@
+"""The average that DDP computes without a communication hook, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from dist_utils import resolve_group
+from dist_utils.process_groups import GroupLike, future_of_work
+from dist_utils.torch_compat import GradBucket
+
+__all__ = ["average_like_ddp", "numbers_on", "start_all_reduce"]
+
+
+def average_like_ddp(
+    process_group: GroupLike, bucket: GradBucket
+) -> torch.futures.Future[list[torch.Tensor]]:
+    """Scale a bucket by 1 / W and sum it over the ranks, as one all-reduce.
+
+    DDP itself multiplies dense gradients by the reciprocal and divides sparse ones. Only the same operations
+    give bitwise equal results where W is not a power of two. But DDP divides sparse gradients in place, which
+    also divides the gradients of other layers if autograd shares their memory.
+
+    Args:
+        process_group: A process group, a one-dimensional ``DeviceMesh``, or ``None`` for WORLD.
+        bucket: From DDP, dense or sparse.
+
+    Returns:
+        A future of a list with one tensor, exactly as the process group returns it: a callback that unpacked
+        it would need the interpreter on one of Gloo's threads. A dense tensor is ``bucket.buffer()`` itself.
+    """
+    # Looking a group up takes as long as a small message.
+    group = process_group if isinstance(process_group, dist.ProcessGroup) else resolve_group(process_group)
+    buffer = bucket.buffer()
+    if buffer.is_sparse:
+        # In new memory: an embedding's gradient may share memory with the gradient that flows on to others.
+        buffer = buffer / group.size()
+    else:
+        buffer.mul_(1.0 / group.size())
+    values = torch.view_as_real(buffer) if buffer.is_complex() else buffer
+    return future_of_work(start_all_reduce(values, group), group, buffer.device)
+
+
+def start_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType | None = None
+) -> dist.Work:
+    """Start an all-reduce of a tensor of real numbers, in place; return its work handle.
+
+    ``torch.distributed.all_reduce(async_op=True)`` without its checks and logging, which take as long as a
+    small message.
+
+    Args:
+        tensor: The summand of this rank, and then the sum.
+        group: The ranks.
+        op: Something else than a sum.
+    """
+    options = dist.AllreduceOptions()
+    if op is not None:
+        options.reduceOp = dist.ReduceOp(op)
+    work: dist.Work = group.allreduce([tensor], options)
+    return work
+
+
+def numbers_on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
+    """Return integers in a tensor on a device, without a wait for the device."""
+    pin = _is_accelerator(device)  # a copy from other memory would wait
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pin)
+    return host.to(device, non_blocking=pin)
+
+
+def _is_accelerator(device: torch.device) -> bool:
+    """Return whether a device is of the machine's kind of accelerator.
+
+    torch 2.6 raises when asked for the current accelerator where there is none.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator is not None and accelerator.type == device.type

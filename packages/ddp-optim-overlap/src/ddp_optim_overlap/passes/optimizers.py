@@ -1,0 +1,129 @@
+"""The user's optimizers, as an engine steps them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ddp_optim_overlap.clipping import ClipPolicy
+from ddp_optim_overlap.errors import ConfigError
+from ddp_optim_overlap.loop.gradient_watch import GradientWatch
+from ddp_optim_overlap.loop.replaced_step import has_pre_hooks
+from ddp_optim_overlap.loop.step_calls import StepCalls
+from ddp_optim_overlap.loop.step_inputs import Options, StepInputs, options_of
+from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
+from ddp_optim_overlap.optimizers.reviewed import is_reviewed
+from ddp_optim_overlap.optimizers.step_hooks import mark_stepped
+from ddp_optim_overlap.passes.stepping import Stepper
+
+__all__ = ["OverlappedOptimizers"]
+
+
+class OverlappedOptimizers(Stepper):
+    """Steps optimizers for an engine.
+
+    Args:
+        optimizers: The user's optimizers. Each steps per parameter.
+        clip: Limits gradients before a step.
+        only: The parameters to step; ``None`` for all parameters of the optimizers.
+
+    Attributes:
+        parts: Steps some of the optimizers' parameters.
+        calls: Handles the loop's own ``optimizer.step()``.
+
+    Raises:
+        ConfigError: An optimizer has a step pre-hook.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        clip: ClipPolicy | None = None,
+        only: set[torch.Tensor] | None = None,
+    ) -> None:
+        self._optimizers = optimizers
+        self._clip = clip
+        self._only = only
+        self.parts = PartialSteps(optimizers, is_reviewed)
+        self.calls = StepCalls(optimizers)
+        self._read: dict[torch.optim.Optimizer, tuple[Options, Mapping[torch.Tensor, Any]]] = {}
+        self._looked_at = (0, 0)
+        self._not_averaged: Sequence[torch.Tensor] = ()
+        self._require_no_pre_hooks()
+
+    @property
+    def norm(self) -> torch.Tensor | None:  # type: ignore[override]
+        """The norm of the last step's gradients, before clipping."""
+        return None if self._clip is None else self._clip.norm
+
+    def terms(self) -> dict[str, object]:
+        """Return the settings that must be identical on all ranks; option values may differ, as in DDP."""
+        kinds = [(type(one).__qualname__, len(one.param_groups)) for one in self._optimizers]
+        limits = {} if self._clip is None else self._clip.terms()
+        named = ", ".join(f"{name}={limit}" for name, limit in limits.items())
+        clip = self._clip and f"{type(self._clip).__qualname__}({named})"
+        return {"optimizers and their groups": kinds, "clip": clip}
+
+    def begin(self, averaged: Collection[torch.Tensor]) -> None:
+        """Check the loop and the optimizers before a backward pass that will step."""
+        self.calls.begin()
+        self._read = {one: (options_of(one), one.state) for one in self._optimizers}
+        self.parts.begin()
+        self._require_averaged(averaged)
+        self._require_no_pre_hooks()
+        if self._clip is not None:
+            self._clip.begin()
+
+    def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Clip a bucket's gradients."""
+        if self._clip is not None:
+            self._clip.clip(parameters)
+
+    def step(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Step those of a bucket's parameters that the optimizers have."""
+        only = self._only
+        self.parts.step(parameters if only is None else [one for one in parameters if one in only])
+
+    def finish(self, gradients: GradientWatch) -> None:
+        """Clean up after a backward pass that has stepped."""
+        self.parts.finish()
+        for optimizer, groups in zip(self._optimizers, self.parts.options_set, strict=True):
+            read, now = self._read[optimizer][0], options_of(optimizer) if groups else []
+            for number, names in groups.items():
+                read[number].update({name: now[number][name] for name in names})
+        stepped = {one: StepInputs(one, *self._read[one]) for one in self._optimizers}
+        self._read = {}  # so that a replaced state is freed
+        self.calls.finish(stepped)
+        gradients.take_as_used(
+            [parameter for inputs in stepped.values() for parameter in inputs.parameters],
+            [mark for inputs in stepped.values() for mark in inputs.marks],
+        )
+        for optimizer in self._optimizers:
+            mark_stepped(optimizer)
+
+    def _require_no_pre_hooks(self) -> None:
+        for optimizer in self._optimizers:
+            if has_pre_hooks(optimizer):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} has a step pre-hook, which may change gradients and would "
+                    "run after they were used: use the ordinary loop with the same communication hook"
+                )
+
+    def _require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
+        """Raise if a parameter would have to be stepped that DDP does not average."""
+        if not averaged:  # not known yet in the first pass
+            return
+        looked_at = self.parts.renewals, len(averaged)
+        if looked_at != self._looked_at:
+            self._looked_at = looked_at
+            self._not_averaged = [one for one in self.parts.parameters if one not in averaged]
+        for parameter in self._not_averaged:
+            if parameter.requires_grad or parameter.grad is not None:
+                raise ConfigError(
+                    f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
+                    "does not average, as it is not the model's or was frozen when DDP was made: it would "
+                    "never be stepped. Give it an optimizer of its own, or make a new DDP model"
+                )

@@ -1,0 +1,141 @@
+"""What an overlap is doing: one state with named transitions, and the first error."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from enum import Enum
+
+from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError
+from ddp_optim_overlap.report import StepReport
+from dist_utils import OrderedWorker
+from dist_utils.process_groups import same_error
+
+__all__ = ["OverlapState", "Phase"]
+
+
+class Phase(Enum):
+    """What an overlap is doing. ``optimizer.step()``, ``wait()`` and every new pass ask."""
+
+    IDLE = "no pass has stepped since the loop's last step()"
+    RUNNING = "a backward pass hands over buckets, which are stepped"
+    STEPPED = "a backward pass has stepped; the loop's step() is still to come"
+    CLOSURE = "as STEPPED, and step(closure) runs its closure"
+    FAILED = "there was an error; it is raised again until remove()"
+    REMOVED = "remove() was called: buckets are only averaged"
+
+
+_TRANSITIONS = {
+    "begin": ({Phase.IDLE, Phase.STEPPED}, Phase.RUNNING),
+    "finish": ({Phase.RUNNING}, Phase.STEPPED),
+    "enter closure": ({Phase.STEPPED}, Phase.CLOSURE),
+    "leave closure": ({Phase.CLOSURE}, Phase.STEPPED),
+    "settle": ({Phase.STEPPED, Phase.CLOSURE}, Phase.IDLE),
+}
+"""For each event, the phases in which it may happen, and the phase that it leads to."""
+
+
+class OverlapState:
+    """The phase of an overlap, and its first error, which every later call raises again until ``remove()``.
+
+    It keeps copies of errors: those that are raised get frames, which hold the caller's model. The model's
+    reducer, of which the garbage collector knows nothing, holds the overlap.
+
+    Args:
+        worker: Its error counts, too: that of a job or of a peer.
+
+    Attributes:
+        report: Returns what the newest pass that steps has stepped so far.
+    """
+
+    def __init__(self, worker: OrderedWorker) -> None:
+        self.report: Callable[[], StepReport] = StepReport
+        self._phase = Phase.IDLE
+        self._worker: OrderedWorker | None = worker
+        self._error: OverlapError | None = None
+        self._keeping = threading.Lock()  # a step may fail on the worker's thread
+
+    @property
+    def phase(self) -> Phase:
+        """The phase. An error leads to FAILED from everywhere, and only ``remove()`` leads out."""
+        if self._phase is not Phase.REMOVED and self._first_error() is not None:
+            return Phase.FAILED
+        return self._phase
+
+    def begin(self, report: Callable[[], StepReport]) -> None:
+        """A pass that steps begins.
+
+        Args:
+            report: Returns what it has stepped so far.
+
+        Raises:
+            ConfigError: It began in a closure although the last pass has stepped.
+            OverlapError: The first error.
+        """
+        if self._phase is Phase.CLOSURE:
+            raise ConfigError(
+                "backward() has stepped before step(closure), and the closure's backward() would step again: "
+                "let the closure call the only backward(), or call handle.pause() around the other one"
+            )
+        self.raise_error()
+        self._move("begin")
+        self.report = report
+
+    def finish(self) -> None:
+        """The running pass has stepped all of its buckets; an error of a peer does not undo that."""
+        self._move("finish")
+
+    def settle(self) -> None:
+        """The loop has called ``step()`` for everything that was stepped."""
+        if self._phase is not Phase.REMOVED:
+            self._move("settle")
+
+    @contextlib.contextmanager
+    def closure(self) -> Iterator[None]:
+        """The closure of ``step(closure)`` runs after a pass that has stepped: no pass may begin in it."""
+        self._move("enter closure")
+        try:
+            yield
+        finally:
+            if self._phase is Phase.CLOSURE:
+                self._move("leave closure")
+
+    def remove(self) -> None:
+        """Only average from now on. What failed before is no longer raised."""
+        self._phase, self._error, self._worker = Phase.REMOVED, None, None
+
+    def fail(self, error: OverlapError, cause: BaseException | None = None) -> OverlapError:
+        """Return the first error, to be raised: this one, unless there was one before."""
+        with self._keeping:
+            first = self._first_error()
+            if first is None:
+                if cause is not None:
+                    error.__cause__ = cause
+                first = self._error = _copied(error)
+        return _copied(first)
+
+    def raise_error(self) -> None:
+        """Raise the first error, if there was one."""
+        error = self._first_error()
+        if error is not None and self._phase is not Phase.REMOVED:
+            raise _copied(error)
+
+    def _move(self, event: str) -> None:
+        allowed, after = _TRANSITIONS[event]
+        if self._phase not in allowed:
+            raise ConfigError(f"an overlapped step cannot {event} now: {self._phase.value}")
+        self._phase = after
+
+    def _first_error(self) -> OverlapError | None:
+        error = self._error or (None if self._worker is None else self._worker.error)
+        if error is not None and not isinstance(error, OverlapError):
+            self._error = CommunicationError(str(error), self.report())
+            self._error.__cause__ = error
+            return self._error
+        return error
+
+
+def _copied(error: OverlapError) -> OverlapError:
+    copied = same_error(error)
+    return copied if isinstance(copied, OverlapError) else error
