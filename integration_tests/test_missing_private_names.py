@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ddp_optim_overlap.communication import refusing_collectives
-from ddp_optim_overlap.optimizer_hooks import step_pre_hooks
+from ddp_optim_overlap.optimizers.step_hooks import step_pre_hooks
+from ddp_optim_overlap.optimizers.trial import require_passed_trial
 from dist_autograd_collectives.transforms import function_transforms_active
 from dist_utils.torch_compat import MissingTorchFeatureError, private, traceable_collective
 
@@ -30,7 +30,7 @@ SGD = torch.optim.SGD([torch.ones(1, requires_grad=True)])
 USES = {
     "_are_functorch_transforms_active": ("torch._C", function_transforms_active),
     "_global_optimizer_pre_hooks": ("torch.optim.optimizer", lambda: step_pre_hooks(SGD)),
-    "TorchDispatchMode": ("torch.utils._python_dispatch", lambda: refusing_collectives("SGD")),
+    "TorchDispatchMode": ("torch.utils._python_dispatch", lambda: require_passed_trial(SGD, ())),
 }
 
 

@@ -18,7 +18,7 @@ import torch
 from ddp_optim_overlap.errors import UnsupportedOptimizerError, text_of
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps, part_of, stand_in
 from ddp_optim_overlap.optimizers.step_hooks import NOT_OF_THE_STEP, step_without_hooks
-from dist_utils.torch_compat import private
+from dist_utils.torch_compat import MissingTorchFeatureError, private
 
 __all__ = ["OptimizerCopy", "refusal", "require_passed_trial"]
 
@@ -44,6 +44,9 @@ _MOST_VALUES = 1024
 """The sides of parameters with more values are cut."""
 _LONGEST_SIDE = 8
 _COLLECTIVES = ("c10d::", "_c10d_functional", "c10d_functional::", "symm_mem::")
+
+_NOT_OF_THE_STEP = (UnsupportedOptimizerError, MissingTorchFeatureError)
+"""Errors that a step does not raise by itself."""
 
 Gradients = list[torch.Tensor | None]
 Places = list[tuple[int, int]]
@@ -73,7 +76,7 @@ def require_passed_trial(optimizer: torch.optim.Optimizer, sparse: Collection[to
     try:
         if places:
             _compare(optimizer, places)
-    except UnsupportedOptimizerError:
+    except _NOT_OF_THE_STEP:
         raise
     except Exception as error:
         name = type(optimizer).__name__
@@ -116,7 +119,7 @@ def _step_alike(copies: list[OptimizerCopy], gradients: Gradients, case: str) ->
     for copied, direction in zip(copies, (0, 1, -1), strict=True):
         try:
             copied.step(gradients, direction)
-        except UnsupportedOptimizerError:  # noqa: PERF203 - three steps are few
+        except _NOT_OF_THE_STEP:  # noqa: PERF203 - three steps are few
             raise
         except Exception as error:  # noqa: BLE001 - a step may raise anything
             failures.append(error)

@@ -36,7 +36,8 @@ class BackwardPass:
         number: Its number among the passes that step.
         watch: Notified of stepped weights, if set.
         released: Frees the gradients of stepped buckets, if set.
-        refusal: Why no more of its buckets are averaged: the ranks' collectives would no longer match.
+        failure: Why nothing more of it is stepped; later buckets are averaged, as on the other ranks.
+        refused: Whether later buckets are not averaged either: the ranks' collectives no longer match.
         task: The number of torch's graph task that has handed over the newest bucket.
         task_mark: A weak reference to what that task keeps alive until it ends.
         complete: Whether the last bucket was handed over.
@@ -47,7 +48,8 @@ class BackwardPass:
     number: int = 0
     watch: WeightWatch | None = None
     released: ReleasedPass | None = None
-    refusal: OverlapError | None = None
+    failure: OverlapError | None = None
+    refused: bool = False
     task: int = -1
     task_mark: Callable[[], object] = lambda: None
     complete: bool = False

@@ -120,12 +120,13 @@ class Engine:
             return self._take(self._current, bucket)
         except OverlapError as error:
             self._current.cancel()
-            refusal = self._current.refusal = self.fail(error)
-            self._queue.give_up(refusal)
+            failure = self._current.failure = self.fail(error)
+            self._current.refused = True
+            self._queue.give_up(failure)
             if self._ddp_sends_last():  # to peers that may wait for this bucket
                 raise
             # Raised here, it would leave DDP in the middle of a pass, and the model unusable.
-            return _failed_future(refusal)
+            return _failed_future(failure)
 
     def _begin(self) -> None:
         """Begin a backward pass; raises before any communication if it cannot be averaged and stepped."""
@@ -175,8 +176,8 @@ class Engine:
             current.watch = self._watch
 
     def _take(self, current: BackwardPass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if current.refusal is not None:
-            return _failed_future(current.refusal)
+        if current.failure is not None and current.refused:
+            return _failed_future(current.failure)
         worker, last = self._worker, bucket.is_last()
         device = bucket.buffer().device
         if worker is None or current.kind in (PassKind.PAUSED, PassKind.REMOVED):
@@ -190,6 +191,8 @@ class Engine:
                 self._averaged.update(gradients.parameters)
             used = self._used(gradients.parameters)
             averaged = self._start_average(current, bucket)
+            if (failure := self._known_failure(current, bucket, averaged)) is not None:
+                return _failed_future(failure)
             if current.released is not None and used is not None:
                 current.released.hand_over(gradients, used, last=last)
             taken = Bucket(bucket.index(), gradients, used if self._told else None, averaged)
@@ -222,9 +225,6 @@ class Engine:
     def _start_average(self, current: BackwardPass, bucket: GradBucket) -> torch.futures.Future[Any]:
         """Call the communication hook.
 
-        A future that has failed already is not looked at: on another rank it may fail a moment later, and all
-        ranks must call the hook for as many buckets.
-
         Raises:
             CommunicationError: It has failed, or has not returned a future. The pass steps no further.
         """
@@ -237,6 +237,26 @@ class Engine:
             text = f"the communication hook failed for bucket {bucket.index()}: {text_of(error)}"
             raise CommunicationError(text, current.report()) from error
         return averaged
+
+    def _known_failure(
+        self, current: BackwardPass, bucket: GradBucket, averaged: torch.futures.Future[Any]
+    ) -> OverlapError | None:
+        """Return why nothing more of the pass is stepped, if the hook knows at once that it has failed.
+
+        A rank that did not come is not waited for again. But later buckets are averaged: on another rank the
+        same failure may be known a moment later, and all ranks must call the hook for as many buckets.
+        """
+        if current.failure is None and averaged.done():
+            try:
+                averaged.value()
+            except Exception as error:  # noqa: BLE001 - whatever the hook has raised
+                current.cancel()
+                text = f"bucket {bucket.index()} was not averaged: {text_of(error)}"
+                failure = CommunicationError(text, current.report())
+                failure.__cause__ = error
+                current.failure = self.fail(failure)
+                self._queue.give_up(current.failure)
+        return current.failure
 
     def _ddp_sends_last(self) -> bool:
         """Return whether DDP may send its record of used parameters after the last hook.
