@@ -15,6 +15,8 @@ from dist_utils.testing import run_ranks
 class Delegates(torch.optim.Optimizer):
     """Wraps an optimizer, and only decides whether it steps, like Accelerate's wrapper."""
 
+    __module__ = "accelerate.optimizer"
+
     def __init__(self, optimizer, scaler=None):
         self.optimizer = optimizer
         self.scaler = scaler
@@ -30,6 +32,17 @@ class Delegates(torch.optim.Optimizer):
     def step(self, closure=None):
         self.calls += 1
         self.optimizer.step(closure)
+
+
+class Masks(Delegates):
+    """Looks like Accelerate's wrapper, but does more than to step."""
+
+    __module__ = __name__
+
+    def step(self, closure=None):
+        before = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+        super().step(closure)
+        self.param_groups[0]["params"][0].data.copy_(before[0])
 
 
 class Averages(torch.optim.SGD):
@@ -96,6 +109,9 @@ def _wrapped(_):
         overlap_optimizer(ddp, Delegates(inner, scaler=torch.amp.GradScaler("cpu")))
     with pytest.raises(ConfigError, match="given twice"):
         overlap_optimizer(ddp, [inner, Delegates(inner)])
+    for declared in (False, True):
+        with pytest.raises(UnsupportedOptimizerError, match="Masks"):
+            overlap_optimizer(ddp, Masks(inner), steps_per_parameter=declared)
     with pytest.raises(UnsupportedOptimizerError, match="Averages has another optimizer"):
         overlap_optimizer(ddp, Averages(ddp.parameters(), lr=0.1), steps_per_parameter=True)
     for model, text in (

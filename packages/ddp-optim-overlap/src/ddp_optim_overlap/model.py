@@ -33,6 +33,7 @@ __all__ = [
     "sparse_parameters",
 ]
 
+_FRAMEWORKS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning")
 _HOOKS_WHOSE_NONE_IS_WORLD = ("ddp_compress_hooks.", "ddp_quant_hooks.", "torch.distributed.algorithms.")
 
 
@@ -79,17 +80,15 @@ def replicated_ddp(module: torch.nn.Module) -> DistributedDataParallel | None:
 def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that steps when ``optimizer.step()`` is called.
 
-    Wrappers such as Accelerate's and Lightning's hold it as their ``optimizer`` and share its groups and
-    state: they only decide whether to call it. A wrapper with groups or a state of its own does more, and is
-    returned unchanged.
+    Accelerate's and Lightning's wrappers hold it as their ``optimizer``: they only decide whether to call it.
+    Any other wrapper may do more in its step, and is returned unchanged.
 
     Raises:
         ConfigError: The wrapper unscales gradients with its own ``GradScaler`` in ``step()``.
     """
     inner = getattr(optimizer, "optimizer", None)
-    if not isinstance(inner, torch.optim.Optimizer):
-        return optimizer
-    if inner.param_groups is not optimizer.param_groups or inner.state is not optimizer.state:
+    framework = type(optimizer).__module__.partition(".")[0]
+    if not isinstance(inner, torch.optim.Optimizer) or framework not in _FRAMEWORKS:
         return optimizer
     scaler = getattr(optimizer, "scaler", None)
     if scaler is not None and scaler.is_enabled():
