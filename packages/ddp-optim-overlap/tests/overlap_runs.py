@@ -5,6 +5,7 @@ import copy
 import functools
 import itertools
 import sys
+import threading
 import time
 import traceback
 
@@ -159,15 +160,25 @@ class Failing(torch.optim.SGD):
 def failing_hook(state, bucket):
     """Average; or fail for one bucket, at once (``"hook"``) or in the future (``"average"``)."""
     fails = bucket.index() == state.get("at", 1) and state.get("fails")
+    begun = state.setdefault("all begun", threading.Event())
+    if bucket.index() == 0:
+        begun.clear()
     if fails == "hook":
         raise ValueError("not today")
+    future = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+    if bucket.is_last():
+        begun.set()
+    if fails != "average":
+        return future.then(lambda done: done.value()[0] / dist.get_world_size())
+    failing = torch.futures.Future()
 
-    def average(done):
-        if fails == "average":
-            raise ValueError("not today")
-        return done.value()[0] / dist.get_world_size()
+    def fail():
+        begun.wait(10)  # otherwise a peer would be alone with the average of a later bucket
+        future.wait()
+        failing.set_exception(ValueError("not today"))
 
-    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(average)
+    threading.Thread(target=fail).start()
+    return failing.then(lambda done: done.value())
 
 
 def begin_overlap(ddp, optimizers, *, memory=None, **options):

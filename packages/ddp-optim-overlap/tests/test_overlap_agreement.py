@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
+from overlap_runs import assert_same, backward, snapshot, train_on
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as torchs_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,7 +19,7 @@ from ddp_optim_overlap import (
     PreviousStepNorm,
     overlap_optimizer,
 )
-from dist_utils.testing import patience, run_ranks, same_bits
+from dist_utils.testing import patience, run_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
 
 
@@ -49,23 +50,27 @@ def _model(optimizer=torch.optim.SGD):
     return ddp, optimizer(ddp.parameters(), lr=0.1)
 
 
+def _x():
+    return torch.full((1, 20), dist.get_rank() + 1.0)
+
+
 def _different(rank, last):
     messages = []
     for usual, other, _ in CASES:
         ddp, optimizer = _model()
         handle = overlap_optimizer(ddp, optimizer, **(other if rank == last else usual))
-        before = [parameter.clone() for parameter in ddp.parameters()]
+        before = snapshot(ddp)
         with pytest.raises(RuntimeError, match="differs between ranks"):
-            ddp(torch.ones(1, 20)).sum().backward()
+            backward(ddp, _x())
         with pytest.raises(OverlapError) as caught:
             optimizer.step()
         messages.append(str(caught.value))
-        assert all(torch.equal(old, new) for old, new in zip(before, ddp.parameters(), strict=True))
+        assert_same(snapshot(ddp), before)
         handle.remove()
     ddp, optimizer = _model(torch.optim.AdamW if rank == last else torch.optim.SGD)
     overlap_optimizer(ddp, optimizer)
     with pytest.raises(RuntimeError, match=r"\('SGD', 1\).* on rank.*\('AdamW', 1\).* on rank"):
-        ddp(torch.ones(1, 20)).sum().backward()
+        backward(ddp, _x())
     return messages
 
 
@@ -77,29 +82,20 @@ def test_different_overlaps_raise_on_every_rank_and_step_nothing(world_size):
             assert expected.format(first=first, last=last) in message
 
 
-def _train(ddp, optimizer, rank, steps=2):
-    for _ in range(steps):
-        optimizer.zero_grad()
-        ddp(torch.full((1, 20), rank + 1.0)).square().sum().backward()
-        optimizer.step()
-    return [parameter.detach() for parameter in ddp.parameters()]
-
-
 def _goes_on(rank):
     """After remove() and a new overlap on all ranks, the model trains as in an ordinary loop."""
     ddp, optimizer = _model()
     handle = overlap_optimizer(ddp, optimizer, clip=ByValue(1.0) if rank else None)
     with pytest.raises(RuntimeError, match="clip is"):
-        ddp(torch.ones(1, 20)).sum().backward()
+        backward(ddp, _x())
     handle.remove()
     optimizer.zero_grad()
     overlap_optimizer(ddp, optimizer, clip=OwnClip())
-    return _train(ddp, optimizer, rank), _train(*_model(), rank)
+    assert_same(train_on(ddp, optimizer, [_x()] * 2), train_on(*_model(), [_x()] * 2))
 
 
 def test_a_model_trains_on_after_a_difference():
-    for overlapped, ordinary in run_ranks(_goes_on, 2):
-        assert same_bits(overlapped, ordinary), (overlapped, ordinary)
+    run_ranks(_goes_on, 2)
 
 
 def _knows_a_norm(rank):
@@ -108,28 +104,26 @@ def _knows_a_norm(rank):
     for previous in ([7.5, 7.5], [7.5, torch.tensor(7.5)]):
         ddp, optimizer = _model()
         overlap_optimizer(ddp, optimizer, clip=PreviousStepNorm(1.0, previous=previous[rank]))
-        runs.append(_train(ddp, optimizer, rank))
-    return runs
+        runs.append(train_on(ddp, optimizer, [_x()] * 2))
+    assert_same(*runs)
 
 
 def test_ranks_agree_whatever_kind_of_number_the_previous_norm_is():
-    for numbers, tensors in run_ranks(_knows_a_norm, 2):
-        assert same_bits(numbers, tensors), (numbers, tensors)
+    run_ranks(_knows_a_norm, 2)
 
 
 def _wait_and_go_on(handle, ddp, optimizer):
     handle.wait()
     optimizer.zero_grad()
-    ddp(torch.ones(1, 20)).sum().backward()
+    backward(ddp, _x())
 
 
 def _pauses_alone(rank):
     ddp, optimizer = _model()
     handle = overlap_optimizer(ddp, optimizer)
-    _train(ddp, optimizer, rank)
-    optimizer.zero_grad()
+    train_on(ddp, optimizer, [_x()] * 2)
     with handle.pause() if rank == 0 else contextlib.nullcontext():
-        ddp(torch.ones(1, 20)).sum().backward()
+        backward(ddp, _x())
     with pytest.raises(RuntimeError, match="pause"):
         _wait_and_go_on(handle, ddp, optimizer)  # no later than in the next pass
     with pytest.raises(OverlapError, match="pause"):
@@ -138,13 +132,13 @@ def _pauses_alone(rank):
     optimizer.zero_grad()
     for tensor in ddp.parameters():
         dist.broadcast(tensor.detach(), 0)
-    return _train(ddp, optimizer, rank)
+    train_on(ddp, optimizer, [_x()] * 2)
+    return snapshot(ddp)
 
 
 @pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
 def test_a_pause_on_one_rank_only_is_an_error_on_every_rank():
-    one, other = run_ranks(_pauses_alone, 2, group_timeout=patience(20.0))
-    assert same_bits(one, other), (one, other)
+    assert_same(*run_ranks(_pauses_alone, 2, group_timeout=patience(20.0)))
 
 
 def _one_rank_alone(rank):
@@ -152,10 +146,10 @@ def _one_rank_alone(rank):
     if rank == 0:
         overlap_optimizer(ddp, optimizer)
         with pytest.raises(RuntimeError) as caught:
-            ddp(torch.ones(1, 20)).sum().backward()
+            backward(ddp, _x())
         return str(caught.value)
     with pytest.raises(RuntimeError):  # the average: rank 0 does not take part in it
-        ddp(torch.ones(1, 20)).sum().backward()
+        backward(ddp, _x())
     return ""
 
 

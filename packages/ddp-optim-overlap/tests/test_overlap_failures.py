@@ -147,17 +147,9 @@ def _hook_waits_in_vain(rank, limit):
             stop_process()
         return failed_future(TimeoutError("rank 1 did not come"), bucket.buffer())
 
-    step_buckets_of(1)
-    ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.002, find_unused_parameters=True)
     state = {"fails": False}
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    handle = overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=state)
-    for x in batches(2):
-        optimizer.zero_grad()
-        backward(ddp, x)
-        handle.wait()
+    ddp, _, _ = _start(comm_hook=hook, comm_state=state, find_unused_parameters=True)
     state["fails"] = True
-    optimizer.zero_grad()
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="rank 1 did not come"):
         backward(ddp, batches(1)[0])
@@ -387,18 +379,20 @@ def test_a_failure_on_all_ranks(check):
     check()
 
 
-def _step_raises_on_one(rank, done):
-    """Rank 1 fails after its gradients were averaged, but stays alive: rank 0 still learns of it."""
-    ddp, optimizer, handle = _start(make=Failing)
+def _fails_late_on_one(rank, how, done):
+    """Rank 1 fails after the ranks exchanged their gradients, but stays alive: rank 0 still learns of it."""
+    state = {}
+    ddp, optimizer, handle = _start(make=Failing, comm_hook=failing_hook, comm_state=state)
     before = snapshot(ddp)
     if rank == 1:
-        optimizer.victim = ddp.module.layers[1].weight
+        optimizer.victim = ddp.module.layers[1].weight if how == "step" else None
+        state["fails"] = how
     with pytest.raises(RuntimeError, match="not today") if rank == 1 else contextlib.nullcontext():
         backward(ddp, batches(1)[0])
     if rank == 1 and not GROUPS_END_WITHOUT_GIL:
         os._exit(0)  # torch 2.6 cannot destroy a group before its process ends
-    with pytest.raises(OverlapError) as caught:
-        handle.wait()
+    with pytest.raises(OverlapError, match="not today" if rank == 1 else "") as caught:
+        handle.wait(timeout=GROUP_TIMEOUT / 2)  # rank 0 is told, and does not time out
     moved = changed(ddp, before)
     _assert_told(ddp, before, caught.value.report)
     optimizer.zero_grad()
@@ -413,18 +407,20 @@ def _step_raises_on_one(rank, done):
     return type(caught.value), len(moved), caught.value.report
 
 
-def test_a_step_that_fails_on_one_rank_raises_on_every_rank(tmp_path):
-    done = str(tmp_path / "done")
-    zero, one = run_ranks(_step_raises_on_one, 2, done, may_die={1}, group_timeout=GROUP_TIMEOUT, timeout=90)
-    kind, moved, report = zero
-    assert kind is CommunicationError
-    assert moved == 10  # it had finished its own step, and its report says so
-    assert report.stepped == tuple(range(report.buckets))
+@pytest.mark.parametrize(("how", "kind"), [("step", StepError), ("average", CommunicationError)])
+def test_what_fails_late_on_one_rank_raises_on_every_rank(how, kind, tmp_path):
+    options = {"may_die": {1}, "group_timeout": GROUP_TIMEOUT, "timeout": 90}
+    zero, one = run_ranks(_fails_late_on_one, 2, how, str(tmp_path / "done"), **options)
+    found, moved, report = zero
+    assert found is CommunicationError
+    if how == "step":
+        assert moved == 10  # it had finished its own step, and its report says so
+        assert report.stepped == tuple(range(report.buckets))
     if one is not None:
-        kind, moved, report = one
-        assert kind is StepError
+        found, moved, report = one
+        assert found is kind
         assert moved < 10
-        assert len(report.stepped) < report.buckets
+        assert report.stepped == (0,) or (how == "step" and len(report.stepped) < report.buckets)
 
 
 def _fails_on_one(rank, how, find_unused, drop_in):
@@ -462,30 +458,3 @@ def test_what_raises_on_one_rank_raises_on_every_rank(how, find_unused, drop_in)
     drop-in does not know.
     """
     run_ranks(_fails_on_one, 2, how, find_unused, drop_in, group_timeout=patience(3.0))
-
-
-def _average_fails_on_one(rank):
-    """It fails after the ranks exchanged their gradients, so no collective of the hook tells the others."""
-    state = {}
-    ddp, optimizer, handle = _start(comm_hook=failing_hook, comm_state=state)
-    state["fails"] = "average" if rank == 1 else None
-    before = snapshot(ddp)
-    with pytest.raises(RuntimeError, match="not today") if rank == 1 else contextlib.nullcontext():
-        backward(ddp, batches(1)[0])
-    with pytest.raises(CommunicationError, match="not today" if rank == 1 else "") as caught:
-        handle.wait(timeout=GROUP_TIMEOUT / 2)  # rank 0 is told, and does not time out
-    _assert_told(ddp, before, caught.value.report)
-    if rank == 1:
-        assert_same(caught.value.report.stepped, (0,))
-    after = snapshot(ddp)
-    optimizer.zero_grad()
-    with pytest.raises(RuntimeError):
-        backward(ddp, batches(1)[0])
-    assert_same(snapshot(ddp), after)  # nothing on top
-    dist.barrier()  # ending the overlap would tell the others, too
-    handle.remove()
-
-
-@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
-def test_an_average_that_fails_on_one_rank_raises_on_every_rank():
-    run_ranks(_average_fails_on_one, 2, group_timeout=GROUP_TIMEOUT, timeout=60)
