@@ -214,3 +214,35 @@ def _recovers(rank, released, seconds):
 def test_after_a_step_that_failed_on_one_rank_a_new_overlap_averages_the_same_passes(released, seconds):
     one, other = run_ranks(_recovers, 2, released, seconds, timeout=60, group_timeout=20)
     assert_same(one, other)
+
+
+def _recovers_at_another_time(rank, again):
+    """Each rank begins anew in the iteration in which it raised, and these are not the same."""
+    ddp = make_ddp()
+    optimizer = _momentum(ddp, Failing)
+    options = {"comm_hook": allreduce_hook, "steps_per_parameter": True}
+    handle = overlap_optimizer(ddp, optimizer, **options)
+    if rank == 0:
+        optimizer.victim = ddp.module.layers[1].weight
+    errors = []
+    for x in batches(5):
+        try:
+            optimizer.zero_grad()
+            backward(ddp, x)
+        except RuntimeError as error:
+            errors.append(str(error))
+            handle.remove()
+            optimizer.victim = None
+            if again:
+                handle = overlap_optimizer(ddp, optimizer, **options)
+    return errors
+
+
+@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
+@pytest.mark.parametrize("again", [False, True])
+def test_ranks_that_go_on_in_different_iterations_are_told(again):
+    one, other = run_ranks(_recovers_at_another_time, 2, again, timeout=90, group_timeout=15)
+    assert "not today" in one[0], one
+    assert "another rank failed" in other[0], other
+    for errors in (one, other):
+        assert any("backward passes of the model is" in error for error in errors[1:]), errors

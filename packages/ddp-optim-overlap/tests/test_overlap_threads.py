@@ -252,6 +252,61 @@ def check_asked_between_parts(name, where, memory, view, *, overlapped):
     return found
 
 
+class CheckpointInside(torch.nn.Module):
+    """Buckets come before, in and after the nested backward pass of a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.inner, self.after = (torch.nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        return self.after(checkpoint(self.inner, self.before(x), use_reentrant=True))
+
+
+@as_ordinary(*itertools.product((None, PoisonedPages), (False, True)))
+def check_a_nested_pass_between_buckets(memory, view, *, overlapped):
+    ddp = DistributedDataParallel(CheckpointInside(), bucket_cap_mb=0.0005, gradient_as_bucket_view=view)
+    optimizer = adamw(ddp)
+    handle = begin_overlap(ddp, optimizer, memory=memory) if overlapped else None
+    for seed in range(4):
+        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(seed + dist.get_rank()))
+        backward(ddp, x)
+        optimizer.step()
+        optimizer.zero_grad()
+    if handle is not None:
+        assert_stepped(handle)
+    return ends(ddp, optimizer)
+
+
+@as_ordinary(())
+def check_a_thread_that_asks_all_the_time(*, overlapped):
+    """It is refused while a pass runs, whenever that has begun, and harms none."""
+    ddp = make_ddp()
+    optimizer = adamw(ddp)
+    handle = overlap_optimizer(ddp, optimizer) if overlapped else None
+    over, errors = threading.Event(), set()
+
+    def asks():
+        while not over.is_set():
+            try:
+                handle.wait()
+            except ConfigError as error:
+                errors.add("while backward() runs" in str(error))
+
+    thread = threading.Thread(target=asks)
+    if overlapped:
+        thread.start()
+    try:
+        train_on(ddp, optimizer, batches(30))
+    finally:
+        over.set()
+        if overlapped:
+            thread.join()
+    assert errors <= {True}, errors
+    return ends(ddp, optimizer)
+
+
 def check_overlapped_inside_backward():
     net = CallsInside(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.00001)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_optim_overlap.drop_ins import EngineAtFirstBucket
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.loop.gradient_watch import GradientWatch
-from ddp_optim_overlap.model import comm_hooks, register_comm_hook, require_ddp_options
+from ddp_optim_overlap.model import comm_hooks, register_comm_hook
 from ddp_optim_overlap.optimizers.reviewed import require_plain_step
 from ddp_optim_overlap.passes.averaging import average_like_ddp
 from ddp_optim_overlap.passes.engine import Engine
@@ -147,26 +147,9 @@ def apply_optim_in_backward_hook(gradient_is_bucket_view: bool) -> CommHook:
 
     def make(group: dist.ProcessGroup, hook_state: object, model: DistributedDataParallel | None) -> Engine:
         del hook_state
-        known = None if model is None else weakref.ref(model)
-
-        def may_leave_out() -> bool:
-            now = None if known is None else known()
-            return now is not None and (now.find_unused_parameters or now.static_graph)
-
-        def require_model() -> None:
-            if known is not None and (now := known()) is not None:
-                require_ddp_options(now)
-
-        return Engine(
-            group,
-            [] if model is None else [one for one in model.parameters() if one.requires_grad],
-            _OwnOptimizers(),
-            average_like_ddp,
-            group,
-            tells_unused=may_leave_out,
-            model=known,
-            require_model=require_model,
-        )
+        parameters = [] if model is None else [one for one in model.parameters() if one.requires_grad]
+        stepper = _OwnOptimizers()
+        return Engine(group, parameters, stepper, average_like_ddp, group, model=model, skips_unused=True)
 
     lazy = EngineAtFirstBucket(make)
 

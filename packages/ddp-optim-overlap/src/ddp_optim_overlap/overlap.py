@@ -249,18 +249,17 @@ def overlap_optimizer(
         raise ConfigError(f"gradients of {', '.join(sparse)} are sparse: they cannot be clipped")
 
     overlapped = OverlappedOptimizers(optimizers, clip=clip)
-    model = weakref.ref(ddp)
     engine = Engine(
         ddp.process_group,
         list(ddp.parameters()),
         overlapped,
         comm_hook or average_like_ddp,
         ddp.process_group if comm_hook is None else comm_state,
-        tells_unused=partial(_may_leave_out, model, told=unused == "skip"),
-        model=model,
-        require_model=partial(_require_model, model),
+        model=ddp,
+        skips_unused=unused == "skip",
         check=check,
         release=_release(ddp, overlapped) if release_gradients else None,
+        passes=0 if slot is None or slot.engine is None else slot.engine.passes,
     )
     overlapped.calls.attach(engine)
     if slot is None:
@@ -295,16 +294,10 @@ def _require_arguments(
         raise ValueError(f"unused must be 'skip' or 'step', got {unused!r}")
 
 
-def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]", *, told: bool) -> bool:
-    """Whether the ranks must tell which parameters got a gradient. The graph may be made static later."""
+def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]") -> bool:
+    """Whether parameters may get no gradient in a pass. The graph may be made static later."""
     model = ddp()
-    return told and model is not None and (model.find_unused_parameters or model.static_graph)
-
-
-def _require_model(ddp: "weakref.ref[DistributedDataParallel]") -> None:
-    model = ddp()
-    if model is not None:
-        require_ddp_options(model)
+    return model is not None and (model.find_unused_parameters or model.static_graph)
 
 
 def _release(ddp: DistributedDataParallel, overlapped: OverlappedOptimizers) -> GradientRelease:
@@ -313,7 +306,7 @@ def _release(ddp: DistributedDataParallel, overlapped: OverlappedOptimizers) -> 
         memory_of(list(ddp.parameters())),
         ddp.process_group,
         owned=lambda: parts.parameters,
-        may_leave_out=partial(_may_leave_out, weakref.ref(ddp), told=True),
+        may_leave_out=partial(_may_leave_out, weakref.ref(ddp)),
     )
     release.require_possible(averaged_parameters(ddp), as_view=ddp.gradient_as_bucket_view)
     return release

@@ -15,7 +15,7 @@ from ddp_optim_overlap.passes.weight_reuse import WeightWatch
 from ddp_optim_overlap.released_gradients import ReleasedPass
 from ddp_optim_overlap.report import StepReport
 
-__all__ = ["BackwardPass", "PassKind"]
+__all__ = ["BackwardPass", "PassKind", "PassStage"]
 
 
 class PassKind(Enum):
@@ -25,6 +25,14 @@ class PassKind(Enum):
     JOINED = "averaged with the ranks that step; under join(), this rank has no more data"
     PAUSED = "averaged, in handle.pause()"
     REMOVED = "averaged, because the overlap was removed"
+
+
+class PassStage(Enum):
+    """How far a pass has come."""
+
+    BEGUN = "buckets are still to be handed over"
+    COMPLETE = "the last bucket was handed over"
+    ENDED = "it has finished, or was left before"
 
 
 @dataclass
@@ -38,9 +46,9 @@ class BackwardPass:
         released: Frees the gradients of stepped buckets, if set.
         failure: Why nothing more of it is stepped; later buckets are averaged, as on the other ranks.
         refused: Whether later buckets are not averaged either: the ranks' collectives no longer match.
-        task: The number of torch's graph task that has handed over the newest bucket.
-        task_mark: A weak reference to what that task keeps alive until it ends.
-        complete: Whether the last bucket was handed over.
+        stage: How far it has come.
+        tasks: The numbers of torch's graph tasks that have handed over buckets, each with a weak reference to
+            what the task keeps alive until it ends.
         stepping: Held while a bucket is stepped.
     """
 
@@ -50,9 +58,8 @@ class BackwardPass:
     released: ReleasedPass | None = None
     failure: OverlapError | None = None
     refused: bool = False
-    task: int = -1
-    task_mark: Callable[[], object] = lambda: None
-    complete: bool = False
+    stage: PassStage = PassStage.BEGUN
+    tasks: dict[int, Callable[[], object]] = field(default_factory=dict)
     buckets: int = 0
     stepped: list[int] = field(default_factory=list)
     partial: tuple[int, ...] = ()
@@ -63,9 +70,9 @@ class BackwardPass:
     canceled: bool = False
     stepping: threading.Lock = field(default_factory=threading.Lock)
 
-    def task_runs(self) -> bool:
-        """Whether torch is still running the task; a pass of nested tasks may go on in another one."""
-        return self.task_mark() is not None
+    def runs(self) -> bool:
+        """Whether torch is still running one of the tasks; between nested ones it may not be."""
+        return any(mark() is not None for mark in list(self.tasks.values()))
 
     def cancel(self) -> None:
         """Let no further step begin, and wait for the one in progress. The report is final afterwards."""
@@ -75,6 +82,7 @@ class BackwardPass:
 
     def end(self) -> None:
         """Clean up after the pass, whether it succeeded or failed."""
+        self.stage = PassStage.ENDED
         if self.watch is not None:
             self.watch.end()  # otherwise nobody could write .grad
         if self.released is not None:

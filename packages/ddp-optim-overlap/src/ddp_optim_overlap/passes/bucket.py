@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError, text_of
-from ddp_optim_overlap.passes.averaging import numbers_on
+from ddp_optim_overlap.passes.averaging import numbers_on, start_all_reduce
 from ddp_optim_overlap.passes.backward_pass import BackwardPass
-from dist_utils.process_groups import record_use
+from dist_utils.process_groups import record_use, runs_on_host, same_error
 from dist_utils.torch_compat import GradBucket
 
 __all__ = ["Bucket", "BucketGradients", "KnownBuckets", "average_of", "gradients_replaced"]
@@ -29,18 +29,19 @@ class Bucket:
     Attributes:
         index: Its number in DDP.
         gradients: The views that will hold its averaged gradients.
-        used: Which of its parameters got a gradient, first on this rank, then on any rank; ``None`` if all.
         averaged: The future that the communication hook returned.
+        used: Which of its parameters got a gradient, first on this rank, then on any rank; ``None`` if all.
         done: The future that DDP waits for. DDP takes its value for the average.
         taken: Whether the worker has taken it.
     """
 
     index: int
     gradients: BucketGradients
-    used: list[bool] | None
     averaged: torch.futures.Future[Any]
+    used: list[bool] | None = None
     done: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
     taken: bool = False
+    _used_anywhere: tuple[torch.Tensor, dist.Work] | None = None
     _ending: threading.Lock = field(default_factory=threading.Lock)
     _ended: bool = False
 
@@ -55,6 +56,22 @@ class Bucket:
         """Whether it can be stepped without waiting for its average or for another rank."""
         return self.used is None and self.averaged.done()
 
+    def tell_used(self, used: list[bool], group: dist.ProcessGroup) -> None:
+        """Let the ranks tell each other which parameters of the bucket got a gradient.
+
+        What is enqueued on an accelerator starts now, as on the other ranks, whatever becomes of the step; on
+        CPUs it is part of the step's job.
+
+        Args:
+            used: Which got one on this rank.
+            group: The ranks.
+        """
+        self.used = used
+        device = self.gradients.buffer.device
+        if device.type != "cpu" and not runs_on_host(group, device):
+            anywhere = numbers_on(device, used)
+            self._used_anywhere = anywhere, start_all_reduce(anywhere, group, dist.ReduceOp.MAX)
+
     def await_average(self, current: BackwardPass, group: dist.ProcessGroup) -> None:
         """Wait until the average is in the bucket and it is known which parameters any rank has used.
 
@@ -65,11 +82,22 @@ class Bucket:
             if self.used is not None:
                 if self.averaged.done():
                     self.averaged.value()  # raises if it failed: a rank that did not come will not come here
-                self.used = _used_anywhere(self.used, group, self.gradients.buffer.device)
+                self.used = self._await_used(self.used, group)
             self.gradients.write(current.await_average(self.averaged))
         except Exception as error:
             text = f"bucket {self.index} was not averaged: {text_of(error)}"
             raise CommunicationError(text, current.report()) from error
+
+    def _await_used(self, used: list[bool], group: dist.ProcessGroup) -> list[bool]:
+        """Return which parameters of a bucket got a gradient on some rank."""
+        if self._used_anywhere is None:
+            anywhere = numbers_on(self.gradients.buffer.device, used)
+            self._used_anywhere = anywhere, start_all_reduce(anywhere, group, dist.ReduceOp.MAX)
+        anywhere, work = self._used_anywhere
+        work.wait()
+        record_use(anywhere)
+        # Reading it waits for the device, so only where the answer is open.
+        return used if all(used) else [bool(value) for value in anywhere.tolist()]
 
     def averages(self) -> Sequence[torch.Tensor | None]:
         """Return what each parameter is stepped with."""
@@ -97,22 +125,11 @@ class Bucket:
                 self._ended = True
                 # The future holds its error, and DDP the future. So the error must not hold frames with the
                 # model, as a raised error does: a cycle through C++ is never collected.
-                held = RuntimeError(str(error) if type(error) is RuntimeError else text_of(error))
-                if isinstance(error, OverlapError):
-                    held = type(error)(*error.args)
-                    held.report = error.report
+                plain = str(error) if type(error) is RuntimeError else text_of(error)
+                held = same_error(error if isinstance(error, OverlapError) else RuntimeError(plain))
                 self.done.set_exception(held)  # type: ignore[arg-type] # torch's annotation
                 held.__traceback__ = None
                 self.done = torch.futures.Future()
-
-
-def _used_anywhere(used: list[bool], group: dist.ProcessGroup, device: torch.device) -> list[bool]:
-    """Return which parameters of a bucket got a gradient on some rank."""
-    anywhere = numbers_on(device, used)
-    if group.size() > 1:
-        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=group)
-    # Reading it waits for the device, so only where the answer is open.
-    return used if all(used) else [bool(value) for value in anywhere.tolist()]
 
 
 class BucketGradients:

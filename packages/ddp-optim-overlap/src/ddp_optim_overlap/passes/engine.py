@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError, StepError, text_of
 from ddp_optim_overlap.loop.gradient_watch import GradientWatch
-from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassKind
+from ddp_optim_overlap.model import require_ddp_options
+from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassKind, PassStage
 from ddp_optim_overlap.passes.bucket import Bucket, KnownBuckets, average_of
 from ddp_optim_overlap.passes.peers import Peers
 from ddp_optim_overlap.passes.queue import BucketQueue
@@ -22,7 +23,7 @@ from ddp_optim_overlap.passes.weight_reuse import WeightWatch
 from ddp_optim_overlap.phase import OverlapState, Phase
 from ddp_optim_overlap.released_gradients import GradientRelease, ReleasedPass
 from ddp_optim_overlap.report import StepReport
-from dist_utils import AgreementError, OrderedWorker
+from dist_utils import AgreementError, OrderedWorker, require_same_terms
 from dist_utils.comm_hooks import CommHook, is_pair
 from dist_utils.process_groups import same_error
 from dist_utils.torch_compat import (
@@ -49,12 +50,12 @@ class Engine:
         stepper: Steps with averaged gradients.
         comm_hook: Any communication hook; it averages.
         comm_state: Its first argument.
-        tells_unused: Returns whether the ranks tell each other which parameters got a gradient, because some
-            may be left out of a backward pass. Called when a pass begins.
-        model: A weak reference to the model; ``None`` if it is unknown.
-        require_model: Raises if the model's options do not permit a pass. Called when a pass begins.
+        model: The model, which is not kept alive; ``None`` if it is unknown.
+        skips_unused: Whether a parameter that no rank has used is left alone. Where some may be unused, the
+            ranks then tell each other which parameters got a gradient.
         check: Watch for stepped weights that the same backward pass reads.
         release: Frees the gradients of every bucket after its step.
+        passes: How many backward passes earlier engines of the model have begun.
 
     Attributes:
         state: What the overlap is doing.
@@ -62,6 +63,7 @@ class Engine:
         known_buckets: The views of buckets seen before.
         release: As given.
         paused: Whether passes only average.
+        passes: How many backward passes were begun, earlier engines' among them.
     """
 
     def __init__(
@@ -72,11 +74,11 @@ class Engine:
         comm_hook: CommHook | Callable[[Any, GradBucket], torch.futures.Future[Any]],
         comm_state: object,
         *,
-        tells_unused: Callable[[], bool] = lambda: False,
-        model: weakref.ref[DistributedDataParallel] | None = None,
-        require_model: Callable[[], None] = lambda: None,
+        model: DistributedDataParallel | None = None,
+        skips_unused: bool = False,
         check: bool = False,
         release: GradientRelease | None = None,
+        passes: int = 0,
     ) -> None:
         self.gradients = GradientWatch(parameters)
         self.release = release
@@ -86,7 +88,8 @@ class Engine:
         self.paused = False
         self._stepper = stepper
         self._comm_hook, self._comm_state = comm_hook, comm_state
-        self._tells_unused, self._model, self._require_model = tells_unused, model, require_model
+        self._model = (lambda: None) if model is None else weakref.ref(model)
+        self._skips_unused = skips_unused
         self._watch = WeightWatch() if check else None
         worker = OrderedWorker(process_group, name=_NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
@@ -98,7 +101,8 @@ class Engine:
         self._current = BackwardPass(PassKind.REMOVED)
         self._told = False
         self._averaged: set[torch.Tensor] = set()
-        self._passes = self._steps = 0
+        self._process_group, self._failed = process_group, False
+        self.passes, self._steps = passes, 0
 
     @property
     def releases(self) -> bool:
@@ -130,19 +134,20 @@ class Engine:
 
     def _begin(self) -> None:
         """Begin a backward pass; raises before any communication if it cannot be averaged and stepped."""
-        before = self._current
+        self.passes += 1
+        if self.state.phase is Phase.RUNNING:
+            self._abandon(self._current)
         current = self._current = BackwardPass(self._kind_of_pass())
         self._queue.end()
-        worker, peers = self._worker, self._peers
+        worker, peers, model = self._worker, self._peers, self._model()
         if worker is None or peers is None:
+            self._compare_after_error()
             return
         peers.wait()
-        if self.state.phase is Phase.RUNNING:
-            self._abandon(before)
         self.state.raise_error()
-        self._passes += 1
-        self._told = self._tells_unused()
-        self._require_model()
+        if model is not None:
+            require_ddp_options(model)  # the graph may have been made static since
+            self._told = self._skips_unused and (model.find_unused_parameters or model.static_graph)
         try:
             worker.agree()
         except (AgreementError, dist.DistError) as error:
@@ -152,7 +157,21 @@ class Engine:
         # A pass without a last bucket announces the rest before DDP waits for it. A nested pass, or one in a
         # final callback, may end differently, so no bucket waits there.
         waits = inside_backward() and not in_final_callback() and not inside_nested_backward()
-        self._queue.begin(waits=waits and current.kind is not PassKind.PAUSED)
+        self._queue.begin(waits=waits and current.kind is PassKind.STEPS)
+
+    def _compare_after_error(self) -> None:
+        """Raise if ranks that have removed a failed overlap go on with different iterations."""
+        if self._failed:
+            self._failed = False
+            try:
+                require_same_terms(
+                    self._process_group, f"{_NAME} was removed after an error", self._progress()
+                )
+            except (AgreementError, dist.DistError) as error:
+                raise ConfigError(text_of(error)) from error
+
+    def _progress(self) -> dict[str, object]:
+        return {"backward passes of the model": self.passes}
 
     def _kind_of_pass(self) -> PassKind:
         if self._worker is None:
@@ -164,6 +183,7 @@ class Engine:
         return PassKind.STEPS if inside_backward() else PassKind.JOINED
 
     def _begin_to_step(self, current: BackwardPass) -> None:
+        self._follow_graph_task(current)  # from here on, others ask whether the pass runs
         self._steps += 1
         current.number = self._steps
         self.state.begin(current.report)
@@ -179,32 +199,41 @@ class Engine:
         if current.failure is not None and current.refused:
             return _failed_future(current.failure)
         worker, last = self._worker, bucket.is_last()
-        device = bucket.buffer().device
-        if worker is None or current.kind in (PassKind.PAUSED, PassKind.REMOVED):
-            done = self._only_average(bucket)
-        else:
-            if current.kind is PassKind.STEPS:
-                self._follow_graph_task(current)
-            current.buckets += 1
-            gradients = self.known_buckets.gradients(bucket)
-            if not self._averaged.issuperset(gradients.parameters):
-                self._averaged.update(gradients.parameters)
-            used = self._used(gradients.parameters)
-            averaged = self._start_average(current, bucket)
-            if (failure := self._known_failure(current, bucket, averaged)) is not None:
-                return _failed_future(failure)
-            if current.released is not None and used is not None:
-                current.released.hand_over(gradients, used, last=last)
-            taken = Bucket(bucket.index(), gradients, used if self._told else None, averaged)
-            done = self._queue.take(worker, current, taken, last=last)
-            if current.released is not None:
-                current.released.limit_backward(done, device)
+        done = (
+            self._only_average(bucket) if worker is None else self._step(worker, current, bucket, last=last)
+        )
         if last:
-            current.complete = True
+            current.stage = PassStage.COMPLETE
             self.gradients.forget_arrivals()
-            if self._peers is not None:
+            if self._peers is not None and current.failure is None:
                 failed = self.state.phase is Phase.FAILED
-                self._peers.meet(self._passes, current, device, failed=failed)
+                self._peers.meet(self.passes, current, bucket.buffer().device, failed=failed)
+        return done
+
+    def _step(
+        self, worker: OrderedWorker, current: BackwardPass, bucket: GradBucket, *, last: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Return a future that completes when a bucket is averaged and, if the pass steps, stepped."""
+        if current.kind is PassKind.STEPS:
+            self._follow_graph_task(current)
+        elif current.kind is PassKind.PAUSED:
+            self.gradients.take_as_new(bucket.parameters())
+        current.buckets += 1
+        gradients = self.known_buckets.gradients(bucket)
+        if not self._averaged.issuperset(gradients.parameters):
+            self._averaged.update(gradients.parameters)
+        used = self._used(gradients.parameters)
+        averaged = self._start_average(current, bucket)
+        if (failure := self._known_failure(current, bucket, averaged)) is not None:
+            return _failed_future(failure)
+        if current.released is not None and used is not None:
+            current.released.hand_over(gradients, used, last=last)
+        taken = Bucket(bucket.index(), gradients, averaged)
+        if self._told and used is not None:
+            taken.tell_used(used, worker.process_group)
+        done = self._queue.take(worker, current, taken, last=last)
+        if current.released is not None:
+            current.released.limit_backward(done, gradients.buffer.device)
         return done
 
     def _only_average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -263,7 +292,7 @@ class Engine:
 
         A peer may still wait for a bucket: Gloo aborts a process that receives a message of another size.
         """
-        model = None if self._model is None else self._model()
+        model = self._model()
         return model is None or (model.find_unused_parameters and not model.static_graph)
 
     # ---- the end of a pass ----
@@ -281,17 +310,16 @@ class Engine:
         If a task fails, torch drops its callbacks, and with them the mark that they hold.
         """
         task = graph_task_id()
-        if task == current.task:
+        if task in current.tasks:
             return
-        current.task = task
         mark = _TaskMark()
-        current.task_mark = weakref.ref(mark)
+        current.tasks[task] = weakref.ref(mark)
         dropped = weakref.finalize(mark, self._abandon, current)
         dropped.atexit = False
 
         def finish() -> None:
             dropped.detach()
-            if current.complete:
+            if current.stage is PassStage.COMPLETE:
                 self._finish(current)
 
         def announce(mark: _TaskMark = mark) -> None:
@@ -305,14 +333,14 @@ class Engine:
         current.end()
         if current.canceled:
             self.state.raise_error()
-        self.state.finish()
         self._queue.end()
         current.norm = self._stepper.norm
         self._stepper.finish(self.gradients)
+        self.state.finish()
 
     def _abandon(self, current: BackwardPass) -> None:
         """End a pass that was left before it was finished: nothing more of it is stepped."""
-        if current.kind is not PassKind.STEPS or current is not self._current:
+        if current.stage is PassStage.ENDED or current is not self._current:
             return
         current.cancel()
         self.fail(
@@ -345,23 +373,30 @@ class Engine:
             StepError: One has begun to hand over buckets, and has ended without an error and without
                 handing over all.
         """
-        self.refuse_inside_pass("step() or wait()")
-        if self.state.phase is Phase.RUNNING:
+        left = self.refuse_inside_pass("step() or wait()")
+        if left is not None:
             self._queue.wait()  # steps in progress end first, or the report would miss them
-            self._abandon(self._current)
+            self._abandon(left)
         self.state.raise_error()
 
-    def refuse_inside_pass(self, call: str) -> None:
+    def refuse_inside_pass(self, call: str) -> BackwardPass | None:
         """Raise if a backward pass that steps is running, in this thread or another one.
 
+        Returns:
+            A pass that was left before it had finished; ``None`` if there is none.
+
         Raises:
-            ConfigError: One is.
+            ConfigError: One is running.
         """
-        if self.state.phase is Phase.RUNNING and (self._current.task_runs() or inside_backward()):
+        current = self._current  # read once: another thread may begin the next one
+        if self.state.phase is not Phase.RUNNING or current.stage is PassStage.ENDED:
+            return None
+        if current.runs() or inside_backward():
             raise ConfigError(
                 f"{call} while backward() runs, in one of its hooks or in another thread: call it when "
                 "backward() has returned"
             )
+        return current
 
     def fail(self, error: OverlapError) -> OverlapError:
         """Keep an error as the first one, and tell the other ranks; return what is to be raised.
@@ -384,6 +419,7 @@ class Engine:
         if self._watch is not None:
             self._watch.end()
         self.gradients.forget_used()
+        self._failed = self.state.phase is Phase.FAILED
         self.state.remove()
         worker, self._worker, self._peers = self._worker, None, None
         if worker is not None:
@@ -399,6 +435,7 @@ class Engine:
         return {
             "communication hook": getattr(hook, "__qualname__", type(hook).__qualname__),
             "unused parameters are told": self._told,
+            **self._progress(),
             **self._stepper.terms(),
         }
 
