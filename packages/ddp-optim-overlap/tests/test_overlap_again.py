@@ -24,6 +24,7 @@ from overlap_runs import (
     snapshot,
     train_on,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
@@ -246,3 +247,44 @@ def test_ranks_that_go_on_in_different_iterations_are_told(again):
     assert "another rank failed" in other[0], other
     for errors in (one, other):
         assert any("backward passes of the model is" in error for error in errors[1:]), errors
+
+
+class WithBuffers(torch.nn.Module):
+    """DDP broadcasts its buffers in every forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8)
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def _recovers_before_forward(rank, buffers, failing):
+    """The rank that has failed communicates at once; its peer must not be in DDP's forward pass then."""
+    net = WithBuffers() if buffers else torch.nn.Linear(8, 8)
+    ddp = DistributedDataParallel(net)
+    optimizer = Failing(ddp.parameters(), lr=0.1)
+    handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
+    for number in range(failing + 2):
+        if number == failing and rank == 0:
+            optimizer.victim = next(ddp.parameters())
+        try:
+            optimizer.zero_grad()
+            ddp(torch.ones(4, 8) * (rank + number)).square().mean().backward()
+        except RuntimeError:
+            break
+    handle.remove()
+    told = torch.full((16,), rank + 7.0)
+    dist.broadcast(told, 0)
+    return told.tolist()
+
+
+@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
+@pytest.mark.parametrize(("buffers", "failing"), [(False, 0), (True, 2)])
+def test_peers_hear_of_a_failed_step_before_their_next_forward_pass_communicates(buffers, failing):
+    ranks = run_ranks(_recovers_before_forward, 2, buffers, failing, timeout=60, group_timeout=20)
+    assert ranks == [[7.0] * 16] * 2

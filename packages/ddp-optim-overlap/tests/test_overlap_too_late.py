@@ -178,6 +178,65 @@ def _forget(_, optimizer):
         state["exp_avg"].zero_()
 
 
+class TwoHeads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, head):
+        return getattr(self, head)(x)
+
+
+def check_gradients_that_come_after_the_step():
+    """An ordinary step would use the gradients that were stepped with once more."""
+    for how in ("local", "no_sync"):
+        ddp = DistributedDataParallel(TwoHeads(), find_unused_parameters=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        overlap_optimizer(ddp, optimizer)
+        x = torch.ones(2, 4)
+        ddp(x, "a").square().mean().backward()
+        after = snapshot(ddp)
+        if how == "local":
+            ddp.module.b.weight.square().sum().backward()
+        else:
+            with ddp.no_sync():
+                ddp(x, "b").square().mean().backward()
+        with pytest.raises(ConfigError, match="gradients have come between"):
+            optimizer.step()
+        assert_same(snapshot(ddp), after)
+
+
+def check_a_left_out_step_before_an_ordinary_one():
+    for how in ("no_sync", "pause"):
+        ddp = make_ddp()
+        optimizer = adamw(ddp)
+        handle = overlap_optimizer(ddp, optimizer)
+        train_on(ddp, optimizer, batches(1))
+        backward(ddp, batches(1)[0])  # and its step() is left out
+        optimizer.zero_grad()
+        after = snapshot(ddp)
+        with ddp.no_sync() if how == "no_sync" else handle.pause():
+            backward(ddp, batches(1)[0])
+        with pytest.raises(ConfigError, match="was not called"):
+            optimizer.step()
+        assert_same(snapshot(ddp), after)
+
+
+def check_unfrozen_before_the_overlap():
+    """DDP does not average what was frozen when it was made: noticed in the first pass."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    net[0].requires_grad_(False)
+    ddp = DistributedDataParallel(net)
+    net[0].requires_grad_(True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    overlap_optimizer(ddp, optimizer)
+    with pytest.raises(RuntimeError, match="does not average"):
+        ddp(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ConfigError, match="does not average"):
+        optimizer.step()
+
+
 def check_too_late():
     """The inputs and results of a step must not change before the loop calls step()."""
     for match, change in (

@@ -135,6 +135,12 @@ class _HookSlot:
     def __getstate__(self) -> dict[str, None]:
         return {"engine": None}
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def before_forward(self, *_: object) -> None:
+        """Act as a pre-hook of the model's forward pass."""
+        if self.engine is not None:
+            self.engine.before_forward()
+
 
 def overlapped_step_hook(state: _HookSlot, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket and step its parameters; :func:`overlap_optimizer` registers this hook."""
@@ -313,13 +319,15 @@ def _release(ddp: DistributedDataParallel, overlapped: OverlappedOptimizers) -> 
 
 
 def _register(ddp: DistributedDataParallel, engine: Engine) -> None:
+    slot = _HookSlot(engine)
     try:
-        register_comm_hook(ddp, _HookSlot(engine), overlapped_step_hook)
+        register_comm_hook(ddp, slot, overlapped_step_hook)
     except RuntimeError as error:
         raise ConfigError(
             "this model already has a communication hook, one of DDP's built-in ones: give its counterpart "
             "to overlap_optimizer as comm_hook= instead, since DDP takes only one"
         ) from error
+    ddp.register_forward_pre_hook(slot.before_forward)
 
 
 def _own_slot(ddp: DistributedDataParallel) -> _HookSlot | None:

@@ -80,6 +80,14 @@ class GradientWatch:
         came = self._arrivals.came_since_step
         return bool(came) and 1 not in came
 
+    def some_used_are_left(self) -> bool:
+        """Whether a gradient that the last step has used is still there, and no other one has come for it."""
+        came = self._arrivals.came_since_step
+        return any(
+            not came[position] and self._is_used_up(parameter)
+            for parameter, position in self._positions.items()
+        )
+
     def take_as_used(self, parameters: Sequence[torch.Tensor], marks: Sequence[GradientMark]) -> None:
         """Count the gradients of these parameters, with these marks, and no others, as used by a step."""
         self._used, self._marks, self._zeroed = (parameters, marks), None, None

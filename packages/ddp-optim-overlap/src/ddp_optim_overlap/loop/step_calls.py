@@ -123,13 +123,7 @@ class StepCalls(Answers):
             ConfigError: The loop does not call ``step()`` as it must.
         """
         self.require_unchanged()
-        names = ", ".join(type(optimizer).__name__ for optimizer in self._pending)
-        if self._pending and self._habit is _Habit.CALLS:
-            raise ConfigError(
-                f"the last backward pass has stepped {names}, and step() of it was not called, as it was "
-                "before: without step() in the loop a pass steps all the same. Call handle.pause() around a "
-                "backward pass that is to step nothing, or not everything"
-            )
+        self._refuse_left_out_call()
         for optimizer in self._pending:
             if step_post_hooks(optimizer):
                 raise ConfigError(
@@ -198,6 +192,8 @@ class StepCalls(Answers):
                 )
             self._settle(overlap, optimizer)
             return True
+        if self._pending:
+            self._forget_pending(overlap)
         if removed:
             self._leave()
         elif overlap.releases and overlap.gradients.none_since_step:
@@ -214,6 +210,38 @@ class StepCalls(Answers):
 
     def _current(self) -> Overlap | None:
         return None if self._overlap is None or not self._replaced else self._overlap()
+
+    def _refuse_left_out_call(self) -> None:
+        """Raise if the loop has called ``step()`` after earlier passes and not after the last one."""
+        if self._pending and self._habit is _Habit.CALLS:
+            names = ", ".join(type(optimizer).__name__ for optimizer in self._pending)
+            raise ConfigError(
+                f"step() of {names} was not called after the last backward pass, as it was before, and that "
+                "pass has stepped already. Call handle.pause() around a backward pass that is to step "
+                "nothing, or not everything"
+            )
+
+    @staticmethod
+    def _refuse_used_gradients(overlap: Overlap) -> None:
+        """Raise if gradients have come since the last pass, and some that it has used are still there."""
+        if overlap.gradients.some_used_are_left():
+            raise ConfigError(
+                "gradients have come between backward() and step(), after the step had been done: let all of "
+                "them come in no_sync() passes before the last one, or use the ordinary loop with the same "
+                "communication hook"
+            )
+
+    def _forget_pending(self, overlap: Overlap) -> None:
+        """Forget a pass whose ``step()`` was left out before an ordinary one; raise if that is none."""
+        try:
+            self._refuse_left_out_call()
+            self._refuse_used_gradients(overlap)
+        except ConfigError as error:
+            raise overlap.fail(error) from None
+        self._pending.clear()
+        self._habit = _Habit.LEAVES_OUT
+        if overlap.state.phase is Phase.STEPPED:
+            overlap.state.settle()
 
     def _settle(self, overlap: Overlap, optimizer: torch.optim.Optimizer) -> None:
         """Match a call of ``step()`` with the step of the last pass; raise if they do not fit."""

@@ -55,7 +55,7 @@ class Engine:
             ranks then tell each other which parameters got a gradient.
         check: Watch for stepped weights that the same backward pass reads.
         release: Frees the gradients of every bucket after its step.
-        passes: How many backward passes earlier engines of the model have begun.
+        passes: How many backward passes earlier engines of the model have begun or refused.
 
     Attributes:
         state: What the overlap is doing.
@@ -63,7 +63,7 @@ class Engine:
         known_buckets: The views of buckets seen before.
         release: As given.
         paused: Whether passes only average.
-        passes: How many backward passes were begun, earlier engines' among them.
+        passes: How many backward passes were begun or refused, earlier engines' among them.
     """
 
     def __init__(
@@ -187,7 +187,9 @@ class Engine:
         self._steps += 1
         current.number = self._steps
         self.state.begin(current.report)
-        self._stepper.begin(self._averaged)
+        self._stepper.begin()
+        if self._averaged:  # else this is the first pass, whose last bucket tells
+            self._stepper.require_averaged(self._averaged)
         if self.release is not None:
             self.release.require_possible(self._averaged)
             current.released = ReleasedPass(self.release)
@@ -222,6 +224,8 @@ class Engine:
         gradients = self.known_buckets.gradients(bucket)
         if not self._averaged.issuperset(gradients.parameters):
             self._averaged.update(gradients.parameters)
+        if last:
+            self._stepper.require_averaged(self._averaged)
         used = self._used(gradients.parameters)
         averaged = self._start_average(current, bucket)
         if (failure := self._known_failure(current, bucket, averaged)) is not None:
@@ -294,6 +298,23 @@ class Engine:
         """
         model = self._model()
         return model is None or (model.find_unused_parameters and not model.static_graph)
+
+    def before_forward(self) -> None:
+        """Raise the error of a peer before DDP's forward pass communicates.
+
+        In its second pass DDP rebuilds its buckets, and it broadcasts buffers. Where it does neither, the
+        last meeting is waited for in the next backward pass.
+        """
+        model = self._model()
+        if model is None or self._peers is None or self.state.phase is Phase.RUNNING:
+            return
+        try:
+            if self.passes == 1 or next(model.module.buffers(), None) is not None:
+                self._peers.wait()
+            self.state.raise_error()
+        except OverlapError as error:
+            self.passes += torch.is_grad_enabled()  # its backward pass would have been refused
+            raise self.fail(error) from error.__cause__
 
     # ---- the end of a pass ----
 

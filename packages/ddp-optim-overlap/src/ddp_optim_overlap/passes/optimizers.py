@@ -67,15 +67,28 @@ class OverlappedOptimizers(Stepper):
         clip = self._clip and f"{type(self._clip).__qualname__}({named})"
         return {"optimizers and their groups": kinds, "clip": clip}
 
-    def begin(self, averaged: Collection[torch.Tensor]) -> None:
+    def begin(self) -> None:
         """Check the loop and the optimizers before a backward pass that will step."""
         self.calls.begin()
         self._read = {one: (options_of(one), one.state) for one in self._optimizers}
         self.parts.begin()
-        self._require_averaged(averaged)
         self._require_no_pre_hooks()
         if self._clip is not None:
             self._clip.begin()
+
+    def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
+        """Raise if a parameter would have to be stepped that DDP does not average."""
+        looked_at = self.parts.renewals, len(averaged)
+        if looked_at != self._looked_at:
+            self._looked_at = looked_at
+            self._not_averaged = [one for one in self.parts.parameters if one not in averaged]
+        for parameter in self._not_averaged:
+            if parameter.requires_grad or parameter.grad is not None:
+                raise ConfigError(
+                    f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
+                    "does not average, as it is not the model's or was frozen when DDP was made: it would "
+                    "never be stepped. Give it an optimizer of its own, or make a new DDP model"
+                )
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
         """Clip a bucket's gradients."""
@@ -110,20 +123,4 @@ class OverlappedOptimizers(Stepper):
                 raise ConfigError(
                     f"{type(optimizer).__name__} has a step pre-hook, which may change gradients and would "
                     "run after they were used: use the ordinary loop with the same communication hook"
-                )
-
-    def _require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
-        """Raise if a parameter would have to be stepped that DDP does not average."""
-        if not averaged:  # not known yet in the first pass
-            return
-        looked_at = self.parts.renewals, len(averaged)
-        if looked_at != self._looked_at:
-            self._looked_at = looked_at
-            self._not_averaged = [one for one in self.parts.parameters if one not in averaged]
-        for parameter in self._not_averaged:
-            if parameter.requires_grad or parameter.grad is not None:
-                raise ConfigError(
-                    f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
-                    "does not average, as it is not the model's or was frozen when DDP was made: it would "
-                    "never be stepped. Give it an optimizer of its own, or make a new DDP model"
                 )

@@ -30,11 +30,14 @@ class Stepper:
         """Return the settings that must be identical on all ranks."""
         return {}
 
-    def begin(self, averaged: Collection[torch.Tensor]) -> None:
-        """Prepare for a pass that hands over its first bucket, before any communication. May raise.
+    def begin(self) -> None:
+        """Prepare for a pass that hands over its first bucket, before any communication. May raise."""
+
+    def require_averaged(self, averaged: Collection[torch.Tensor]) -> None:
+        """Raise if a parameter would have to be stepped that DDP does not average.
 
         Args:
-            averaged: The parameters that have been in a bucket before.
+            averaged: The parameters that have been in a bucket.
         """
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
