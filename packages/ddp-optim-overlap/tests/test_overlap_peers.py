@@ -31,9 +31,7 @@ class Stream:
 
 
 def _as_on_an_accelerator(monkeypatch):
-    streams = SimpleNamespace(
-        Stream=Stream, stream=contextlib.nullcontext, is_current_stream_capturing=lambda: False
-    )
+    streams = SimpleNamespace(Stream=Stream, stream=contextlib.nullcontext)
     monkeypatch.setattr(torch, "get_device_module", lambda _: streams)
     monkeypatch.setattr(meetings, "enqueues", lambda *_: True)
 

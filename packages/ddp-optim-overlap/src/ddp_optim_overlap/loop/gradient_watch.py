@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from ddp_optim_overlap.errors import DoubleBackwardError
 from dist_utils.torch_compat import private
 
-__all__ = ["GradientMark", "GradientWatch", "gradient_marks", "tensor_versions"]
+__all__ = ["GradientMark", "GradientWatch", "gradient_marks", "is_capturing", "tensor_versions"]
 
 GradientMark = tuple[int, int] | None
 """The version of a gradient and its address, 0 if it is sparse; ``None`` without a gradient."""
@@ -138,7 +138,7 @@ class GradientWatch:
 
         The host waits once instead of once per parameter, in a loop that sets gradients to zero.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             return True  # nothing can be read, so they count as zeros
         assert self._marks is not None
         unwritten = [
@@ -150,6 +150,11 @@ class GradientWatch:
         ]
         norm = torch.nn.utils.get_total_norm(unwritten, norm_type=torch.inf)
         return bool(unwritten) and not norm
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured on the current stream: nothing can be waited for."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def tensor_versions(tensors: Iterable[torch.Tensor]) -> list[int]:

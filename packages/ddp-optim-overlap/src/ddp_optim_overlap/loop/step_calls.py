@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ddp_optim_overlap.errors import ConfigError, OverlapError
-from ddp_optim_overlap.loop.gradient_watch import GradientWatch
+from ddp_optim_overlap.loop.gradient_watch import GradientWatch, is_capturing
 from ddp_optim_overlap.loop.replaced_step import Answers, ReplacedStep, require_ended
 from ddp_optim_overlap.loop.step_inputs import Comparison, StepInputs
 from ddp_optim_overlap.optimizers.partial_steps import parameters_of
@@ -143,6 +143,8 @@ class StepCalls(Answers):
         Raises:
             ConfigError: They were. It is raised again until the overlap is removed.
         """
+        if is_capturing():
+            return  # the next pass reads the answers
         unread, self._unread = self._unread, []
         if any(comparison.found() for comparison in unread):
             self._refuse_change(_SAMPLED, "the last backward() and its step()")

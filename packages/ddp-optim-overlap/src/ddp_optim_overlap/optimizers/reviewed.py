@@ -162,6 +162,13 @@ def _require_uncoupled_options(optimizer: torch.optim.Optimizer, sparse: Collect
                 "Adafactor takes its eps[0] from the first parameter of a group, also for those with other "
                 "dtypes. Give it eps=(1e-7, 1e-3), for example, or each dtype a group of its own. Otherwise"
             )
+        alike = {(type(one) in (torch.Tensor, torch.nn.Parameter), one.device.type) for one in stepped}
+        chosen = group.get("foreach") is not None or group.get("fused")
+        if len(alike) > 1 and not all(one.is_cpu for one in stepped) and not chosen:
+            raise refusal(
+                f"{name} chooses foreach by all parameters of a group, of which some are on other devices or "
+                "of other classes. Give it foreach=True or foreach=False. Otherwise"
+            )
         kinds = {id(one) in of_sparse for one in stepped if not one.is_cpu}
         if name == "Adagrad" and len(kinds) > 1 and group["foreach"] is not False and not group.get("fused"):
             raise refusal(

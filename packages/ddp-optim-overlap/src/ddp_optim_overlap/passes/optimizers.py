@@ -14,7 +14,7 @@ from ddp_optim_overlap.loop.replaced_step import has_pre_hooks
 from ddp_optim_overlap.loop.step_calls import StepCalls
 from ddp_optim_overlap.loop.step_inputs import Options, StepInputs, options_of
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
-from ddp_optim_overlap.optimizers.reviewed import is_reviewed
+from ddp_optim_overlap.optimizers.reviewed import is_reviewed, require_step_per_parameter
 from ddp_optim_overlap.optimizers.step_hooks import mark_stepped
 from ddp_optim_overlap.passes.stepping import Stepper
 
@@ -71,7 +71,11 @@ class OverlappedOptimizers(Stepper):
         """Check the loop and the optimizers before a backward pass that will step."""
         self.calls.begin()
         self._read = {one: (options_of(one), one.state) for one in self._optimizers}
+        renewals = self.parts.renewals
         self.parts.begin()
+        if self.parts.renewals != renewals:
+            for one in filter(is_reviewed, self._optimizers):
+                require_step_per_parameter(one, declared=False, sparse=())
         self._require_no_pre_hooks()
         if self._clip is not None:
             self._clip.begin()

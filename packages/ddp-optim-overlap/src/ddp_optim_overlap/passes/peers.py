@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_optim_overlap.errors import CommunicationError, ConfigError, text_of
+from ddp_optim_overlap.loop.gradient_watch import is_capturing
 from ddp_optim_overlap.passes.averaging import numbers_on, start_all_reduce
 from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassKind
 from dist_utils import OrderedWorker
@@ -57,8 +58,7 @@ class Peers:
             job = partial(_meet_on_host, said, current)
             self._meeting = _HostMeeting(self._worker.submit(job, name=f"{self._name}:meet_peers"))
             return
-        accelerator = torch.get_device_module(device)
-        if not getattr(accelerator, "is_current_stream_capturing", bool)():  # a graph cannot be asked
+        if not is_capturing():
             self._meeting = _DeviceMeeting(said, group, device, self._streams, current)
 
     def wait(self, timeout: float | None = None) -> None:
@@ -72,7 +72,7 @@ class Peers:
             CommunicationError: Another rank has failed. On CPUs the worker has the error instead.
             ConfigError: Ranks are in different passes.
         """
-        if self._meeting is not None:
+        if self._meeting is not None and not is_capturing():
             self._meeting.wait(timeout)
 
 
