@@ -2,6 +2,7 @@
 
     python benchmarks/bench_autograd_collectives.py            # everything
     python benchmarks/bench_autograd_collectives.py --repeats 21
+    python benchmarks/bench_autograd_collectives.py --before dac_before   # beside an earlier version
 
 1. Forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. All sides run together,
    in turns forwards and backwards; times are of the slowest rank. "backward" is the backward alone.
@@ -9,6 +10,10 @@
    of 1 Gbit/s.
 
 Writes results/autograd_collectives.json and .png beside this file. spmd-types is compared if it is installed.
+With ``--before`` an earlier version, which can be imported under another name, is measured in turns with this
+one and with PyTorch: only part 1, into results/autograd_collectives_before.json, with the processor time of
+all threads ("host"), which does not count waiting. With ``--messages`` only: messages on Gloo in turns with
+torch's own collectives, forward, into results/autograd_collectives_messages.json.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ from machine import describe_machine
 from timings import slowest
 
 import dist_autograd_collectives as dac
+from dist_autograd_collectives import backend
 from dist_utils.testing import run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "autograd_collectives.json"
@@ -47,7 +53,7 @@ TWIN = "pytorch, again"
 Call = Callable[[], Any]
 
 
-def sides(x: torch.Tensor, size: int) -> dict[str, dict[str, Call]]:
+def sides(x: torch.Tensor, size: int, before: str | None = None) -> dict[str, dict[str, Call]]:
     """Return the calls of each function, by whose implementation it is."""
     import torch.distributed.nn.functional as nnf  # noqa: PLC0415 - warns that it is deprecated
 
@@ -56,7 +62,10 @@ def sides(x: torch.Tensor, size: int) -> dict[str, dict[str, Call]]:
     out = torch.empty_like(x)
     outs = list(torch.empty_like(x).view(size, -1).unbind(0))
     found: dict[str, dict[str, Call]] = {}
-    for who, module in (("pytorch", nnf), (TWIN, nnf), ("ours", dac)):
+    ours: list[tuple[str, Any]] = [("ours", dac)]
+    if before:
+        ours.append(("before", importlib.import_module(before)))
+    for who, module in (("pytorch", nnf), (TWIN, nnf), *ours):
         calls: dict[str, Call] = {
             "all_reduce": lambda module=module: module.all_reduce(x),
             "broadcast": lambda module=module: module.broadcast(x, 0),
@@ -71,7 +80,7 @@ def sides(x: torch.Tensor, size: int) -> dict[str, dict[str, Call]]:
         for name, call in calls.items():
             found.setdefault(name, {})[who] = call
     # PyTorch returns the caller's buffer, so it must be a new one while anything still needs the last.
-    for who, module in (("pytorch", nnf), ("ours", dac)):
+    for who, module in (("pytorch", nnf), *ours):
         found["all_to_all"][f"{who}, new buffer"] = lambda module=module: module.all_to_all(
             list(torch.empty_like(x).view(size, -1).unbind(0)), list(parts.unbind(0))
         )
@@ -79,7 +88,12 @@ def sides(x: torch.Tensor, size: int) -> dict[str, dict[str, Call]]:
             torch.empty_like(x), x
         )
     # PyTorch has nothing that takes as little memory: no buffer, no list.
-    found["scatter"]["ours, like="] = lambda: dac.scatter(list(parts.unbind(0)), 0, like=own)
+    for who, module in ours:
+        found["scatter"][f"{who}, like="] = lambda module=module: module.scatter(
+            list(parts.unbind(0)), 0, like=own
+        )
+    if before:
+        return found
     found["all_gather"]["ours, all_gather_stack"] = lambda: dac.all_gather_stack(x)
     found["reduce_scatter"]["ours, reduce_scatter_dim"] = lambda: dac.reduce_scatter_dim(x)
     found["all_to_all_single"]["ours, all_to_all_dim"] = lambda: dac.all_to_all_dim(x, 0, 0)
@@ -98,26 +112,68 @@ def sides(x: torch.Tensor, size: int) -> dict[str, dict[str, Call]]:
     return found
 
 
-def measure(rank: int, numel: int, repeats: int) -> dict[str, list[float]]:  # noqa: ARG001 - run_ranks gives it
-    """Return the seconds of every run of every call, in total and of the backward alone."""
+def measure(
+    rank: int,  # noqa: ARG001 - run_ranks gives it
+    numel: int,
+    repeats: int,
+    before: str | None = None,
+) -> dict[str, list[float]]:
+    """Return the seconds of every run of every call: in total, of the backward alone, and of processors."""
     warnings.simplefilter("ignore")  # the compared modules are deprecated
     size = dist.get_world_size()
     x = torch.randn(numel // size * size, requires_grad=True)
-    calls = {f"{name} / {who}": call for name, group in sides(x, size).items() for who, call in group.items()}
+    calls = {
+        f"{name} / {who}": call
+        for name, group in sides(x, size, before).items()
+        for who, call in group.items()
+    }
     seconds: dict[str, list[float]] = {}
     for repeat in range(-2, repeats):  # the first rounds warm up
         for label in list(calls) if repeat % 2 else reversed(calls):
             x.grad = None
             dist.barrier()
-            began = time.perf_counter()
+            began, host = time.perf_counter(), time.process_time()
             result = calls[label]()
             outputs = list(result) if isinstance(result, (list, tuple)) else [result]
             forward = time.perf_counter()
             torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-            done = time.perf_counter()
+            done, host = time.perf_counter(), time.process_time() - host
             if repeat >= 0:
                 seconds.setdefault(label, []).append(done - began)
                 seconds.setdefault(f"{label}, backward", []).append(done - forward)
+                if before:
+                    seconds.setdefault(f"{label}, host", []).append(host)
+    return seconds
+
+
+def compare_messages(rank: int, numel: int, repeats: int) -> dict[str, list[float]]:  # noqa: ARG001
+    """Return the seconds of forward calls by messages, by torch's collectives, and by what is chosen."""
+    size = dist.get_world_size()
+    x = torch.randn(numel // size * size)
+    parts = list(x.view(size, -1).unbind(0))
+    calls: dict[str, Call] = {
+        "all_reduce": lambda: dac.all_reduce(x),
+        "reduce": lambda: dac.reduce(x, 0),
+        "broadcast": lambda: dac.broadcast(x, 0),
+        "all_gather": lambda: dac.all_gather(x),
+        "gather": lambda: dac.gather(x, 0),
+        "scatter": lambda: dac.scatter(parts, 0, like=parts[0]),
+        "reduce_scatter": lambda: dac.reduce_scatter_dim(x),
+        "all_to_all": lambda: dac.all_to_all_dim(x, 0, 0),
+    }
+    chosen = backend.choose
+    ways = {"pytorch": backend.native, "messages": backend.by_messages, "ours": chosen}
+    seconds: dict[str, list[float]] = {}
+    for repeat in range(-2, repeats):
+        for name, call in calls.items():
+            for way in list(ways) if repeat % 2 else reversed(ways):
+                backend.choose = ways[way]
+                dist.barrier()
+                began = time.perf_counter()
+                call()
+                if repeat >= 0:
+                    seconds.setdefault(f"{name} / {way}", []).append(time.perf_counter() - began)
+    backend.choose = chosen
     return seconds
 
 
@@ -207,7 +263,8 @@ def print_table(title: str, table: dict[str, Any]) -> None:
     print(f"\n{title}: ms, median [quartiles]")
     for label, entry in table.items():
         name, _, what = label.partition(" / ")
-        baseline = f"{name} / pytorch" + (", backward" if what.endswith(", backward") else "")
+        part = next((part for part in (", backward", ", host") if what.endswith(part)), "")
+        baseline = f"{name} / pytorch{part}"
         ratio = f"   / pytorch {entry['median_ms'] / table[baseline]['median_ms']:.2f}" if what else ""
         low, high = entry["quartiles_ms"]
         print(f"  {label:<52}{entry['median_ms']:9.2f} [{low:.2f}, {high:.2f}]{ratio}")
@@ -229,6 +286,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=11)
     parser.add_argument("--width", type=int, default=1536)
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--before", help="the name of a module: an earlier version of the package")
+    parser.add_argument(
+        "--messages", action="store_true", help="only compare messages with torch's collectives"
+    )
     parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
     parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -245,9 +306,18 @@ def main() -> None:
         for size, count in SIZES.items():
             title = f"{world_size} ranks, {size}"
             repeats = options.repeats * SHARES[size]
-            table = slowest(run_ranks(measure, world_size, count // 4, repeats, timeout=900))
+            if options.messages:
+                times = run_ranks(compare_messages, world_size, count // 4, repeats, timeout=900)
+            else:
+                times = run_ranks(measure, world_size, count // 4, repeats, options.before, timeout=900)
+            table = slowest(times)
             results["ms"][title] = table
             print_table(title, table)
+    if options.before or options.messages:
+        target = RESULTS.with_stem(f"{RESULTS.stem}_{'messages' if options.messages else 'before'}")
+        target.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"\nwritten: {target}")
+        return
     try:
         results["overlap_ms"] = emulated()
         shape = f"{options.layers} layers of {options.width} x {options.width}, two hosts, 1 Gbit/s"

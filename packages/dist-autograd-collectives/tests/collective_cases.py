@@ -249,13 +249,9 @@ def _started(case):
     return Case(call, case.simulate, case.linear, case.second_order)
 
 
-TELLS_HOOKS = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")  # torch 2.6 does not
-
-
 def _start_and_wait(function, *args, **kwargs):
     handle = dac.start(function, *args, **kwargs)
-    if TELLS_HOOKS:
-        assert handle.wait() is handle.wait()
+    assert handle.wait() is handle.wait()
     return handle.wait()
 
 

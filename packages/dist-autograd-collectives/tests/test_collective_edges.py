@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.masked import masked_tensor
 
 import dist_autograd_collectives as dac
 from dist_utils.testing import run_ranks
@@ -338,3 +339,42 @@ def test_a_users_own_messages_do_not_get_mixed_up():
     first, second = run_ranks(_own_messages, 2)
     assert first[0] == second[0] == [[0, 0], [1, 1]]
     assert second[1] == [7, 7]
+
+
+class _OwnMethods(torch.Tensor):
+    def flatten(self, *_):
+        return None
+
+    @classmethod
+    def __torch_function__(cls, *_):
+        raise ValueError("the class's own")
+
+
+def _subclasses(rank):
+    x = torch.full((2,), 1.0 + rank).as_subclass(_OwnMethods)
+    masked = masked_tensor(torch.ones(2), torch.tensor([True, False]))
+    return (
+        dac.all_reduce(x, "max").tolist(),
+        dac.all_gather_base(torch.empty(4), x).tolist(),
+        _caught(TypeError, dac.all_reduce, masked),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors is in prototype stage")
+def test_a_subclass_is_a_plain_tensor_or_refused():
+    refused = "tensor must be a tensor of this rank with memory of its own, got a MaskedTensor"
+    assert run_ranks(_subclasses, 2, group_timeout=20) == [([2, 2], [1, 1, 2, 2], refused)] * 2
+
+
+def _under_autocast(rank):
+    """One rank pads its part, and torch refuses to concatenate float16 under autocast to bfloat16."""
+    x = torch.ones(1 + rank, 2, dtype=torch.float16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole = dac.all_gather_cat(x, sizes=[1, 2], check=True)
+        waited = dac.start(dac.all_gather_cat, x, sizes=[1, 2]).wait()
+        parts = dac.reduce_scatter_dim(whole, sizes=[1, 2])
+    return whole.dtype == waited.dtype == parts.dtype == torch.float16, parts.tolist()
+
+
+def test_autocast_leaves_dtypes_alone():
+    assert run_ranks(_under_autocast, 2, group_timeout=20) == [(True, [[2, 2]]), (True, [[2, 2]] * 2)]

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from collective_cases import CASES, inputs, loss
 from torch.distributed.device_mesh import DeviceMesh
 
-from dist_autograd_collectives import eager
+from dist_autograd_collectives import backend
 from dist_utils.testing import run_ranks
 
 GROUPS = {"1 and 2": [1, 2], "0 and 2": [0, 2], "alone": [1]}
@@ -126,11 +126,7 @@ def test_values_and_gradients_of_both_orders(world_size, shape, dtype, names, st
 def _compare_native(rank, *arguments):
     """As on a backend other than Gloo, with the backend's own collectives only."""
 
-    def native(tensors, call):
-        in_place = call.name in eager._IN_PLACE
-        return eager._in_place(tensors[0].clone(), call) if in_place else eager._native(tensors, call)
-
-    eager._by_messages = native
+    backend.choose = backend.native
     return compare(rank, *arguments)
 
 

@@ -244,6 +244,16 @@ def test_unsigned_numbers_of_64_bits_are_in_order():
     assert run_ranks(_large_unsigned, 2, group_timeout=30) == [(large, [3, 3, 0])] * 2
 
 
+def _unsigned_mean(rank):
+    with pytest.raises(TypeError, match=r"AVG has no meaning for torch\.uint64"):
+        dac.all_reduce(torch.tensor([2**63 + 4, 6], dtype=torch.uint64), "avg")
+    return dac.all_reduce(torch.tensor([2**31 + 4, 6], dtype=torch.uint32), "avg").tolist()
+
+
+def test_a_mean_that_torch_cannot_divide_is_refused():
+    assert run_ranks(_unsigned_mean, 2, group_timeout=30) == [[2**31 + 4, 6]] * 2
+
+
 def _negative_views(rank):
     """Views whose sign flip is pending, such as the imaginary part of a conjugate."""
     wrong = []

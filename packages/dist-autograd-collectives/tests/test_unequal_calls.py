@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import dist_autograd_collectives as dac
+from dist_autograd_collectives import copies
 from dist_utils.testing import patience, run_ranks
 
 X = torch.ones(4, 2)
@@ -242,3 +243,78 @@ def test_backward_after_the_group_is_gone_and_lists_that_are_connected():
         assert f"all_reduce(SUM) cannot communicate on rank {rank} of 2 in its group, which was" in found[1]
         assert connected == 0
         assert refused == ("TypeError", "each output must be a tensor, got a int")
+
+
+def _group_is_none(rank):
+    """The others wait in WORLD, which the rank that is wrong may have meant."""
+    wrong = _outcome(dac.all_reduce, X, group="text" if rank else None, check=True)
+    return wrong, dac.all_reduce(torch.ones(1), check=True).item()
+
+
+def test_a_rank_without_a_group_tells_the_others():
+    (told, first), (own, second) = run_ranks(_group_is_none, 2, group_timeout=30)
+    assert own[0] == "TypeError"
+    assert told == ("TensorMismatchError", f"rank 1 cannot go on: TypeError: {own[1]}")
+    assert first == second == 2
+
+
+def _never_compares(rank, limit):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=limit))
+    dist.barrier()
+    found = None if rank else _outcome(dac.all_reduce, X, group=group, check=True)
+    dist.barrier()
+    return found
+
+
+def test_a_comparison_that_fails_names_the_function():
+    found, _ = run_ranks(_never_compares, 2, patience(0.5), group_timeout=30)
+    assert found[0] == "CollectiveError"
+    assert "comparison of check=True failed on rank 0 of 2 in the group of all_reduce(SUM)" in found[1]
+
+
+def _cannot_hold(rank):
+    """The receiver learns from the source what it gets, and has no room for that."""
+    if rank:
+        copies.stand_in = _no_room
+    seen = [_outcome(dac.scatter, None if rank else LIST, 0, check=True)]
+    seen.append(_outcome(dac.all_reduce, X, check=True))
+    return seen
+
+
+def _no_room(*_):
+    raise dac.CollectiveError("no room")
+
+
+def test_the_source_of_a_scatter_hears_of_a_rank_that_cannot_hold_its_part():
+    (told, after), (own, _) = run_ranks(_cannot_hold, 2, group_timeout=30)
+    assert own == ("CollectiveError", "no room")
+    assert told == ("TensorMismatchError", "rank 1 cannot go on: CollectiveError: no room")
+    assert after is None
+
+
+SHAPES = {
+    "all_reduce": dac.all_reduce,
+    "max": lambda x, **group: dac.all_reduce(x, "max", **group),
+    "all_gather": dac.all_gather,
+    "all_gather_base": lambda x, **group: dac.all_gather_base(torch.empty(12), x, **group),
+    "broadcast": lambda x, **group: dac.broadcast(x, 1, **group),
+    "scatter": lambda x, **group: dac.scatter([x, x], 0, **group),
+    "coalesced": lambda x, **group: dac.all_reduce_coalesced([x], **group),
+}
+
+
+def _ones_differ(rank, limit, shapes):
+    seen = {}
+    groups = [dist.new_group([0, 1], timeout=timedelta(seconds=limit)) for _ in SHAPES]
+    for (name, call), group in zip(SHAPES.items(), groups, strict=True):
+        dist.barrier()
+        seen[name] = _outcome(call, torch.ones(shapes[rank]), group=group)
+    return seen
+
+
+@pytest.mark.parametrize("shapes", [((2, 3), (2, 1, 3)), ((2, 3), (3, 2))], ids=["ones", "order"])
+def test_shapes_of_equal_lengths_do_not_fit_each_other(shapes):
+    first, second = run_ranks(_ones_differ, 2, patience(0.5), shapes, timeout=90)
+    for name in SHAPES:
+        kinds = {outcome and outcome[0] for outcome in (first[name], second[name])}
+        assert "CollectiveError" in kinds <= {"CollectiveError", None}, name

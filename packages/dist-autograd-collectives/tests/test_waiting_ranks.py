@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import dist_autograd_collectives as dac
 from dist_utils import TensorMismatchError
-from dist_utils.testing import patience, run_ranks
+from dist_utils.testing import patience, run_ranks, stop_process
 
 # In each, rank 0 waits for rank 1 in backward.
 CALLS = {
@@ -104,6 +104,32 @@ def test_an_anchor_lets_ranks_without_a_gradient_take_part():
         "permute": [2, 2],
         "copy_to_group": [3, 3],
     }
+
+
+def _asks_for_some_gradients(rank, limit):
+    """``torch.autograd.grad`` follows only what leads to its inputs, which an anchor does not."""
+    w, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=rank == 0)
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=limit))
+    inputs = [w, x] if rank == 0 else [w]
+    found = {}
+    for name, tensor, options in (
+        ("connected", x if rank == 0 else dac.connect(x, w), {}),
+        ("anchored", x, {"anchor": True, "group": group}),
+    ):
+        loss = (dac.broadcast(tensor, 0, **options) * w * (1 + rank)).sum()
+        try:
+            found[name] = [gradient.tolist() for gradient in torch.autograd.grad(loss, inputs)]
+        except dac.CollectiveError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_tensor_connected_to_an_input_takes_part_where_an_anchor_cannot():
+    first, second = run_ranks(_asks_for_some_gradients, 2, patience(0.5), group_timeout=30)
+    assert first["connected"] == [[1, 1], [3, 3]]
+    assert second["connected"] == [[2, 2]]
+    assert "backward(inputs=...) follow only what leads to their inputs" in first["anchored"]
+    assert "there pass connect(tensor, input)" in first["anchored"]
 
 
 def test_connect_adds_nothing_from_what_it_connects():
@@ -256,3 +282,31 @@ def test_check_tells_the_others_of_a_rank_that_raises():
     for (_, told), (kind, own) in zip(first, second, strict=True):
         assert told == f"rank 1 cannot go on: {kind}: {own}"
     assert after == 2
+
+
+def _outlives(rank):
+    """One rank ends between a forward and its backward."""
+    x = torch.ones(4, requires_grad=True)
+    y, handle = dac.all_gather_cat(x), dac.start(dac.all_reduce, x)
+    handle.wait()
+    if rank:
+        stop_process()
+    seen = []
+    for call in (
+        lambda: y.sum().backward(),
+        lambda: dac.all_reduce(x),
+        lambda: dac.start(dac.all_gather, x).wait(),
+        lambda: dac.all_reduce(x, check=True),
+    ):
+        with pytest.raises(dac.CollectiveError) as caught:
+            call()
+        seen.append(str(caught.value))
+    return seen
+
+
+def test_every_call_after_a_rank_has_gone_names_its_function():
+    seen, _ = run_ranks(_outlives, 2, timeout=60, group_timeout=2, may_die=[1])
+    names = ("the backward of all_gather_cat failed", "all_reduce(SUM) failed", "all_gather failed")
+    for text, name in zip(seen, names, strict=False):
+        assert text.startswith(name)
+    assert "comparison of check=True failed on rank 0 of 2 in the group of all_reduce(SUM)" in seen[-1]

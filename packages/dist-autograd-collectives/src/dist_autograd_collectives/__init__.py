@@ -1,36 +1,30 @@
 """Collectives that autograd sees, with the right gradient for every reduce op."""
 
-from dist_autograd_collectives.arguments import Convention
-from dist_autograd_collectives.coalesced import (
-    all_gather_cat_coalesced,
-    all_reduce_coalesced,
-    reduce_scatter_dim_coalesced,
-)
-from dist_autograd_collectives.connecting import connect
-from dist_autograd_collectives.exchanges import permute
-from dist_autograd_collectives.failures import CollectiveError
-from dist_autograd_collectives.functional import (
+from dist_autograd_collectives.arguments import Convention, Sizes
+from dist_autograd_collectives.backend import CollectiveError
+from dist_autograd_collectives.collective import Handle, start
+from dist_autograd_collectives.copies import (
     all_gather,
     all_gather_base,
-    all_reduce,
-    all_to_all,
-    all_to_all_single,
+    all_gather_cat,
+    all_gather_cat_coalesced,
+    all_gather_stack,
     broadcast,
     gather,
-    reduce,
-    reduce_scatter,
     scatter,
 )
-from dist_autograd_collectives.out_of_place import (
-    Sizes,
-    all_gather_cat,
-    all_gather_stack,
-    all_to_all_dim,
-    reduce_scatter_dim,
-)
+from dist_autograd_collectives.exchanges import all_to_all, all_to_all_dim, all_to_all_single, permute
+from dist_autograd_collectives.linear import connect
 from dist_autograd_collectives.reductions import ReduceOperation
-from dist_autograd_collectives.started import Handle, start
-from dist_autograd_collectives.sums import copy_to_group
+from dist_autograd_collectives.sums import (
+    all_reduce,
+    all_reduce_coalesced,
+    copy_to_group,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_dim,
+    reduce_scatter_dim_coalesced,
+)
 from dist_utils import TensorMismatchError
 
 _all_gather_base = all_gather_base

@@ -1,48 +1,23 @@
-"""Arguments of the collectives: checked before communication and normalized."""
+"""Arguments of the collectives: checked on this rank, before communication, and normalized."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
 from dist_autograd_collectives.calls import Members
-from dist_autograd_collectives.tensor_arguments import check_tensor, integers, tensor_list
-from dist_autograd_collectives.transforms import function_transforms_active
+from dist_autograd_collectives.transforms import is_recorded, is_traced
 from dist_utils import GroupLike, group_rank
-
-__all__ = [
-    "Convention",
-    "anchored",
-    "check_buffer",
-    "check_own_part",
-    "checked_dim",
-    "checked_sizes",
-    "filled",
-    "is_replicated",
-    "kind_of",
-    "one_for_each",
-    "one_kind",
-    "root_in_group",
-    "shapes",
-    "sizes_of_others",
-]
+from dist_utils.torch_compat import private
 
 Convention: TypeAlias = Literal["sum", "replicated"]
 """How the total loss is counted: the sum of the ranks' losses, or one loss that all ranks compute."""
 
-
-def anchored(tensor: torch.Tensor, anchor: bool) -> torch.Tensor:
-    """Return the tensor; with ``anchor``, one without a gradient is replaced by one that needs one."""
-    if not isinstance(anchor, bool):
-        raise TypeError(f"anchor must be True or False, got {type(anchor).__name__}")
-    if not anchor:
-        return tensor
-    if torch.compiler.is_compiling() or function_transforms_active():  # refused on all ranks
-        raise ValueError("anchor=True works neither under torch.compile nor under torch.func")
-    differentiable = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.detach().requires_grad_() if differentiable and not tensor.requires_grad else tensor
+Sizes: TypeAlias = Sequence[int] | Literal["auto"] | None
+"""Lengths of the ranks' parts: given, asked for (``"auto"``), or equal (``None``)."""
 
 
 def is_replicated(grad: str) -> bool:
@@ -52,80 +27,51 @@ def is_replicated(grad: str) -> bool:
     return grad == "replicated"
 
 
-def kind_of(name: str, grad: str) -> str:
-    """Return the kind of linear collective whose transpose fits the convention."""
-    return f"replicated {name}" if is_replicated(grad) else name
+def check_tensor(label: str, given: Any) -> torch.Tensor:
+    """Return a dense tensor with memory, or one made by a transform or a compiler; raises for anything else.
 
-
-def root_in_group(
-    group: GroupLike,
-    who: Members,
-    rank: int | None,
-    in_group: int | None,
-    what: str,
-    *,
-    default: int | None = None,
-) -> int:
-    """Return the root's rank in the group."""
-    if rank is None and in_group is None:
-        rank = default
-    if (rank is None) == (in_group is None):
-        raise ValueError(f"give either {what} or group_{what}")
-    integers(f"{what} or group_{what}", [in_group if rank is None else rank])
-    if rank is not None:
-        return group_rank(group, rank)
-    if in_group is None or not 0 <= in_group < who.size:
-        raise ValueError(f"group_{what} {in_group} is out of range for a group of {who.size} ranks")
-    return in_group
-
-
-def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
-    """Raise unless a result with the dtype and device of ``like`` can be written into a buffer."""
-    check_tensor(label, buffer)
-    if buffer.dtype != like.dtype or buffer.device != like.device:
-        raise ValueError(
-            f"{label} is {buffer.dtype} on {buffer.device}, the result {like.dtype} on {like.device}"
+    A subclass of users, whose methods may do anything, becomes a plain tensor.
+    """
+    if not isinstance(given, torch.Tensor):
+        raise TypeError(f"{label} must be a tensor, got {_named(given)}")
+    traced = is_traced()
+    tensor = given if traced or type(given) in (torch.Tensor, torch.nn.Parameter) else _plain(label, given)
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"{label} must be a dense tensor, got {tensor.layout}")
+    if tensor.is_nested or tensor.is_quantized:
+        raise TypeError(
+            f"{label} must be a dense tensor, got a {'nested' if tensor.is_nested else 'quantized'} one"
         )
-    if buffer.is_contiguous():
-        return
-    if any(stride == 0 and length > 1 for stride, length in zip(buffer.stride(), buffer.shape, strict=True)):
-        raise ValueError(f"{label} is expanded: several of its elements share one place in memory")
+    if (
+        not traced
+        and tensor.numel()
+        and tensor.device.type != "meta"
+        and not tensor.untyped_storage().nbytes()
+    ):
+        raise ValueError(f"{label} has no memory: its storage was freed")
+    return tensor
 
 
-def filled(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
-    """Copy a result into the caller's buffer, which is not part of the graph and may be reused."""
-    buffer.detach().copy_(result.detach())
-    return result
+def _plain(label: str, given: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that an object of a subclass is; raises if it is made of others."""
+    name = type(given).__name__
+    if name == "AsyncCollectiveTensor":  # waits when it is used
+        return given
+    own_dispatch = type(given).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if own_dispatch:
+        raise TypeError(
+            f"{label} must be a tensor of this rank with memory of its own, got a {name}"
+            f"{': see its to_local()' if name == 'DTensor' else ''}"
+        )
+    with private("torch._C", "DisableTorchFunctionSubclass", "tensors of a subclass")():
+        return given.as_subclass(torch.Tensor)
 
 
-def checked_dim(ndim: int, dim: int) -> int:
-    """Return a dimension counted from the front; raises if there is no such dimension."""
-    integers("dim", [dim])
-    if not -ndim <= dim < ndim:
-        raise IndexError(f"dim {dim} is out of range for a tensor of {ndim} dimensions")
-    return dim % ndim
-
-
-def checked_sizes(label: str, length: int, sizes: Sequence[int] | None, who: Members) -> tuple[int, ...]:
-    """Return W lengths that add up to ``length``, equal ones if none are given; raises if they do not."""
-    sizes = integers(label, sizes) if sizes is not None else []
-    if not sizes:
-        if length % who.size:
-            raise ValueError(f"{label}: a length of {length} cannot be split into {who.size} equal parts")
-        return (length // who.size,) * who.size
-    if len(sizes) != who.size or sum(sizes) != length or min(sizes) < 0:
-        raise ValueError(f"{label} must be {who.size} numbers that add up to {length}, got {list(sizes)}")
-    return tuple(sizes)
-
-
-def sizes_of_others(label: str, own: int, sizes: Sequence[int], who: Members) -> tuple[int, ...]:
-    """Return W lengths, checked against this rank's own; raises if they do not fit."""
-    sizes = integers(label, sizes)
-    if len(sizes) != who.size or min(sizes) < 0:
-        raise ValueError(f"{label} must be {who.size} lengths, got {list(sizes)}")
-    if sizes[who.rank] != own:
-        raise ValueError(f"{label} {list(sizes)} say {sizes[who.rank]} for rank {who.rank}, which has {own}")
-    return tuple(sizes)
+def tensor_list(label: str, given: Any) -> list[torch.Tensor]:
+    """Return a list of dense tensors; raises if it is anything else."""
+    if not isinstance(given, (list, tuple)):
+        raise TypeError(f"{label} must be a list or tuple of tensors, got {_named(given)}")
+    return [check_tensor(f"{label}[{index}]", entry) for index, entry in enumerate(given)]
 
 
 def one_kind(label: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -155,6 +101,105 @@ def one_for_each(
     return entries
 
 
+def shapes(entries: Sequence[torch.Tensor]) -> str:
+    """Describe tensors for an error message."""
+    return ", ".join(f"{entry.dtype} {tuple(entry.shape)}" for entry in entries) or "none"
+
+
+def check_buffer(label: str, buffer: torch.Tensor, like: torch.Tensor) -> None:
+    """Raise unless a result with the dtype and device of ``like`` can be written into a buffer."""
+    buffer = check_tensor(label, buffer)
+    if buffer.dtype != like.dtype or buffer.device != like.device:
+        raise ValueError(
+            f"{label} is {buffer.dtype} on {buffer.device}, the result {like.dtype} on {like.device}"
+        )
+    if buffer.is_contiguous():
+        return
+    if any(stride == 0 and length > 1 for stride, length in zip(buffer.stride(), buffer.shape, strict=True)):
+        raise ValueError(f"{label} is expanded: several of its elements share one place in memory")
+
+
+def filled(buffer: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Copy a result into the caller's buffer, which is not part of the graph and may be reused."""
+    buffer.detach().copy_(result.detach())
+    return result
+
+
+def root_in_group(
+    group: GroupLike,
+    who: Members,
+    rank: int | None,
+    in_group: int | None,
+    what: str,
+    *,
+    default: int | None = None,
+) -> int:
+    """Return the root's rank in the group."""
+    if rank is None and in_group is None:
+        rank = default
+    if (rank is None) == (in_group is None):
+        raise ValueError(f"give either {what} or group_{what}")
+    integers(f"{what} or group_{what}", [in_group if rank is None else rank])
+    if rank is not None:
+        return group_rank(group, rank)
+    if in_group is None or not 0 <= in_group < who.size:
+        raise ValueError(f"group_{what} {in_group} is out of range for a group of {who.size} ranks")
+    return in_group
+
+
+def integers(label: str, given: Any) -> list[Any]:
+    """Return whole numbers; raises if it is anything else."""
+    if isinstance(given, torch.Tensor):
+        raise TypeError(f"{label} must be integers, got a tensor: pass tensor.tolist()")
+    if isinstance(given, str):
+        raise TypeError(f"{label} must be integers, got {given!r}")
+    try:
+        # Symbolic integers of torch.compile stay symbolic.
+        return [size if isinstance(size, torch.SymInt) else operator.index(size) for size in given]
+    except TypeError as error:
+        raise TypeError(f"{label} must be integers, got {given!r}") from error
+
+
+def checked_dim(ndim: int, dim: int) -> int:
+    """Return a dimension counted from the front; raises if there is no such dimension."""
+    integers("dim", [dim])
+    if not -ndim <= dim < ndim:
+        raise IndexError(f"dim {dim} is out of range for a tensor of {ndim} dimensions")
+    return dim % ndim
+
+
+def checked_sizes(label: str, length: int, sizes: Sequence[int] | None, who: Members) -> tuple[int, ...]:
+    """Return W lengths that add up to ``length``, equal ones if none are given; raises if they do not."""
+    sizes = integers(label, sizes) if sizes is not None else []
+    if not sizes:
+        if length % who.size:
+            raise ValueError(f"{label}: a length of {length} cannot be split into {who.size} equal parts")
+        return (length // who.size,) * who.size
+    if len(sizes) != who.size or sum(sizes) != length or min(sizes) < 0:
+        raise ValueError(f"{label} must be {who.size} numbers that add up to {length}, got {list(sizes)}")
+    return tuple(sizes)
+
+
+def known_sizes(label: str, own: int, sizes: Sizes, who: Members) -> tuple[int, ...]:
+    """Return W lengths, empty if the ranks must be asked; raises if they do not fit this rank's own."""
+    if sizes is None:
+        return (own,) * who.size
+    if isinstance(sizes, str):
+        if sizes != "auto":
+            raise ValueError(f"{label} must be None, 'auto' or {who.size} lengths, got {sizes!r}")
+        if is_recorded():
+            raise ValueError(
+                f"{label}='auto' cannot be traced by torch.compile: only other ranks know the shapes"
+            )
+        return ()
+    lengths = integers(label, sizes)
+    if len(lengths) != who.size or min(lengths) < 0:
+        raise ValueError(f"{label} must be {who.size} lengths, got {lengths}")
+    if lengths[who.rank] != own:
+        raise ValueError(f"{label} {lengths} say {lengths[who.rank]} for rank {who.rank}, which has {own}")
+    return tuple(lengths)
+
+
 def check_own_part(outgoing: Sequence[int], incoming: Sequence[int], who: Members) -> None:
     """Raise if the part that this rank keeps is not as long as its place in the output."""
     if outgoing[who.rank] != incoming[who.rank]:
@@ -164,6 +209,5 @@ def check_own_part(outgoing: Sequence[int], incoming: Sequence[int], who: Member
         )
 
 
-def shapes(entries: Sequence[torch.Tensor]) -> str:
-    """Describe tensors for an error message."""
-    return ", ".join(f"{entry.dtype} {tuple(entry.shape)}" for entry in entries) or "none"
+def _named(given: Any) -> str:
+    return "None" if given is None else f"a {type(given).__name__}"

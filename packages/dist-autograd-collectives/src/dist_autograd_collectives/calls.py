@@ -1,33 +1,20 @@
-"""The arguments of a linear collective, and the call that is its transpose."""
+"""What a collective is made of: a call of a public function, and the linear maps that it runs."""
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from dist_utils import GroupLike, resolve_group
 
-__all__ = [
-    "Call",
-    "Members",
-    "Tensors",
-    "Wait",
-    "members",
-    "numbered",
-    "padded_parts",
-    "parts_of",
-    "splits_to_root",
-]
-
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 Wait: TypeAlias = Callable[[], Tensors]
-"""Waits for a collective that was started, and returns what this rank received."""
+"""Waits for a map that was started, and returns what this rank received."""
 
 
 class Members(NamedTuple):
@@ -54,8 +41,90 @@ def members(group: GroupLike) -> Members:
     return Members(resolved, resolved.group_name, resolved.size(), resolved.rank())
 
 
-_TRANSPOSES = {
-    # The total loss is the sum of all ranks' losses.
+class Window:
+    """A time in the life of a group: from one call that communicates to the next.
+
+    Attributes:
+        number: The number of that call, the same on all ranks.
+        copies: How many calls of ``copy_to_group`` since then may communicate in backward.
+    """
+
+    __slots__ = ("copies", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number, self.copies = number, 0
+
+
+class Call(NamedTuple):
+    """A call of a public function.
+
+    Attributes:
+        title: The function, and the operation, for errors and profilers.
+        who: The ranks.
+        replicated: Whether all ranks' losses are one and the same, counted once.
+        form: A hash of the shapes that must be equal on all ranks.
+        window: When it was made; ``None`` while something traces.
+        copy: Its place among the copies of the window; 0 if it communicates in forward.
+    """
+
+    title: str
+    who: Members
+    replicated: bool = False
+    form: int = 0
+    window: Window | None = None
+    copy: int = 0
+
+    @property
+    def key(self) -> int:
+        """What tells this call's messages from those of the group's other calls.
+
+        The same on all ranks, whatever a rank copies alone: such a copy is not numbered. Copies count from
+        the newest one back when their backward runs.
+        """
+        if self.window is None:
+            return self.form
+        newer = self.window.copies - self.copy if self.copy else 0
+        return hash((self.window.number, newer, self.form))
+
+
+_windows: weakref.WeakKeyDictionary[dist.ProcessGroup, Window] = weakref.WeakKeyDictionary()
+
+
+def numbered(call: Call, *, communicates: bool, differentiable: bool) -> Call:
+    """Return the call with its place among its group's calls.
+
+    Args:
+        call: The call.
+        communicates: Whether it does so in forward; such calls are counted.
+        differentiable: Whether its result has a backward on this rank.
+    """
+    group = call.who.group
+    if group is None or call.who.size == 1:
+        return call
+    window = _windows.setdefault(group, Window(0))
+    if communicates:
+        window = _windows[group] = Window(window.number + 1)
+    if communicates or not differentiable:
+        return call._replace(window=window)
+    window.copies += 1
+    return call._replace(window=window, copy=window.copies)
+
+
+Kind: TypeAlias = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "exchange",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "copy",
+    "own part",
+    "own if root",
+]
+
+_TRANSPOSES: dict[Kind, Kind] = {
     "all_reduce": "all_reduce",
     "all_gather": "reduce_scatter",
     "reduce_scatter": "all_gather",
@@ -64,113 +133,81 @@ _TRANSPOSES = {
     "reduce": "broadcast",
     "gather": "scatter",
     "scatter": "gather",
-    # The loss is one number that every rank computes: nothing is summed over the ranks.
-    "replicated all_reduce": "copy",
-    "copy": "replicated all_reduce",
-    "replicated all_gather": "own part",
-    "own part": "replicated all_gather",
-    "replicated broadcast": "own if root",
-    "own if root": "replicated broadcast",
 }
+"""The total loss is the sum of all ranks' losses."""
+
+_REPLICATED_TRANSPOSES: dict[Kind, Kind] = {
+    **_TRANSPOSES,
+    "all_reduce": "copy",
+    "copy": "all_reduce",
+    "all_gather": "own part",
+    "own part": "all_gather",
+    "broadcast": "own if root",
+    "own if root": "broadcast",
+}
+"""The loss is one number that every rank computes: nothing is summed over the ranks."""
 
 
-class Call(NamedTuple):
-    """A collective, and everything that it needs besides its tensors.
-
-    A collective with one part per rank takes or returns the parts either one after the other along dimension
-    0 of one tensor, or as W tensors, which saves a copy where they are separate anyway.
+class Map(NamedTuple):
+    """A linear map of all ranks' inputs to all ranks' outputs, as one rank sees it.
 
     Attributes:
         kind: ``"all_reduce"`` (sum), ``"all_gather"``, ``"reduce_scatter"`` (sum), ``"exchange"`` (all to
             all), ``"broadcast"`` from the root, ``"reduce"`` to the root (sum, zeros elsewhere),
-            ``"gather"`` to the root (elsewhere W tensors of zeros, or one empty tensor if they are joined),
+            ``"gather"`` to the root (elsewhere W tensors of zeros, or no row if they are joined),
             ``"scatter"`` from the root (elsewhere it takes such tensors), ``"copy"`` (no communication),
-            ``"own part"`` of equal parts, ``"own if root"`` (zeros elsewhere). The ``"replicated"`` ones
-            differ in their transpose.
-        who: The ranks.
-        title: The public function that this is a step of, for errors.
+            ``"own part"`` of equal parts, ``"own if root"`` (zeros elsewhere).
+        call: The call that it belongs to.
         root: A rank in the group.
-        input_splits: For an exchange, and for a gather or scatter of joined parts: lengths along dimension 0
-            for each rank. Empty if all ranks' parts are equal.
+        input_splits: For an exchange: the lengths along dimension 0 of the parts for each rank. Empty if they
+            are equal. Parts of a gather or scatter are one row for each rank.
         output_splits: Likewise, from each rank.
-        separate_input: Whether the input parts are W tensors.
-        separate_output: Whether the output parts are W tensors.
-        number: The number of the public call within its group, the same on all ranks, also in backward.
+        separate_input: Whether the parts for W ranks are W tensors, instead of one after the other along
+            dimension 0 of one.
+        separate_output: Likewise, those from W ranks.
         order: How often it was transposed: 1 in a first backward, 2 in the backward of that, and so on.
     """
 
-    kind: str
-    who: Members
-    title: str
+    kind: Kind
+    call: Call
     root: int = 0
     input_splits: tuple[int, ...] = ()
     output_splits: tuple[int, ...] = ()
     separate_input: bool = False
     separate_output: bool = False
-    number: int = 0
     order: int = 0
 
-    @property
-    def name(self) -> str:
-        """The kind, without the convention for its transpose."""
-        return self.kind.removeprefix("replicated ")
-
-    def range_name(self, part: str = "") -> str:
-        """Return the name that a profiler shows: the public function, and how often it was transposed.
-
-        Args:
-            part: A suffix for one part of the call, if it is started early and waited for late.
-        """
-        return f"dist_autograd_collectives::{self.title}{':backward' * self.order}{part}"
-
-    def transposed(self) -> Call:
-        """Return the call whose linear map is the transpose of this one's."""
-        return Call(
-            _TRANSPOSES[self.kind],
-            self.who,
-            self.title,
+    def transposed(self) -> Map:
+        """Return the map whose matrix is the transpose of this one's."""
+        table = _REPLICATED_TRANSPOSES if self.call.replicated else _TRANSPOSES
+        return Map(
+            table[self.kind],
+            self.call,
             self.root,
             input_splits=self.output_splits,
             output_splits=self.input_splits,
             separate_input=self.separate_output,
             separate_output=self.separate_input,
-            number=self.number,
             order=self.order + 1,
         )
 
+    @property
+    def needs_others(self) -> bool:
+        """Whether there is anything to communicate."""
+        return self.call.who.size > 1 and self.kind not in ("copy", "own part", "own if root")
 
-_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, itertools.count[int]] = weakref.WeakKeyDictionary()
+    def parts_of(self, tensors: Tensors) -> Tensors:
+        """Return the part for each rank."""
+        if self.separate_input:
+            return tensors
+        if self.input_splits:
+            return tensors[0].split_with_sizes(self.input_splits)
+        return tensors[0].tensor_split(self.call.who.size)
 
+    def range_name(self, stage: str = "") -> str:
+        """Return the name that a profiler shows: the public function, and how often it was transposed.
 
-def numbered(call: Call) -> Call:
-    """Return the call with its group's next number."""
-    group = call.who.group
-    if group is None or call.who.size == 1:
-        return call
-    numbers = _numbers.get(group)
-    if numbers is None:
-        numbers = _numbers.setdefault(group, itertools.count(1))
-    return call._replace(number=next(numbers))
-
-
-def splits_to_root(length: int, who: Members, root: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return input and output splits with which every rank sends ``length`` to the root and nothing else."""
-    to_root = tuple(length if rank == root else 0 for rank in range(who.size))
-    from_all = (length if who.rank == root else 0,) * who.size
-    return to_root, from_all
-
-
-def padded_parts(x: torch.Tensor, who: Members) -> torch.Tensor:
-    """Return all elements in W rows of one length, padded with zeros at the end."""
-    length = -(-x.numel() // who.size)
-    padded = torch.nn.functional.pad(x.flatten(), (0, length * who.size - x.numel()))
-    return padded.view(who.size, length)
-
-
-def parts_of(tensors: Tensors, call: Call) -> Tensors:
-    """Return the input part for each rank."""
-    if call.separate_input:
-        return tensors
-    if call.input_splits:
-        return tensors[0].split_with_sizes(call.input_splits)
-    return tensors[0].tensor_split(call.who.size)
+        Args:
+            stage: A suffix for one part of it, if it is started early and waited for late.
+        """
+        return f"dist_autograd_collectives::{self.call.title}{':backward' * self.order}{stage}"

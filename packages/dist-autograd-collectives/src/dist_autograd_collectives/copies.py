@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from dist_autograd_collectives.arguments import (
     Convention,
-    anchored,
+    Sizes,
     check_buffer,
+    check_tensor,
+    checked_dim,
     filled,
     is_replicated,
-    kind_of,
+    known_sizes,
     one_for_each,
+    one_kind,
     root_in_group,
 )
-from dist_autograd_collectives.calls import Call, Members, members, splits_to_root
-from dist_autograd_collectives.compared_calls import agree
-from dist_autograd_collectives.descriptions import describe, described, stand_in
-from dist_autograd_collectives.steps import Step, collective
-from dist_autograd_collectives.tensor_arguments import check_tensor
-from dist_autograd_collectives.transport import as_tuple, identity, sent
+from dist_autograd_collectives.backend import CollectiveError
+from dist_autograd_collectives.calls import Call, Map, Tensors, Wait, members
+from dist_autograd_collectives.collective import as_tuple, collective, identity, prepare, step
+from dist_autograd_collectives.descriptions import described, stand_in
+from dist_autograd_collectives.linear import begin_plain
+from dist_autograd_collectives.reductions import zeros_after
+from dist_autograd_collectives.transforms import is_recorded
 from dist_utils import GroupLike
-
-__all__ = ["all_gather", "all_gather_base", "broadcast", "gather", "scatter"]
 
 
 @collective
@@ -37,7 +40,7 @@ def broadcast(
     grad: Convention = "sum",
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[torch.Tensor]:
+) -> torch.Tensor:
     """Give every rank the tensor of rank ``src``, as a new tensor.
 
     Gradient: sum over s of g_s at the source (its own g with ``grad="replicated"``), zeros elsewhere.
@@ -45,12 +48,11 @@ def broadcast(
     Args:
         tensor: At the source the tensor to send; elsewhere any tensor of its shape and dtype.
         src: The source's rank in WORLD.
-        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        group: As for :func:`all_reduce`.
         group_src: The source's rank in the group, instead of ``src``.
-        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
-            computes the same loss and that is counted once.
-        anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
+        grad: As for :func:`all_reduce`.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
 
     Raises:
         ValueError: This rank or the source is not in the group, not exactly one of ``src`` and
@@ -64,11 +66,9 @@ def broadcast(
     """
     who = members(group)
     root = root_in_group(group, who, src, group_src, "src")
-    check_tensor("tensor", tensor)
-    kind = kind_of("broadcast", grad)
-    tensor = anchored(tensor, anchor)
-    agree(check, who, f"broadcast from {root}, {grad}", [tensor])
-    return sent([tensor], Call(kind, who, "broadcast", root), identity)
+    tensor, terms = check_tensor("tensor", tensor), f" from {root}"
+    call, tensors = prepare("broadcast", who, [tensor], anchor, check, terms=terms, grad=grad)
+    return step(Map("broadcast", call, root), tensors, identity)
 
 
 @collective
@@ -79,7 +79,7 @@ def all_gather(
     grad: Convention = "sum",
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[tuple[torch.Tensor, ...]]:
+) -> tuple[torch.Tensor, ...]:
     """Give every rank all ranks' tensors, in rank order.
 
     Gradient of rank r: sum over s of the cotangent that rank s has for entry r; with
@@ -87,11 +87,10 @@ def all_gather(
 
     Args:
         tensor: Same shape and dtype on all ranks.
-        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
-        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
-            computes the same loss and that is counted once.
-        anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
+        group: As for :func:`all_reduce`.
+        grad: As for :func:`all_reduce`.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
 
     Cost:
         W - 1 times the tensor's bytes forward and backward; with ``"replicated"`` nothing backward.
@@ -100,11 +99,9 @@ def all_gather(
         ``torch.distributed.nn.functional.all_gather``.
     """
     who = members(group)
-    check_tensor("tensor", tensor)
-    tensor = anchored(tensor, anchor)
-    agree(check, who, f"all_gather, {grad}", [tensor])
-    kind = kind_of("all_gather", grad)
-    return sent([tensor], Call(kind, who, "all_gather", separate_output=True), as_tuple)
+    tensor = check_tensor("tensor", tensor)
+    call, tensors = prepare("all_gather", who, [tensor], anchor, check, grad=grad)
+    return step(Map("all_gather", call, separate_output=True), tensors, as_tuple)
 
 
 @collective
@@ -116,17 +113,16 @@ def all_gather_base(
     grad: Convention = "sum",
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[torch.Tensor]:
+) -> torch.Tensor:
     """Gather into one tensor: :func:`all_gather` whose result has the shape of ``output_tensor``.
 
     Args:
         output_tensor: W times the elements of the input; filled.
         input_tensor: Same shape and dtype on all ranks.
-        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
-        grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
-            computes the same loss and that is counted once.
-        anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
+        group: As for :func:`all_reduce`.
+        grad: As for :func:`all_reduce`.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output_tensor``.
@@ -138,19 +134,17 @@ def all_gather_base(
         ``torch.distributed.nn.functional._all_gather_base``, which has no backward on Gloo.
     """
     who = members(group)
-    check_tensor("input_tensor", input_tensor)
-    check_buffer("output_tensor", output_tensor, input_tensor)
-    if output_tensor.numel() != who.size * input_tensor.numel():
+    tensor = check_tensor("input_tensor", input_tensor)
+    check_buffer("output_tensor", output_tensor, tensor)
+    if output_tensor.numel() != who.size * tensor.numel():
         raise ValueError(
             f"output_tensor has {output_tensor.numel()} elements, but {who.size} ranks send "
-            f"{input_tensor.numel()} each"
+            f"{tensor.numel()} each"
         )
-    tensor = anchored(input_tensor, anchor)
-    agree(check, who, f"all_gather_base, {grad}", [tensor])
-    kind = kind_of("all_gather", grad)
-    return sent(
+    call, (tensor,) = prepare("all_gather_base", who, [tensor], anchor, check, grad=grad)
+    return step(
+        Map("all_gather", call),
         [tensor.flatten()],
-        Call(kind, who, "all_gather_base"),
         lambda flat: filled(output_tensor, flat.view(output_tensor.shape)),
     )
 
@@ -165,7 +159,7 @@ def gather(
     grad: Convention = "sum",
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[tuple[torch.Tensor, ...]]:
+) -> tuple[torch.Tensor, ...]:
     """Give rank ``dst`` all ranks' tensors, in rank order; the others get zeros.
 
     Gradient of rank r: the cotangent that ``dst`` has for entry r.
@@ -173,11 +167,11 @@ def gather(
     Args:
         tensor: Same shape and dtype on all ranks.
         dst: The destination's rank in WORLD; 0 if neither is given.
-        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        group: As for :func:`all_reduce`.
         group_dst: The destination's rank in the group, instead of ``dst``.
         grad: Both conventions agree here.
-        anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
 
     Raises:
         ValueError: This rank or the destination is not in the group, both ``dst`` and ``group_dst`` are
@@ -189,10 +183,9 @@ def gather(
     is_replicated(grad)
     who = members(group)
     root = root_in_group(group, who, dst, group_dst, "dst", default=0)
-    check_tensor("tensor", tensor)
-    tensor = anchored(tensor, anchor)
-    agree(check, who, f"gather to {root}", [tensor])
-    return sent([tensor], Call("gather", who, "gather", root, separate_output=True), as_tuple)
+    tensor = check_tensor("tensor", tensor)
+    call, tensors = prepare("gather", who, [tensor], anchor, check, terms=f" to {root}")
+    return step(Map("gather", call, root, separate_output=True), tensors, as_tuple)
 
 
 @collective
@@ -206,7 +199,7 @@ def scatter(
     grad: Convention = "sum",
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[torch.Tensor]:
+) -> torch.Tensor:
     """Give each rank its tensor from the list of rank ``src``.
 
     Gradient: at the source, entry r gets rank r's cotangent; lists of other ranks get zeros.
@@ -214,14 +207,14 @@ def scatter(
     Args:
         tensors: At the source W tensors of one shape and dtype. Elsewhere such a list, too, or ``None``.
         src: The source's rank in WORLD; 0 if neither is given.
-        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        group: As for :func:`all_reduce`.
         group_src: The source's rank in the group, instead of ``src``.
         like: A tensor with the shape and dtype that each rank gets. If given, it must be given on all
             ranks; otherwise the source sends a description first (``torch.compile`` cannot trace that: there
             every rank needs a list or ``like``).
         grad: Both conventions agree here.
-        anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
 
     Raises:
         ValueError: The list does not have W entries of one shape and dtype, or is missing at the source; and
@@ -236,46 +229,245 @@ def scatter(
     is_replicated(grad)
     who = members(group)
     root = root_in_group(group, who, src, group_src, "src", default=0)
-    described_by_source = like is None and not torch.compiler.is_compiling()
-    given = _entries_of_scatter(tensors, like, who, root)
-    parts = [anchored(entry, anchor) for entry in given]
-    header = described(given[0] if given and who.rank == root else None, who) if described_by_source else None
-    # Before the description: ranks without like= would wait for it in vain if the source has like=.
-    agree(check, who, f"scatter from {root}{'' if described_by_source else ' with like='}", [])
-    description = None
-    if header is not None:
-        description = describe(header, who, root)
-        like = given[0] if given else stand_in(description()[0], who)
-    elif like is None:  # torch.compile cannot trace shapes that only another rank knows
+    like = like if like is None else check_tensor("like", like)
+    if tensors is None and who.rank == root:
+        raise ValueError(f"the source needs a list of {who.size} tensors")
+    given = [] if tensors is None else one_for_each("tensors", tensors, who, like=like)
+    terms, problem = f" from {root}{' with like=' if like is not None else ''}", None
+    unread: list[Wait] = []
+    if like is None and is_recorded():  # a graph cannot depend on shapes that only another rank knows
         if not given:
             raise ValueError("under torch.compile every rank needs a list of tensors, or like=")
-        like = given[0]
-    # Lists of other ranks are part of the graph: their gradients are zeros, not None.
-    parts = parts or [anchored(like.new_empty(0, *like.shape), anchor)]
-    agree(check, who, f"scatter from {root} of {like.dtype} {tuple(like.shape)}", parts[:1], shapes=False)
+    elif like is None:
+        header = described(given[0] if who.rank == root else None, who)
+        # Ranks without like= would wait for the description in vain if the source has like=.
+        call, _ = prepare("scatter", who, [], anchor, check, terms=terms)
+        unread.append(begin_plain(header, Map("broadcast", call, root)))
+        if not given:
+            try:
+                like = stand_in(unread.pop()()[0], who)
+            except CollectiveError as error:
+                problem = error
     if given:
-        unread = [] if description is None else [description]
+        like, parts = given[0], given
+    else:  # such lists are part of the graph: their gradients are zeros, not None
+        like = like if like is not None else torch.empty(0)
+        parts = [like.new_empty(0, *like.shape)]
+    call, parts = prepare(
+        "scatter", who, parts, anchor, check, terms=terms, shape=like.shape, problem=problem
+    )
 
-        def after_description(part: torch.Tensor) -> torch.Tensor:
-            while unread:  # needed by ranks without a list; it arrives with what it describes
-                unread.pop()()
-            return part
+    def received(part: torch.Tensor) -> torch.Tensor:
+        while unread:  # needed by ranks without a list; it arrives with what it describes
+            unread.pop()()
+        return part if given else part.squeeze(0)
 
-        return sent(parts, Call("scatter", who, "scatter", root, separate_input=True), after_description)
-    # A scatter sends in the reverse direction; this rank has nothing to send.
-    from_root, nothing = splits_to_root(1, who, root)
-    call = Call("scatter", who, "scatter", root, input_splits=nothing, output_splits=from_root)
-    return sent(parts, call, lambda row: row.squeeze(0))
+    return step(Map("scatter", call, root, separate_input=tensors is not None), parts, received)
 
 
-def _entries_of_scatter(
-    tensors: Sequence[torch.Tensor] | None, like: torch.Tensor | None, who: Members, root: int
-) -> list[torch.Tensor]:
-    """Return the list to scatter, empty where none is needed; raises if it does not fit."""
-    if like is not None:
-        check_tensor("like", like)
-    if tensors is not None:
-        return one_for_each("tensors", tensors, who, like=like)
-    if who.rank == root:
-        raise ValueError(f"the source needs a list of {who.size} tensors")
-    return []
+@collective
+def all_gather_cat(
+    tensor: torch.Tensor,
+    dim: int = 0,
+    *,
+    sizes: Sizes = None,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Give every rank all ranks' tensors, concatenated along a dimension in rank order.
+
+    Gradient of rank r: its own part of the sum of all ranks' cotangents; with ``grad="replicated"`` of this
+    rank's cotangent.
+
+    Args:
+        tensor: One dimension or more. Same dtype and, except along ``dim``, same shape on all ranks.
+        dim: The dimension along which they are concatenated.
+        sizes: Lengths of all ranks' tensors along ``dim``: ``None`` if they are equal, a list of W numbers if
+            they are known, ``"auto"`` to ask the other ranks.
+        group: As for :func:`all_reduce`.
+        grad: As for :func:`all_reduce`.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
+
+    Returns:
+        A tensor whose length along ``dim`` is the sum of all ranks'.
+
+    Raises:
+        IndexError: There is no such dimension.
+        ValueError: ``sizes`` are not W numbers, or wrong for this rank's tensor; or this rank is not
+            in the group.
+
+    Cost:
+        W - 1 times the bytes of the longest tensor, forward and backward; with ``"replicated"`` nothing
+        backward. ``"auto"`` adds an all-gather of one number, which the host waits for.
+
+    Source:
+        ``torch.distributed._functional_collectives.all_gather_tensor``, which supports equal sizes only.
+
+    Example:
+        >>> tokens = all_gather_cat(mine, dim=1, sizes="auto")  # doctest: +SKIP
+    """
+    who = members(group)
+    tensor = check_tensor("tensor", tensor)
+    dim = checked_dim(tensor.ndim, dim)
+    lengths = known_sizes("sizes", tensor.shape[dim], sizes, who)
+    call, (tensor,) = prepare(
+        "all_gather_cat",
+        who,
+        [tensor],
+        anchor,
+        check,
+        terms=f", {dim}, {sizes if sizes is None else list(lengths) or sizes}",
+        grad=grad,
+        uneven_dim=None if sizes is None else dim,
+    )
+    rows, gather = tensor.movedim(dim, 0), Map("all_gather", call)
+
+    def moved_back(whole: torch.Tensor) -> torch.Tensor:
+        return whole.movedim(0, dim)
+
+    if sizes is None:
+        return step(gather, [rows], moved_back)
+    lengths = lengths or exchange_lengths([rows.shape[0]] * who.size, tensor, call)
+    longest = max(lengths)
+
+    def unpadded(whole: torch.Tensor) -> torch.Tensor:
+        parts = whole.view(who.size, longest, *whole.shape[1:]).unbind(0)
+        return moved_back(torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]))
+
+    return step(gather, [padded(rows, longest)], unpadded)
+
+
+@collective
+def all_gather_stack(
+    tensor: torch.Tensor,
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Give every rank all ranks' tensors, stacked along a new dimension in rank order.
+
+    Gradient of rank r: its own entry of the sum of all ranks' cotangents; with ``grad="replicated"`` of this
+    rank's cotangent.
+
+    Args:
+        tensor: Same shape and dtype on all ranks; may have no dimension.
+        dim: The new dimension's position in the result; its length is W.
+        group: As for :func:`all_reduce`.
+        grad: As for :func:`all_reduce`.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
+
+    Raises:
+        IndexError: The result has no such dimension.
+        ValueError: This rank is not in the group, or ``grad`` is unknown. Before communication.
+
+    Cost:
+        W - 1 times the tensor's bytes forward and backward; with ``"replicated"`` nothing backward.
+
+    Source:
+        ``torch.stack`` of ``torch.distributed.nn.functional.all_gather``, with one copy less.
+    """
+    who = members(group)
+    row = check_tensor("tensor", tensor).unsqueeze(0)
+    dim = checked_dim(row.ndim, dim)
+    terms = f", {dim}"
+    call, rows = prepare("all_gather_stack", who, [row], anchor, check, terms=terms, grad=grad)
+
+    def moved_back(stack: torch.Tensor) -> torch.Tensor:
+        return stack.movedim(0, dim)
+
+    return step(Map("all_gather", call), rows, moved_back)
+
+
+@collective
+def all_gather_cat_coalesced(
+    tensors: Sequence[torch.Tensor],
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Tensors:
+    """Concatenate each of several tensors over all ranks at once: :func:`all_gather_cat` of each.
+
+    Gradient: as for :func:`all_gather_cat`. A result that is not used counts as zeros.
+
+    Args:
+        tensors: Tensors of one dtype on one device; same shapes in the same order on all ranks.
+        dim: The dimension along which they are concatenated.
+        group: As for :func:`all_reduce`.
+        grad: As for :func:`all_reduce`.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
+
+    Raises:
+        IndexError: A tensor has no such dimension.
+        ValueError: There are no tensors, or they have several dtypes or devices; or this rank is not in the
+            group.
+
+    Cost:
+        One all-gather of all bytes, and two copies of them.
+
+    Source:
+        ``torch.distributed._functional_collectives.all_gather_into_tensor_coalesced``.
+    """
+    who = members(group)
+    tensors = one_kind("tensors", tensors)
+    dims = [checked_dim(tensor.ndim, dim) for tensor in tensors]
+    title, terms = "all_gather_cat_coalesced", f", {dims}"
+    call, tensors = prepare(title, who, tensors, anchor, check, terms=terms, grad=grad)
+    rows = [tensor.movedim(place, 0) for tensor, place in zip(tensors, dims, strict=True)]
+
+    def separated(whole: torch.Tensor) -> Tensors:
+        parts = torch.split(whole.view(who.size, -1), [row.numel() for row in rows], dim=1)
+        return tuple(
+            part.reshape(who.size * row.shape[0], *row.shape[1:]).movedim(0, place)
+            for part, row, place in zip(parts, rows, dims, strict=True)
+        )
+
+    return step(Map("all_gather", call), [join(rows)], separated)
+
+
+def padded(rows: torch.Tensor, length: int) -> torch.Tensor:
+    """Return a tensor padded with rows of zeros to a length."""
+    missing = length - rows.shape[0]
+    if not missing:
+        return rows
+    # torch.cat leaves an empty tensor out of the graph; this rank would then not reach the backward. (And the
+    # backward of torch.nn.functional.pad refuses to give an empty one in torch 2.6.)
+    return torch.cat([rows, zeros_after(rows, rows.new_empty(missing, *rows.shape[1:]))])
+
+
+def join(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return all elements in one flat tensor, which depends on every tensor even if there are none."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    if flat.numel():
+        return flat
+    for tensor in tensors:  # torch.cat leaves empty ones out of the graph
+        flat = flat + tensor.flatten()
+    return flat
+
+
+def pieces(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Return tensors joined before, as views that may be changed in place, unlike those of torch.split."""
+    found, start = [], 0
+    for shape in shapes:
+        length = math.prod(shape)
+        found.append(flat.narrow(0, start, length).view(shape))
+        start += length
+    return found
+
+
+def exchange_lengths(lengths: Sequence[int], like: torch.Tensor, call: Call) -> tuple[int, ...]:
+    """Send each rank a length, and return the lengths that the ranks send to this one."""
+    own = torch.tensor(lengths, dtype=torch.int64, device=like.device)
+    exchange = Map("exchange", call._replace(title=f"{call.title} (sizes)", form=0))
+    (received,) = begin_plain(own, exchange)()
+    return tuple(received.tolist())

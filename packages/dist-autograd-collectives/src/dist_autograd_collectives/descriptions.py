@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from dist_autograd_collectives.calls import Call, Members, Tensors, Wait
-from dist_autograd_collectives.failures import CollectiveError
-from dist_autograd_collectives.linear import Flight
+from dist_autograd_collectives.backend import CollectiveError
+from dist_autograd_collectives.calls import Members
 from dist_autograd_collectives.transforms import outside_function_transforms
 from dist_utils import resolve_group
 from dist_utils.process_groups import collective_device, device_types
-
-__all__ = ["describe", "described", "stand_in"]
 
 # In an order that all ranks agree on.
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
@@ -36,25 +33,6 @@ def described(first: torch.Tensor | None, who: Members) -> torch.Tensor:
     with outside_function_transforms():  # it describes tensors; there is nothing to differentiate
         # On the device where every rank expects it.
         return torch.tensor(header, dtype=torch.int64, device=collective_device(group))
-
-
-def describe(header: torch.Tensor, who: Members, root: int) -> Wait:
-    """Start to send the description to every rank; return a function that waits for it.
-
-    Args:
-        header: The root's, from :func:`described`.
-        who: The ranks.
-        root: The source's rank in the group.
-    """
-    flight = Flight(Call("scatter", who, "scatter (description)", root, separate_input=True))
-    with outside_function_transforms():
-        flight.begin((header,) * who.size)
-
-    def received() -> Tensors:
-        with outside_function_transforms():
-            return flight.receive()
-
-    return received
 
 
 def stand_in(description: torch.Tensor, who: Members) -> torch.Tensor:

@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from dist_autograd_collectives.arguments import (
     Convention,
-    anchored,
+    Sizes,
     check_buffer,
     check_own_part,
+    check_tensor,
+    checked_dim,
     checked_sizes,
     filled,
+    integers,
     is_replicated,
+    known_sizes,
     one_kind,
     shapes,
 )
-from dist_autograd_collectives.calls import Call, members
-from dist_autograd_collectives.compared_calls import agree, agree_on_splits
-from dist_autograd_collectives.connecting import zeros_after
-from dist_autograd_collectives.steps import Step, collective
-from dist_autograd_collectives.tensor_arguments import check_tensor, integers
-from dist_autograd_collectives.transport import sent
+from dist_autograd_collectives.calls import Map, Tensors, members
+from dist_autograd_collectives.collective import collective, prepare, step
+from dist_autograd_collectives.copies import exchange_lengths
+from dist_autograd_collectives.reductions import zeros_after
 from dist_utils import GroupLike
-
-__all__ = ["all_to_all", "all_to_all_single", "permute"]
 
 
 @collective
@@ -37,7 +38,7 @@ def all_to_all(
     grad: Convention = "sum",
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[tuple[torch.Tensor, ...]]:
+) -> tuple[torch.Tensor, ...]:
     """Send the ``r``-th tensor of the list to rank ``r``; the shapes may all differ.
 
     Gradient: the cotangents are sent back the same way.
@@ -45,10 +46,10 @@ def all_to_all(
     Args:
         output_tensor_list: W buffers with the shapes of the tensors that this rank receives; they are filled.
         input_tensor_list: W tensors.
-        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        group: As for :func:`all_reduce`.
         grad: Both conventions agree here.
-        anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
 
     Returns:
         New tensors that autograd sees, with the contents of ``output_tensor_list``.
@@ -74,24 +75,15 @@ def all_to_all(
     outgoing = tuple(entry.numel() for entry in input_tensor_list)
     incoming = tuple(entry.numel() for entry in output_tensor_list)
     check_own_part(outgoing, incoming, who)
-    flat = [anchored(entry.flatten(), anchor) for entry in input_tensor_list]
-    agree(check, who, "all_to_all", flat, uneven_dim=0)
-    agree_on_splits(check, who, outgoing, incoming)
+    flat = [entry.flatten() for entry in input_tensor_list]
+    call, parts = prepare("all_to_all", who, flat, anchor, check, uneven_dim=0, splits=(outgoing, incoming))
 
-    def unflattened(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        pairs = zip(output_tensor_list, parts, strict=True)
+    def fill(*received: torch.Tensor) -> Tensors:
+        pairs = zip(output_tensor_list, received, strict=True)
         return tuple(filled(entry, part.view(entry.shape)) for entry, part in pairs)
 
-    call = Call(
-        "exchange",
-        who,
-        "all_to_all",
-        input_splits=outgoing,
-        output_splits=incoming,
-        separate_input=True,
-        separate_output=True,
-    )
-    return sent(flat, call, unflattened)
+    exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=True, separate_output=True)
+    return step(exchange, parts, fill)
 
 
 @collective
@@ -105,7 +97,7 @@ def all_to_all_single(
     grad: Convention = "sum",
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[torch.Tensor]:
+) -> torch.Tensor:
     """Split a tensor along dimension 0 and send the ``r``-th part to rank ``r``.
 
     Gradient: the cotangents are sent back the same way.
@@ -115,10 +107,10 @@ def all_to_all_single(
         input: The tensor to split.
         output_split_sizes: Lengths of the received parts; ``None``, on all ranks, for equal ones.
         input_split_sizes: Lengths of the sent parts; likewise.
-        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        group: As for :func:`all_reduce`.
         grad: Both conventions agree here.
-        anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output``.
@@ -132,24 +124,113 @@ def all_to_all_single(
     """
     is_replicated(grad)
     who = members(group)
-    check_tensor("input", input)
-    check_buffer("output", output, input)
-    for label, buffer in (("input", input), ("output", output)):
+    tensor = check_tensor("input", input)
+    check_buffer("output", output, tensor)
+    for label, buffer in (("input", tensor), ("output", output)):
         if not buffer.ndim:
             raise ValueError(f"{label} has no dimension to split")
-    if output.shape[1:] != input.shape[1:]:
-        raise ValueError(f"output of shape {tuple(output.shape)} does not take rows of {tuple(input.shape)}")
-    outgoing = checked_sizes("input_split_sizes", input.shape[0], input_split_sizes, who)
+    if output.shape[1:] != tensor.shape[1:]:
+        raise ValueError(f"output of shape {tuple(output.shape)} does not take rows of {tuple(tensor.shape)}")
+    outgoing = checked_sizes("input_split_sizes", tensor.shape[0], input_split_sizes, who)
     incoming = checked_sizes("output_split_sizes", output.shape[0], output_split_sizes, who)
     check_own_part(outgoing, incoming, who)
-    tensor = anchored(input, anchor)
-    agree(check, who, "all_to_all_single", [tensor], uneven_dim=0)
-    agree_on_splits(check, who, outgoing, incoming)
+    title, splits = "all_to_all_single", (outgoing, incoming)
+    call, tensors = prepare(title, who, [tensor], anchor, check, uneven_dim=0, splits=splits)
+    exchange = Map("exchange", call)
     if input_split_sizes is not None or output_split_sizes is not None:
-        call = Call("exchange", who, "all_to_all_single", 0, outgoing, incoming)
-    else:
-        call = Call("exchange", who, "all_to_all_single")
-    return sent([tensor], call, lambda received: filled(output, received))
+        exchange = Map("exchange", call, 0, outgoing, incoming)
+    return step(exchange, tensors, lambda received: filled(output, received))
+
+
+@collective
+def all_to_all_dim(
+    tensor: torch.Tensor,
+    split_dim: int,
+    cat_dim: int,
+    *,
+    input_sizes: Sequence[int] | None = None,
+    output_sizes: Sizes = None,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Split a tensor along one dimension, send the ``r``-th part to rank ``r``, and join what arrives.
+
+    Gradient: the cotangents are sent back the same way.
+
+    Args:
+        tensor: Same dtype on all ranks.
+        split_dim: The dimension along which it is split.
+        cat_dim: The dimension along which the received parts are joined. If it is not ``split_dim`` (from
+            shards of a sequence to shards of heads, say), ``input_sizes`` must be the same on all ranks.
+        input_sizes: Lengths of the sent parts along ``split_dim``; ``None`` for equal ones.
+        output_sizes: Lengths of the received parts along ``cat_dim``: ``None`` if they are as long as the
+            part that this rank keeps, W numbers, or ``"auto"`` to ask.
+        group: As for :func:`all_reduce`.
+        grad: Both conventions agree here.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
+
+    Raises:
+        IndexError: There is no such dimension.
+        ValueError: ``input_sizes`` do not add up to the length, or it cannot be divided by W;
+            ``output_sizes`` are not W lengths, or wrong for the part that this rank keeps; or this rank is
+            not in the group.
+
+    Cost:
+        The bytes of the parts for others, forward and backward. ``"auto"`` adds an exchange of one number,
+        which the host waits for.
+
+    Source:
+        ``jax.lax.all_to_all``.
+
+    Example:
+        >>> heads = all_to_all_dim(tokens, split_dim=2, cat_dim=1)  # doctest: +SKIP
+    """
+    is_replicated(grad)
+    who = members(group)
+    tensor = check_tensor("tensor", tensor)
+    split_dim, cat_dim = checked_dim(tensor.ndim, split_dim), checked_dim(tensor.ndim, cat_dim)
+    lengths = checked_sizes("input_sizes", tensor.shape[split_dim], input_sizes, who)
+    kept = list(tensor.shape)
+    kept[split_dim] = lengths[who.rank]
+    known = known_sizes("output_sizes", kept[cat_dim], output_sizes, who)
+    row = math.prod([*tensor.shape[:split_dim], *tensor.shape[split_dim + 1 :]])
+    outgoing = tuple(length * row for length in lengths)
+
+    def shapes_of_parts(received: Sequence[int]) -> list[list[int]]:
+        return [[*kept[:cat_dim], length, *kept[cat_dim + 1 :]] for length in received]
+
+    cut = f", {list(lengths)}" if cat_dim != split_dim else ""
+    call, (tensor,) = prepare(
+        "all_to_all_dim",
+        who,
+        [tensor],
+        anchor,
+        check,
+        terms=f", {split_dim}, {cat_dim}{cut}{'' if known else ', auto'}",
+        uneven_dim=cat_dim,
+        splits=(outgoing, list(map(math.prod, shapes_of_parts(known)))) if known else None,
+    )
+    told = lengths if cat_dim == split_dim else (kept[cat_dim],) * who.size
+    received = known or exchange_lengths(told, tensor, call)
+    parts = shapes_of_parts(received)
+    incoming = tuple(map(math.prod, parts))
+    # The split dimension goes first, so that every part is contiguous in memory.
+    rows = tensor.movedim(split_dim, 0)
+
+    def concatenated(flat: torch.Tensor) -> torch.Tensor:
+        if cat_dim == split_dim:
+            return flat.view(sum(received), *rows.shape[1:]).movedim(0, split_dim)
+        found = [
+            part.view([shape[split_dim], *shape[:split_dim], *shape[split_dim + 1 :]]).movedim(0, split_dim)
+            for part, shape in zip(torch.split(flat, list(incoming)), parts, strict=True)
+        ]
+        return torch.cat(found, cat_dim)
+
+    exchange = Map("exchange", call, input_splits=outgoing, output_splits=incoming)
+    return step(exchange, [rows.flatten()], concatenated)
 
 
 @collective
@@ -161,7 +242,7 @@ def permute(
     grad: Convention = "sum",
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[torch.Tensor]:
+) -> torch.Tensor:
     """Send this rank's tensor to another rank and receive another's.
 
     Gradient: the cotangents are sent back. The source of a pair gets its destination's; a rank that sends
@@ -171,10 +252,10 @@ def permute(
         tensor: Same shape and dtype on all ranks.
         perm: Pairs of a source and a destination (ranks in the group), the same on all ranks. No rank may be
             a source twice or a destination twice; a rank may be neither.
-        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        group: As for :func:`all_reduce`.
         grad: Both conventions agree here.
-        anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
 
     Returns:
         The tensor of this rank's source; zeros if it has none.
@@ -195,27 +276,26 @@ def permute(
     """
     is_replicated(grad)
     who = members(group)
-    check_tensor("tensor", tensor)
+    tensor = check_tensor("tensor", tensor)
     pairs = _pairs(perm)
     for what, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):
         if len(set(ranks)) < len(ranks) or not 0 <= min(ranks) <= max(ranks) < who.size:
             raise ValueError(
                 f"each {what} in perm must be another rank from 0 to {who.size - 1}, got {pairs}"
             )
-    tensor = anchored(tensor, anchor)
-    agree(check, who, f"permute {pairs}", [tensor])
+    call, (tensor,) = prepare("permute", who, [tensor], anchor, check, terms=f" {pairs}")
     to, source = dict(pairs).get(who.rank), {there: here for here, there in pairs}.get(who.rank)
     outgoing = tuple(int(rank == to) for rank in range(who.size))
     incoming = tuple(int(rank == source) for rank in range(who.size))
     row = tensor.unsqueeze(0)
     # A rank that sends nothing takes part in backward, too.
     parts = [row[:count] for count in outgoing]
-    call = Call("exchange", who, "permute", 0, outgoing, incoming, separate_input=True)
 
     def received(rows: torch.Tensor) -> torch.Tensor:
         return rows.squeeze(0) if source is not None else zeros_after(rows, tensor)
 
-    return sent(parts, call, received)
+    exchange = Map("exchange", call, 0, outgoing, incoming, separate_input=True)
+    return step(exchange, parts, received)
 
 
 def _pairs(perm: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,91 +1,83 @@
-"""The linear collectives, each with its transpose: every gradient in this package consists of them.
+"""The linear maps, each with its transpose: every gradient in this package consists of them.
 
 A collective that moves and adds numbers is a linear map of all ranks' inputs to all ranks' outputs. Its
-gradient is the transposed map, another collective of this list, whose transpose is the first one again.
-So one autograd function gives gradients of any order. Nonlinear collectives are composed of these and of
-torch's own operations.
+gradient is the transposed map, another one of :data:`Kind`, whose transpose is the first one again. So one
+autograd function gives gradients of any order. Nonlinear collectives are composed of these and of torch's own
+operations.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 
-from dist_autograd_collectives import eager, traced
-from dist_autograd_collectives.calls import Call, Tensors, Wait
-from dist_autograd_collectives.failures import named
-from dist_autograd_collectives.local import local_result, needs_others
-from dist_autograd_collectives.transforms import function_transforms_active, is_batched_gradient
+from dist_autograd_collectives import backend, transforms
+from dist_autograd_collectives.arguments import check_tensor
+from dist_autograd_collectives.backend import CollectiveError
+from dist_autograd_collectives.calls import Map, Tensors, Wait
+from dist_autograd_collectives.transforms import is_batched_gradient, is_traced, outside_function_transforms
 from dist_utils.torch_compat import graph_task_id, profiler_range
 
-__all__ = ["Flight", "linear"]
 
-
-def linear(tensors: Tensors, call: Call) -> Tensors:
-    """Run a linear collective that autograd sees."""
-    if torch.compiler.is_compiling():
-        return traced.linear(tensors, call)
-    function = _TransformedCollective if function_transforms_active() else _Collective
-    results: Tensors = function.apply(call, *tensors)  # type: ignore[no-untyped-call]
+def linear(tensors: Tensors, linear_map: Map) -> Tensors:
+    """Apply a linear map, seen by autograd and by whatever transforms or traces."""
+    if is_traced():
+        return transforms.apply(tensors, linear_map)
+    results: Tensors = _Linear.apply(linear_map, *tensors)  # type: ignore[no-untyped-call]
     return results
 
 
-class Flight:
-    """A linear collective that is started and waited for separately: two operations for autograd.
-
-    Backward reverses them: the backward of the wait launches the transposed collective, and the backward of
-    the launch waits for it, after the backward of whatever was computed between the two. Between them only an
-    empty tensor is passed on, so that nobody reads data that has not arrived.
-
-    It may be waited for several times: a checkpoint runs the wait again. Each wait launches a collective of
-    its own in backward, and the backward of the launch waits for all of them.
-    """
-
-    wait: Wait | None = None
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-        self.backwards: list[tuple[int, Flight]] = []  # each with the backward pass that it belongs to
-
-    def begin(self, tensors: Tensors) -> None:
-        """Start the collective unseen by autograd; :meth:`receive` waits for it."""
-        self.wait = _begin(tensors, self.call)
-
-    def launch(self, tensors: Tensors) -> torch.Tensor:
-        """Start the collective; return the token for :meth:`arrive`."""
-        token: torch.Tensor = _Launch.apply(self, *tensors)  # type: ignore[no-untyped-call]
-        return token
-
-    def arrive(self, token: torch.Tensor, receive: Wait | None = None) -> Tensors:
-        """Wait for the result, or take one that was received already."""
-        results: Tensors = _Arrive.apply(self, receive or self.receive, token)  # type: ignore[no-untyped-call]
-        return results
-
-    def receive(self) -> Tensors:
-        """Wait for what this rank receives; may be called once."""
-        wait, self.wait = self.wait, None
-        if wait is None:
-            raise RuntimeError(f"{self.call.title} was waited for twice, or its backward ran in two threads")
-        return wait()
-
-    def __del__(self) -> None:
-        """Wait if nobody did: other ranks' messages must not be left pending."""
-        if self.wait is not None:
-            self.wait()
-
-
-def _begin(tensors: Tensors, call: Call) -> Wait:
-    """Start a collective on this rank's tensors."""
+def _begin(tensors: Tensors, linear_map: Map) -> Wait:
+    """Start a map, unseen by autograd."""
     if any(map(is_batched_gradient, tensors)):  # torch runs the operator once per gradient of the batch
-        batch = traced.linear(tensors, call)
+        batch = transforms.apply(tensors, linear_map)
         return lambda: batch
-    inputs = tuple(tensor.contiguous().resolve_neg() for tensor in tensors)
-    if not needs_others(call):
-        results = local_result(inputs, call)
-        return lambda: results
-    return eager.begin(inputs, call)
+    return backend.begin(tensors, linear_map)
+
+
+def begin_plain(tensor: torch.Tensor, linear_map: Map) -> Wait:
+    """Start a map on a tensor that nobody differentiates or records, and return a function that waits."""
+    with outside_function_transforms():
+        wait = backend.begin((tensor,), linear_map)
+
+    def receive() -> Tensors:
+        with outside_function_transforms():
+            return wait()
+
+    return receive
+
+
+def _run(tensors: Tensors, linear_map: Map) -> Tensors:
+    """Apply a map, unseen by autograd."""
+    with profiler_range(linear_map.range_name()):
+        return _begin(tensors, linear_map)()
+
+
+class _Naming:
+    """Names the collective in errors of its backward; contextlib's way takes longer than what it names."""
+
+    __slots__ = ("_map",)
+
+    def __init__(self, linear_map: Map) -> None:
+        self._map = linear_map
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is None or not isinstance(error, RuntimeError):
+            return
+        start, call = "the backward of ", self._map.call
+        if isinstance(error, CollectiveError) and str(error).startswith(start):  # from a nested backward
+            return
+        raise CollectiveError(
+            f"{start}{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - "
+            "If other ranks did not come to it: does every rank use its result (see connect), and does every "
+            "rank's tensor need a gradient (see anchor=True; torch.autograd.grad and backward(inputs=...) "
+            "follow only what leads to their inputs: there pass connect(tensor, input) instead)?"
+        ) from error
 
 
 def _save_something(ctx: Any, like: torch.Tensor) -> None:
@@ -97,12 +89,11 @@ def _save_something(ctx: Any, like: torch.Tensor) -> None:
     ctx.save_for_backward(like.new_empty(0))
 
 
-class _Collective(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> Tensors:
-        ctx.call = call
-        with profiler_range(call.range_name()):
-            results = _begin(tensors, call)()
+    def forward(ctx: Any, linear_map: Map, *tensors: torch.Tensor) -> Tensors:
+        ctx.map = linear_map
+        results = _run(tensors, linear_map)
         _save_something(ctx, results[0])
         return results
 
@@ -110,48 +101,54 @@ class _Collective(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         # Even if this rank needs no gradient, the others wait for it.
-        with named(ctx.call):
-            return None, *linear(cotangents, ctx.call.transposed())
+        with _Naming(ctx.map):
+            apply = linear if torch.is_grad_enabled() else _run
+            return None, *apply(cotangents, ctx.map.transposed())
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: torch.Tensor) -> Tensors:
-        return linear(tangents, ctx.call)
+        return linear(tangents, ctx.map)
 
 
-class _TransformedCollective(_Collective):
-    """The same for ``torch.func``, whose form of autograd function costs 40 microseconds more each way."""
+class Flight:
+    """A linear map that is started and waited for separately: two operations for autograd.
 
-    @staticmethod
-    def forward(call: Call, *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
-        with profiler_range(call.range_name()):
-            return _begin(tensors, call)()
+    Backward reverses them: the backward of the wait launches the transposed map, and the backward of the
+    launch waits for it, after the backward of whatever was computed between the two. Between them only an
+    empty tensor is passed on, so that nobody reads data that has not arrived.
+    """
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:  # noqa: ARG004
-        ctx.call = inputs[0]
+    def __init__(self, linear_map: Map) -> None:
+        self.map = linear_map
+        self.backwards: dict[int, Flight] = {}  # by the backward pass that they belong to
+        self._wait: Wait | None = None
 
-    @staticmethod
-    def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        call: Call,
-        *tensors: torch.Tensor,
-    ) -> tuple[Tensors, tuple[int, ...]]:
-        # The batch dimension goes last, because parts lie along dimension 0.
-        pairs = zip(tensors, in_dims[1:], strict=True)
-        batched = tuple(
-            x.unsqueeze(-1).expand(*x.shape, info.batch_size) if dim is None else x.movedim(dim, -1)
-            for x, dim in pairs
-        )
-        results = linear(batched, call)
-        return results, tuple(result.ndim - 1 for result in results)
+    def begin(self, tensors: Tensors) -> None:
+        """Start the map; :meth:`receive` waits for it."""
+        self._wait = _begin(tensors, self.map)
+
+    def launch(self, tensors: Tensors) -> torch.Tensor:
+        """Start the map; return the token for :meth:`arrive`."""
+        token: torch.Tensor = _Launch.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return token
+
+    def arrive(self, token: torch.Tensor) -> Tensors:
+        """Wait for the result; may be called once."""
+        results: Tensors = _Arrive.apply(self, token)  # type: ignore[no-untyped-call]
+        return results
+
+    def receive(self) -> Tensors:
+        """Wait for what this rank receives; may be called once."""
+        wait, self._wait = self._wait, None
+        assert wait is not None
+        return wait()
 
 
 class _Launch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flight: Flight, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.flight = flight
-        with profiler_range(flight.call.range_name(":start")):
+        with profiler_range(flight.map.range_name(":start")):
             flight.begin(tensors)
         _save_something(ctx, tensors[0])
         return tensors[0].new_empty(0)
@@ -160,30 +157,53 @@ class _Launch(torch.autograd.Function):
     def backward(ctx: Any, token: torch.Tensor) -> Any:
         ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
-        # Not those of a backward pass that raised before it got here, or that is still running.
-        this_pass = graph_task_id()
-        backwards = [backward for number, backward in flight.backwards if number == this_pass]
-        flight.backwards = [entry for entry in flight.backwards if entry[0] != this_pass]
-        if not backwards:
-            raise RuntimeError(f"the backward of {flight.call.title} runs in two threads at once")
-        with named(flight.call):
-            gradients = [backward.arrive(token) for backward in backwards]
-            return None, *(functools.reduce(torch.add, parts) for parts in zip(*gradients, strict=True))
+        with _Naming(flight.map):
+            return None, *flight.backwards.pop(graph_task_id()).arrive(token)
 
 
 class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, flight: Flight, receive: Wait, token: torch.Tensor) -> Tensors:
+    def forward(ctx: Any, flight: Flight, token: torch.Tensor) -> Tensors:  # noqa: ARG004 - for autograd
         ctx.flight = flight
-        _save_something(ctx, token)
-        with profiler_range(flight.call.range_name(":wait")):
-            return receive()
+        with profiler_range(flight.map.range_name(":wait")):
+            return flight.receive()
 
     @staticmethod
     def backward(ctx: Any, *cotangents: torch.Tensor) -> Any:
-        ctx.saved_tensors  # noqa: B018
         flight: Flight = ctx.flight
-        backward = Flight(flight.call.transposed())
-        flight.backwards.append((graph_task_id(), backward))
-        with named(flight.call):
-            return None, None, backward.launch(cotangents)
+        backward = Flight(flight.map.transposed())
+        # One that a pass left behind, because it raised in between, is never waited for.
+        flight.backwards[graph_task_id()] = backward
+        with _Naming(flight.map):
+            return None, backward.launch(cotangents)
+
+
+def connect(loss: torch.Tensor, *outputs: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the loss, made to depend on outputs of collectives that it may not use.
+
+    The backward of a collective is a collective: a rank that does not use an output never takes part, and
+    the others wait for it until their timeout. A connected output gets a cotangent of zeros.
+
+    Args:
+        loss: Any tensor; its value does not change.
+        outputs: Outputs of collectives, floating-point or complex: tensors, or tuples or lists of them.
+
+    Raises:
+        TypeError: Something is not a tensor.
+
+    Source:
+        ``JoinDummies`` of mpi4torch.
+
+    Example:
+        >>> loss = connect(loss_of(mine), theirs)  # doctest: +SKIP
+    """
+    loss = check_tensor("loss", loss)
+    tensors: list[torch.Tensor] = []
+    for output in outputs:
+        tensors.extend(output if isinstance(output, (tuple, list)) else [cast("torch.Tensor", output)])
+    for given in tensors:
+        output = check_tensor("each output", given)
+        # Empty, so that no infinity and no NaN in the output gets into the loss.
+        nothing = output.flatten()[:0].sum()
+        loss = loss + (nothing.real if output.is_complex() else nothing).to(loss.dtype)
+    return loss

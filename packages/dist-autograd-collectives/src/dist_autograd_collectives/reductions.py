@@ -1,4 +1,4 @@
-"""The reduce operations, and how one rank reduces the values that it received from all ranks."""
+"""The reduce operations: their meaning for each dtype, and what one rank computes for them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch.distributed import ReduceOp
 
-from dist_autograd_collectives.storage_dtypes import wide_dtype
-
-__all__ = ["ReduceOperation", "Reduction"]
-
 ReduceOperation: TypeAlias = ReduceOp | ReduceOp.RedOpType | str
 """Anything accepted as a reduce operation: ``ReduceOp.SUM``, ``"sum"``, ..."""
 
 _SUMS = ("SUM", "AVG", "PREMUL_SUM")
 _BITWISE = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
+_IMPOSSIBLE = [("AVG", torch.bool), ("PREMUL_SUM", torch.bool), ("AVG", torch.uint64)]
 _NAMES = (*_SUMS, "MAX", "MIN", "PRODUCT", *_BITWISE)
 
 
@@ -26,66 +23,57 @@ class Reduction(NamedTuple):
 
     Attributes:
         name: In torch's spelling, for example ``"SUM"``.
+        size: The number of ranks.
+        dtype: The tensors' dtype.
         factor: The factor of a ``PREMUL_SUM``.
     """
 
     name: str
+    size: int
+    dtype: torch.dtype
     factor: Any = None
 
     @classmethod
-    def parse(cls, op: ReduceOperation, tensor: torch.Tensor) -> Reduction:
+    def parse(cls, op: ReduceOperation, tensor: torch.Tensor, size: int) -> Reduction:
         """Return the operation that the caller named.
 
         Raises:
             TypeError: ``op`` is not a reduce operation, or does not work on the tensor's dtype.
         """
-        given: Any = op  # not trusted to be what the annotation says
-        factor = None
-        if isinstance(given, str):
-            name = given.upper()
-        elif isinstance(given, ReduceOp.RedOpType):  # such as ReduceOp.SUM
-            name = given.name
-        elif isinstance(given, ReduceOp):
-            operation: Any = given
-            state = operation.__getstate__()  # the operation, and the factor of a PREMUL_SUM
-            name, factor = state[0].name, state[1]
-        else:
-            name = repr(given)
-        if name not in _NAMES or (name == "PREMUL_SUM" and factor is None):
-            raise TypeError(f"op must be a ReduceOp or one of {', '.join(_NAMES)} as a string, got {op!r}")
+        name, factor = _named(op)
         if name in _BITWISE and _has_fractions(tensor):
             raise TypeError(f"{name} has no meaning for {tensor.dtype}, and no gradient")
         if name in ("MAX", "MIN") and tensor.is_complex():
             raise TypeError(f"{name} has no meaning for {tensor.dtype}: complex numbers have no order")
+        if (name, tensor.dtype) in _IMPOSSIBLE:
+            raise TypeError(f"{name} has no meaning for {tensor.dtype}: torch cannot compute it")
         if tensor.dtype is torch.bool:
-            if name in ("AVG", "PREMUL_SUM"):
-                raise TypeError(f"{name} has no meaning for {tensor.dtype}")
             name = {"SUM": "BOR", "PRODUCT": "BAND"}.get(name, name)
         if name == "PREMUL_SUM":
             factor = _factor(factor, tensor)
-        return cls(name, factor)
+        return cls(name, size, tensor.dtype, factor)
 
     @property
     def is_sum(self) -> bool:
         """Whether it is a sum of scaled inputs, and so linear."""
         return self.name in _SUMS
 
-    def scaled(self, tensor: torch.Tensor, size: int) -> torch.Tensor:
-        """Return this rank's summand in a sum over ``size`` ranks, which is finite if the mean is."""
+    def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's summand in a sum over the ranks, which is finite if the mean is."""
         if self.name == "PREMUL_SUM":
             factor: torch.Tensor = self.factor
             return tensor.to(factor.dtype) * factor.to(tensor.device)
         if self.name != "AVG":
             return tensor
         if tensor.is_complex():
-            return torch.complex(_share(tensor.real, size), _share(tensor.imag, size))
-        return _share(tensor, size) if tensor.is_floating_point() else tensor.to(torch.int64)
+            return torch.complex(_share(tensor.real, self.size), _share(tensor.imag, self.size))
+        return _share(tensor, self.size) if tensor.is_floating_point() else tensor.to(torch.int64)
 
-    def finished(self, total: torch.Tensor, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def finished(self, total: torch.Tensor) -> torch.Tensor:
         """Return the result for a sum of scaled tensors; a mean of integers is rounded towards zero."""
         if self.name == "AVG" and not _has_fractions(total):
-            return torch.div(total, size, rounding_mode="trunc").to(dtype)
-        return total.to(dtype)
+            return torch.div(total, self.size, rounding_mode="trunc").to(self.dtype)
+        return total.to(self.dtype)
 
     def reduced(self, stacked: torch.Tensor) -> torch.Tensor:
         """Reduce over dimension 0, which has one entry per rank in rank order, if it is not a sum."""
@@ -112,6 +100,22 @@ class Reduction(NamedTuple):
         return torch.where(anywhere, from_invalid, extremum(torch.where(anywhere, 0, stacked), 0))
 
 
+def _named(op: Any) -> tuple[str, Any]:
+    """Return the name in torch's spelling, and the factor of a PREMUL_SUM; raises if it is no operation."""
+    name, factor = "", None
+    if isinstance(op, str):
+        name = op.upper()
+    elif isinstance(op, ReduceOp.RedOpType):  # such as ReduceOp.SUM
+        name = op.name
+    elif isinstance(op, ReduceOp):
+        operation: Any = op
+        kind, factor = operation.__getstate__()[:2]
+        name = kind.name
+    if name not in _NAMES or (name == "PREMUL_SUM" and factor is None):
+        raise TypeError(f"op must be a ReduceOp or one of {', '.join(_NAMES)} as a string, got {op!r}")
+    return name, factor
+
+
 def _share(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Return the summand for a mean of ``size`` real tensors: divided before it is rounded."""
     return tensor.to(wide_dtype(tensor.dtype)) / size
@@ -133,3 +137,56 @@ def _factor(given: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 def _has_fractions(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+GLOO_DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+)
+"""The dtypes that Gloo's own collectives support in every torch version. Messages take any dtype."""
+
+_COMPUTED = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.complex128, torch.complex64, torch.complex32),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in: ``dtype`` itself if torch has the operations."""
+    if dtype in _COMPUTED:
+        return dtype
+    return torch.float32 if dtype.is_floating_point else torch.int64
+
+
+def sum_of_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Return the sum over dimension 0, in the dtype of ``rows``."""
+    wide = wide_dtype(rows.dtype)
+    return rows.to(wide).sum(0, dtype=wide).to(rows.dtype)
+
+
+def sum_of_two(first: torch.Tensor, second: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Return the sum of two tensors, unseen by autograd, in memory that may be one of theirs."""
+    first, second = first.detach(), second.detach()
+    if wide_dtype(first.dtype) != first.dtype:
+        return sum_of_rows(torch.stack((first, second)))
+    if into.is_inference():  # inference mode may have ended since
+        return first + second
+    return torch.add(first, second, out=into)
+
+
+def padded_parts(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Return all elements in rows of one length, padded with zeros at the end."""
+    length = -(-x.numel() // count)
+    padded = torch.nn.functional.pad(x.flatten(), (0, length * count - x.numel()))
+    return padded.view(count, length)
+
+
+def zeros_after(received: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return zeros that depend on what a collective gave this rank, though no element of it is used.
+
+    So its backward, which the other ranks wait for, runs on this rank, and no compiler optimizes it away.
+    """
+    wide = wide_dtype(like.dtype)
+    zeros = torch.zeros_like(like, dtype=wide, memory_format=torch.contiguous_format, requires_grad=False)
+    return (zeros + received.flatten()[:0].to(wide).sum(dtype=wide)).to(like.dtype)

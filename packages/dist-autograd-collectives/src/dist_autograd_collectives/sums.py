@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch.distributed import ReduceOp
 
 from dist_autograd_collectives.arguments import (
     Convention,
-    anchored,
     check_buffer,
+    check_tensor,
+    checked_dim,
+    checked_sizes,
     filled,
     is_replicated,
     one_for_each,
+    one_kind,
     root_in_group,
 )
-from dist_autograd_collectives.calls import Call, members, splits_to_root
-from dist_autograd_collectives.compared_calls import agree
-from dist_autograd_collectives.connecting import zeros_after
-from dist_autograd_collectives.reductions import ReduceOperation, Reduction
-from dist_autograd_collectives.steps import Step, collective
-from dist_autograd_collectives.tensor_arguments import check_tensor
-from dist_autograd_collectives.transport import identity, reduced_for_all, reduced_for_each, sent
+from dist_autograd_collectives.calls import Call, Map, Tensors, members
+from dist_autograd_collectives.collective import collective, identity, prepare, step
+from dist_autograd_collectives.copies import join, padded, pieces
+from dist_autograd_collectives.reductions import ReduceOperation, Reduction, padded_parts, zeros_after
 from dist_utils import GroupLike
 
-__all__ = ["all_reduce", "copy_to_group", "reduce", "reduce_scatter"]
+T = TypeVar("T")
 
 
 @collective
@@ -37,7 +38,7 @@ def all_reduce(
     grad: Convention = "sum",
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[torch.Tensor]:
+) -> torch.Tensor:
     """Reduce a tensor over all ranks; every rank gets the result, as a new tensor.
 
     Gradient of rank r, where g_s is rank s's cotangent, G the sum of all g_s (g_r with
@@ -79,13 +80,11 @@ def all_reduce(
     Example:
         >>> total = all_reduce(tensor)  # doctest: +SKIP
     """
-    who, replicated = members(group), is_replicated(grad)
-    check_tensor("tensor", tensor)
-    reduction = Reduction.parse(op, tensor)
-    tensor = anchored(tensor, anchor)
-    title = f"all_reduce({reduction.name})"
-    agree(check, who, f"{title}, {grad}", [tensor])
-    return reduced_for_all(tensor, who, reduction, title, identity, replicated=replicated)
+    who = members(group)
+    tensor = check_tensor("tensor", tensor)
+    reduction = Reduction.parse(op, tensor, who.size)
+    call, (tensor,) = prepare(f"all_reduce({reduction.name})", who, [tensor], anchor, check, grad=grad)
+    return _reduce_for_all(tensor, call, reduction, identity)
 
 
 @collective
@@ -99,7 +98,7 @@ def reduce(
     grad: Convention = "sum",
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[torch.Tensor]:
+) -> torch.Tensor:
     """Reduce a tensor over all ranks to rank ``dst``; the others get zeros.
 
     Gradient: as for :func:`all_reduce`, with G the cotangent of ``dst``. The other ranks' outputs are
@@ -108,12 +107,12 @@ def reduce(
     Args:
         tensor: Any dtype that the operation supports. Same shape and dtype on all ranks; any strides.
         dst: The destination's rank in WORLD.
-        op: A ``ReduceOp`` or its name, as in ``"max"``.
-        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        op: As for :func:`all_reduce`.
+        group: As for :func:`all_reduce`.
         group_dst: The destination's rank in the group, instead of ``dst``.
         grad: Both conventions agree here: only one rank has the result.
-        anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
 
     Raises:
         TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
@@ -129,25 +128,17 @@ def reduce(
     is_replicated(grad)
     who = members(group)
     root = root_in_group(group, who, dst, group_dst, "dst")
-    check_tensor("tensor", tensor)
-    reduction = Reduction.parse(op, tensor)
-    tensor = anchored(tensor, anchor)
-    title = f"reduce({reduction.name})"
-    agree(check, who, f"{title} to {root}", [tensor])
+    tensor = check_tensor("tensor", tensor)
+    reduction = Reduction.parse(op, tensor, who.size)
+    call, (tensor,) = prepare(f"reduce({reduction.name})", who, [tensor], anchor, check, terms=f" to {root}")
     if reduction.is_sum:
-        return sent(
-            [reduction.scaled(tensor, who.size)],
-            Call("reduce", who, title, root),
-            lambda total: reduction.finished(total, who.size, tensor.dtype),
-        )
+        summand = reduction.scaled(tensor)
+        return step(Map("reduce", call, root), [summand], reduction.finished)
 
-    def reduced(stacked: torch.Tensor) -> torch.Tensor:
-        if who.rank == root:
-            return reduction.reduced(stacked)
-        return zeros_after(stacked, tensor)
+    def reduced(rows: torch.Tensor) -> torch.Tensor:
+        return reduction.reduced(rows) if who.rank == root else zeros_after(rows, tensor)
 
-    to_root, from_all = splits_to_root(1, who, root)
-    return sent([tensor.unsqueeze(0)], Call("gather", who, title, root, to_root, from_all), reduced)
+    return step(Map("gather", call, root), [tensor.unsqueeze(0)], reduced)
 
 
 @collective
@@ -160,7 +151,7 @@ def reduce_scatter(
     grad: Convention = "sum",
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[torch.Tensor]:
+) -> torch.Tensor:
     """Reduce the ``r``-th tensors of all ranks' lists to rank ``r``.
 
     Gradient of entry s: as for :func:`all_reduce`, with G the cotangent of rank s.
@@ -168,11 +159,11 @@ def reduce_scatter(
     Args:
         output: A buffer with the shape of each entry; it is filled.
         input_list: W tensors of one shape and dtype.
-        op: A ``ReduceOp`` or its name, as in ``"max"``.
-        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
+        op: As for :func:`all_reduce`.
+        group: As for :func:`all_reduce`.
         grad: Both conventions agree here: the results differ between ranks.
-        anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
 
     Returns:
         A new tensor that autograd sees, with the contents of ``output``.
@@ -188,11 +179,64 @@ def reduce_scatter(
     who = members(group)
     check_buffer("output", output, output)
     input_list = one_for_each("input_list", input_list, who, like=output)
-    reduction = Reduction.parse(op, output)
-    parts = [anchored(entry, anchor) for entry in input_list]
+    reduction = Reduction.parse(op, output, who.size)
     title = f"reduce_scatter({reduction.name})"
-    agree(check, who, title, parts)
-    return reduced_for_each(parts, who, reduction, title, lambda part: filled(output, part))
+    call, parts = prepare(title, who, input_list, anchor, check)
+    return _reduce_for_each(parts, call, reduction, lambda part: filled(output, part))
+
+
+@collective
+def reduce_scatter_dim(
+    tensor: torch.Tensor,
+    op: ReduceOperation = ReduceOp.SUM,
+    dim: int = 0,
+    *,
+    sizes: Sequence[int] | None = None,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> torch.Tensor:
+    """Reduce all ranks' tensors and give each rank its part along a dimension.
+
+    Gradient of the part of rank s: as for :func:`all_reduce`, with G the cotangent of rank s.
+
+    Args:
+        tensor: Same shape and dtype on all ranks.
+        op: As for :func:`all_reduce`.
+        dim: The dimension along which it is cut.
+        sizes: Lengths of the W parts, the same on all ranks; ``None`` for equal ones.
+        group: As for :func:`all_reduce`.
+        grad: Both conventions agree here.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
+
+    Returns:
+        This rank's part, whose length along ``dim`` is ``sizes[rank]``.
+
+    Raises:
+        IndexError: There is no such dimension.
+        TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
+        ValueError: ``sizes`` do not add up to the length, or it cannot be divided by W; or this rank is not
+            in the group.
+
+    Cost:
+        W - 1 times the bytes of the longest part, forward and backward.
+
+    Source:
+        ``torch.distributed._functional_collectives.reduce_scatter_tensor``, whose gradient covers SUM only.
+    """
+    is_replicated(grad)
+    who = members(group)
+    tensor = check_tensor("tensor", tensor)
+    dim = checked_dim(tensor.ndim, dim)
+    lengths = checked_sizes("sizes", tensor.shape[dim], sizes, who)
+    reduction = Reduction.parse(op, tensor, who.size)
+    title, terms = f"reduce_scatter_dim({reduction.name})", f", {dim}, {list(lengths)}"
+    call, (tensor,) = prepare(title, who, [tensor], anchor, check, terms=terms)
+    longest, mine = max(lengths), lengths[who.rank]
+    parts = [padded(part, longest) for part in torch.split(tensor.movedim(dim, 0), list(lengths))]
+    return _reduce_for_each(parts, call, reduction, lambda part: part[:mine].movedim(0, dim))
 
 
 @collective
@@ -202,7 +246,7 @@ def copy_to_group(
     group: GroupLike = None,
     anchor: bool = False,
     check: bool | None = None,
-) -> Step[torch.Tensor]:
+) -> torch.Tensor:
     """Return a copy, whose gradient is summed over the ranks.
 
     For a value that is identical on all ranks and from which each rank computes its own part: the entry of a
@@ -212,9 +256,9 @@ def copy_to_group(
 
     Args:
         tensor: The same on all ranks.
-        group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
-        anchor: Take part in backward even if no tensor needs a gradient on this rank.
-        check: Compare the ranks' calls first. ``None``: only if ``DIST_AUTOGRAD_CHECK`` is set.
+        group: As for :func:`all_reduce`.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
 
     Raises:
         ValueError: This rank is not in the group, or ``grad`` is unknown. Before communication.
@@ -225,8 +269,140 @@ def copy_to_group(
     Source:
         Megatron-LM's ``copy_to_tensor_model_parallel_region``; ``jax.lax.pvary``.
     """
+    tensor, who = check_tensor("tensor", tensor), members(group)
+    # What comes back is summed as if the loss were one that all ranks compute.
+    call, tensors = prepare(
+        "copy_to_group", who, [tensor], anchor, check, grad="replicated", communicates=False
+    )
+    return step(Map("copy", call), tensors, identity)
+
+
+@collective
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: ReduceOperation = ReduceOp.SUM,
+    *,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Tensors:
+    """Reduce several tensors over all ranks at once: :func:`all_reduce` of each.
+
+    Gradient: as for :func:`all_reduce`. A result that is not used counts as zeros.
+
+    Args:
+        tensors: Tensors of one dtype on one device; same shapes in the same order on all ranks.
+        op: As for :func:`all_reduce`.
+        group: As for :func:`all_reduce`.
+        grad: As for :func:`all_reduce`.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
+
+    Raises:
+        TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
+        ValueError: There are no tensors, or they have several dtypes or devices; or this rank is not in the
+            group.
+
+    Cost:
+        One :func:`all_reduce` of all bytes, and a copy of them.
+
+    Source:
+        ``torch.distributed._functional_collectives.all_reduce_coalesced``.
+    """
     who = members(group)
-    check_tensor("tensor", tensor)
-    tensor = anchored(tensor, anchor)
-    agree(check, who, "copy_to_group", [tensor])
-    return sent([tensor], Call("copy", who, "copy_to_group"), identity)
+    tensors = one_kind("tensors", tensors)
+    reduction = Reduction.parse(op, tensors[0], who.size)
+    title = f"all_reduce_coalesced({reduction.name})"
+    call, tensors = prepare(title, who, tensors, anchor, check, grad=grad)
+    shapes = [tensor.shape for tensor in tensors]
+    return _reduce_for_all(join(tensors), call, reduction, lambda flat: tuple(pieces(flat, shapes)))
+
+
+@collective
+def reduce_scatter_dim_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: ReduceOperation = ReduceOp.SUM,
+    dim: int = 0,
+    *,
+    group: GroupLike = None,
+    grad: Convention = "sum",
+    anchor: bool = False,
+    check: bool | None = None,
+) -> Tensors:
+    """Reduce several tensors at once, a part of each for each rank: :func:`reduce_scatter_dim` of each.
+
+    Gradient: as for :func:`reduce_scatter_dim`. A result that is not used counts as zeros.
+
+    Args:
+        tensors: Tensors of one dtype on one device; same shapes in the same order on all ranks.
+        op: As for :func:`all_reduce`.
+        dim: The dimension along which they are cut into W equal parts.
+        group: As for :func:`all_reduce`.
+        grad: Both conventions agree here.
+        anchor: As for :func:`all_reduce`.
+        check: As for :func:`all_reduce`.
+
+    Raises:
+        IndexError: A tensor has no such dimension.
+        TypeError: ``op`` is unknown, or has no meaning for the dtype. Before communication.
+        ValueError: There are no tensors, they have several dtypes or devices, or a length cannot be
+            divided by W; or this rank is not in the group.
+
+    Cost:
+        One reduce-scatter of all bytes, and a copy of them.
+
+    Source:
+        ``torch.distributed._functional_collectives.reduce_scatter_tensor_coalesced``.
+    """
+    is_replicated(grad)
+    who = members(group)
+    tensors = one_kind("tensors", tensors)
+    reduction = Reduction.parse(op, tensors[0], who.size)
+    dims = [checked_dim(tensor.ndim, dim) for tensor in tensors]
+    for tensor, place in zip(tensors, dims, strict=True):
+        checked_sizes(f"dimension {place}", tensor.shape[place], None, who)
+    title = f"reduce_scatter_dim_coalesced({reduction.name})"
+    call, tensors = prepare(title, who, tensors, anchor, check, terms=f", {dims}")
+    rows = [tensor.movedim(place, 0) for tensor, place in zip(tensors, dims, strict=True)]
+    cut = [row.reshape(who.size, row.shape[0] // who.size, *row.shape[1:]) for row in rows]
+    parts = [join([tensor[rank] for tensor in cut]) for rank in range(who.size)]
+    shapes = [tensor.shape[1:] for tensor in cut]
+
+    def separated(flat: torch.Tensor) -> Tensors:
+        pairs = zip(pieces(flat, shapes), dims, strict=True)
+        return tuple(piece.movedim(0, place) for piece, place in pairs)
+
+    return _reduce_for_each(parts, call, reduction, separated)
+
+
+def _reduce_for_each(
+    parts: Sequence[torch.Tensor], call: Call, reduction: Reduction, then: Callable[[torch.Tensor], T]
+) -> T:
+    """Reduce the ``r``-th of W tensors of one shape to rank ``r``.
+
+    Anything but a sum is reduced at its destination, from all ranks' parts: that sends as many bytes as a
+    ring, and uses torch's own gradients.
+    """
+    if reduction.is_sum:
+        summands = [reduction.scaled(part) for part in parts]
+        sums = Map("reduce_scatter", call, separate_input=True)
+        return step(sums, summands, lambda total: then(reduction.finished(total)))
+    rows = (1,) * reduction.size
+    exchange = Map("exchange", call, input_splits=rows, output_splits=rows, separate_input=True)
+    return step(exchange, [part.unsqueeze(0) for part in parts], lambda rows: then(reduction.reduced(rows)))
+
+
+def _reduce_for_all(
+    tensor: torch.Tensor, call: Call, reduction: Reduction, then: Callable[[torch.Tensor], T]
+) -> T:
+    """Reduce a tensor for all ranks."""
+    if reduction.is_sum:
+        summand = reduction.scaled(tensor)
+        return step(Map("all_reduce", call), [summand], lambda total: then(reduction.finished(total)))
+
+    def gather(part: torch.Tensor) -> T:
+        whole = lambda flat: then(flat[: tensor.numel()].view(tensor.shape))  # noqa: E731
+        return step(Map("all_gather", call), [part], whole)
+
+    return _reduce_for_each(padded_parts(tensor, reduction.size).unbind(0), call, reduction, gather)

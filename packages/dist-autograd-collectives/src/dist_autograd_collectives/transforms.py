@@ -1,16 +1,29 @@
-"""Transforms of ``torch.func`` around a call, and batches of gradients, which have no public names."""
+"""The linear maps as one operator, which transforms and compilers see everywhere.
+
+For ``torch.func``, forward mode, ``torch.compile`` and ``make_fx``. An ``autograd.Function`` is taken apart
+by Dynamo, which knows its backward of first order only; ``torch.library.register_autograd`` is refused by
+``torch.func``, and has no forward mode. Once they have what is missing, either of them can replace this.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
-from dist_utils.torch_compat import private
+# The mode in which graphs are recorded, by AOTAutograd too.
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_mode
 
-__all__ = ["function_transforms_active", "is_batched_gradient", "outside_function_transforms"]
+from dist_autograd_collectives import backend
+from dist_autograd_collectives.calls import Call, Map, Members, Tensors
+from dist_utils.torch_compat import private, profiler_range
 
 _PURPOSE = "collectives under torch.func"
+_COMPILED = "collectives under torch.compile, or in batches of gradients"
 
 
 def function_transforms_active() -> bool:
@@ -20,6 +33,19 @@ def function_transforms_active() -> bool:
     2.15.
     """
     return bool(private("torch._C", "_are_functorch_transforms_active", _PURPOSE)())
+
+
+def is_recorded() -> bool:
+    """Return whether what runs now becomes part of a graph: of ``torch.compile``, or of ``make_fx``."""
+    if torch.compiler.is_compiling():
+        return True
+    modes = private("torch._C", "_len_torch_dispatch_stack", "collectives in recorded graphs")()
+    return modes > 0 and get_proxy_mode() is not None
+
+
+def is_traced() -> bool:
+    """Return whether something records or transforms what runs now, and must see one operator."""
+    return is_recorded() or function_transforms_active()
 
 
 def outside_function_transforms() -> contextlib.AbstractContextManager[object]:
@@ -41,3 +67,164 @@ def is_batched_gradient(tensor: torch.Tensor) -> bool:
     """
     purpose = "collectives in batches of gradients"
     return bool(private("torch._C._functorch", "is_legacy_batchedtensor", purpose)(tensor))
+
+
+def apply(tensors: Tensors, linear_map: Map) -> Tensors:
+    """Apply a linear map by the operator, which takes and returns one tensor: separate parts are joined."""
+    received = _operator(backend.join(tensors, linear_map), *_arguments(linear_map))
+    return backend.separate(received, linear_map)
+
+
+def _arguments(linear_map: Map) -> tuple[Any, ...]:
+    """Return a map of joined parts as the operator's arguments; its inverse is :func:`_map`."""
+    call, who = linear_map.call, linear_map.call.who  # Dynamo of torch 2.6 does not unpack named tuples
+    return (
+        linear_map.kind,
+        call.title,
+        who.name,
+        who.size,
+        who.rank,
+        call.replicated,
+        call.key,
+        linear_map.order,
+        linear_map.root,
+        list(linear_map.input_splits),
+        list(linear_map.output_splits),
+    )
+
+
+def _map(
+    kind: Any,
+    title: str,
+    group: str,
+    size: int,
+    rank: int,
+    replicated: bool,
+    key: int,
+    order: int,
+    root: int,
+    input_splits: Sequence[int],
+    output_splits: Sequence[int],
+) -> Map:
+    call = Call(title, Members(None, group, size, rank), replicated, form=key)
+    return Map(kind, call, root, tuple(input_splits), tuple(output_splits), order=order)
+
+
+def _transposed(*arguments: Any) -> tuple[Any, ...]:
+    return _arguments(_map(*arguments).transposed())
+
+
+def _run(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Apply the map to a tensor that has values."""
+    linear_map = _map(*arguments)
+    call = linear_map.call
+    resolve = private("torch.distributed.distributed_c10d", "_resolve_process_group", _PURPOSE)
+    group: dist.ProcessGroup = resolve(call.who.name)
+    linear_map = linear_map._replace(call=call._replace(who=call.who._replace(group=group)))
+    with profiler_range(linear_map.range_name()):
+        return backend.begin((x,), linear_map)()[0]
+
+
+def _for_compiler() -> bool:
+    """Return whether a graph that is recorded now goes to a compiler, which knows torch's own operators."""
+    context = private("torch._guards", "TracingContext", _COMPILED)
+    return torch.compiler.is_compiling() or context.try_get() is not None
+
+
+def _record(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Apply the map by operators that a compiler knows."""
+    linear_map, x = _map(*arguments), x.contiguous()
+    if not linear_map.needs_others:
+        return backend.local_result((x,), linear_map)[0]
+    return backend.start_traceable(x, linear_map)()
+
+
+def _operator_of(name: str, parameters: str) -> Callable[..., torch.Tensor]:
+    """Make the operator, which is linear in its tensor ``x``.
+
+    Dynamo and ``make_fx`` record it in their graphs as it is, so that every transform that is traced around
+    it applies its rules: reverse and forward mode of any order, and vmap in any nesting. Graphs for compilers
+    record what :func:`_record` runs instead.
+
+    Args:
+        name: With a namespace, as in ``"namespace::operator"``, new in this process.
+        parameters: What follows the tensor in the operator's schema.
+    """
+    namespace, _, short = name.partition("::")
+    library: Any = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+    library.define(f"{short}(Tensor x, {parameters}) -> Tensor")
+    operator: Any = getattr(getattr(torch.ops, namespace), short).default
+
+    @functools.cache
+    def single_level() -> Any:
+        base: Any = private("torch.autograd.function", "_SingleLevelFunction", _COMPILED)
+
+        class OneLevel(base):  # type: ignore[misc] # torch's class
+            """The operator at one level of ``torch.func``: what is below it is up to the levels below."""
+
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor, keys: Any, *arguments: Any) -> torch.Tensor:
+                ctx.arguments = arguments
+                below = keys & private("torch._C", "_after_autograd_keyset", _COMPILED)
+                forward_mode = private("torch.autograd.forward_ad", "_set_fwd_grad_enabled", _COMPILED)
+                with (
+                    private("torch._C", "_AutoDispatchBelowAutograd", _COMPILED)(),
+                    torch.enable_grad(),  # for the levels below
+                    forward_mode(True),
+                ):
+                    result: torch.Tensor = operator.redispatch(below, x, *arguments)
+                return result
+
+            @staticmethod
+            def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+                nothing = (None,) * (1 + len(ctx.arguments))
+                return operator(cotangent, *_transposed(*ctx.arguments)), *nothing
+
+            @staticmethod
+            def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+                result: torch.Tensor = operator(tangent, *ctx.arguments)
+                return result
+
+        return OneLevel
+
+    def differentiable(keys: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        one_level = private("torch._functorch.utils", "enable_single_level_autograd_function", _COMPILED)
+        with one_level():
+            result: torch.Tensor = single_level().apply(x, keys, *arguments)
+        return result
+
+    def batched(
+        info: Any,  # noqa: ARG001
+        in_dims: tuple[int | None, ...],
+        x: torch.Tensor,
+        *arguments: Any,
+    ) -> tuple[torch.Tensor, int]:
+        # The batch dimension goes last, because parts lie along dimension 0.
+        result = operator(x.movedim(cast("int", in_dims[0]), -1), *arguments)
+        return result, result.ndim - 1
+
+    def recorded(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor:
+        if not _for_compiler():  # as one operator, because its start and its wait must not be torn apart
+            result: torch.Tensor = mode.__torch_dispatch__(func, types, args, kwargs)
+            return result
+        with mode:
+            return _record(*args)
+
+    library.impl(operator, _run, "CompositeExplicitAutograd")
+    library.impl(operator, differentiable, "Autograd", with_keyset=True)
+    torch.library.register_fake(name, _record, lib=library)
+    torch.library.register_vmap(name, batched, lib=library)
+    torch.library.register_torch_dispatch(name, ProxyTorchDispatchMode, recorded, lib=library)
+    _LIBRARIES.append(library)
+    return cast("Callable[..., torch.Tensor]", operator)
+
+
+_LIBRARIES: list[torch.library.Library] = []
+"""Kept: an operator lives as long as its library."""
+
+_operator = _operator_of(
+    "dist_autograd_collectives::linear",
+    "str kind, str title, str group, int size, int rank, bool replicated, int key, int order, int root, "
+    "SymInt[] input_splits, SymInt[] output_splits",
+)
+"""One operator for all maps, so that compiled transforms find its rules."""

@@ -1,0 +1,433 @@
+"""The linear maps, run by torch.distributed, or by messages between two ranks where those are better.
+
+On Gloo all of them consist of messages, except large broadcasts and large sums over more than two ranks.
+Gloo's own collectives fill a part of a buffer, or end the process, where ranks' lengths differ; messages
+allow parts of any length and never meet another buffer. The table in docs/dist-autograd-collectives.md says
+what is faster.
+
+Results are written to freshly allocated memory, so its pages are touched for the first time. Pages of 2 MiB
+halve the time for that (48 to 25 ms for 64 MiB), but on a host that takes a guest's free memory back it
+rose to 210 ms, so they are not requested.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from dist_autograd_collectives.calls import Map, Tensors, Wait
+from dist_autograd_collectives.reductions import (
+    GLOO_DTYPES,
+    padded_parts,
+    sum_of_rows,
+    sum_of_two,
+    zeros_after,
+)
+from dist_utils.torch_compat import private
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed; in backward mostly because other ranks never reached it."""
+
+
+_SHORT_BYTES = 64 << 10
+"""Up to this size Gloo's sums take longer than sending every rank's tensor to where the sum is needed.
+
+And messages are sent before receives are posted if none of them is longer, as in
+:func:`dist_utils.start_messages`, whose tags tell lengths apart, but no shapes, dtypes and calls.
+"""
+
+_FEW_RANKS = 8
+"""Up to this many ranks a small broadcast is one message to each rank; Gloo's broadcast is a tree."""
+
+_UNFILLED = bytes.fromhex("b1c6f9a2d75e0384")
+"""A receiver of a large broadcast writes this at the end of its tensor beforehand. The same on all ranks,
+because a rank that receives too little passes its own bytes on to others."""
+
+_TAG = 1 << 30
+"""Added to all tags, so that they never match a user's own ``send`` and ``recv``."""
+
+
+def begin(tensors: Tensors, linear_map: Map) -> Wait:
+    """Start a map on this rank's tensors."""
+    inputs = tuple(tensor.contiguous().resolve_neg() for tensor in tensors)
+    if not linear_map.needs_others:
+        results = local_result(inputs, linear_map)
+        return lambda: results
+    return choose(inputs, linear_map)
+
+
+def choose(inputs: Tensors, linear_map: Map) -> Wait:
+    """Start a map on contiguous tensors of two ranks or more, by what is best for it."""
+    x, size = inputs[0], linear_map.call.who.size
+    if not (x.is_cpu and "cpu:gloo" in _backends(linear_map)):
+        return native(inputs, linear_map)
+    if linear_map.kind == "broadcast" and (x.nbytes > _SHORT_BYTES or size > _FEW_RANKS):
+        return _large_broadcast(x, linear_map)
+    # Two ranks exchange as many bytes in a ring, in two rounds.
+    sums_of_gloo = size > 2 and x.nbytes > _SHORT_BYTES and x.dtype in GLOO_DTYPES
+    if sums_of_gloo and linear_map.kind in ("all_reduce", "reduce"):
+        return native(inputs, linear_map)
+    return by_messages(inputs, linear_map)
+
+
+def local_result(tensors: Tensors, linear_map: Map) -> Tensors:
+    """Return the result of a map that needs no other rank, as new tensors."""
+    who = linear_map.call.who
+    if linear_map.kind == "own part":
+        return (linear_map.parts_of(tensors)[who.rank].clone(),)
+    if linear_map.kind == "own if root" and who.rank != linear_map.root:
+        return tuple(torch.zeros_like(x) for x in tensors)
+    return tuple(x.clone() for x in tensors)
+
+
+def _backends(linear_map: Map) -> str:
+    """Return the backends of the group, for example ``"cpu:gloo,cuda:nccl"``."""
+    call = linear_map.call
+    try:
+        return dist.get_backend_config(call.who.group)
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise CollectiveError(
+            f"{call.title} cannot communicate on rank {call.who.rank} of {call.who.size} in its group, which "
+            "was destroyed (destroy_process_group): run backward before that"
+        ) from error
+
+
+def _large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
+    """Start a broadcast of bytes, and check that they fill this rank's tensor, which Gloo does not."""
+    call, root = linear_map.call, linear_map.root
+    data = x.flatten().view(torch.uint8)
+    is_root = call.who.rank == root
+    if not is_root:
+        marker = torch.frombuffer(bytearray(_UNFILLED), dtype=torch.uint8)
+        data = torch.empty_like(data)
+        if data.numel() >= marker.numel():
+            data[-8:] = marker
+    work = _started(dist.broadcast(data, group=call.who.group, group_src=root, async_op=True))
+    copied = x.clone() if is_root else None  # the copy is made while the data is sent
+
+    def wait() -> Tensors:
+        work.wait()
+        if copied is not None:
+            return (copied,)
+        if torch.equal(data[-8:], marker):  # by chance once in 2 ** 64 times
+            raise CollectiveError(
+                f"{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: rank "
+                f"{root} sent less than the {data.numel()} bytes of this rank's tensor"
+            )
+        return (data.view(x.dtype).view(x.shape),)
+
+    return wait
+
+
+def native(tensors: Tensors, linear_map: Map) -> Wait:
+    """Start torch's own collective."""
+    if linear_map.kind != "reduce":
+        finish = start_traceable(join(tensors, linear_map), linear_map)
+        return lambda: separate(finish(), linear_map)
+    total, who = tensors[0].clone(), linear_map.call.who
+    work = _started(dist.reduce(total, group=who.group, group_dst=linear_map.root, async_op=True))
+
+    def wait() -> Tensors:
+        work.wait()
+        # On the other ranks a backend leaves partial sums.
+        return (total if who.rank == linear_map.root else total.zero_(),)
+
+    return wait
+
+
+def _started(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # as the annotations of torch.distributed allow
+    return work
+
+
+def join(tensors: Tensors, linear_map: Map) -> torch.Tensor:
+    """Return all parts that a map takes in one tensor, along dimension 0; those of one shape become rows."""
+    kind, x = linear_map.kind, tensors[0]
+    if not linear_map.separate_input:
+        return x.unsqueeze(0) if linear_map.separate_output and kind != "exchange" else x
+    if kind == "exchange":
+        return torch.cat(tensors)
+    rows = torch.stack(tensors)
+    return rows[:0] if kind == "scatter" and linear_map.call.who.rank != linear_map.root else rows
+
+
+def separate(received: torch.Tensor, linear_map: Map) -> Tensors:
+    """Return the results of a map from its joined parts; the reverse of :func:`join`."""
+    kind, who = linear_map.kind, linear_map.call.who
+    if kind == "exchange":
+        return (
+            torch.split(received, list(linear_map.output_splits))
+            if linear_map.separate_output
+            else (received,)
+        )
+    if not linear_map.separate_output:
+        return (received.squeeze(0) if linear_map.separate_input else received,)
+    if kind == "gather" and who.rank != linear_map.root:
+        like = received.new_empty(received.shape[1:])
+        return tuple(zeros_after(received, like) for _ in range(who.size))
+    return received.unbind(0)
+
+
+def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
+    """Start a map on joined parts by torch's traceable collectives, which run everywhere, also in graphs.
+
+    Extra dimensions at the end of ``x`` are a batch.
+    """
+    if x.dtype in GLOO_DTYPES:
+        return _start_of_common_dtype(x, linear_map)
+    if linear_map.kind in ("all_reduce", "reduce", "reduce_scatter"):
+        # In a wider dtype, which the backend has; integers wrap around as usual.
+        wide = torch.float32 if x.dtype.is_floating_point else torch.int64
+        total = _start_of_common_dtype(x.to(wide), linear_map)
+        return lambda: total().to(x.dtype)
+    # Data that is only moved goes as bytes, which every backend supports: one more dimension, at the end.
+    moved = _start_of_common_dtype(x.unsqueeze(-1).view(torch.uint8), linear_map)
+    return lambda: moved().view(x.dtype).squeeze(-1)
+
+
+def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
+    kind, who, root = linear_map.kind, linear_map.call.who, linear_map.root
+    group, size = who.name, who.size
+    if kind == "all_reduce":
+        return _start_traceable("all_reduce", x, "sum", group)
+    if kind == "broadcast":
+        return _start_traceable("broadcast", x, root, group)
+    if kind == "all_gather":
+        return _start_traceable("all_gather_into_tensor", x, size, group)
+    if kind == "reduce_scatter":
+        return _start_traceable("reduce_scatter_tensor", x, "sum", size, group)
+    # There is no traceable reduce, gather or scatter.
+    if kind == "reduce":
+        return _start_reduce(x, linear_map)
+    to_root, from_all = _splits_to_root(1, linear_map)
+    if kind == "gather":
+        return _start_exchange(x, to_root, from_all, group)
+    if kind == "scatter":
+        return _start_exchange(x, from_all, to_root, group)
+    equal = [x.shape[0] // size] * size
+    sent, received = list(linear_map.input_splits) or equal, list(linear_map.output_splits) or equal
+    return _start_exchange(x, sent, received, group)
+
+
+def _start_traceable(name: str, x: torch.Tensor, *arguments: Any) -> Callable[[], torch.Tensor]:
+    """Start one of torch's operators that graphs may have; they have no public name up to torch 2.15."""
+    operators, purpose = torch.ops._c10d_functional, "collectives of other backends, and in graphs"  # noqa: SLF001
+    started = private(operators, name, purpose)(x, *arguments)
+    wait: Callable[[torch.Tensor], torch.Tensor] = private(operators, "wait_tensor", purpose)
+    return lambda: wait(started)
+
+
+def _start_exchange(
+    x: torch.Tensor, sent: list[int], received: list[int], group: str
+) -> Callable[[], torch.Tensor]:
+    return _start_traceable("all_to_all_single", x, received, sent, group)
+
+
+def _splits_to_root(length: int, linear_map: Map) -> tuple[list[int], list[int]]:
+    """Return input and output splits with which every rank sends ``length`` to the root and nothing else."""
+    who, root = linear_map.call.who, linear_map.root
+    to_root = [length if rank == root else 0 for rank in range(who.size)]
+    return to_root, [length if who.rank == root else 0] * who.size
+
+
+def _start_reduce(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
+    """Start a sum to one rank: of few bytes as one for all, of more in two steps that send as few bytes."""
+    who = linear_map.call.who
+    if x.numel() * x.element_size() <= _SHORT_BYTES:  # nbytes cannot be traced with symbolic shapes
+        total = _start_traceable("all_reduce", x, "sum", who.name)
+    else:
+        parts = padded_parts(x, who.size)
+        part = _start_traceable("reduce_scatter_tensor", parts, "sum", who.size, who.name)().flatten()
+        total = _start_exchange(part, *_splits_to_root(part.numel(), linear_map), who.name)
+
+    def finish() -> torch.Tensor:
+        if who.rank == linear_map.root:
+            return total().flatten()[: x.numel()].view(x.shape)
+        return zeros_after(total(), x)
+
+    return finish
+
+
+def _part_of_scatter(tensors: Tensors, linear_map: Map) -> torch.Tensor:
+    """Return memory for what this rank receives in a scatter."""
+    if linear_map.separate_input:
+        return torch.empty_like(tensors[linear_map.root])
+    return tensors[0].new_empty(1, *tensors[0].shape[1:])
+
+
+def _gathered_elsewhere(x: torch.Tensor, linear_map: Map) -> Tensors:
+    """Return the result of a gather on all ranks but the root."""
+    if linear_map.separate_output:
+        return tuple(torch.zeros_like(x) for _ in range(linear_map.call.who.size))
+    return (x.new_empty(0, *x.shape[1:]),)
+
+
+def by_messages(tensors: Tensors, linear_map: Map) -> Wait:
+    """Start a map made of messages between two ranks; the receiver computes sums."""
+    kind, who, root, x = linear_map.kind, linear_map.call.who, linear_map.root, tensors[0]
+    nothing: list[torch.Tensor | None] = [None] * who.size
+    outgoing: Sequence[torch.Tensor | None]
+    incoming: Sequence[torch.Tensor | None]
+    if kind in ("broadcast", "scatter"):
+        mine = torch.empty_like(x) if kind == "broadcast" else _part_of_scatter(tensors, linear_map)
+        outgoing = nothing
+        if who.rank == root:
+            outgoing = linear_map.parts_of(tensors) if kind == "scatter" else [x] * who.size
+        incoming = [mine if rank == root else None for rank in range(who.size)]
+        return _Messages(linear_map, outgoing, incoming, lambda: (mine,))
+    if kind == "exchange":
+        buffers, results = _exchange_buffers(x, linear_map)
+        return _Messages(linear_map, linear_map.parts_of(tensors), buffers, lambda: results)
+    if kind in ("gather", "reduce"):
+        outgoing = [x if rank == root else None for rank in range(who.size)]
+        if who.rank != root:
+            elsewhere = (torch.zeros_like(x),) if kind == "reduce" else _gathered_elsewhere(x, linear_map)
+            return _Messages(linear_map, outgoing, nothing, lambda: elsewhere)
+    else:
+        outgoing = linear_map.parts_of(tensors) if kind == "reduce_scatter" else [x] * who.size
+    # Every rank sends a tensor like this one's own.
+    own = cast("torch.Tensor", outgoing[who.rank])
+    if linear_map.separate_output:
+        apart = tuple(torch.empty_like(own) for _ in range(who.size))
+        return _Messages(linear_map, outgoing, apart, lambda: apart)
+    if kind in ("gather", "all_gather"):
+        whole = own.new_empty(who.size * own.shape[0], *own.shape[1:])
+        return _Messages(linear_map, outgoing, whole.view(who.size, *own.shape).unbind(0), lambda: (whole,))
+    # Summed in rank order everywhere, so every rank gets the same bits. torch sums 16-bit dtypes in fp32.
+    if who.size == 2:
+        other = torch.empty_like(own)
+        pair = (own, other) if who.rank == 0 else (other, own)
+        incoming = [None, other] if who.rank == 0 else [other, None]
+        return _Messages(linear_map, outgoing, incoming, lambda: (sum_of_two(*pair, other),))
+    rows = own.new_empty(who.size, *own.shape)
+    return _Messages(linear_map, outgoing, rows.unbind(0), lambda: (sum_of_rows(rows),))
+
+
+def _exchange_buffers(x: torch.Tensor, linear_map: Map) -> tuple[Sequence[torch.Tensor], Tensors]:
+    """Return a buffer for each part of an exchange, and the result tensors that they are part of."""
+    splits, size = linear_map.output_splits, linear_map.call.who.size
+    if linear_map.separate_output:
+        apart = tuple(x.new_empty(length, *x.shape[1:]) for length in splits)
+        return apart, apart
+    lengths = splits or (x.shape[0] // size,) * size
+    whole = x.new_empty(sum(lengths), *x.shape[1:])
+    return whole.split_with_sizes(lengths), (whole,)
+
+
+_abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[list[dist.Work], Any]]]
+_abandoned = weakref.WeakKeyDictionary()
+"""Messages that nobody waited for: Gloo needs their memory until they are there."""
+
+
+class _Messages:
+    """Messages of one map on Gloo, under a tag that identifies the call, its shapes and the dtype.
+
+    Gloo silently fills only the front of a buffer if a message is too short, and ends the process if it is
+    too long. With these tags a message never meets a buffer of another shape, dtype or collective, even where
+    ranks take part in different collectives of the same size: both wait for a message that does not come, and
+    raise at the group's timeout. A length sent with each message would reveal the mismatch at once, but with
+    it small messages took 0.17 to 0.3 ms instead of 0.10 (1 KiB between two ranks).
+
+    Messages that are dropped are left to whoever waits next in their group.
+    """
+
+    __slots__ = ("_incoming", "_map", "_outgoing", "_results", "_works")
+
+    def __init__(
+        self,
+        linear_map: Map,
+        outgoing: Sequence[torch.Tensor | None],
+        incoming: Sequence[torch.Tensor | None],
+        results: Callable[[], Tensors],
+    ) -> None:
+        who = linear_map.call.who
+        group = cast("dist.ProcessGroup", who.group)
+        self._map, self._results = linear_map, results
+        self._outgoing, self._incoming = outgoing, incoming
+        self._works: list[dist.Work] = []
+        sends, receives = _addressed(outgoing, 1, linear_map), _addressed(incoming, -1, linear_map)
+
+        def send() -> list[dist.Work]:
+            return [group.send([part], rank, tag) for part, rank, tag in sends]
+
+        def receive() -> list[dist.Work]:
+            return [group.recv([part], rank, tag) for part, rank, tag in receives]
+
+        try:
+            if any(part.nbytes > _SHORT_BYTES for part, _, _ in sends + receives):
+                # With sends first, two hosts took turns on a duplex link: 1.9 instead of 1.05 s.
+                received, sent = receive(), send()
+            else:
+                sent, received = send(), receive()
+        except RuntimeError as error:  # a peer is gone
+            raise CollectiveError(self._explanation(error)) from error
+        # Two exchanges of 1 MiB between two ranks took 2.5 ms, and 3.9 if receives are awaited first.
+        self._works = sent + received
+        mine, own = incoming[who.rank], outgoing[who.rank]
+        if mine is not None and own is not None:
+            mine.copy_(own)
+
+    def __call__(self) -> Tensors:
+        """Wait; return what this rank received.
+
+        Raises:
+            CollectiveError: A message was not received or sent within the group's timeout.
+        """
+        works, self._works = self._works, []
+        try:
+            for work in works:
+                work.wait()
+            if _abandoned:
+                for left, _ in _abandoned.pop(cast("dist.ProcessGroup", self._map.call.who.group), []):
+                    for work in left:
+                        work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(self._explanation(error)) from error
+        return self._results()
+
+    def __del__(self) -> None:
+        """Keep what is still on its way; never wait, because nobody knows when this runs."""
+        group = self._map.call.who.group
+        if self._works and group is not None:
+            _abandoned.setdefault(group, []).append((self._works, (self._outgoing, self._incoming)))
+
+    def _explanation(self, error: RuntimeError) -> str:
+        """Describe this rank's messages, because one of another call never arrives."""
+        sent, expected = (
+            [0 if part is None else part.nbytes for part in parts]
+            for parts in (self._outgoing, self._incoming)
+        )
+        call = self._map.call
+        return (
+            f"{call.title} failed on rank {call.who.rank} of {call.who.size} in its group: {error} - It sent "
+            f"{sent} bytes to the ranks of its group and expected {expected}: a message of another call, "
+            "shape or dtype never arrives. Do all ranks call the same functions in one order, with the same "
+            "shapes, dtypes and operations? check=True tells at once"
+        )
+
+
+def _addressed(
+    parts: Sequence[torch.Tensor | None], step: int, linear_map: Map
+) -> list[tuple[torch.Tensor, int, int]]:
+    """Return the messages, each with its other rank and its tag: the next rank first, or the one before."""
+    call, order = linear_map.call, linear_map.order
+    key, found = call.key, []
+    for distance in range(1, call.who.size):  # so that not all ranks send to the same one at once
+        rank = (call.who.rank + step * distance) % call.who.size
+        part = parts[rank]
+        if part is not None and part.numel():
+            names = _hash_of_names(call.title, linear_map.kind, part.dtype)
+            found.append((part, rank, _TAG + hash((names, key, order, part.numel())) % _TAG))
+    return found
+
+
+@functools.cache
+def _hash_of_names(*names: object) -> int:
+    return zlib.crc32(repr(names).encode())  # hashes of strings differ between processes

@@ -1,0 +1,363 @@
+"""A call of a public function, from its arguments to its result, which may be waited for later.
+
+A public function checks its arguments, prepares the call, and returns its first :class:`Step`: a linear map,
+its tensors, and what is made of what arrives. :func:`collective` runs the steps; :func:`start` stops before
+the first wait. (Generators would read even better, but ``torch.compile`` of torch 2.6 cannot trace them.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from dist_autograd_collectives.arguments import Convention, is_replicated
+from dist_autograd_collectives.backend import CollectiveError
+from dist_autograd_collectives.calls import Call, Map, Members, Tensors, numbered
+from dist_autograd_collectives.linear import Flight, linear
+from dist_autograd_collectives.transforms import is_recorded, is_traced, outside_function_transforms
+from dist_utils import AgreementError, TensorMismatchError, resolve_group
+from dist_utils.process_groups import TensorClaim, all_gather_plain, require_same_tensors
+from dist_utils.torch_compat import transformed_as
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_VARIABLE = "DIST_AUTOGRAD_CHECK"
+
+
+def prepare(
+    title: str,
+    who: Members,
+    tensors: Sequence[torch.Tensor],
+    anchor: bool,
+    check: bool | None,
+    *,
+    terms: str = "",
+    grad: Convention = "sum",
+    uneven_dim: int | None = None,
+    shape: Sequence[int] | None = None,
+    splits: tuple[Sequence[int], Sequence[int]] | None = None,
+    communicates: bool = True,
+    problem: Exception | None = None,
+) -> tuple[Call, list[torch.Tensor]]:
+    """Return the call, and the tensors that take part in it; raises on every rank if the ranks' calls differ.
+
+    The last thing that a function does before it communicates: what one rank alone can get wrong comes first.
+
+    Args:
+        title: The function, and the operation, for errors and profilers.
+        who: The ranks.
+        tensors: This rank's tensors.
+        anchor: Whether the backward of the call runs on this rank even if no tensor needs a gradient.
+        check: Whether ranks compare their calls; not ``None`` outside ``torch.compile``.
+        terms: Every argument besides the title and the tensors that must be equal.
+        grad: The convention, where the two differ.
+        uneven_dim: A dimension whose length may differ.
+        shape: What the first tensor stands for, if it has another shape; the other tensors are not compared.
+        splits: How many rows this rank sends to each rank, and how many it expects.
+        communicates: Whether the call does so in forward.
+        problem: Why this rank cannot go on: raised here, and told to the others if they compare.
+    """
+    replicated = is_replicated(grad)
+    tensors = _anchored(tensors, anchor)
+    recorded = is_recorded()
+    forms = [tuple(shape)] if shape is not None else [tuple(tensor.shape) for tensor in tensors]
+    if uneven_dim is not None:
+        forms = [(*form[:uneven_dim], -1, *form[uneven_dim + 1 :]) for form in forms]
+    if check and not recorded:
+        described = [_description(*each) for each in zip(tensors, forms, strict=False)]
+        _compare(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"), problem)
+        if splits is not None:
+            _compare_splits(who, *splits)
+    elif problem is not None:
+        raise problem
+    # Symbolic shapes of a compiler have no hash.
+    call = Call(title, who, replicated, 0 if recorded else hash(tuple(forms)))
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return numbered(call, communicates=communicates, differentiable=differentiable), tensors
+
+
+def _anchored(tensors: Sequence[torch.Tensor], anchor: bool) -> list[torch.Tensor]:
+    """Return the tensors; with ``anchor``, one without a gradient is replaced by one that needs one."""
+    if not isinstance(anchor, bool):
+        raise TypeError(f"anchor must be True or False, got {type(anchor).__name__}")
+    if not anchor:
+        return list(tensors)
+    if is_traced():  # refused on all ranks
+        raise ValueError("anchor=True works neither under torch.compile nor under torch.func")
+    return [
+        tensor.detach().requires_grad_()
+        if not tensor.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+        else tensor
+        for tensor in tensors
+    ]
+
+
+def _description(tensor: torch.Tensor, form: Sequence[int]) -> str:
+    lengths = ", ".join("any" if length < 0 else str(length) for length in form)
+    needs = "needs a gradient" if tensor.requires_grad and torch.is_grad_enabled() else "needs no gradient"
+    what = f"shape ({lengths}), {tensor.dtype} on {tensor.device.type}, which {needs}"
+    transformed = transformed_as(tensor)
+    return f"{what}, {transformed}" if transformed else what
+
+
+class _Progress(threading.local):
+    """Whether this thread's call has reached the comparison."""
+
+    compared = True
+
+
+_progress = _Progress()
+
+
+def _compare(who: Members, claim: TensorClaim, problem: Exception | None = None) -> None:
+    """Raise on every rank if the ranks claim something else, or one of them has a problem."""
+    _progress.compared = True
+    with outside_function_transforms():
+        try:
+            require_same_tensors(resolve_group(who.group), claim, problem)
+        except RuntimeError as error:
+            if error is problem or isinstance(error, AgreementError):
+                raise
+            raise CollectiveError(
+                f"the comparison of check=True failed on rank {who.rank} of {who.size} in the group of "
+                f"{claim.arguments or 'a call with wrong arguments'}: {error} - Do all ranks come to it?"
+            ) from error
+
+
+def _compare_splits(who: Members, outgoing: Sequence[int], incoming: Sequence[int]) -> None:
+    """Raise on every rank unless each rank expects from every other as much as that one sends."""
+    with outside_function_transforms():
+        everyone = all_gather_plain(who.group, [outgoing, incoming])
+    for sender, (sent, _) in enumerate(everyone):
+        for receiver, (_, expected) in enumerate(everyone):
+            if sent[receiver] != expected[sender]:
+                raise TensorMismatchError(
+                    f"rank {sender} of the group sends {sent[receiver]} to rank {receiver}, which expects "
+                    f"{expected[sender]}"
+                )
+
+
+@contextlib.contextmanager
+def _tell_problems(group: Any) -> Iterator[None]:
+    """If the body raises before the ranks compare their calls, tell those that would wait there."""
+    _progress.compared = False
+    try:
+        yield
+    except Exception as problem:
+        if not _progress.compared:
+            _tell(problem, group)
+        raise
+
+
+def _tell(problem: Exception, group: Any) -> None:
+    """Tell a problem in the group that the caller meant; in WORLD if it gave something that is no group."""
+    try:
+        resolved = resolve_group(group)
+    except TypeError:
+        try:
+            resolved = resolve_group(None)
+        except RuntimeError:
+            return
+    except (RuntimeError, ValueError):  # nobody waits for a rank outside the group
+        return
+    who = Members(resolved, resolved.group_name, resolved.size(), resolved.rank())
+    # It raises the problem itself, as the caller does.
+    with contextlib.suppress(TensorMismatchError, CollectiveError, type(problem)):
+        _compare(who, TensorClaim([]), problem)
+
+
+class Step(Generic[T]):
+    """One linear map on the way to a result.
+
+    Attributes:
+        tensors: The tensors that this rank sends.
+        map: What becomes of them.
+        then: Turns what this rank receives into the result, or into the next step.
+    """
+
+    def __init__(self, tensors: Tensors, linear_map: Map, then: Callable[..., T | Step[T]]) -> None:
+        self.tensors, self.map, self.then = tensors, linear_map, then
+
+
+def step(linear_map: Map, tensors: Sequence[torch.Tensor], then: Callable[..., T]) -> T:
+    """Return a :class:`Step` to the caller's result, into which :func:`collective` turns it.
+
+    Complex tensors go as real and imaginary parts, which every backend supports.
+    """
+    if not tensors[0].is_complex():
+        return cast("T", Step(tuple(tensors), linear_map, then))
+    # Not view_as_real, because gradients may come back with any strides.
+    real = tuple(torch.stack((tensor.real, tensor.imag), -1) for tensor in tensors)
+    whole = lambda *received: then(*(torch.complex(x[..., 0], x[..., 1]) for x in received))  # noqa: E731
+    return cast("T", Step(real, linear_map, whole))
+
+
+def identity(result: torch.Tensor) -> torch.Tensor:
+    """Return the received tensor unchanged."""
+    return result
+
+
+def as_tuple(*results: torch.Tensor) -> Tensors:
+    """Return the received tensors as a tuple."""
+    return results
+
+
+def collective(function: Callable[P, T]) -> Callable[P, T]:
+    """Make a function that returns its first step a public one, which runs all steps."""
+    names = list(inspect.signature(function).parameters)
+
+    def first_step(*args: P.args, **kwargs: P.kwargs) -> T | Step[T]:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        check = kwargs.get("check")
+        if check is None:  # the environment is read once per call
+            check = os.environ.get(_VARIABLE, "") not in ("", "0")
+        options: dict[str, Any] = {**kwargs, "check": check}
+        if not check:
+            return function(*args, **options)
+        given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}  # not checked yet
+        with _tell_problems(given.get("group")):
+            return function(*args, **options)
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():
+            return _complete(first_step(*args, **kwargs))
+        with _without_autocast():
+            return _complete(first_step(*args, **kwargs))
+
+    run.first_step = first_step  # type: ignore[attr-defined]
+    return run
+
+
+def _complete(result: T | Step[T]) -> T:
+    while isinstance(result, Step):
+        result = result.then(*linear(result.tensors, result.map))
+    return result
+
+
+_NOTHING: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+
+
+def _without_autocast() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which dtypes stay as they are: a rank that pads must not differ from others."""
+    enabled = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    if not enabled:
+        return _NOTHING
+    stack = contextlib.ExitStack()
+    for device in enabled:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+class Handle(Generic[T]):
+    """A running collective, returned by :func:`start`."""
+
+    def __init__(self, first: Step[T]) -> None:
+        self._title = first.map.call.title
+        self._then = first.then
+        self._arrive: Callable[[], Tensors]
+        self._result: list[T] = []
+        self._error: Exception | None = None
+        self._with_gradients = torch.is_grad_enabled()
+        self._loses_gradients = not self._with_gradients and any(x.requires_grad for x in first.tensors)
+        if is_traced():
+            arrived = linear(first.tensors, first.map)
+            self._arrive = lambda: arrived
+        else:
+            flight = Flight(first.map)
+            token = flight.launch(first.tensors)
+            self._arrive = lambda: flight.arrive(token)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise TypeError(
+            f"a handle of {self._title} cannot be copied: it belongs to a collective that is running"
+        )
+
+    def wait(self) -> T:
+        """Wait for the result and return it, the same one every time.
+
+        It has its gradient wherever it is waited for, also in ``torch.no_grad`` and inside a checkpoint, as a
+        tensor has that was made where the collective was started.
+
+        Raises:
+            RuntimeError: The collective failed, or ran into its timeout. Or it was started without gradients,
+                in ``torch.no_grad`` or a checkpoint with ``use_reentrant=True``, and is waited for with
+                them: the gradient of its tensors would be lost.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._loses_gradients and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{self._title} was started without gradients (in torch.no_grad, or in a checkpoint with "
+                "use_reentrant=True) from tensors that need one, and is waited for with gradients: start it "
+                "with gradients too, or from detached tensors"
+            )
+        if not self._result:
+            try:
+                self._result.append(self._finished())
+            except Exception as error:
+                self._error = error
+                raise
+        return self._result[0]
+
+    def _finished(self) -> T:
+        """Return the result, in the modes of the start; a checkpoint around it does not see what it saves."""
+        if is_traced():
+            return _complete(self._then(*self._arrive()))
+        with (
+            torch.inference_mode(mode=False),
+            torch.set_grad_enabled(self._with_gradients),
+            saved_tensors_hooks(identity, identity),
+            _without_autocast(),
+        ):
+            return _complete(self._then(*self._arrive()))
+
+
+def start(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
+    """Start a collective of this package and return at once, so that it overlaps what is computed next.
+
+    In backward the roles change: the gradient's collective is launched where :meth:`Handle.wait` was called,
+    and waited for where ``start`` was, so that it overlaps the backward of the computation between them.
+
+    Args:
+        function: A collective of this package, as in ``start(all_gather, x)``.
+        args: Its arguments. Tensors must not be changed in place before the result has arrived.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        A handle whose :meth:`Handle.wait` returns what ``function(*args, **kwargs)`` would. All ranks must
+            start, and wait for, the same collectives in the same order. It may be waited for several times,
+            also inside a checkpoint of either kind. What a dropped handle has sent and not received is waited
+            for by the group's next collective, never when the handle is freed.
+
+    Raises:
+        TypeError: ``function`` is not a collective of this package; and what the function itself raises.
+
+    Cost:
+        The cost of the function. Where that takes two collectives in sequence (MAX, MIN and
+        PRODUCT for all ranks), the second one runs in ``wait``. Under ``torch.compile``, where the compiler
+        decides when to wait, and under ``torch.func`` it is the function itself. The handle keeps its result:
+        drop it after its last ``wait``.
+
+    Example:
+        >>> handle = start(all_gather, keys)  # doctest: +SKIP
+        >>> queries = project(x)  # while the keys are sent # doctest: +SKIP
+        >>> keys = handle.wait()  # doctest: +SKIP
+    """
+    first_step: Any = getattr(function, "first_step", None)
+    if first_step is None:
+        raise TypeError(f"start takes a collective of this package, got {function!r}")
+    if torch.compiler.is_compiling():
+        return Handle(first_step(*args, **kwargs))
+    with _without_autocast():
+        return Handle(first_step(*args, **kwargs))
