@@ -448,6 +448,8 @@ class Engine:
         if self.release is not None:  # now that no job frees memory any more
             self.release.memory.restore()
         self.known_buckets.forget()
+        if self._failed:
+            self._queue.await_averages()
         self._queue.end()
         self._current = BackwardPass(PassKind.REMOVED)
 

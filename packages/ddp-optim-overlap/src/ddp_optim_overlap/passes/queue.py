@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,6 +26,9 @@ WORTH_A_STEP = 4 * 2**20
 
 _WORTH_A_CALL = 2**20
 """Stepping this many bytes of gradients takes longer than calling the optimizer."""
+
+_MOST_SECONDS = 5.0
+"""How long averages of a failed pass are waited for: some hooks never complete them."""
 
 
 class BucketQueue:
@@ -128,6 +133,15 @@ class BucketQueue:
             with contextlib.suppress(Exception):
                 self._newest_job.wait()
 
+    def await_averages(self) -> None:
+        """Wait, for some seconds at most, until no average of a failed pass is written to a bucket."""
+        left = [bucket.averaged for bucket in self._buckets if not bucket.averaged.done()]
+        deadline = time.monotonic() + _MOST_SECONDS
+        for averaged in left:
+            over = threading.Event()
+            averaged.add_done_callback(partial(_set, over))
+            over.wait(max(0.0, deadline - time.monotonic()))
+
     def end(self) -> None:
         """Forget a pass that has ended; on an accelerator its job holds a bucket, which DDP may replace."""
         self.give_up(StepError("the backward pass of this bucket has failed"))
@@ -179,6 +193,10 @@ class BucketQueue:
         except OverlapError as error:
             first = self._state.fail(error, error.__cause__)
             raise first from first.__cause__
+
+
+def _set(over: threading.Event, _: object) -> None:
+    over.set()
 
 
 def _fail_with(buckets: Sequence[Bucket], stepped: torch.futures.Future[None]) -> None:
