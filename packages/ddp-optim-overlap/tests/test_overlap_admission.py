@@ -88,9 +88,7 @@ def test_reviewed_optimizers_are_taken_and_would_pass_the_trial(name):
 def test_lbfgs_is_not_taken():
     optimizer = torch.optim.LBFGS(make_parameters())
     assert not is_reviewed(optimizer)
-    with pytest.raises(
-        UnsupportedOptimizerError, match=r"needs a closure.* ordinary loop with the same commun"
-    ):
+    with pytest.raises(UnsupportedOptimizerError, match=r"needs a closure.* ordinary loop with the same"):
         require_plain_step(optimizer)
 
 
@@ -701,7 +699,7 @@ def test_moving_parameters_without_a_gradient_is_refused_beside_frozen_ones():
 
 def test_what_is_not_a_plain_step_is_refused():
     def refuses(optimizer, match):
-        with pytest.raises(UnsupportedOptimizerError, match=f"{match}.* ordinary loop with the same commun"):
+        with pytest.raises(UnsupportedOptimizerError, match=f"{match}.* ordinary loop with the same"):
             require_plain_step(optimizer)
 
     refuses(torch.optim.Adam(make_parameters(), differentiable=True), "differentiable=True")
