@@ -33,7 +33,7 @@ class Stream:
 def _as_on_an_accelerator(monkeypatch):
     streams = SimpleNamespace(Stream=Stream, stream=contextlib.nullcontext)
     monkeypatch.setattr(torch, "get_device_module", lambda _: streams)
-    monkeypatch.setattr(meetings, "enqueues", lambda *_: True)
+    monkeypatch.setattr(meetings, "runs_on_host", lambda *_: False)
 
 
 def _meetings(rank):

@@ -13,6 +13,7 @@ __all__ = [
     "UnsupportedGradientError",
     "UnsupportedOptimizerError",
     "WeightReuseError",
+    "not_averaged",
     "text_of",
 ]
 
@@ -57,6 +58,13 @@ class DoubleBackwardError(OverlapError):
 
 class WeightReuseError(OverlapError):
     """The backward pass reads a parameter that it has already stepped."""
+
+
+def not_averaged(bucket: int, error: Exception, report: StepReport) -> CommunicationError:
+    """Return the error of a bucket whose average failed."""
+    found = CommunicationError(f"bucket {bucket} was not averaged: {text_of(error)}", report)
+    found.__cause__ = error
+    return found
 
 
 def text_of(error: BaseException) -> str:

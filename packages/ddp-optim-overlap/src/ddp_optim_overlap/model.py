@@ -24,6 +24,7 @@ __all__ = [
     "comm_hooks",
     "inner_ddp",
     "inner_optimizer",
+    "may_leave_out",
     "register_comm_hook",
     "replicated_ddp",
     "require_ddp_options",
@@ -126,6 +127,11 @@ def _require_one_first_bucket(ddp: DistributedDataParallel) -> None:
             "several where parameters have several dtypes or devices, or sparse gradients: leave "
             "static_graph out"
         )
+
+
+def may_leave_out(ddp: DistributedDataParallel | None) -> bool:
+    """Return whether parameters may get no gradient in a backward pass; a graph may be made static later."""
+    return ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
 
 
 def require_group(ddp: DistributedDataParallel, comm_hook: object, comm_state: object) -> None:

@@ -5,7 +5,6 @@
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal
 
@@ -21,6 +20,7 @@ from ddp_optim_overlap.model import (
     comm_hooks,
     inner_ddp,
     inner_optimizer,
+    may_leave_out,
     register_comm_hook,
     require_ddp_options,
     require_group,
@@ -28,6 +28,7 @@ from ddp_optim_overlap.model import (
     require_separate_memory,
     sparse_parameters,
 )
+from ddp_optim_overlap.optimizers.partial_steps import parameters_of
 from ddp_optim_overlap.optimizers.reviewed import (
     require_plain_step,
     require_sparse_support,
@@ -248,7 +249,7 @@ def overlap_optimizer(
     for one in optimizers:
         require_plain_step(one)
         for name, parameter in sparse.items():
-            if any(parameter is other for group in one.param_groups for other in group["params"]):
+            if any(parameter is other for other in parameters_of(one)):
                 require_sparse_support(one, parameter, name)
         require_step_per_parameter(one, declared=steps_per_parameter, sparse=sparse.values())
     if sparse and clip is not None:
@@ -300,19 +301,13 @@ def _require_arguments(
         raise ValueError(f"unused must be 'skip' or 'step', got {unused!r}")
 
 
-def _may_leave_out(ddp: "weakref.ref[DistributedDataParallel]") -> bool:
-    """Whether parameters may get no gradient in a pass. The graph may be made static later."""
-    model = ddp()
-    return model is not None and (model.find_unused_parameters or model.static_graph)
-
-
 def _release(ddp: DistributedDataParallel, overlapped: OverlappedOptimizers) -> GradientRelease:
-    parts = overlapped.parts
+    parts, model = overlapped.parts, weakref.ref(ddp)
     release = GradientRelease(
         memory_of(list(ddp.parameters())),
         ddp.process_group,
         owned=lambda: parts.parameters,
-        may_leave_out=partial(_may_leave_out, weakref.ref(ddp)),
+        may_leave_out=lambda: may_leave_out(model()),
     )
     release.require_possible(averaged_parameters(ddp), as_view=ddp.gradient_as_bucket_view)
     return release

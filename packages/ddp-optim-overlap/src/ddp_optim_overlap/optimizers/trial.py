@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ddp_optim_overlap.errors import UnsupportedOptimizerError, text_of
-from ddp_optim_overlap.optimizers.partial_steps import PartialSteps, part_of, stand_in
+from ddp_optim_overlap.optimizers.partial_steps import PartialSteps, parameters_of, part_of, stand_in
 from ddp_optim_overlap.optimizers.step_hooks import NOT_OF_THE_STEP, step_without_hooks
 from dist_utils.torch_compat import MissingTorchFeatureError, private
 
@@ -162,7 +162,7 @@ class OptimizerCopy:
             for number, group in enumerate(optimizer.param_groups)
         ]
         originals = [one for group in groups for one in group["params"]]
-        small = {one: one.detach()[(slice(1),) * one.dim()].clone() for one in _parameters(optimizer)}
+        small = {one: one.detach()[(slice(1),) * one.dim()].clone() for one in parameters_of(optimizer)}
         small |= {one: _small(one) for one in originals}
         memo: dict[int, Any] = {id(optimizer): self._optimizer, **{id(one): small[one] for one in small}}
         state = _shared_state(optimizer)
@@ -293,12 +293,8 @@ def _gradients(parameters: Sequence[torch.Tensor], scale: float, seed: int) -> l
     return found
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [one for group in optimizer.param_groups for one in group["params"]]
-
-
 def _has_frozen(optimizer: torch.optim.Optimizer) -> bool:
-    return not all(one.requires_grad for one in _parameters(optimizer))
+    return not all(one.requires_grad for one in parameters_of(optimizer))
 
 
 def _own_attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -377,7 +373,7 @@ def _random_numbers_refused(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     ]
     if numpy := sys.modules.get("numpy.random"):
         sources.append((numpy.get_state, numpy.set_state))
-    for device in {one.device for one in _parameters(optimizer)}:
+    for device in {one.device for one in parameters_of(optimizer)}:
         module: Any = getattr(torch, device.type, None)
         if hasattr(module, "get_rng_state"):
             get_of_device = partial(module.get_rng_state, device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError, text_of
+from ddp_optim_overlap.errors import ConfigError, OverlapError, not_averaged, text_of
 from ddp_optim_overlap.passes.averaging import numbers_on, start_all_reduce
 from ddp_optim_overlap.passes.backward_pass import BackwardPass
 from dist_utils.process_groups import record_use, runs_on_host, same_error
@@ -68,7 +68,7 @@ class Bucket:
         """
         self.used = used
         device = self.gradients.buffer.device
-        if device.type != "cpu" and not runs_on_host(group, device):
+        if not runs_on_host(group, device):
             anywhere = numbers_on(device, used)
             self._used_anywhere = anywhere, start_all_reduce(anywhere, group, dist.ReduceOp.MAX)
 
@@ -85,8 +85,7 @@ class Bucket:
                 self.used = self._await_used(self.used, group)
             self.gradients.write(current.await_average(self.averaged))
         except Exception as error:
-            text = f"bucket {self.index} was not averaged: {text_of(error)}"
-            raise CommunicationError(text, current.report()) from error
+            raise not_averaged(self.index, error, current.report()) from error
 
     def _await_used(self, used: list[bool], group: dist.ProcessGroup) -> list[bool]:
         """Return which parameters of a bucket got a gradient on some rank."""

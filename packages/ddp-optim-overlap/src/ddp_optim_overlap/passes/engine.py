@@ -11,9 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.errors import CommunicationError, ConfigError, OverlapError, StepError, text_of
+from ddp_optim_overlap.errors import (
+    CommunicationError,
+    ConfigError,
+    OverlapError,
+    StepError,
+    not_averaged,
+    text_of,
+)
 from ddp_optim_overlap.loop.gradient_watch import GradientWatch
-from ddp_optim_overlap.model import require_ddp_options
+from ddp_optim_overlap.model import may_leave_out, require_ddp_options
 from ddp_optim_overlap.passes.backward_pass import BackwardPass, PassKind, PassStage
 from ddp_optim_overlap.passes.bucket import Bucket, KnownBuckets, average_of
 from ddp_optim_overlap.passes.peers import Peers
@@ -24,7 +31,7 @@ from ddp_optim_overlap.phase import OverlapState, Phase
 from ddp_optim_overlap.released_gradients import GradientRelease, ReleasedPass
 from ddp_optim_overlap.report import StepReport
 from dist_utils import AgreementError, OrderedWorker, require_same_terms
-from dist_utils.comm_hooks import CommHook, is_pair
+from dist_utils.comm_hooks import CommHook, failed_future, is_pair
 from dist_utils.process_groups import same_error
 from dist_utils.torch_compat import (
     GradBucket,
@@ -90,6 +97,9 @@ class Engine:
         self._comm_hook, self._comm_state = comm_hook, comm_state
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self._skips_unused = skips_unused
+        self._static_graph: bool | None = None  # as last checked
+        # DDP looks for buffers once, too; finding none is a walk through the whole model.
+        self._has_buffers = model is not None and next(model.module.buffers(), None) is not None
         self._watch = WeightWatch() if check else None
         worker = OrderedWorker(process_group, name=_NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
@@ -130,7 +140,7 @@ class Engine:
             if self._ddp_sends_last():  # to peers that may wait for this bucket
                 raise
             # Raised here, it would leave DDP in the middle of a pass, and the model unusable.
-            return _failed_future(failure)
+            return failed_future(same_error(failure), bucket.buffer())
 
     def _begin(self) -> None:
         """Begin a backward pass; raises before any communication if it cannot be averaged and stepped."""
@@ -146,8 +156,10 @@ class Engine:
         peers.wait()
         self.state.raise_error()
         if model is not None:
-            require_ddp_options(model)  # the graph may have been made static since
-            self._told = self._skips_unused and (model.find_unused_parameters or model.static_graph)
+            if model.static_graph is not self._static_graph:  # the graph may be made static later
+                require_ddp_options(model)
+                self._static_graph = model.static_graph
+            self._told = self._skips_unused and may_leave_out(model)
         try:
             worker.agree()
         except (AgreementError, dist.DistError) as error:
@@ -199,7 +211,7 @@ class Engine:
 
     def _take(self, current: BackwardPass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if current.failure is not None and current.refused:
-            return _failed_future(current.failure)
+            return failed_future(same_error(current.failure), bucket.buffer())
         worker, last = self._worker, bucket.is_last()
         done = (
             self._only_average(bucket) if worker is None else self._step(worker, current, bucket, last=last)
@@ -229,7 +241,7 @@ class Engine:
         used = self._used(gradients.parameters)
         averaged = self._start_average(current, bucket)
         if (failure := self._known_failure(current, bucket, averaged)) is not None:
-            return _failed_future(failure)
+            return failed_future(same_error(failure), bucket.buffer())
         if current.released is not None and used is not None:
             current.released.hand_over(gradients, used, last=last)
         taken = Bucket(bucket.index(), gradients, averaged)
@@ -284,10 +296,7 @@ class Engine:
                 averaged.value()
             except Exception as error:  # noqa: BLE001 - whatever the hook has raised
                 current.cancel()
-                text = f"bucket {bucket.index()} was not averaged: {text_of(error)}"
-                failure = CommunicationError(text, current.report())
-                failure.__cause__ = error
-                current.failure = self.fail(failure)
+                current.failure = self.fail(not_averaged(bucket.index(), error, current.report()))
                 self._queue.give_up(current.failure)
         return current.failure
 
@@ -305,11 +314,10 @@ class Engine:
         In its second pass DDP rebuilds its buckets, and it broadcasts buffers. Where it does neither, the
         last meeting is waited for in the next backward pass.
         """
-        model = self._model()
-        if model is None or self._peers is None or self.state.phase is Phase.RUNNING:
+        if self._peers is None or self.state.phase is Phase.RUNNING:
             return
         try:
-            if self.passes == 1 or next(model.module.buffers(), None) is not None:
+            if self.passes == 1 or self._has_buffers:
                 self._peers.wait()
             self.state.raise_error()
         except OverlapError as error:
@@ -470,15 +478,3 @@ class _TaskMark:
 def _with_mark(callback: Callable[[], None], mark: _TaskMark) -> None:
     del mark
     callback()
-
-
-def _failed_future(error: OverlapError) -> torch.futures.Future[torch.Tensor]:
-    """Return a failed future for DDP, which waits for every bucket in C++."""
-    begun: torch.futures.Future[None] = torch.futures.Future()
-    result: torch.futures.Future[torch.Tensor] = begun.then(partial(_raise, error))
-    begun.set_result(None)  # C++ waiters see only errors that are raised in a callback
-    return result
-
-
-def _raise(error: OverlapError, _: object) -> Any:
-    raise same_error(error)  # a copy: raising adds frames, which a kept error must not hold

@@ -54,7 +54,7 @@ class Peers:
         if group.size() == 1:
             return
         said = _Said(number, paused=current.kind is PassKind.PAUSED, failed=failed)
-        if not enqueues(group, device):
+        if runs_on_host(group, device):
             job = partial(_meet_on_host, said, current)
             self._meeting = _HostMeeting(self._worker.submit(job, name=f"{self._name}:meet_peers"))
             return
@@ -74,11 +74,6 @@ class Peers:
         """
         if self._meeting is not None and not is_capturing():
             self._meeting.wait(timeout)
-
-
-def enqueues(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether collectives on a device are enqueued on its streams, and do not occupy the host."""
-    return not runs_on_host(group, device)
 
 
 class _Said(NamedTuple):
