@@ -85,6 +85,12 @@ def third_party(package: str) -> list[str]:
     return [need for need in needs if Requirement(need).name not in {"torch", *PACKAGES}]
 
 
+def tracked(session: nox.Session, *patterns: str) -> list[str]:
+    """Return the files under version control: a checkout may hold virtual environments and other clones."""
+    listed = session.run("git", "ls-files", "-z", *patterns, external=True, silent=True)
+    return [name for name in str(listed).split("\0") if name and (ROOT / name).exists()]
+
+
 def torches(versions: list[str]) -> list[nox.param]:
     """Return the parameters of a session that runs once per torch version."""
     return [nox.param(version, id=version) for version in CHOSEN_TORCH or versions]
@@ -94,8 +100,9 @@ def torches(versions: list[str]) -> list[nox.param]:
 def lint(session: nox.Session) -> None:
     """Check ruff's rules and format."""
     session.install(*GROUPS["lint"], env=ENV)
-    session.run("ruff", "check", *session.posargs)
-    session.run("ruff", "format", "--check")
+    files = tracked(session, "*.py", "*.pyi")
+    session.run("ruff", "check", *session.posargs, *files)
+    session.run("ruff", "format", "--check", *files)
 
 
 @nox.session
@@ -331,7 +338,7 @@ def bench(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the site in docs/_build/html, check links and spelling; ``-- --external``: other hosts, too."""
     install(session, *GROUPS["docs"])
-    session.run("codespell")
+    session.run("codespell", *tracked(session))
     build = ["sphinx-build", "-W", "--keep-going", "--quiet"]
     session.run(*build, "-b", "html", "docs", "docs/_build/html", env=ENV)
     # Code blocks run in ``integration``: see test_pages.py, also for those that run elsewhere.

@@ -3,6 +3,11 @@
 import sys
 from pathlib import Path
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 sys.path.insert(0, str(Path(__file__).parent / "checks"))  # for the extensions there
 
 project = "torch-dist-extras"
@@ -22,6 +27,15 @@ myst_heading_anchors = 3
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = project
+repository = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"][project][
+    "repository"
+]
+if repository:  # a link from every page to its source
+    html_theme_options = {
+        "source_repository": repository,
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 autodoc_member_order = "bysource"

@@ -1,7 +1,7 @@
 // The GPU kernels: encode, reduce and decode messages of quantized blocks.
 //
 // Python compiles this text with NVRTC for one kernel, dtype, format, block size and number of messages at a
-// time (kernels/gpu_programs.py): all of these are constants here. Messages have the layout of
+// time (kernels/programs.py): all of these are constants here. Messages have the layout of
 // cpu_kernels.cpp, and the arithmetic is that of block_math.h, so all backends give identical bits.
 //
 // A team of lanes, a warp or a part of one, has a block in its registers. A lane has units of it: kUnit values in a row
@@ -25,7 +25,7 @@ struct Shard {  // consecutive values, and their message
     uint16_t* new_residual;    // bf16, gets the rounding error; null: not needed
 };
 
-// The parameter of a launch; shards are the grid's second dimension. Python makes it (`Shard` of kernels/arguments.py,
+// The parameter of a launch; shards are the grid's second dimension. Python makes it (`Shard` of kernels/job.py,
 // and messages), and every program asserts that both agree. Pointers that a kernel does not use are null.
 template <int kShards, int kMessages>
 struct Work {
