@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 from pathlib import Path
 
@@ -43,21 +42,10 @@ SIDE_BY_SIDE = ["-n", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--n
 TESTED_ON_HOST: list[str] = []
 """The ``integration`` sessions that ran with ``--no-venv``."""
 
-TRIED_TORCH = [SUPPORTED_TORCH[0], DEFAULT_TORCH, SUPPORTED_TORCH[-1]]
-
 # Keep byte code of imported modules; compiling all with UV_COMPILE_BYTECODE takes 40 s of processor time.
 ENV: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None}
 if "PIP_FIND_LINKS" in os.environ:  # a local folder of wheels; uv uses another variable
     ENV["UV_FIND_LINKS"] = os.environ.get("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
-# RECORD=1 nox -s "unit(2.6.0)" records the outcome for docs/compatibility.md.
-RECORD = bool(os.environ.get("RECORD"))
-if RECORD:
-    ENV |= {"PYTEST_ADDOPTS": "-p releasing.record_tests", "PYTHONPATH": str(ROOT)}
-
-
-def environment(session: nox.Session) -> dict[str, str | None]:
-    """Return the variables of a session with tests; a record names the requested ones."""
-    return ENV | ({"RECORDED_SELECTION": shlex.join(session.posargs) or "default"} if RECORD else {})
 
 
 def install(
@@ -113,8 +101,6 @@ def mypy(session: nox.Session, torch: str) -> None:
     # Torch's annotations differ between versions: an "ignore" for one version is unused with another.
     lenient = [] if torch == DEFAULT_TORCH else ["--allow-untyped-calls", "--no-warn-unused-ignores"]
     session.run("mypy", *lenient, *(session.posargs or SOURCES))
-    if RECORD:
-        session.run("python", "-m", "releasing.recorded", "mypy", torch, env=ENV)
 
 
 @nox.session
@@ -123,7 +109,7 @@ def unit(session: nox.Session, torch: str) -> None:
     """Run the unit tests of every package with one torch, except the exhaustive ones."""
     install(session, *GROUPS["side-by-side"], torch=torch)
     chosen = session.posargs or [*TESTS, *SIDE_BY_SIDE, "-m", "not exhaustive"]
-    session.run("pytest", *chosen, env=environment(session))
+    session.run("pytest", *chosen, env=ENV)
 
 
 @nox.session(default=False)
@@ -132,14 +118,14 @@ def exhaustive(session: nox.Session, torch: str) -> None:
     """Run the tests that ``unit`` and ``integration`` leave out (large families), with one torch."""
     install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["side-by-side"], torch=torch)
     chosen = [*TESTS, "integration_tests", *SIDE_BY_SIDE, "-m", "exhaustive", *session.posargs]
-    session.run("pytest", *chosen, env=environment(session))
+    session.run("pytest", *chosen, env=ENV)
 
 
 @nox.session
 @nox.parametrize("torch", torches(SUPPORTED_TORCH))
 def integration(session: nox.Session, torch: str) -> None:
     """Run training jobs with several packages, on NCCL if there are enough GPUs, else Gloo; and GPU tests."""
-    env, how = environment(session), SIDE_BY_SIDE
+    env, how = ENV, SIDE_BY_SIDE
     if isinstance(session.virtualenv, PassthroughEnv):  # --no-venv: the host's own torch, nothing to install
         if TESTED_ON_HOST:
             session.skip("the host has one torch, which the first of these sessions has tested")
@@ -158,7 +144,7 @@ def frameworks(session: nox.Session) -> None:
     """Test Lightning, Accelerate and Transformers, and every snippet of docs/frameworks.md."""
     install(session, *GROUPS["frameworks"], *GROUPS["side-by-side"])
     tests = session.posargs or ["integration_tests/frameworks", *SIDE_BY_SIDE]
-    session.run("pytest", *tests, env=environment(session))
+    session.run("pytest", *tests, env=ENV)
 
 
 @nox.session(default=False)
@@ -232,75 +218,35 @@ def sanitize(session: nox.Session) -> None:
 
 @nox.session
 def repository(session: nox.Session) -> None:
-    """Test the tools in releasing/, the workflows and docs/compatibility.md; no torch."""
-    session.install(*GROUPS["releasing"], *GROUPS["repository"], *GROUPS["side-by-side"], env=ENV)
-    session.run(
-        "python", "-m", "pytest", "-o", "addopts=", *(session.posargs or ["releasing/tests", *SIDE_BY_SIDE])
-    )
-
-
-@nox.session(default=False)
-def compatibility(session: nox.Session) -> None:
-    """Write docs/compatibility.md from the results of runs with RECORD=1 and of ``siblings -- --record``."""
-    session.install(*GROUPS["releasing"], env=ENV)
-    session.run("python", "-m", "releasing.compatibility", *session.posargs)
+    """Test the commands in releasing/; no torch."""
+    session.install(*GROUPS["releasing"], "pytest>=8", env=ENV)
+    session.run("python", "-m", "pytest", "-o", "addopts=", *(session.posargs or ["releasing/tests"]))
 
 
 @nox.session(default=False)
 def siblings(session: nox.Session) -> None:
-    """Try packages with older and newer siblings, from wheels; ``-- --full`` for tests and for the past."""
+    """Run short suites, from wheels, beside the oldest and newest siblings in range: ``-- [NAME ...]``."""
     needs = {need for package in PACKAGES for need in third_party(package)}
     session.install(f"torch=={DEFAULT_TORCH}", *sorted(needs), *GROUPS["releasing"], env=ENV)
-    wheels = Path(session.create_tmp()) / "wheels"
-    where = [f"--wheels={wheels}", f"--torch={DEFAULT_TORCH}"]
-    session.run("python", "-m", "releasing.siblings", *where, *session.posargs, env=ENV)
+    session.run("python", "-m", "releasing.siblings", *session.posargs, env=ENV)
 
 
 @nox.session(default=False)
 def release(session: nox.Session) -> None:
-    """Release a package, as a dry run without --yes: ``-- NAME minor|patch [--yes]``."""
+    """Release a package, as a dry run without --yes: ``-- NAME minor|patch|major [--yes]``."""
     session.install(*GROUPS["releasing"], "nox[uv]", env=ENV)
     session.run("python", "-m", "releasing.release", *session.posargs, env=ENV)
 
 
-def distribute(session: nox.Session, package: str, *arguments: str) -> None:
-    """Build an sdist and a wheel of ``package`` in dist/, and try them as ``arguments`` say."""
-    where = f"--scratch={session.create_tmp()}"
-    session.run("python", "-m", "releasing.distributions", package, where, *arguments, env=ENV)
-
-
-@nox.session(default=False)
-@nox.parametrize("package", [nox.param(package, id=package) for package in PACKAGES])
-def wheels(session: nox.Session, package: str) -> None:
-    """Build sdist and wheel of one package in dist/, as uploaded; try three torches and the sdist's tests."""
-    session.install(*GROUPS["releasing"], *GROUPS["wheels"], env=ENV)
-    tries = [f"--torch={version}" for version in CHOSEN_TORCH or TRIED_TORCH]
-    distribute(session, package, *tries, "--test-sdist", *session.posargs)
-
-
 @nox.session(default=False)
 def build(session: nox.Session) -> None:
-    """Build an sdist and a wheel of every package in dist/, check them, and try each with one torch."""
-    session.install(*GROUPS["releasing"], *GROUPS["wheels"], env=ENV)
-    for package in PACKAGES:
-        distribute(session, package, f"--torch={DEFAULT_TORCH}")
-
-
-@nox.session(default=False)
-def tagged(session: nox.Session) -> None:
-    """Build a tag's package in dist/, and test it beside released siblings: ``-- NAME-vX.Y.Z``."""
-    session.install(*GROUPS["releasing"], *GROUPS["wheels"], env=ENV)
-    (tag,) = session.posargs
-    package = str(session.run("python", "-m", "releasing.publish", tag, silent=True)).strip()
-    distribute(session, package, f"--torch={DEFAULT_TORCH}", "--released", "--test-sdist")
-
-
-@nox.session(default=False)
-def upload(session: nox.Session) -> None:
-    """Upload the files in dist/ by trusted publishing; ``-- OPTIONS`` go to ``uv publish``."""
-    session.install("uv", env=ENV)
-    files = sorted(map(str, ROOT.glob("dist/*")))
-    session.run("uv", "publish", "--trusted-publishing=always", *session.posargs, *files)
+    """Build sdists and wheels in dist/, of all packages or ``-- NAME ...``, and check them."""
+    session.install(*GROUPS["build"], env=ENV)
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    pinned = ["--build-constraint", "releasing/build-requirements.txt"]
+    for package in session.posargs or PACKAGES:
+        session.run("uv", "build", *pinned, "--out-dir", "dist", f"packages/{package}", env=ENV)
+    session.run("twine", "check", "--strict", *map(str, sorted(ROOT.glob("dist/*"))))
 
 
 @nox.session(default=False)
@@ -342,6 +288,6 @@ def docs(session: nox.Session) -> None:
     build = ["sphinx-build", "-W", "--keep-going", "--quiet"]
     session.run(*build, "-b", "html", "docs", "docs/_build/html", env=ENV)
     # Code blocks run in ``integration``: see test_pages.py, also for those that run elsewhere.
-    session.run("pytest", "docs/checks", env=ENV)
+    session.run("python", "-m", "pytest", "docs/checks", env=ENV)
     if "--external" in session.posargs:
         session.run(*build, "-b", "linkcheck", "docs", "docs/_build/linkcheck", env=ENV)

@@ -1,1 +1,1 @@
-"""Tools of the repository, run by nox: releases, pairs of versions, wheels, and records of test runs."""
+"""Release one package of the workspace, and test packages beside older and newer siblings."""

@@ -1,8 +1,9 @@
-"""The packages of a checkout, and their metadata on siblings."""
+"""The packages of a checkout, and what was released of each."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,6 @@ from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 if sys.version_info >= (3, 11):
@@ -20,89 +20,93 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
+RELEASES = "releasing/releases.txt"
 VERSION_LINE = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
+
+
+class CommandError(RuntimeError):
+    """A program failed; the message contains its output."""
+
+
+def run(command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> str:
+    """Run a program in ``folder`` and return what it wrote to stdout.
+
+    Raises:
+        CommandError: It exits with a nonzero code.
+    """
+    done = subprocess.run(command, cwd=folder, env=env, check=False, capture_output=True, text=True)  # noqa: S603
+    if done.returncode:
+        raise CommandError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Release:
+    """One line of the file of releases."""
+
+    name: str
+    version: Version
+    commit: str
+
+
+def releases(root: Path = ROOT) -> list[Release]:
+    """Return what was released, oldest first."""
+    lines = (root / RELEASES).read_text().splitlines()
+    fields = [line.split() for line in lines if line and not line.startswith("#")]
+    return [Release(name, Version(version), commit) for name, version, commit in fields]
 
 
 @dataclass(frozen=True)
 class Package:
-    """One distribution of the repository.
+    """One distribution, in a checkout or in sources that were unpacked.
 
     Attributes:
-        name: The name on a package index, for example ``dist-utils``.
+        folder: The folder with its ``pyproject.toml``.
     """
 
-    name: str
+    folder: Path
 
     @property
-    def module(self) -> str:
-        """The import name."""
-        return self.name.replace("-", "_")
+    def project(self) -> dict[str, Any]:
+        """The ``project`` table of its metadata."""
+        table: dict[str, Any] = tomllib.loads((self.folder / "pyproject.toml").read_text())["project"]
+        return table
 
     @property
-    def folder(self) -> str:
-        """Its folder, relative to the repository's root."""
-        return f"packages/{self.name}"
+    def name(self) -> str:
+        """The name on a package index, such as ``dist-utils``."""
+        return str(self.project["name"])
 
     @property
-    def version_file(self) -> str:
+    def version_file(self) -> Path:
         """The file with its literal version."""
-        return f"{self.folder}/src/{self.module}/__init__.py"
+        return self.folder / "src" / self.name.replace("-", "_") / "__init__.py"
 
     @property
-    def changelog(self) -> str:
-        """Its list of released changes."""
-        return f"{self.folder}/CHANGELOG.md"
+    def version(self) -> Version:
+        """The version in its sources."""
+        found = VERSION_LINE.search(self.version_file.read_text())
+        if found is None:
+            raise ValueError(f'{self.version_file} has no line __version__ = "X.Y.Z"')
+        return Version(found[1])
+
+    def set_version(self, version: Version | str) -> None:
+        """Write a version into its sources."""
+        file = self.version_file
+        file.write_text(VERSION_LINE.sub(f'__version__ = "{version}"', file.read_text(), count=1))
+
+    def needs(self) -> list[Requirement]:
+        """Return what it and its tests need."""
+        tests = self.project.get("optional-dependencies", {}).get("test", [])
+        return [Requirement(text) for text in [*self.project["dependencies"], *tests]]
 
 
-def packages(root: Path = ROOT) -> list[Package]:
-    """Return the packages of the checkout ``root``, by name."""
-    return [Package(path.parent.name) for path in sorted(root.glob("packages/*/pyproject.toml"))]
+def packages(root: Path = ROOT) -> dict[str, Package]:
+    """Return the packages of a checkout, by name."""
+    found = [Package(path.parent) for path in sorted(root.glob("packages/*/pyproject.toml"))]
+    return {package.name: package for package in found}
 
 
-def metadata(pyproject: str) -> dict[str, Any]:
-    """Return the ``project`` table of the text of a ``pyproject.toml``."""
-    project: dict[str, Any] = tomllib.loads(pyproject)["project"]
-    return project
-
-
-def sibling_ranges(
-    pyproject: str, names: Sequence[str], *, with_tests: bool = False
-) -> dict[str, SpecifierSet]:
-    """Return the version ranges of the packages among ``names`` that a ``pyproject.toml`` needs.
-
-    Args:
-        pyproject: The text of the file.
-        names: The repository's packages.
-        with_tests: Whether the extra ``test`` counts, too.
-    """
-    project = metadata(pyproject)
-    texts = [*project["dependencies"], *(needs_of_tests(project) if with_tests else [])]
-    ranges: dict[str, SpecifierSet] = {}
-    for need in map(Requirement, texts):
-        if (name := canonicalize_name(need.name)) in names:
-            ranges[name] = ranges.get(name, SpecifierSet()) & need.specifier
-    return ranges
-
-
-def needs_of_tests(project: Mapping[str, Any]) -> list[str]:
-    """Return the requirements of the extra ``test`` of a ``project`` table."""
-    needs: list[str] = project.get("optional-dependencies", {}).get("test", [])
-    return needs
-
-
-def literal_version(text: str) -> Version | None:
-    """Return the version in the text of an ``__init__.py``, or None."""
-    found = VERSION_LINE.search(text)
-    return Version(found[1]) if found else None
-
-
-def tree_version(package: Package, root: Path = ROOT) -> Version:
-    """Return the version of ``package`` in the checkout ``root``.
-
-    Raises:
-        ValueError: The package's ``__init__.py`` sets none.
-    """
-    version = literal_version((root / package.version_file).read_text())
-    if version is None:
-        raise ValueError(f'{package.version_file} has no line __version__ = "X.Y.Z"')
-    return version
+def admits(needed: SpecifierSet, version: Version) -> bool:
+    """Return whether a version is in a range, pre-releases included."""
+    return needed.contains(version, prereleases=True)

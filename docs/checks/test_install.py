@@ -1,4 +1,4 @@
-"""A package is installed with its siblings from the checkout, where strangers own their names on the index."""
+"""A package is installed with siblings from the checkout, though strangers own their names on the index."""
 
 import json
 import os
