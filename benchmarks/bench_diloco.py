@@ -225,7 +225,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, (axis,) = subplots([0.6 + 0.3 * len(compared)], "Final loss of each seed, minus that of fp32")
     for place, name in enumerate(compared):
         by_seed = results["configurations"][name]["difference_to_fp32"]["by_seed"]
-        axis.plot(by_seed, [place] * results["seeds"], "o", color=BLUE)
+        axis.plot(by_seed, [place] * len(by_seed), "o", color=BLUE)
     if (spread := results["fp32_standard_deviation_over_seeds"]) is not None:
         axis.axvspan(-spread, spread, color="0.9")
     axis.axvline(0, color="0.3", linewidth=1)

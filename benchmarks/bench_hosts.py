@@ -120,7 +120,7 @@ def count_bytes(rank: int) -> dict[str, dict[str, Any]]:
         result = side()  # also connects, and agrees on the bucket
         found[name] = {}
         if name not in SCATTERS:
-            found[name]["relative_error"] = float((result - exact).norm() / exact.norm())
+            found[name]["relative_error"] = float(f"{(result - exact).norm() / exact.norm():.4g}")
             found[name]["ranks_equal"] = same_on_all_ranks(result)
         dist.barrier()
         before = interface_bytes()

@@ -146,7 +146,7 @@ def ours(
     """Return the hook with these settings; with feedback, the mean of its steps or its last step alone."""
 
     def mean(gradients: torch.Tensor) -> torch.Tensor:
-        simulation = Simulation(*gradients.shape, layout, gather or layout, feedback)
+        simulation = Simulation(len(gradients), gradients.shape[1], layout, gather or layout, feedback)
         if feedback == "none":
             return simulation.average(gradients)
         total = torch.zeros(gradients.shape[1], dtype=torch.float64)
@@ -315,7 +315,7 @@ PANELS = ("Gaussian", "outliers", "language model")
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the errors of some schemes and kinds of gradients, as lines over the number of ranks."""
-    sizes = [str(ranks) for ranks in results["world_sizes"]]
+    sizes = list(results["schemes"]["ours: int8"]["relative_error"][GAUSSIAN])
     title = f"Relative error of the mean of {sizes[-1]} ranks; lines: from {sizes[0]} ranks on"
     figure, axes = subplots([0.6 + 0.3 * len(SHOWN)] * len(PANELS), title)
     for axis, kind in zip(axes, PANELS, strict=True):

@@ -109,7 +109,8 @@ def report(cell: Cell, job: Job, sides: dict[str, Any]) -> None:
 def draw_both(results: dict[str, Any], path: Path) -> None:
     """Draw the losses over time, and the gains."""
     draw(results, path)
-    draw_gains(results, path.with_name(f"{path.stem}_gains.png"))
+    if "cells" in results:
+        draw_gains(results, path.with_name(f"{path.stem}_gains.png"))
 
 
 def main() -> None:

@@ -2,8 +2,8 @@
 
 A benchmark measures all sides in one process group, in turns forwards and backwards, so that they meet the
 same load, and reports medians and quartiles of the slowest rank. Its result file in ``results/`` has the
-date, the machine, the versions and the commit in its head. A run of named parts replaces only their numbers,
-whose head is then below ``"measured"``; a run of everything begins a new file.
+date, the machine, the versions and the commit in its head. A run of some parts or cases replaces only their
+numbers, whose head is then below ``"measured"``; a run of everything begins a new file.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class Results:
         place = self.found
         for key in parents:
             place = place.setdefault(key, {})
-        place[last] = json.loads(
-            json.dumps(entry)
-        )  # reports and pictures meet what a reader of the file meets
+        place[last] = json.loads(json.dumps(entry))  # pictures are drawn of what a reader of the file meets
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps(self.found, indent=1) + "\n")
 
@@ -99,16 +97,13 @@ class Benchmark:
         *,
         facts: Callable[[argparse.Namespace], Mapping[str, Any]] = lambda _: {},
         draw: Callable[[dict[str, Any], Path], None] | None = None,
-    ) -> dict[str, Any]:
+    ) -> None:
         """Measure the parts that the command line names, or all, and store and draw them.
 
         Args:
             parts: The parts by name.
             facts: Maps the options to more facts for the head of the result file.
             draw: Draws the results into a file.
-
-        Returns:
-            The contents of the result file.
         """
         self.parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; default: all")
         if draw is not None:
@@ -123,7 +118,7 @@ class Benchmark:
         head = {**describe_machine(), "tree": describe_tree(), **facts(options)}
         if "repeats" in options:
             head["repeats"] = options.repeats
-        results = Results(options.output, head, fresh=not options.parts and not only_plot)
+        results = Results(options.output, head, fresh=self._everything(options))
         chosen = [] if only_plot else options.parts or parts
         skipped = [name for name in chosen if not results.take(name, parts[name](options))]
         if draw is not None and results.found:
@@ -132,7 +127,10 @@ class Benchmark:
             print(f"\nwritten: {options.output}")
         if skipped and options.parts:
             sys.exit(1)
-        return results.found
+
+    def _everything(self, options: argparse.Namespace) -> bool:
+        usual = vars(self.parser.parse_args([])) | {"output": options.output}
+        return all(usual[name] == value for name, value in vars(options).items() if name != "repeats")
 
 
 class Seconds(dict[str, float]):
@@ -225,5 +223,6 @@ def print_times(
     for name, entry in times.items():
         low, high = entry[f"quartiles_{unit}"]
         median, base = entry[f"median_{unit}"], baseline if isinstance(baseline, str) else baseline(name)
-        share = f"{median / times[base][f'median_{unit}']:7.2f} of {base}" if base in times else ""
+        compared = base in times and base != name
+        share = f"{median / times[base][f'median_{unit}']:7.2f} of {base}" if compared else ""
         print(f"  {name:<48}{median:10.2f} [{low:.2f}, {high:.2f}]{share}", flush=True)
