@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from buckets import ELEMENTS, Hooks, memory_of_hooks, real_bucket, time_hooks, times_of_hooks
+from buckets import ELEMENTS, Hooks, memory_of_hooks, real_bucket, times_of_hooks
 from drawing import bars_of, draw_bars
-from harness import Benchmark, Found, print_times, slowest
+from harness import Benchmark, Found
 
 from ddp_compress_hooks import CompressState, allreduce_hook, bf16_compress_hook
 from ddp_quant_hooks import (
@@ -44,7 +44,6 @@ AFFINE = {
     "ours: pertensor hook": quantization_pertensor_hook,
 }
 RATES = ["1gbit", "10gbit"]
-SMALL_KIB = (4, 16, 64, 256, 1024, 4096)
 
 
 def hooks() -> Hooks:
@@ -88,29 +87,6 @@ def bytes_sent(options: Namespace) -> Iterator[Found]:
         yield ("bytes", size), sent
 
 
-def small_hooks() -> Hooks:
-    """Return fp32, and 8 bits for buckets of any size."""
-    state = QuantizedAllreduceState(min_bytes=0)
-    return {
-        "fp32": lambda bucket: allreduce_hook(None, bucket),
-        "8 bits": lambda bucket: quantized_allreduce_hook(state, bucket),
-    }
-
-
-def small_buckets(options: Namespace) -> Iterator[Found]:
-    """Measure buckets of 4 KiB to 4 MiB, to see where 8 bits pay off."""
-    for size in options.world_sizes:
-        times = {
-            f"{kib} KiB, {name}": entry
-            for kib in SMALL_KIB
-            for name, entry in slowest(
-                run_ranks(time_hooks, size, small_hooks, options.repeats, kib * 256, timeout=300)
-            ).items()
-        }
-        print_times(f"{size} ranks, loopback, small buckets", times)
-        yield ("small", size), times
-
-
 SHOWN = (PLAIN, HALF, QUANTIZED, "ours: 4 bits")
 
 
@@ -135,7 +111,6 @@ def main() -> None:
     benchmark.run(
         {
             "loopback": lambda o: times_of_hooks(hooks, "loopback", [None], o.world_sizes, o.repeats),
-            "small": small_buckets,
             "bytes": bytes_sent,
             "memory": lambda o: memory_of_hooks(hooks, measured, o.world_sizes),
             "hosts": lambda o: times_of_hooks(hooks, "hosts", RATES, o.world_sizes, o.repeats),

@@ -55,12 +55,14 @@ def on_ranks(
     placement = list(range(world_size)) if placement is None else placement
     with tempfile.TemporaryDirectory() as text, emulated_hosts(len(set(placement)), rate=rate) as hosts:
         job = Path(text) / "job"
-        module = Path(sys.argv[0]).stem if function.__module__ == "__main__" else function.__module__
-        job.write_bytes(pickle.dumps((module, function.__name__, args, group_timeout or timeout)))
+        job.write_bytes(pickle.dumps((function, args, group_timeout or timeout)))
         variables = {"GLOO_SOCKET_IFNAME": "eth0", "MASTER_ADDR": address(placement[0])}
         try:
             run_rank_processes(
-                [__file__, str(job)], [hosts[host] for host in placement], variables, timeout=timeout
+                [__file__, sys.argv[0], str(job)],
+                [hosts[host] for host in placement],
+                variables,
+                timeout=timeout,
             )
         except RuntimeError as error:
             failed = sorted(job.parent.glob("*.error"), key=lambda path: path.stat().st_mtime_ns)
@@ -68,17 +70,18 @@ def on_ranks(
         return [pickle.loads(job.with_suffix(f".{rank}").read_bytes()) for rank in range(world_size)]  # noqa: S301 - ours
 
 
-def _be_a_rank(job: Path) -> None:
-    """Run one rank on an emulated host; write its result, or why it failed."""
+def _be_a_rank(script: Path, job: Path) -> None:
+    """Run one rank of a script on an emulated host; write its result, or why it failed."""
     import torch  # noqa: PLC0415 - as above
     import torch.distributed as dist  # noqa: PLC0415
 
-    module, name, args, seconds = pickle.loads(job.read_bytes())  # noqa: S301 - ours
+    sys.modules["__main__"] = importlib.import_module(script.stem)  # whose functions were pickled
+    function, args, seconds = pickle.loads(job.read_bytes())  # noqa: S301 - ours
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     rank = dist.get_rank()
     try:
-        result = getattr(importlib.import_module(module), name)(rank, *args)
+        result = function(rank, *args)
     except Exception as error:  # noqa: BLE001 - the caller decides
         traceback.print_exc()
         job.with_suffix(f".{rank}.error").write_text(f"{type(error).__name__}: {error}")
@@ -140,4 +143,4 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], deadline: float) -> None:
 
 
 if __name__ == "__main__":
-    _be_a_rank(Path(sys.argv[1]))
+    _be_a_rank(Path(sys.argv[1]), Path(sys.argv[2]))
