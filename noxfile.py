@@ -275,7 +275,6 @@ def bench(session: nox.Session) -> None:
         session.run("python", "benchmarks/repeat_claims.py", *chosen, env=env)
         return
     scripts = {path.stem.removeprefix("bench_"): path for path in sorted(ROOT.glob("benchmarks/bench_*.py"))}
-    del scripts["against"]  # needs another checkout
     for name in session.posargs or scripts:
         session.run("python", str(scripts[name]), env=env)
 

@@ -1,72 +1,63 @@
 """dist-autograd-collectives against torch.distributed.nn.functional and spmd-types, on Gloo.
 
-    python benchmarks/bench_autograd_collectives.py            # everything
-    python benchmarks/bench_autograd_collectives.py --repeats 21
-    python benchmarks/bench_autograd_collectives.py --before dac_before   # beside an earlier version
+    python benchmarks/bench_autograd_collectives.py            # everything but messages
+    python benchmarks/bench_autograd_collectives.py ms --repeats 21
+    python benchmarks/bench_autograd_collectives.py --messages
 
-1. Forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. All sides run together,
-   in turns forwards and backwards; times are of the slowest rank. "backward" is the backward alone.
-2. Overlap: weights are gathered during a computation, started early or not, on two emulated hosts with links
-   of 1 Gbit/s.
+* ms: forward and backward of every function on loopback, 2 and 4 ranks, 1 KiB to 64 MiB. Times are of the
+  slowest rank. "backward" is the backward alone. spmd-types is compared if it is installed.
+* overlap: weights are gathered during a computation, started early or not, on two emulated hosts with links
+  of 1 Gbit/s.
 
-Writes results/autograd_collectives.json and .png beside this file. spmd-types is compared if it is installed.
-With ``--before`` an earlier version, which can be imported under another name, is measured in turns with this
-one and with PyTorch: only part 1, into results/autograd_collectives_before.json, with the processor time of
-all threads ("host"), which does not count waiting. With ``--messages`` only: messages on Gloo in turns with
+Writes results/autograd_collectives.json and .png. With ``--messages`` instead: messages on Gloo in turns with
 torch's own collectives, forward, into results/autograd_collectives_messages.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bar_charts import bars_of, draw_bars
-from emulated_hosts import EmulationUnavailableError, address, emulated_hosts
-from machine import describe_machine
-from timings import slowest
+from drawing import bars_of, draw_bars
+from harness import RESULTS, Benchmark, Found, Seconds, in_turns, print_times, slowest
+from rank_processes import on_ranks
 
 import dist_autograd_collectives as dac
 from dist_autograd_collectives import backend
 from dist_utils.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "results" / "autograd_collectives.json"
 SIZES = {"1 KiB": 1 << 10, "1 MiB": 1 << 20, "64 MiB": 64 << 20}
 # Multiples of the default number of repeats.
 SHARES = {"1 KiB": 20, "1 MiB": 5, "64 MiB": 1}
 
 TWIN = "pytorch, again"
 """The same code as the side that ratios are relative to: what differs between the two is noise."""
+WIDTH, LAYERS, BATCH = 1536, 12, 512
+"""Of the layers whose weights are gathered."""
 
 Call = Callable[[], Any]
 
 
-def sides(x: torch.Tensor, size: int, before: str | None = None) -> dict[str, dict[str, Call]]:
-    """Return the calls of each function, by whose implementation it is."""
+def calls_of(x: torch.Tensor, size: int) -> dict[str, Call]:
+    """Return the calls, named ``FUNCTION / WHOSE``."""
     import torch.distributed.nn.functional as nnf  # noqa: PLC0415 - warns that it is deprecated
 
     parts = x.view(size, -1)
     own = torch.empty(parts.shape[1])
     out = torch.empty_like(x)
     outs = list(torch.empty_like(x).view(size, -1).unbind(0))
-    found: dict[str, dict[str, Call]] = {}
-    ours: list[tuple[str, Any]] = [("ours", dac)]
-    if before:
-        ours.append(("before", importlib.import_module(before)))
-    for who, module in (("pytorch", nnf), (TWIN, nnf), *ours):
-        calls: dict[str, Call] = {
+    found: dict[str, Call] = {}
+    for who, module in (("pytorch", nnf), (TWIN, nnf), ("ours", dac)):
+        for name, call in {
             "all_reduce": lambda module=module: module.all_reduce(x),
             "broadcast": lambda module=module: module.broadcast(x, 0),
             "reduce": lambda module=module: module.reduce(x, 0),
@@ -76,74 +67,54 @@ def sides(x: torch.Tensor, size: int, before: str | None = None) -> dict[str, di
             "reduce_scatter": lambda module=module: module.reduce_scatter(own, list(parts.unbind(0))),
             "all_to_all": lambda module=module: module.all_to_all(outs, list(parts.unbind(0))),
             "all_to_all_single": lambda module=module: module.all_to_all_single(out, x),
-        }
-        for name, call in calls.items():
-            found.setdefault(name, {})[who] = call
-    # PyTorch returns the caller's buffer, so it must be a new one while anything still needs the last.
-    for who, module in (("pytorch", nnf), *ours):
-        found["all_to_all"][f"{who}, new buffer"] = lambda module=module: module.all_to_all(
+        }.items():
+            found[f"{name} / {who}"] = call
+        if who == TWIN:
+            continue
+        # PyTorch returns the caller's buffer, so it must be a new one while anything still needs the last.
+        found[f"all_to_all / {who}, new buffer"] = lambda module=module: module.all_to_all(
             list(torch.empty_like(x).view(size, -1).unbind(0)), list(parts.unbind(0))
         )
-        found["all_to_all_single"][f"{who}, new buffer"] = lambda module=module: module.all_to_all_single(
+        found[f"all_to_all_single / {who}, new buffer"] = lambda module=module: module.all_to_all_single(
             torch.empty_like(x), x
         )
     # PyTorch has nothing that takes as little memory: no buffer, no list.
-    for who, module in ours:
-        found["scatter"][f"{who}, like="] = lambda module=module: module.scatter(
-            list(parts.unbind(0)), 0, like=own
-        )
-    if before:
-        return found
-    found["all_gather"]["ours, all_gather_stack"] = lambda: dac.all_gather_stack(x)
-    found["reduce_scatter"]["ours, reduce_scatter_dim"] = lambda: dac.reduce_scatter_dim(x)
-    found["all_to_all_single"]["ours, all_to_all_dim"] = lambda: dac.all_to_all_dim(x, 0, 0)
+    found["scatter / ours, like="] = lambda: dac.scatter(list(parts.unbind(0)), 0, like=own)
+    found["all_gather / ours, all_gather_stack"] = lambda: dac.all_gather_stack(x)
+    found["reduce_scatter / ours, reduce_scatter_dim"] = lambda: dac.reduce_scatter_dim(x)
+    found["all_to_all_single / ours, all_to_all_dim"] = lambda: dac.all_to_all_dim(x, 0, 0)
     if importlib.util.find_spec("spmd_types"):
         import spmd_types as spmd  # type: ignore[import-not-found,unused-ignore] # noqa: PLC0415
 
-        world = dist.group.WORLD
-        found["all_reduce"]["spmd-types"] = lambda: spmd.all_reduce(x, world, src=spmd.P, dst=spmd.R)
-        found["all_gather"]["spmd-types"] = lambda: spmd.all_gather(x, world, src=spmd.S(0), dst=spmd.R)
-        found["reduce_scatter"]["spmd-types"] = lambda: spmd.reduce_scatter(
-            x, world, src=spmd.P, dst=spmd.S(0)
-        )
-        found["all_to_all_single"]["spmd-types"] = lambda: spmd.all_to_all(
-            x, world, src=spmd.S(0), dst=spmd.S(0)
-        )
+        world, whole, shards = dist.group.WORLD, {"src": spmd.P, "dst": spmd.R}, spmd.S(0)
+        found["all_reduce / spmd-types"] = lambda: spmd.all_reduce(x, world, **whole)
+        found["all_gather / spmd-types"] = lambda: spmd.all_gather(x, world, src=shards, dst=spmd.R)
+        found["reduce_scatter / spmd-types"] = lambda: spmd.reduce_scatter(x, world, src=spmd.P, dst=shards)
+        found["all_to_all_single / spmd-types"] = lambda: spmd.all_to_all(x, world, src=shards, dst=shards)
     return found
 
 
-def measure(
-    rank: int,  # noqa: ARG001 - run_ranks gives it
-    numel: int,
-    repeats: int,
-    before: str | None = None,
-) -> dict[str, list[float]]:
-    """Return the seconds of every run of every call: in total, of the backward alone, and of processors."""
+def measure(rank: int, numel: int, repeats: int) -> dict[str, list[float]]:  # noqa: ARG001 - run_ranks gives it
+    """Return the seconds of every run of every call, in total and of the backward alone."""
     warnings.simplefilter("ignore")  # the compared modules are deprecated
     size = dist.get_world_size()
     x = torch.randn(numel // size * size, requires_grad=True)
-    calls = {
-        f"{name} / {who}": call
-        for name, group in sides(x, size, before).items()
-        for who, call in group.items()
+
+    def both_passes(label: str, call: Call) -> Seconds:
+        result = call()
+        outputs = list(result) if isinstance(result, (list, tuple)) else [result]
+        forward = time.perf_counter()
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        return Seconds({f"{label}, backward": time.perf_counter() - forward})
+
+    def forget(_: str) -> None:
+        x.grad = None
+
+    sides = {
+        label: lambda label=label, call=call: both_passes(label, call)
+        for label, call in calls_of(x, size).items()
     }
-    seconds: dict[str, list[float]] = {}
-    for repeat in range(-2, repeats):  # the first rounds warm up
-        for label in list(calls) if repeat % 2 else reversed(calls):
-            x.grad = None
-            dist.barrier()
-            began, host = time.perf_counter(), time.process_time()
-            result = calls[label]()
-            outputs = list(result) if isinstance(result, (list, tuple)) else [result]
-            forward = time.perf_counter()
-            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-            done, host = time.perf_counter(), time.process_time() - host
-            if repeat >= 0:
-                seconds.setdefault(label, []).append(done - began)
-                seconds.setdefault(f"{label}, backward", []).append(done - forward)
-                if before:
-                    seconds.setdefault(f"{label}, host", []).append(host)
-    return seconds
+    return in_turns(sides, repeats, prepare=forget)
 
 
 def compare_messages(rank: int, numel: int, repeats: int) -> dict[str, list[float]]:  # noqa: ARG001
@@ -161,32 +132,34 @@ def compare_messages(rank: int, numel: int, repeats: int) -> dict[str, list[floa
         "reduce_scatter": lambda: dac.reduce_scatter_dim(x),
         "all_to_all": lambda: dac.all_to_all_dim(x, 0, 0),
     }
-    chosen = backend.choose
-    ways = {"pytorch": backend.native, "messages": backend.by_messages, "ours": chosen}
-    seconds: dict[str, list[float]] = {}
-    for repeat in range(-2, repeats):
-        for name, call in calls.items():
-            for way in list(ways) if repeat % 2 else reversed(ways):
-                backend.choose = ways[way]
-                dist.barrier()
-                began = time.perf_counter()
-                call()
-                if repeat >= 0:
-                    seconds.setdefault(f"{name} / {way}", []).append(time.perf_counter() - began)
-    backend.choose = chosen
-    return seconds
+    ways = {"pytorch": backend.native, "messages": backend.by_messages, "ours": backend.choose}
+
+    def choose(label: str) -> None:
+        backend.choose = ways[label.rpartition(" / ")[2]]
+
+    sides = {f"{name} / {way}": call for name, call in calls.items() for way in ways}
+    return in_turns(sides, repeats, prepare=choose)
 
 
-def layers(count: int, width: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return this rank's halves of square weights, and an input."""
-    torch.manual_seed(0)
-    weights = [torch.randn(width // dist.get_world_size(), width) / width**0.5 for _ in range(count)]
-    return [weight.requires_grad_() for weight in weights], torch.randn(512, width)
+def cases(options: Namespace) -> Iterator[Found]:
+    """Measure every size among two and four ranks."""
+    function = compare_messages if options.messages else measure
+    for world_size in (2, 4):
+        for size, count in SIZES.items():
+            repeats = options.repeats * SHARES[size]
+            times = slowest(run_ranks(function, world_size, count // 4, repeats, timeout=900))
+            print_times(f"{world_size} ranks, {size}", times, pytorch_of)
+            yield ("ms", f"{world_size} ranks, {size}"), times
 
 
-def sharded_step(weights: list[torch.Tensor], x: torch.Tensor, *, ahead: int) -> float:
+def pytorch_of(label: str) -> str:
+    """Return the label of PyTorch's time of the same function."""
+    backward = ", backward" if label.endswith(", backward") else ""
+    return f"{label.partition(' / ')[0]} / pytorch{backward}"
+
+
+def sharded_step(weights: list[torch.Tensor], x: torch.Tensor, *, ahead: int) -> None:
     """Run layers whose weights are gathered when needed, or started some layers ahead."""
-    began = time.perf_counter()
     started = [dac.start(dac.all_gather_cat, part) for part in weights[:ahead]]
     for index, part in enumerate(weights):
         if ahead:
@@ -196,137 +169,57 @@ def sharded_step(weights: list[torch.Tensor], x: torch.Tensor, *, ahead: int) ->
             weight = dac.all_gather_cat(part)
         x = torch.relu(x @ weight)
     x.sum().backward()
-    return time.perf_counter() - began
 
 
-def overlap(width: int, count: int, repeats: int) -> dict[str, list[float]]:
+def measure_overlap(rank: int, repeats: int) -> dict[str, list[float]]:  # noqa: ARG001
     """Return the seconds of both ways, and of computation and communication alone."""
-    weights, x = layers(count, width)
-    whole = [torch.randn(width, width, requires_grad=True) for _ in range(count)]
+    torch.manual_seed(0)
+    weights = [torch.randn(WIDTH // dist.get_world_size(), WIDTH) / WIDTH**0.5 for _ in range(LAYERS)]
+    weights = [weight.requires_grad_() for weight in weights]
+    x = torch.randn(BATCH, WIDTH)
+    whole = [torch.randn(WIDTH, WIDTH, requires_grad=True) for _ in range(LAYERS)]
 
-    def compute_alone() -> float:
-        began = time.perf_counter()
+    def compute_alone() -> None:
         y = x
         for weight in whole:
             y = torch.relu(y @ weight)
         y.sum().backward()
-        return time.perf_counter() - began
 
-    def communicate_alone() -> float:
-        began = time.perf_counter()
-        sum(dac.all_gather_cat(part)[0, 0] for part in weights).backward()
-        return time.perf_counter() - began
-
-    ways: dict[str, Callable[[], float]] = {
+    ways: dict[str, Call] = {
         "computation alone": compute_alone,
-        "communication alone": communicate_alone,
+        "communication alone": lambda: sum(dac.all_gather_cat(part)[0, 0] for part in weights).backward(),
         "ours, gathered when needed": lambda: sharded_step(weights, x, ahead=0),
         "ours, started two layers ahead": lambda: sharded_step(weights, x, ahead=2),
     }
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(-1, repeats):
-        for name in list(ways) if repeat % 2 else reversed(ways):
-            dist.barrier()
-            took = ways[name]()
-            if repeat >= 0:
-                seconds[name].append(took)
-    return seconds
+    return in_turns(ways, repeats, warm_up=1)
 
 
-def host(rank: int, options: argparse.Namespace) -> None:
-    """Run the rank of one emulated host."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    dist.init_process_group("gloo", init_method=f"tcp://{address(0)}:29500", rank=rank, world_size=2)
-    print(json.dumps(overlap(options.width, options.layers, options.repeats)))
-    dist.barrier()
-    dist.destroy_process_group()
+def overlap(options: Namespace) -> Iterator[Found]:
+    """Measure what starting early gains on two hosts."""
+    times = slowest(on_ranks(measure_overlap, 2, options.repeats, rate="1gbit"))
+    print_times(f"{LAYERS} layers of {WIDTH} x {WIDTH}, two hosts, 1 Gbit/s", times)
+    for name, entry in times.items():
+        yield ("overlap_ms", name), entry
 
 
-def emulated() -> dict[str, Any]:
-    """Run :func:`overlap` on two hosts."""
-    with emulated_hosts(2, rate="1gbit") as hosts:
-        ranks = [
-            subprocess.Popen(
-                [*host, sys.executable, __file__, "--host", str(rank), *sys.argv[1:]],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank, host in enumerate(hosts)
-        ]
-        outputs = [process.communicate(timeout=600)[0] for process in ranks]
-    return slowest([json.loads(output.splitlines()[-1]) for output in outputs])
-
-
-def print_table(title: str, table: dict[str, Any]) -> None:
-    """Print medians, and ratios to PyTorch's."""
-    print(f"\n{title}: ms, median [quartiles]")
-    for label, entry in table.items():
-        name, _, what = label.partition(" / ")
-        part = next((part for part in (", backward", ", host") if what.endswith(part)), "")
-        baseline = f"{name} / pytorch{part}"
-        ratio = f"   / pytorch {entry['median_ms'] / table[baseline]['median_ms']:.2f}" if what else ""
-        low, high = entry["quartiles_ms"]
-        print(f"  {label:<52}{entry['median_ms']:9.2f} [{low:.2f}, {high:.2f}]{ratio}")
-
-
-def draw(results: dict[str, Any]) -> None:
+def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the gain of starting a collective early, if it was measured."""
     if "overlap_ms" in results:
         panel = {"12 layers of 1536 x 1536, 1 Gbit/s": bars_of(results["overlap_ms"])}
         title = "Forward and backward with weights that are gathered from two emulated hosts"
-        draw_bars(panel, "ms", RESULTS.with_suffix(".png"), title=title)
+        draw_bars(panel, "ms", path, title=title)
 
 
 def main() -> None:
     """Measure everything, print and store it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--width", type=int, default=1536)
-    parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--before", help="the name of a module: an earlier version of the package")
-    parser.add_argument(
-        "--messages", action="store_true", help="only compare messages with torch's collectives"
-    )
-    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
-    parser.add_argument("--host", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.plot:
-        draw(json.loads(RESULTS.read_text()))
+    benchmark = Benchmark(__file__, __doc__, repeats=11)
+    benchmark.parser.add_argument("--messages", action="store_true", help="instead of all else")
+    if "--messages" in sys.argv:
+        benchmark.parser.set_defaults(output=RESULTS / "autograd_collectives_messages.json")
+        benchmark.run({"ms": cases})
         return
-    if options.host is not None:
-        host(options.host, options)
-        return
-    results: dict[str, Any] = {**describe_machine(), "repeats": options.repeats, "ms": {}}
-    if importlib.util.find_spec("spmd_types"):
-        results["versions"]["spmd_types"] = version("spmd_types")
-    for world_size in (2, 4):
-        for size, count in SIZES.items():
-            title = f"{world_size} ranks, {size}"
-            repeats = options.repeats * SHARES[size]
-            if options.messages:
-                times = run_ranks(compare_messages, world_size, count // 4, repeats, timeout=900)
-            else:
-                times = run_ranks(measure, world_size, count // 4, repeats, options.before, timeout=900)
-            table = slowest(times)
-            results["ms"][title] = table
-            print_table(title, table)
-    if options.before or options.messages:
-        target = RESULTS.with_stem(f"{RESULTS.stem}_{'messages' if options.messages else 'before'}")
-        target.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"\nwritten: {target}")
-        return
-    try:
-        results["overlap_ms"] = emulated()
-        shape = f"{options.layers} layers of {options.width} x {options.width}, two hosts, 1 Gbit/s"
-        print_table(shape, results["overlap_ms"])
-    except EmulationUnavailableError as error:
-        print(f"\nno overlap measured: {error}")
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    draw(results)
-    print(f"\nwritten: {RESULTS}")
+    peers = {"spmd_types": version("spmd_types")} if importlib.util.find_spec("spmd_types") else {}
+    benchmark.run({"ms": cases, "overlap": overlap}, facts=lambda _: {"peers": peers}, draw=draw)
 
 
 if __name__ == "__main__":

@@ -3,35 +3,29 @@
     pip install optree lightning-utilities accelerate
     python benchmarks/bench_containers.py
 
-Every repeat runs all functions, in turns forwards and backwards. Writes results/containers.json beside
-this file. "keep" returns each tensor itself, so only the function's own cost is left; "cast" makes new
-tensors. A peer that leaves the batch's tensors unchanged, or returns another type, gets no number.
+"keep" returns each tensor itself, so only the function's own cost is left; "cast" makes new tensors. A peer
+that leaves the batch's tensors unchanged, or returns another type, gets no number. Writes
+results/containers.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import statistics
-import time
+from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import optree
 import torch
 from accelerate.utils import recursively_apply
+from harness import Benchmark, Found, in_turns, print_times, spread
 from lightning_utilities.core.apply_func import apply_to_collection
-from machine import describe_machine
 from torch.distributed import utils as pytorch
 from torch.utils import _pytree as pytree
 
 from dist_utils import apply_to_tensors, recursive_to
-
-RESULTS = Path(__file__).parent / "results" / "containers.json"
 
 
 class ModelOutput(OrderedDict[str, Any]):
@@ -133,60 +127,37 @@ def works(run: Callable[[Any], Any], batch: Any) -> bool:
 def measure(sides: dict[str, Callable[[Any], Any]], batch: Any, repeats: int) -> dict[str, Any]:
     """Return median and quartiles in microseconds per tensor."""
     tensors = count(batch)
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for repeat in range(-5, repeats):  # the first rounds warm up
-        for name in list(sides) if repeat % 2 else reversed(sides):
-            began = time.perf_counter()
-            sides[name](batch)
-            if repeat >= 0:
-                times[name].append((time.perf_counter() - began) * 1e6 / tensors)
-    summary = {}
-    for name, values in times.items():
-        low, median, high = statistics.quantiles(values, n=4)
-        summary[name] = {"median_us": round(median, 3), "quartiles_us": [round(low, 3), round(high, 3)]}
-    return summary
+    walks = {name: lambda walk=walk: walk(batch) for name, walk in sides.items()}
+    return {
+        name: spread([1e6 * one / tensors for one in seconds], "_us", digits=3)
+        for name, seconds in in_turns(walks, repeats, warm_up=5).items()
+    }
+
+
+def cases(options: Namespace) -> Iterator[Found]:
+    """Measure every batch."""
+    for batch_name, make in BATCHES.items():
+        batch = make()
+        fit = [name for name, run in PEERS.items() if works(lambda b, run=run: run(TASKS["cast"], b), batch)]
+        tasks = {
+            task: {name: lambda b, run=PEERS[name], fn=fn: run(fn, b) for name in fit}
+            for task, fn in TASKS.items()
+        }
+        tasks["move"] = {name: run for name, run in MOVERS.items() if works(run, batch)}
+        for task, sides in tasks.items():
+            times = measure(sides, batch, options.repeats)
+            print_times(f"{batch_name}, {count(batch)} tensors, {task}, each", times, "torch", unit="us")
+            missing = ", ".join(PEERS.keys() - fit) or "none"
+            print(f"  do not work: {missing}")
+            yield ("us_per_tensor", batch_name, task), times
 
 
 def main() -> None:
     """Measure everything, print and store it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=300)
-    options = parser.parse_args()
     torch.set_num_threads(1)
-    results: dict[str, Any] = {
-        **describe_machine(),
-        "peers": {name: version(name) for name in ("optree", "lightning-utilities", "accelerate")},
-        "repeats": options.repeats,
-        "us_per_tensor": {},
-    }
-    for batch_name, make in BATCHES.items():
-        batch = make()
-        fit = [name for name, run in PEERS.items() if works(lambda b, run=run: run(TASKS["cast"], b), batch)]
-        table = {
-            task: measure(
-                {name: lambda b, run=PEERS[name], fn=fn: run(fn, b) for name in fit}, batch, options.repeats
-            )
-            for task, fn in TASKS.items()
-        }
-        movers = {name: run for name, run in MOVERS.items() if works(run, batch)}
-        table["move"] = measure(movers, batch, options.repeats)
-        results["us_per_tensor"][batch_name] = table
-        print(f"\n{batch_name}, {count(batch)} tensors: us a tensor, median [quartiles]")
-        for task, row in table.items():
-            ours = row["dist_utils"]["median_us"]
-            for name in PEERS if task != "move" else MOVERS:
-                if (entry := row.get(name)) is None:
-                    print(f"  {task:<6}{name:<22}does not work")
-                    continue
-                low, high = entry["quartiles_us"]
-                print(
-                    f"  {task:<6}{name:<22}{entry['median_us']:6.2f} [{low:.2f}, {high:.2f}]"
-                    f"   ours is {ours / entry['median_us']:.2f} of it"
-                )
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\nwritten: {RESULTS}")
+    peers = {name: version(name) for name in ("optree", "lightning-utilities", "accelerate")}
+    benchmark = Benchmark(__file__, __doc__, repeats=300)
+    benchmark.run({"us_per_tensor": cases}, facts=lambda _: {"peers": peers})
 
 
 if __name__ == "__main__":

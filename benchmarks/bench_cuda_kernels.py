@@ -1,36 +1,31 @@
-"""The CUDA kernels of ddp-quant-hooks against a copy of memory, PyTorch's functions, and torchft's kernels.
+"""The CUDA kernels of ddp-quant-hooks against a copy of memory and against PyTorch's functions.
 
     python benchmarks/bench_cuda_kernels.py
     python benchmarks/bench_cuda_kernels.py --mib 256 --milliseconds 200
 
 One fp32 bucket in 8 bits with blocks of 128, timed by CUDA events; medians over as many calls as fit into the
 time. The L2 cache is overwritten before every call. Bytes are the least that must be moved per value: 4 read
-and 1.03 written to encode, the reverse to decode, (W + 1) x 1.03 to reduce W ranks, 8 to copy. torchft (fp8
-or int8, one scale per row) gets rows of 512. Writes results/cuda_kernels.json beside this file; without
-a GPU it says so and writes nothing.
+and 1.03 written to encode, the reverse to decode, (W + 1) x 1.03 to reduce W ranks, 8 to copy. Writes
+results/cuda_kernels.json; without a GPU it says so and writes nothing.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import importlib.util
-import json
 import statistics
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe_machine
+from harness import Benchmark, Found, gpu_name, print_times, spread
 
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels import AffineLayout, Layout
 
-RESULTS = Path(__file__).parent / "results"
 LAYOUT = Layout("int8", 128)
 CHANNEL = 512
 COPY = "tensor.copy_"
@@ -76,7 +71,6 @@ def jobs(count: int) -> dict[str, Job]:
         found[f"ours: reduce, W = {ranks}"] = _reduce(count, ranks, LAYOUT)
         found[f"ours: reduce, W = {ranks}, rotation"] = _reduce(count, ranks, turned)
     found.update(_affine(values, restored))
-    found.update(_torchft(values))
     return found
 
 
@@ -120,29 +114,6 @@ def _affine(values: torch.Tensor, restored: torch.Tensor) -> dict[str, Job]:
     return found
 
 
-def _torchft(values: torch.Tensor) -> dict[str, Job]:
-    if importlib.util.find_spec("torchft") is None:
-        return {}
-    theirs = importlib.import_module("torchft.quantization")
-    count, ranks = values.numel() // CHANNEL * CHANNEL, 8
-    rows = values[:count].view(-1, CHANNEL)
-    message = theirs.fused_quantize_into_fp8([rows], ranks)
-    return {
-        "torchft: encode": (
-            lambda: theirs.fused_quantize_into_fp8([rows], ranks),
-            4.0 * count + len(message),
-        ),
-        "torchft: decode": (
-            lambda: theirs.fused_dequantize_from_fp8([rows], message, ranks),
-            4.0 * count + len(message),
-        ),
-        f"torchft: reduce, W = {ranks}": (
-            lambda: theirs.fused_reduce_fp8([rows], message, ranks, 0),
-            len(message) * (ranks + 1.0) / ranks,
-        ),
-    }
-
-
 def time_calls(call: Callable[[], Any], milliseconds: float, cache: torch.Tensor) -> list[float]:
     """Return the seconds of single calls on the GPU, until they have taken ``milliseconds`` in total.
 
@@ -184,60 +155,46 @@ def measure(mib: int, milliseconds: float) -> dict[str, dict[str, Any]]:
     for name, (call, moved) in jobs(count).items():
         copied = round(moved / 8)
         copy = time_calls(partial(target[:copied].copy_, source[:copied]), milliseconds, cache)
-        low, median, high = statistics.quantiles(time_calls(call, milliseconds, cache), n=4)
-        host = {} if median > 1e-3 else {"host_us": round(host_microseconds(call), 1)}
+        times = [1e3 * seconds for seconds in time_calls(call, milliseconds, cache)]
+        median = statistics.median(times)
         results[name] = {
-            "median_ms": round(1e3 * median, 4),
-            "quartiles_ms": [round(1e3 * low, 4), round(1e3 * high, 4)],
-            "gb_per_s": round(moved / median / 1e9, 1),
+            **spread(times, digits=4),
+            "gb_per_s": round(moved / median / 1e6, 1),
             "copy_ms": round(1e3 * statistics.median(copy), 4),
-            "of_copy": round(statistics.median(copy) / median, 3),
-            **host,
+            "of_copy": round(1e3 * statistics.median(copy) / median, 3),
+            **({} if median > 1 else {"host_us": round(host_microseconds(call), 1)}),
         }
     return results
 
 
-def report(mib: int, results: dict[str, Any]) -> None:
-    """Print the table, and how much faster the kernels are than PyTorch's functions."""
-    print(f"{mib} MiB of fp32")
-    for name, entry in results.items():
-        low, high = entry["quartiles_ms"]
-        print(
-            f"  {name:<36}{entry['median_ms']:9.4f} ms [{low:.4f}, {high:.4f}]".ljust(70)
-            + f"{entry['gb_per_s']:8.1f} GB/s  {entry['of_copy']:.2f} of copy_"
-            + f"  {entry.get('host_us', 0):6.1f} us of the host"
-        )
-    for what in ("encode", "decode"):
-        theirs = results.get(f"{PYTORCH}: {what}, per channel")
-        if theirs is not None:
-            times = theirs["median_ms"] / results[f"ours: affine {what}, per channel"]["median_ms"]
-            print(f"{what}: {times:.0f} times as fast as PyTorch's per channel")
+def buckets(options: Namespace) -> Iterator[Found]:
+    """Measure every size."""
+    if not torch.cuda.is_available():
+        print("no GPU here: nothing is measured")
+        return
+    torch.manual_seed(0)
+    print(kernels.describe())
+    for mib in options.mib:
+        results = measure(mib, options.milliseconds)
+        print_times(f"{mib} MiB of fp32", results, theirs_of)
+        for name, entry in results.items():
+            bandwidth = f"{entry['gb_per_s']:8.1f} GB/s, {entry['of_copy']:.2f} of copy_"
+            print(f"  {name:<36}{bandwidth}  {entry.get('host_us', 0):6.1f} us of the host")
+        yield ("buckets", f"{mib} MiB"), results
+
+
+def theirs_of(name: str) -> str:
+    """Return the name of the PyTorch function that gives the same numbers."""
+    return name.replace("ours: affine", f"{PYTORCH}:")
 
 
 def main() -> None:
     """Measure, print, store."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mib", type=int, nargs="+", default=[256, 25, 1])
-    parser.add_argument("--milliseconds", type=float, default=100.0, help="of calls, for each row")
-    options = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("no GPU here: nothing is measured, nothing is written")
-        return
-    torch.manual_seed(0)
-    print(kernels.describe())
-    results = {mib: measure(mib, options.milliseconds) for mib in options.mib}
-    for mib, entries in results.items():
-        report(mib, entries)
-    found = {
-        **describe_machine(),
-        "gpu": torch.cuda.get_device_name(),
-        "kernels": kernels.describe().splitlines(),
-        "buckets": {f"{mib} MiB": entries for mib, entries in results.items()},
-    }
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "cuda_kernels.json").write_text(json.dumps(found, indent=1) + "\n")
+    benchmark = Benchmark(__file__, __doc__)
+    benchmark.parser.add_argument("--mib", type=int, nargs="+", default=[256, 25, 1])
+    benchmark.parser.add_argument("--milliseconds", type=float, default=100.0, help="of calls, for each row")
+    facts = {"gpu": gpu_name(), "kernels": kernels.describe().splitlines()}
+    benchmark.run({"buckets": buckets}, facts=lambda _: facts)
 
 
 if __name__ == "__main__":

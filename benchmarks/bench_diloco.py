@@ -1,58 +1,62 @@
 """DiLoCo with changes averaged in 8 and 4 bits: does it reach the losses of averages in fp32?
 
     python benchmarks/bench_diloco.py           # everything; takes minutes
-    python benchmarks/bench_diloco.py --steps 80 --seeds 1 --output build/short
+    python benchmarks/bench_diloco.py --steps 80 --seeds 1 --output build/short.json
 
-Four real ranks on Gloo train the transformer of bench_quant_convergence.py on characters of the standard
-library's sources, with docs/examples/diloco.py: AdamW inside, and an outer step every 20 inner steps.
-Streaming sends the parameters in four fragments, in turns; an average is used three steps after it was sent.
-All configurations take the same number of inner steps. A seed fixes the initial parameters and all batches:
-runs of one seed differ only in the averages. The final loss is on held-out data. fp32 uses
-torch.distributed.all_reduce.
-
-The verdict is that of bench_quant_convergence.py: it compares the mean difference from fp32's loss, on the
-same schedule, with the standard deviation of fp32's own losses over the seeds, which is the effect of the
-seed alone.
+Four real ranks on Gloo train the language model of tasks.py on characters of the standard library's sources,
+with docs/examples/diloco.py: AdamW inside, and an outer step every 20 inner steps. Streaming sends the
+parameters in four fragments, in turns; an average is used three steps after it was sent. All configurations
+take the same number of inner steps. The final loss is on held-out data, and is compared with that of
+torch.distributed.all_reduce in fp32 on the same schedule (``training.against_reference``).
 
 Bytes are those that rank 0 sends over TCP in one outer step of the whole model. All ranks share one
 machine: the times say nothing about a network.
 
-Writes results/diloco.json and .png beside this file.
+Writes results/diloco.json and .png.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
-import json
-import os
 import statistics
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from bench_quant_convergence import Language, parameters_equal, verdict
 from drawing import BLUE, save, subplots
-from machine import describe_machine
+from harness import Benchmark, Found
+from tasks import Language
 from torch import nn
+from training import (
+    REFERENCE,
+    against_reference,
+    deviation,
+    held_out,
+    mean_curve,
+    means,
+    over_seeds,
+    print_losses,
+    take_step,
+    train,
+)
 
 from ddp_quant_hooks import QuantizedAllreduceState, kernels
-from dist_utils.testing import run_ranks, tcp_bytes_sent
+from dist_utils.testing import run_ranks, same_on_all_ranks, tcp_bytes_sent
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "examples"))
 from diloco import DiLoCo
 
-RESULTS = Path(__file__).parent / "results"
 RANKS, EVERY, FRAGMENTS, DELAY = 4, 20, 4, 3
-TIMEOUT = 3600.0
 QUIET = DELAY + 1
 """The inner step of a round after which no average is pending."""
-REFERENCE, STREAMING = "fp32", "streaming"
+STREAMING = ", streaming"
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,8 @@ CONFIGURATIONS = {
     "int8, feedback": Configuration({"error_feedback": "both"}),
     "int4": Configuration({"bits": 4, "error_feedback": "none"}),
     "int4, feedback": Configuration({"bits": 4, "error_feedback": "both"}),
-    f"{REFERENCE}, {STREAMING}": Configuration(None, streaming=True),
-    f"int8, {STREAMING}": Configuration({"error_feedback": "none"}, streaming=True),
+    f"{REFERENCE}{STREAMING}": Configuration(None, streaming=True),
+    f"int8{STREAMING}": Configuration({"error_feedback": "none"}, streaming=True),
 }
 
 
@@ -81,14 +85,12 @@ class Run:
     Args:
         training: The mean loss of the ranks in each round of inner steps.
         loss: The held-out loss; only rank 0 evaluates.
-        ranks_equal: Whether all ranks ended with the same bits.
         bytes_per_round: Bytes that this rank sent per round.
         step_ms: Mean wall time of an inner step, including its share of the averages.
     """
 
     training: list[float]
     loss: float
-    ranks_equal: bool
     bytes_per_round: int
     step_ms: float
 
@@ -137,47 +139,35 @@ def outer_optimizers(
     ]
 
 
-def train(task: Language, configuration: Configuration, seed: int, steps: int) -> Run:
-    """Train one model on this rank's part of every batch."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+def train_once(task: Language, name: str, seed: int, steps: int) -> Run:
+    """Train one model."""
     torch.manual_seed(seed)
-    model = task.model()
+    model, configuration = task.model(), CONFIGURATIONS[name]
     state = QuantizedAllreduceState(min_bytes=0, **(configuration.options or {}))
     outer = outer_optimizers(model, configuration, state)
     inner = task.optimizer(model.parameters())
-    batches = torch.Generator().manual_seed(seed)
-    losses = torch.empty(steps)
-    sent: list[int] = []
+    numbers, sent = itertools.count(1), []
+
+    def step(chosen: torch.Tensor) -> torch.Tensor:
+        loss = take_step(task, model, inner, chosen)
+        for fragment in outer:
+            fragment.step()
+        if next(numbers) % EVERY == QUIET:
+            sent.append(tcp_bytes_sent())
+        return loss
 
     dist.barrier()
     began = time.perf_counter()
-    for step in range(steps):
-        # Every rank draws for all ranks, so the examples of a step do not depend on who computes them.
-        mine = task.draw(world_size * task.batch, batches).view(world_size, task.batch)[rank]
-        inner.zero_grad()
-        loss = task.loss(model, mine)
-        torch.autograd.backward(loss)
-        inner.step()
-        for fragment in outer:
-            fragment.step()
-        losses[step] = loss.detach()
-        if (step + 1) % EVERY == QUIET:
-            sent.append(tcp_bytes_sent())
+    losses = train(task, step, seed, steps)
     for fragment in outer:
         fragment.finish()
     seconds = time.perf_counter() - began
-
-    dist.all_reduce(losses)
-    equal = parameters_equal(model)
-    held_out = 0.0
-    if rank == 0:
-        with torch.no_grad():
-            held_out = task.evaluate(model)["loss"]
+    if not same_on_all_ranks(list(model.parameters())):
+        raise RuntimeError(f"{name}: the ranks ended with different parameters")
     state.close()
     return Run(
-        training=(losses / world_size).view(-1, EVERY).mean(1).tolist(),
-        loss=held_out,
-        ranks_equal=equal,
+        training=means(losses, EVERY),
+        loss=held_out(task, model).get("loss", 0.0),
         # Without the first round, in which connections are made.
         bytes_per_round=(sent[-1] - sent[1]) // (len(sent) - 2),
         step_ms=1e3 * seconds / steps,
@@ -189,7 +179,7 @@ def train_all(rank: int, seeds: int, steps: int) -> dict[tuple[str, int], Run]:
     task = Language()
     runs = {}
     for seed, name in itertools.product(range(seeds), CONFIGURATIONS):
-        runs[name, seed] = run = train(task, CONFIGURATIONS[name], seed, steps)
+        runs[name, seed] = run = train_once(task, name, seed, steps)
         gc.collect()  # close the last run's connections, whose bytes must not count in the next run
         if rank == 0:
             sent = f"{run.bytes_per_round / 1024:.1f} KiB"
@@ -199,71 +189,34 @@ def train_all(rank: int, seeds: int, steps: int) -> dict[tuple[str, int], Run]:
 
 def reference_of(name: str) -> str:
     """Return the configuration that differs only in averaging in fp32."""
-    return f"{REFERENCE}, {STREAMING}" if CONFIGURATIONS[name].streaming else REFERENCE
+    return REFERENCE + (STREAMING if CONFIGURATIONS[name].streaming else "")
 
 
-def summarize(runs: dict[tuple[str, int], Run], seeds: int) -> dict[str, Any]:
-    """Return the entries of the result file, per configuration."""
-    plain = [runs[REFERENCE, seed].loss for seed in range(seeds)]
-    spread = statistics.stdev(plain) if seeds > 1 else None
-    found: dict[str, Any] = {"fp32_standard_deviation_over_seeds": spread, "configurations": {}}
-    plain_bytes = statistics.median(runs[REFERENCE, seed].bytes_per_round for seed in range(seeds))
+def compare(options: Namespace) -> Iterator[Found]:
+    """Train with every configuration."""
+    began, seeds = time.perf_counter(), range(options.seeds)
+    runs = run_ranks(train_all, RANKS, options.seeds, options.steps, timeout=3600)[0]
+    losses = {name: [runs[name, seed].loss for seed in seeds] for name in CONFIGURATIONS}
+    spread = deviation(losses[REFERENCE])
+    sent = {
+        name: statistics.median(runs[name, seed].bytes_per_round for seed in seeds) for name in CONFIGURATIONS
+    }
+    found: dict[str, Any] = {}
     for name in CONFIGURATIONS:
-        mine = [runs[name, seed] for seed in range(seeds)]
-        sent = statistics.median(run.bytes_per_round for run in mine)
-        entry: dict[str, Any] = {
-            "loss": _summary([run.loss for run in mine]),
-            "bytes_per_outer_step": int(sent),
-            "share_of_fp32": round(sent / plain_bytes, 3),
-            "ranks_equal": all(run.ranks_equal for run in mine),
+        mine = [runs[name, seed] for seed in seeds]
+        found[name] = {
+            "loss": over_seeds(losses[name]),
+            "bytes_per_outer_step": int(sent[name]),
+            "share_of_fp32": round(sent[name] / sent[REFERENCE], 3),
             "step_ms": round(statistics.median(run.step_ms for run in mine), 1),
-            "training": [
-                round(statistics.fmean(point), 4)
-                for point in zip(*(run.training for run in mine), strict=True)
-            ],
+            "training": mean_curve([run.training for run in mine]),
         }
         if (reference := reference_of(name)) != name:
-            differences = [mine[seed].loss - runs[reference, seed].loss for seed in range(seeds)]
-            entry["difference_to_fp32"] = _summary(differences)
-            entry["verdict"] = verdict(differences, spread)
-        found["configurations"][name] = entry
-    return found
-
-
-def _summary(values: list[float]) -> dict[str, Any]:
-    return {
-        "mean": round(statistics.fmean(values), 5),
-        "range": [round(min(values), 5), round(max(values), 5)],
-        "by_seed": [round(value, 5) for value in values],
-    }
-
-
-def report(results: dict[str, Any]) -> None:
-    """Print the table."""
-    deviation = results["fp32_standard_deviation_over_seeds"]
-    print(
-        f"\n{results['ranks']} ranks, {results['parameters']} parameters, {results['steps']} steps, "
-        f"{results['seeds']} seed(s); standard deviation of fp32's loss over seeds: "
-        f"{'one seed' if deviation is None else format(deviation, '.2e')}"
-    )
-    print(
-        f"  {'':<18}{'loss, mean [range]':<28}{'minus fp32, mean [range]':<34}"
-        f"{'KiB/outer step':>15}{'of fp32':>9}{'ranks equal':>13}{'ms/step':>9}  verdict"
-    )
-    for name, entry in results["configurations"].items():
-        difference = entry.get("difference_to_fp32")
-        print(
-            f"  {name:<18}{_text(entry['loss'], '.4f'):<28}"
-            f"{_text(difference, '+.1e') if difference else '':<34}"
-            f"{entry['bytes_per_outer_step'] / 1024:>15.1f}{entry['share_of_fp32']:>9.3f}"
-            f"{'yes' if entry['ranks_equal'] else 'NO':>13}{entry['step_ms']:>9.1f}"
-            f"  {entry.get('verdict', '')}"
-        )
-
-
-def _text(summary: dict[str, Any], form: str) -> str:
-    low, high = summary["range"]
-    return f"{summary['mean']:{form}} [{low:{form}}, {high:{form}}]"
+            found[name] |= against_reference(losses[name], losses[reference], spread)
+    print_losses(f"{options.steps} steps, {options.seeds} seed(s)", spread, found, "loss")
+    yield ("fp32_standard_deviation_over_seeds",), spread
+    yield ("minutes",), round((time.perf_counter() - began) / 60, 1)
+    yield ("configurations",), found
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
@@ -272,9 +225,9 @@ def draw(results: dict[str, Any], path: Path) -> None:
     figure, (axis,) = subplots([0.6 + 0.3 * len(compared)], "Final loss of each seed, minus that of fp32")
     for place, name in enumerate(compared):
         by_seed = results["configurations"][name]["difference_to_fp32"]["by_seed"]
-        axis.plot(by_seed, [place] * results["seeds"], "o", color=BLUE)
-    if (deviation := results["fp32_standard_deviation_over_seeds"]) is not None:
-        axis.axvspan(-deviation, deviation, color="0.9")
+        axis.plot(by_seed, [place] * len(by_seed), "o", color=BLUE)
+    if (spread := results["fp32_standard_deviation_over_seeds"]) is not None:
+        axis.axvspan(-spread, spread, color="0.9")
     axis.axvline(0, color="0.3", linewidth=1)
     axis.set_yticks(range(len(compared)), compared)
     axis.set_ylim(len(compared) - 0.5, -0.5)
@@ -285,45 +238,25 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """Train, print and store."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the result files")
-    parser.add_argument("--plot", action="store_true", help="only draw the stored numbers again")
-    options = parser.parse_args()
-    if options.plot:
-        draw(json.loads((options.output / "diloco.json").read_text()), options.output / "diloco.png")
-        return
-    if options.steps % EVERY or options.steps < 4 * EVERY or options.seeds < 1:
-        parser.error(f"--steps must be a multiple of {EVERY}, 4 of them or more, and --seeds at least 1")
+    benchmark = Benchmark(__file__, __doc__)
+    help_ = f"a multiple of {EVERY}, at least {4 * EVERY}"
+    benchmark.parser.add_argument("--steps", type=int, default=240, help=help_)
+    benchmark.parser.add_argument("--seeds", type=int, default=3)
     torch.set_num_threads(1)  # as in the ranks
-    # Torch warns in the ranks whenever a private group ends.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    began = time.perf_counter()
-    runs = run_ranks(train_all, RANKS, options.seeds, options.steps, timeout=TIMEOUT)[0]
-    results: dict[str, Any] = {
-        **describe_machine(),
-        "kernels": kernels.describe().splitlines()[0],
-        "ranks": RANKS,
-        "inner_steps_per_outer_step": EVERY,
-        "streaming": {"fragments": FRAGMENTS, "delay": DELAY},
-        "steps": options.steps,
-        "seeds": options.seeds,
-        "parameters": sum(parameter.numel() for parameter in Language().model().parameters()),
-        "training": f"means of {EVERY} steps and of all seeds",
-        **summarize(runs, options.seeds),
-        "minutes": round((time.perf_counter() - began) / 60, 1),
-    }
-    report(results)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "diloco.json").write_text(json.dumps(results, indent=1) + "\n")
-    draw(results, options.output / "diloco.png")
-    print(f"\nwritten: {options.output / 'diloco.json'} and .png")
-    unequal = [name for name, entry in results["configurations"].items() if not entry["ranks_equal"]]
-    if unequal:
-        raise SystemExit(f"the ranks ended with different parameters: {', '.join(unequal)}")
+    benchmark.run(
+        {"configurations": compare},
+        facts=lambda options: {
+            "kernels": kernels.describe().splitlines()[0],
+            "ranks": RANKS,
+            "inner_steps_per_outer_step": EVERY,
+            "streaming": {"fragments": FRAGMENTS, "delay": DELAY},
+            "steps": options.steps,
+            "seeds": options.seeds,
+            "parameters": sum(parameter.numel() for parameter in Language().model().parameters()),
+            "training": f"means of {EVERY} steps and of all seeds",
+        },
+        draw=draw,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The cost of few bits for a training step and its causes, and the errors of biases and norms.
 
     python benchmarks/bench_four_bits.py           # minutes, one thread, no network; needs scikit-learn
-    python benchmarks/bench_four_bits.py --short   # the same tables from few steps
+    python benchmarks/bench_four_bits.py language --steps 60 --seeds 1
 
 The tasks are those of bench_quant_convergence.py: a language model with AdamW, and a convolutional network
 with SGD. Four ranks are simulated in one process, with the hooks' kernels (bench_quant_accuracy.Simulation).
@@ -17,30 +17,28 @@ exact ones: a loss that remains there is not caused by the second moment, which 
 The other columns are errors of the averages, for parameters of at most one dimension (biases, norms) and for
 the rest: as the hook sends them, with ``exact_1d``, and with blocks of their own, which no hook has.
 
-Writes results/four_bits.json beside this file.
+Writes results/four_bits.json.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import math
 import statistics
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from bench_quant_accuracy import Simulation
-from bench_quant_convergence import TASKS, Task
-from machine import describe_machine, describe_tree
+from harness import Benchmark, Found
+from tasks import TASKS, Task
 from torch import nn
 
 from ddp_quant_hooks.kernels import Layout
 
-RESULTS = Path(__file__).parent / "results"
 RANKS = 4
 LARGE_BATCH = 32
 """Size of the large batch for measuring progress, in multiples of a rank's batch."""
@@ -269,14 +267,15 @@ COLUMNS = {
 }
 
 
-def report(results: dict[str, Any]) -> None:
-    """Print the table of each task."""
-    for name, schemes in results["tasks"].items():
-        print(f"\n{name}: {results['steps']} steps, {results['seeds']} seed(s), means")
-        print(f"  {'':<40}" + "".join(f"{title:>16}" for title in COLUMNS.values()))
-        for scheme, entry in schemes.items():
-            cells = (f"{entry[key]['mean']:>16.3f}" if key in entry else f"{'-':>16}" for key in COLUMNS)
-            print(f"  {scheme:<40}{''.join(cells)}")
+def compare(name: str, options: Namespace) -> Iterator[Found]:
+    """Measure every scheme on a task, and print a table of means."""
+    found = _over_seeds([measure(name, seed, options.steps) for seed in range(options.seeds)])
+    print(f"\n{name}: {options.steps} steps, {options.seeds} seed(s), means")
+    print(f"  {'':<40}" + "".join(f"{title:>16}" for title in COLUMNS.values()))
+    for scheme, entry in found.items():
+        cells = (f"{entry[key]['mean']:>16.3f}" if key in entry else f"{'-':>16}" for key in COLUMNS)
+        print(f"  {scheme:<40}{''.join(cells)}", flush=True)
+    yield ("tasks", name), found
 
 
 def _over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -292,28 +291,14 @@ def _over_seeds(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and store."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--short", action="store_true", help="60 steps of one seed")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the result file")
-    options = parser.parse_args()
-    steps, seeds = (60, 1) if options.short else (options.steps, options.seeds)
-    if steps <= EVERY or seeds < 1:
-        parser.error(f"there must be more than {EVERY} steps, and one seed")
+    benchmark = Benchmark(__file__, __doc__)
+    benchmark.parser.add_argument("--steps", type=int, default=300, help=f"more than {EVERY}")
+    benchmark.parser.add_argument("--seeds", type=int, default=3)
     torch.set_num_threads(1)
-    results = {**describe_machine(), "tree": describe_tree(), "ranks": RANKS, "steps": steps, "seeds": seeds}
-    results["tasks"] = {
-        name: _over_seeds([measure(name, seed, steps) for seed in range(seeds)])
-        for name in dict.fromkeys(options.tasks)
-    }
-    report(results)
-    options.output.mkdir(parents=True, exist_ok=True)
-    (options.output / "four_bits.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\nwritten: {options.output / 'four_bits.json'}")
+    benchmark.run(
+        {name: partial(compare, name) for name in TASKS},
+        facts=lambda options: {"ranks": RANKS, "steps": options.steps, "seeds": options.seeds},
+    )
 
 
 if __name__ == "__main__":

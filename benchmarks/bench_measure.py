@@ -9,37 +9,31 @@ recommended hook, the reasons, and the seconds that the command took.
 
 "estimates": two hosts at 1 Gbit/s. The same processes measure, train models with each hook and without
 communication (``no_sync``), and measure again. The estimate uses the model's size and the median step without
-communication; it is compared with the median of the slowest rank's whole steps. Hooks take turns, forwards
-and backwards; both estimates are stored, and their mean is compared.
-
-Writes results/measure.json beside this file; running one part replaces only its own numbers.
+communication; it is compared with the median of the slowest rank's whole steps; both estimates are stored,
+and their mean is compared. Writes results/measure.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
+import contextlib
+import itertools
 import statistics
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, cast
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from hook_harness import run_on_hosts
-from machine import describe_machine
-from models import Transformer
+from harness import Benchmark, Found, in_turns, load, of_slowest, spread
+from rank_processes import on_ranks
+from tasks import Encoder
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks.measure import Model, Report, measure
 from ddp_quant_hooks.measure.trials import hooks_to_try
 from dist_utils import resolve_group
-from dist_utils.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "results"
 ALONE = "without communication"
 CASES = {
     "2 ranks, loopback": (2, None),
@@ -58,211 +52,138 @@ def transformer(rank: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tenso
     """Return the model, and a function that computes a batch's loss with it."""
     generator = torch.Generator().manual_seed(rank)
     letters = torch.randint(0, LETTERS, (8, LETTERS_IN_ROW), generator=generator)
-
-    def loss(model: nn.Module) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(letters).flatten(0, 1), letters.flatten())
-
-    return Transformer(LETTERS, 320, heads=5, layers=6), loss
+    model = Encoder(LETTERS, 320, heads=5, layers=6)
+    return model, lambda ddp: nn.functional.cross_entropy(ddp(letters).flatten(0, 1), letters.flatten())
 
 
 def wide_layers(rank: int) -> tuple[nn.Module, Callable[[nn.Module], torch.Tensor]]:
     """Return linear layers with 17 million parameters, for which communication dominates."""
     rows = torch.randn(16, 1024, generator=torch.Generator().manual_seed(rank))
     layers = [layer for _ in range(16) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
-
-    def loss(model: nn.Module) -> torch.Tensor:
-        result: torch.Tensor = model(rows).square().mean()
-        return result
-
-    return nn.Sequential(*layers), loss
+    return nn.Sequential(*layers), lambda ddp: ddp(rows).square().mean()
 
 
 MODELS = {"transformer": transformer, "wide layers": wide_layers}
 
 
-def train(rank: int, make: Callable[..., Any], repeats: int) -> dict[str, list[float]]:
-    """Return the seconds of every step with each hook, and of steps without communication."""
-    sides: dict[str, tuple[DistributedDataParallel, torch.optim.Optimizer, Any]] = {}
-    for name, registered in {ALONE: None, **hooks_to_try(resolve_group(None))}.items():
-        torch.manual_seed(0)
-        model, loss = make(rank)
-        ddp = DistributedDataParallel(model)
-        if registered is not None:
-            ddp.register_comm_hook(*registered)
-        sides[name] = ddp, torch.optim.SGD(ddp.parameters(), lr=1e-3), loss
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for repeat in range(-3, repeats):  # DDP rebuilds its buckets, and memory is allocated
-        for name in list(sides) if repeat % 2 else reversed(list(sides)):
-            ddp, optimizer, loss = sides[name]
-            dist.barrier()
-            began = time.perf_counter()
-            optimizer.zero_grad()
-            if name == ALONE and repeat > -3:
-                with ddp.no_sync():
-                    loss(ddp).backward()
-            else:
-                loss(ddp).backward()
-            optimizer.step()
-            if repeat >= 0:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
+def side(rank: int, make: Callable[..., Any], registered: Any, *, alone: bool) -> Callable[[], None]:
+    """Return a call that makes a step with a hook, without the other ranks if ``alone``."""
+    torch.manual_seed(0)
+    model, loss = make(rank)
+    ddp = DistributedDataParallel(model)
+    if registered is not None:
+        ddp.register_comm_hook(*registered)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+    steps = itertools.count()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with ddp.no_sync() if alone and next(steps) > 0 else contextlib.nullcontext():
+            loss(ddp).backward()
+        optimizer.step()
+
+    return step
 
 
-def compare(seconds: dict[str, list[float]], parameters: int, reports: list[Report]) -> dict[str, Any]:
+def measure_and_train(
+    rank: int, budget: float, repeats: int, models: list[str]
+) -> tuple[list[Report], dict[str, tuple[int, dict[str, list[float]]]]]:
+    """Return reports from before and after training, and every model's size and seconds of steps."""
+    reports, trained = [measure(budget=budget)], {}
+    for name in models:
+        make = MODELS[name]
+        hooks = {ALONE: None, **hooks_to_try(resolve_group(None))}
+        sides = {hook: side(rank, make, found, alone=hook == ALONE) for hook, found in hooks.items()}
+        seconds = in_turns(sides, repeats, warm_up=3)  # DDP rebuilds its buckets, and memory is allocated
+        trained[name] = sum(parameter.numel() for parameter in make(rank)[0].parameters()), seconds
+    return [*reports, measure(budget=budget)], trained
+
+
+def compare(parameters: int, times: dict[str, list[float]], reports: list[Report]) -> dict[str, Any]:
     """Return measured and estimated steps of one model.
 
     Args:
-        seconds: The slowest rank's seconds of every step, by side.
         parameters: The model's number of parameters.
+        times: The slowest rank's ms of every step, by side.
         reports: The reports from before and after training.
     """
-    medians = {name: statistics.median(steps) for name, steps in seconds.items()}
-    model = Model(parameters, medians[ALONE])
-    found: dict[str, Any] = {
-        "parameters": parameters,
-        "alone_ms": round(1e3 * medians[ALONE], 2),
-        "hooks": {},
-    }
-    for name, measured in medians.items():
+    alone = statistics.median(times[ALONE])
+    estimates = [report.for_model(Model(parameters, alone / 1e3)).estimate for report in reports]
+    hooks = {}
+    for name, steps in times.items():
         if name == ALONE:
             continue
-        steps = [report.for_model(model).estimate.steps[name].seconds for report in reports]  # type: ignore[union-attr]
-        low, _, high = statistics.quantiles(seconds[name], n=4)
-        found["hooks"][name] = {
-            "measured_ms": round(1e3 * measured, 2),
-            "measured_quartiles_ms": [round(1e3 * low, 2), round(1e3 * high, 2)],
-            "estimated_ms": [round(1e3 * step, 2) for step in steps],
-            "estimated_of_measured": round(statistics.mean(steps) / measured, 3),
+        estimated = [1e3 * found.steps[name].seconds for found in estimates if found is not None]
+        measured = spread(steps)
+        hooks[name] = {
+            "measured_ms": measured["median_ms"],
+            "measured_quartiles_ms": measured["quartiles_ms"],
+            "estimated_ms": [round(step, 2) for step in estimated],
+            "estimated_of_measured": round(statistics.mean(estimated) / statistics.median(steps), 3),
         }
-    return found
+    return {"parameters": parameters, "alone_ms": round(alone, 2), "hooks": hooks}
 
 
-def slowest(group: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return the slowest rank's time of each step. Collective."""
-    ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, group)
-    return {name: [max(step) for step in zip(*(rank[name] for rank in ranks), strict=True)] for name in group}
+def estimates(options: Namespace) -> Iterator[Found]:
+    """Measure and estimate the steps of every model."""
+    arguments = (options.budget, options.repeats, options.models)
+    ranks = on_ranks(measure_and_train, 2, *arguments, rate="1gbit")
+    for name in options.models:
+        times = of_slowest([trained[name][1] for _, trained in ranks])
+        (reports, trained), *_ = ranks
+        found = compare(trained[name][0], times, reports)
+        print(f"{name}, {found['parameters'] / 1e6:.1f} M parameters, {found['alone_ms']} ms alone, {load()}")
+        for hook, entry in found["hooks"].items():
+            print(f"  {hook:<8}{entry}")
+        yield ("estimates", "models", name), found
 
 
-def be_a_rank(folder: Path, options: argparse.Namespace) -> None:
-    """Measure as one rank on an emulated host, and train models if there are any."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    reports = [measure(budget=options.budget)]
-    trained = {name: slowest(train(rank, MODELS[name], options.repeats)) for name in options.models}
-    found: dict[str, Any] = {"models": {}}
-    if trained:
-        reports.append(measure(budget=options.budget))
-        for name, seconds in trained.items():
-            parameters = sum(parameter.numel() for parameter in MODELS[name](rank)[0].parameters())
-            found["models"][name] = compare(seconds, parameters, reports)
-    found["reports"] = [report.as_dict() for report in reports]
-    (folder / f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+def report_of(rank: int, budget: float) -> Report:  # noqa: ARG001 - run_ranks gives it
+    """Measure as one of the ranks."""
+    return measure(budget=budget)
 
 
-def on_loopback(rank: int, budget: float) -> dict[str, Any]:
-    """Measure as one of several local ranks."""
-    del rank
-    torch.set_num_threads(1)
-    return measure(budget=budget).as_dict()
+def advice(options: Namespace) -> Iterator[Found]:
+    """Measure every case, as the command does."""
+    for case in options.cases:
+        count, rate = CASES[case]
+        began = time.perf_counter()
+        report = on_ranks(report_of, count, options.budget, rate=rate, timeout=300)[0].as_dict()
+        found = {
+            "seconds_with_start": round(time.perf_counter() - began, 1),
+            "seconds_measuring": round(report["seconds"], 1),
+            "advice": report["advice"],
+            "links": report["links"],
+            "load_1_5_15_min": load(),
+            "hooks": {name: exchanges_of(found) for name, found in report["hooks"].items()},
+        }
+        print(f"{case}, {found['seconds_with_start']} s, load {found['load_1_5_15_min']}")
+        print(f"  take {report['advice']['hook']}: {' '.join(report['advice']['reasons'])}", flush=True)
+        yield ("advice", "cases", case), found
 
 
-def measured_advice(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Return the command's advice for one case."""
-    count, rate = CASES[case]
-    began = time.perf_counter()
-    if rate is None:
-        report, *_ = run_ranks(on_loopback, count, options.budget, timeout=300)
-    else:
-        arguments = [f"--budget={options.budget}", "--models"]
-        first, *_ = run_on_hosts([__file__, "rank"], arguments, count, rate=rate)
-        (report,) = cast("Any", first)["reports"]
+def exchanges_of(exchanges: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what a report says of a hook, by the size of the exchange."""
     return {
-        "seconds_with_start": round(time.perf_counter() - began, 1),
-        "seconds_measuring": round(report["seconds"], 1),
-        "advice": report["advice"],
-        "links": report["links"],
-        "load_1_5_15_min": [round(value, 1) for value in os.getloadavg()],
-        "hooks": {
-            name: {
-                f"{exchange['size'] >> 20} MiB": {
-                    "ms": round(1e3 * exchange["seconds"], 2),
-                    "repeats": exchange["repeats"],
-                    "mb_sent": round(exchange["bytes_sent"] / 1e6, 3),
-                    "mb_on_a_hosts_link": round(exchange["bytes_on_host_link"] / 1e6, 3),
-                    "relative_error": float(f"{exchange['relative_error']:.3g}"),
-                }
-                for exchange in exchanges
-            }
-            for name, exchanges in report["hooks"].items()
-        },
+        f"{exchange['size'] >> 20} MiB": {
+            "ms": round(1e3 * exchange["seconds"], 2),
+            "repeats": exchange["repeats"],
+            "mb_sent": round(exchange["bytes_sent"] / 1e6, 3),
+            "mb_on_a_hosts_link": round(exchange["bytes_on_host_link"] / 1e6, 3),
+            "relative_error": float(f"{exchange['relative_error']:.3g}"),
+        }
+        for exchange in exchanges
     }
-
-
-def show_advice(case: str, found: dict[str, Any]) -> None:
-    """Print one case."""
-    print(
-        f"{case}, {found['seconds_with_start']} s, {found['seconds_measuring']} s of them measuring", end=""
-    )
-    print(f", load {found['load_1_5_15_min']}")
-    print(f"  take {found['advice']['hook']}")
-    for reason in found["advice"]["reasons"]:
-        print(f"  {reason}")
-
-
-def show_estimates(models: dict[str, Any]) -> None:
-    """Print measured and estimated steps."""
-    for name, found in models.items():
-        print(f"{name}, {found['parameters'] / 1e6:.1f} M parameters, {found['alone_ms']} ms alone")
-        for hook, side in found["hooks"].items():
-            print(
-                f"  {hook:<8}{side['measured_ms']:>9} ms {side['measured_quartiles_ms']}, estimated", end=" "
-            )
-            print(f"{side['estimated_ms']}, {side['estimated_of_measured']} of measured", flush=True)
 
 
 def main() -> None:
-    """Run the requested parts, and write their results."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("part", nargs="?", default="all", choices=("all", "advice", "estimates", "rank"))
-    parser.add_argument("folder", nargs="?", type=Path)
-    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--repeats", type=int, default=31)
-    parser.add_argument("--budget", type=float, default=40.0)
-    options = parser.parse_args()
-    if options.part == "rank":
-        be_a_rank(options.folder, options)
-        return
-    path = RESULTS / "measure.json"
-    results = json.loads(path.read_text()) if path.exists() else {}
-    if options.part in ("all", "advice"):
-        cases = results.get("advice", {}).get("cases", {})
-        for case in options.cases:
-            cases[case] = measured_advice(case, options)
-            show_advice(case, cases[case])
-        results["advice"] = {**describe_machine(), "budget": options.budget, "cases": cases}
-    if options.part in ("all", "estimates"):
-        arguments = [f"--budget={options.budget}", f"--repeats={options.repeats}"]
-        first, *_ = run_on_hosts(
-            [__file__, "rank"], [*arguments, "--models", *options.models], 2, rate="1gbit"
-        )
-        models = cast("Any", first)["models"]
-        show_estimates(models)
-        results["estimates"] = {
-            **describe_machine(),
-            "hosts": 2,
-            "rate": "1gbit",
-            "repeats": options.repeats,
-            "load_1_5_15_min": [round(value, 1) for value in os.getloadavg()],
-            "models": models,
-        }
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    """Run the requested parts."""
+    benchmark = Benchmark(__file__, __doc__, repeats=31)
+    add = benchmark.parser.add_argument
+    add("--cases", nargs="+", default=list(CASES), choices=list(CASES))
+    add("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    add("--budget", type=float, default=40.0)
+    benchmark.run({"advice": advice, "estimates": estimates}, facts=lambda o: {"budget": o.budget})
 
 
 if __name__ == "__main__":

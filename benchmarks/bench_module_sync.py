@@ -2,31 +2,25 @@
 
     python benchmarks/bench_module_sync.py
 
-Every repeat runs all functions, in turns forwards and backwards; times are of the slowest rank. "with
-verification" compares the ranks' modules first. Writes results/module_sync.json beside this
-file.
+Times are of the slowest rank. "with verification" compares the ranks' modules first. Writes
+results/module_sync.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from pathlib import Path
-from typing import Any
+from argparse import Namespace
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from machine import describe_machine
-from timings import slowest
+from harness import Benchmark, Found, in_turns, print_times, slowest
 from torch.distributed import utils as pytorch
 
 from dist_utils import sync_module_states
 from dist_utils.testing import run_ranks
 
-RESULTS = Path(__file__).parent / "results" / "module_sync.json"
 BUCKET = 250 << 20
-WIDTHS = [512, 64, 4]
+WIDTHS = {512: "100.2 MiB", 64: "1.6 MiB", 4: "8 KiB"}
 """Each model has 200 parameters: 100 square matrices of this width and 100 vectors."""
 
 
@@ -58,38 +52,16 @@ def measure(rank: int, width: int, repeats: int) -> dict[str, list[float]]:
         "ours, with verification": lambda: sync_module_states(module, group, BUCKET, 0, ()),
         "pytorch, with verification": theirs_verified,
     }
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for repeat in range(-2, repeats):  # the first rounds warm up
-        for name in list(sides) if repeat % 2 else reversed(sides):
-            dist.barrier()
-            began = time.perf_counter()
-            sides[name]()
-            if repeat >= 0:
-                seconds[name].append(time.perf_counter() - began)
-    return seconds
+    return in_turns(sides, repeats)
 
 
-def main() -> None:
-    """Measure everything, print and store it."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=41)
-    options = parser.parse_args()
-    results: dict[str, Any] = {**describe_machine(), "repeats": options.repeats, "ms": {}}
-    for width in WIDTHS:
-        table = slowest(run_ranks(measure, 2, width, options.repeats, timeout=300))
-        kib = 100 * (width * width + width) * 4 / 2**10
-        size = f"{kib:.0f} KiB" if kib < 2**10 else f"{kib / 2**10:.1f} MiB"
-        results["ms"][size] = table
-        print(f"\n200 parameters, {size}: ms, median [quartiles]")
-        for name, entry in table.items():
-            low, high = entry["quartiles_ms"]
-            ratio = entry["median_ms"] / table[name.replace("ours", "pytorch")]["median_ms"]
-            print(f"  {name:<28}{entry['median_ms']:7.2f} [{low:.2f}, {high:.2f}]   / pytorch {ratio:.2f}")
-    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\nwritten: {RESULTS}")
+def cases(options: Namespace) -> Iterator[Found]:
+    """Measure models of several sizes."""
+    for width, size in WIDTHS.items():
+        times = slowest(run_ranks(measure, 2, width, options.repeats, timeout=300))
+        print_times(f"200 parameters, {size}", times, lambda name: name.replace("ours", "pytorch"))
+        yield ("ms", size), times
 
 
 if __name__ == "__main__":
-    main()
+    Benchmark(__file__, __doc__, repeats=41).run({"ms": cases})

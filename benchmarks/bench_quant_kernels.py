@@ -3,31 +3,25 @@
     python benchmarks/bench_quant_kernels.py
     python benchmarks/bench_quant_kernels.py --mib 100 --repeats 51
 
-One thread, one fp32 bucket of 25 MiB in 8 bits with blocks of 128; every repeat runs everything, in turns
-forwards and backwards. Bytes are the least that must be moved per value: 4 read and 1.03 written to encode,
-the reverse to decode, 8 to copy. Writes results/quant_kernels.json beside this file.
+One thread, one fp32 bucket of 25 MiB in 8 bits with blocks of 128. Bytes are the least that must be moved per
+value: 4 read and 1.03 written to encode, the reverse to decode, 8 to copy. Writes results/quant_kernels.json.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import describe_machine
-from timings import slowest
+from harness import Benchmark, Found, in_turns, print_times, slowest
 
 from ddp_quant_hooks import kernels
 from ddp_quant_hooks.kernels import Layout, torch_ops
 from ddp_quant_hooks.kernels.cpu import CpuKernels
 from ddp_quant_hooks.kernels.job import Job
 
-RESULTS = Path(__file__).parent / "results"
 LAYOUT = Layout("int8", 128)
 COPY = "tensor.copy_"
 TORCH_OPS = "torch operators"
@@ -65,14 +59,7 @@ def jobs(count: int) -> dict[str, tuple[Callable[[], Any], float]]:
 def measure(count: int, repeats: int) -> dict[str, dict[str, Any]]:
     """Return times, bandwidths, and their share of the copy's bandwidth."""
     work = jobs(count)
-    seconds: dict[str, list[float]] = {name: [] for name in work}
-    for repeat in range(-2, repeats):  # the first rounds warm up
-        for name in list(work) if repeat % 2 else reversed(list(work)):
-            began = time.perf_counter()
-            work[name][0]()
-            if repeat >= 0:
-                seconds[name].append(time.perf_counter() - began)
-    results = slowest([seconds])
+    results = slowest([in_turns({name: call for name, (call, _) in work.items()}, repeats)])
     for name, entry in results.items():
         entry["gb_per_s"] = round(work[name][1] / entry["median_ms"] / 1e6, 2)
     for entry in results.values():
@@ -80,42 +67,27 @@ def measure(count: int, repeats: int) -> dict[str, dict[str, Any]]:
     return results
 
 
-def report(results: dict[str, Any]) -> None:
-    """Print the table, and how much faster the kernels are than torch operators."""
-    kinds = results["kernels"]
+def torch_ops_of(name: str) -> str:
+    """Return the name of the same work with torch operators."""
+    return f"{name.removeprefix('ours: ').split(',')[0]}, {TORCH_OPS}"
+
+
+def kernels_alone(options: Namespace) -> Iterator[Found]:
+    """Measure all jobs on one bucket."""
     print(kernels.describe())
-    for name, entry in kinds.items():
-        low, high = entry["quartiles_ms"]
-        print(
-            f"  {name:<36}{entry['median_ms']:8.2f} ms [{low:.2f}, {high:.2f}]".ljust(68)
-            + f"{entry['gb_per_s']:7.1f} GB/s  {entry['of_copy']:.2f} of copy_"
-        )
-    best = CpuKernels().instruction_set
-    for what in ("encode", "decode"):
-        ours = kinds[f"ours: {what}, {best}"]
-        faster = kinds[f"{what}, {TORCH_OPS}"]["median_ms"] / ours["median_ms"]
-        print(f"{what}, {best}: {faster:.0f} times as fast as torch operators")
+    results = measure(options.mib * 2**20 // 4, options.repeats)
+    print_times(f"{options.mib} MiB", results, torch_ops_of)
+    for name, entry in results.items():
+        print(f"  {name:<36}{entry['gb_per_s']:7.1f} GB/s  {entry['of_copy']:.2f} of copy_")
+        yield ("kernels", name), entry
 
 
 def main() -> None:
     """Measure, print, store."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--mib", type=int, default=25)
-    parser.add_argument("--repeats", type=int, default=101)
-    options = parser.parse_args()
     torch.set_num_threads(1)
-    count = options.mib * 2**20 // 4
-    results = {
-        **describe_machine(),
-        "bucket_mib": options.mib,
-        "repeats": options.repeats,
-        "kernels": measure(count, options.repeats),
-    }
-    report(results)
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "quant_kernels.json").write_text(json.dumps(results, indent=1) + "\n")
+    benchmark = Benchmark(__file__, __doc__, repeats=101)
+    benchmark.parser.add_argument("--mib", type=int, default=25)
+    benchmark.run({"kernels": kernels_alone}, facts=lambda options: {"bucket_mib": options.mib})
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/bench_whole_steps.py                  # everything: hours, and hosts need root
     python benchmarks/bench_whole_steps.py steps --models 7M --hosts 2 --rates 1gbit --sides plain fp16 8bits
     python benchmarks/bench_whole_steps.py losses           # an hour
-    python benchmarks/bench_whole_steps.py table | plot     # of the stored results, for documents
+    python benchmarks/bench_whole_steps.py table            # of the stored results, for documents
 
 Models: transformers of 7 and 57 million parameters on the standard library's sources, a convolutional network
 and a wide perceptron on digits (scikit-learn's). AdamW; SGD for the convolutional network. One thread per
@@ -17,69 +17,78 @@ Losses: the loss that each number format on the wire reaches after equal steps, 
 three seeds; an overlapped optimizer gives the same bits. After equal time: the same curves, read at the steps
 that the cell's step times allow.
 
-Writes results/whole_steps.json: running one part replaces only its own numbers.
+Writes results/whole_steps.json and pictures.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from emulated_hosts import EmulationUnavailableError
+from harness import RESULTS, Benchmark, Found
 from machine import describe_machine, describe_tree
+from tasks import MODELS
 from whole_steps.cells import LOOPBACK, RATES, Cell, chosen_cells, jobs_of, run
 from whole_steps.gains import draw_gains
 from whole_steps.losses import DILOCO, HOW_LONG, learn_all
 from whole_steps.plots import draw
-from whole_steps.ranks import Job, be_a_rank
-from whole_steps.sides import ALL, COMPUTE, PLAIN, available, label
+from whole_steps.ranks import Job
+from whole_steps.sides import ALL, COMPUTE, PLAIN, label
 from whole_steps.summary import summarize
 from whole_steps.tables import tables
-from whole_steps.tasks import MODELS
-
-RESULTS = Path(__file__).parent / "results" / "whole_steps.json"
 
 
-def measure_cell(cell: Cell, options: argparse.Namespace, results: dict[str, Any], path: Path) -> None:
-    """Run the jobs of a cell, and write the results of each."""
-    asked = [name for name in options.sides if name in ALL and name != PLAIN]
-    names = available([PLAIN, *asked], cell.ranks_per_host)
+def measure_cell(cell: Cell, options: Namespace) -> Iterator[Found]:
+    """Run the jobs of a cell, and yield the results of each."""
+    few = cell.ranks_per_host == 1
+    names = [
+        name
+        for name in ALL
+        if name in options.sides and not (name == PLAIN or (few and name.startswith("nodes")))
+    ]
     try:
         waiting = list(jobs_of(cell, names, options.repeats, options.memory_gib))
     except MemoryError as error:
         print(f"SKIPPED {error}", file=sys.stderr)
         return
-    entry = results.setdefault("cells", {}).setdefault(cell.name, {"sides": {}})
     measured = False
     while waiting:
         job = waiting.pop(0)
+        _, *others = job.sides
         try:
-            ranks = run(cell, job)
+            found = summarize(run(cell, job), RATES.get(cell.rate), cell.ranks_per_host)
         except EmulationUnavailableError as error:
             print(f"SKIPPED {cell.name}: {error}", file=sys.stderr)
             return
         except RuntimeError as error:
-            _, *others = job.sides
             if len(others) > 1:  # run them one by one to find the failing one
                 waiting = [Job(**{**vars(job), "sides": (PLAIN, name)}) for name in others] + waiting
                 continue
+            reason = str(error).strip().splitlines()[0]
             for name in others or [PLAIN]:
-                entry["sides"][name] = {"failed": str(error)}
-                print(f"{cell.name}: {label(name)} FAILED: {error}", flush=True)
-        else:
-            found = summarize(ranks, RATES.get(cell.rate), cell.ranks_per_host)
-            about = {**describe_machine(), "tree": describe_tree()}
-            sides = {name: {**side, "run": about} for name, side in found.pop("sides").items()}
-            if measured:  # ratios are within each job; the table shows the first job's reference
-                sides = {name: side for name, side in sides.items() if name not in (COMPUTE, PLAIN)}
-            measured = True
-            entry["sides"] |= sides
-            entry |= found
-            report(cell, job, entry["sides"])
-        save(results, path)
+                print(f"{cell.name}: {label(name)} FAILED: {reason}", flush=True)
+                yield ("cells", cell.name, "sides", name), {"failed": reason}
+            continue
+        about = {**describe_machine(), "tree": describe_tree()}
+        report(cell, job, found["sides"])
+        for name, side in found.pop("sides").items():
+            # Ratios are within each job; the table shows the first job's reference.
+            if not (measured and name in (COMPUTE, PLAIN)):
+                yield ("cells", cell.name, "sides", name), {**side, "run": about}
+        for key, value in found.items():
+            yield ("cells", cell.name, key), value
+        measured = True
+
+
+def steps(options: Namespace) -> Iterator[Found]:
+    """Measure every cell, the most important first."""
+    for cell in chosen_cells(options.models, options.hosts, options.rates, options.ranks_per_host):
+        yield from measure_cell(cell, options)
 
 
 def report(cell: Cell, job: Job, sides: dict[str, Any]) -> None:
@@ -97,49 +106,30 @@ def report(cell: Cell, job: Job, sides: dict[str, Any]) -> None:
         )
 
 
-def save(results: dict[str, Any], path: Path) -> None:
-    """Write the results, so that an interrupted run keeps them."""
-    path.write_text(json.dumps(results, indent=1) + "\n")
+def draw_both(results: dict[str, Any], path: Path) -> None:
+    """Draw the losses over time, and the gains."""
+    draw(results, path)
+    if "cells" in results:
+        draw_gains(results, path.with_name(f"{path.stem}_gains.png"))
 
 
 def main() -> None:
     """Run the requested parts."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parts = ["all", "steps", "losses", "table", "plot", "rank"]
-    parser.add_argument("part", nargs="?", default="all", choices=parts)
-    parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--job", help=argparse.SUPPRESS)
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4, 8], help="on loopback: ranks")
-    parser.add_argument("--rates", nargs="+", default=[*RATES, LOOPBACK], choices=[*RATES, LOOPBACK])
-    parser.add_argument("--ranks-per-host", type=int, nargs="+", default=[1, 2], choices=[1, 2])
-    sides = [*ALL, DILOCO]  # DiLoCo has no step to compare, only losses
-    parser.add_argument("--sides", nargs="+", default=sides, choices=sides)
-    parser.add_argument("--repeats", type=int, default=31)
-    parser.add_argument("--memory-gib", type=float, default=12, help="for the models of all ranks")
-    parser.add_argument("--steps", type=int, default=HOW_LONG, help="of losses")
-    parser.add_argument("--seeds", type=int, default=3, help="of losses")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="the result file")
-    options = parser.parse_args()
-    if options.repeats < 2:
-        parser.error("--repeats must be at least 2, for the quartiles")
-    if options.part == "rank":
-        be_a_rank(options.folder, Job.from_text(options.job))
+    if sys.argv[1:] == ["table"]:
+        print(tables(json.loads((RESULTS / "whole_steps.json").read_text())))
         return
-    path = options.output
-    results = json.loads(path.read_text()) if path.exists() else {}
-    if options.part in ("all", "steps"):
-        for cell in chosen_cells(options.models, options.hosts, options.rates, options.ranks_per_host):
-            measure_cell(cell, options, results, path)
-    if options.part in ("all", "losses"):
-        learn_all(options, results, lambda: save(results, path))
-    if options.part == "table":
-        print(tables(results))
-    else:
-        draw(results, path.with_suffix(".png"))
-        draw_gains(results, path.with_name(f"{path.stem}_gains.png"))
+    benchmark = Benchmark(__file__, __doc__, repeats=31)
+    add = benchmark.parser.add_argument
+    add("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    add("--hosts", type=int, nargs="+", default=[2, 4, 8], help="on loopback: ranks")
+    add("--rates", nargs="+", default=[*RATES, LOOPBACK], choices=[*RATES, LOOPBACK])
+    add("--ranks-per-host", type=int, nargs="+", default=[1, 2], choices=[1, 2])
+    sides = [*ALL, DILOCO]  # DiLoCo has no step to compare, only losses
+    add("--sides", nargs="+", default=sides, choices=sides)
+    add("--memory-gib", type=float, default=12, help="for the models of all ranks")
+    add("--steps", type=int, default=HOW_LONG, help="of losses")
+    add("--seeds", type=int, default=3, help="of losses")
+    benchmark.run({"steps": steps, "losses": learn_all}, draw=draw_both)
 
 
 if __name__ == "__main__":

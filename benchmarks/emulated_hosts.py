@@ -16,6 +16,7 @@ import select
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 Host: TypeAlias = list[str]
@@ -51,6 +52,17 @@ def require_rate(rate: str) -> None:
 def holder(host: Host) -> int:
     """Return the process that holds a host's network, for callers that enter it themselves."""
     return int(host[1].removeprefix("--target="))
+
+
+def interface_bytes() -> tuple[int, int]:
+    """Return the bytes that this process's host has received and sent, headers included; 0 on loopback."""
+    # Not /sys/class/net: that belongs to the network in which it was mounted, this file to the process.
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "eth0":
+            columns = counts.split()
+            return int(columns[0]), int(columns[8])
+    return 0, 0
 
 
 @contextlib.contextmanager

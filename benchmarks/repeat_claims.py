@@ -18,14 +18,14 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from buckets import time_hooks
 from claims import CLAIMS, Claim
 from emulated_hosts import EmulationUnavailableError
-from hook_harness import run_on_hosts, time_on_hosts
-from timings import slowest
+from harness import load, slowest
+from rank_processes import on_ranks
 from whole_steps.cells import RATES, Cell, run
 from whole_steps.ranks import Job
 from whole_steps.summary import summarize
@@ -34,23 +34,23 @@ from dist_utils.testing import run_ranks
 
 SECONDS, MARGIN = 600.0, 90.0
 """The time for all measurements, and the longest time of a single one, in seconds."""
-HERE = Path(__file__).parent
 
 
 def buckets_on_2_hosts() -> dict[str, Any]:
     """Average 25 MiB with every hook of ddp-quant-hooks."""
-    script = str(HERE / "bench_quantized_allreduce.py")
-    return {"hosts": {rate: {2: time_on_hosts(script, 2, 9, rate=rate)} for rate in ("1gbit", "10gbit")}}
+    return {
+        "hosts": {rate: {2: _times_of("quantized_allreduce.hooks", 2, rate)} for rate in ("1gbit", "10gbit")}
+    }
 
 
 def buckets_on_4_hosts() -> dict[str, Any]:
     """Average 25 MiB with every hook of ddp-quant-hooks."""
-    return {"hosts": {"1gbit": {4: time_on_hosts(str(HERE / "bench_quantized_allreduce.py"), 4, 9)}}}
+    return {"hosts": {"1gbit": {4: _times_of("quantized_allreduce.hooks", 4, "1gbit")}}}
 
 
 def half_buckets_on_2_hosts() -> dict[str, Any]:
     """Average 25 MiB with every hook of ddp-compress-hooks."""
-    return {"hosts": {2: time_on_hosts(str(HERE / "bench_compress_hooks.py"), 2, 9)}}
+    return {"hosts": {2: _times_of("compress_hooks.sides", 2, "1gbit")}}
 
 
 def bytes_of_buckets() -> dict[str, Any]:
@@ -61,8 +61,7 @@ def bytes_of_buckets() -> dict[str, Any]:
 
 def errors() -> dict[str, Any]:
     """Average with simulated ranks."""
-    found: dict[str, Any] = _bench("quant_accuracy").measure([2, 8], 1)
-    return found
+    return {"schemes": _bench("quant_accuracy").measure([2, 8], 1)}
 
 
 def kernels_alone() -> dict[str, Any]:
@@ -72,14 +71,13 @@ def kernels_alone() -> dict[str, Any]:
 
 def overlapped_steps() -> dict[str, Any]:
     """Train a stack of linear layers with every way to step."""
-    options = argparse.Namespace(models=["60MB"], kinds=["foreach"], batches=None, repeats=9)
-    return {"hosts": {"cases": _bench("overlap").time_everything("hosts", options)}}
+    found = _bench("overlap").time_case("hosts", "60MB", "foreach", 8, 9)
+    return {"hosts": {"cases": {"60MB, foreach, batch 8": found}}}
 
 
 def sharded_steps() -> dict[str, Any]:
     """Train a model of FSDP2 on two hosts of two ranks."""
-    command = [str(HERE / "bench_fsdp.py"), "rank"]
-    return {"times": {"1gbit": slowest(run_on_hosts(command, ["--repeats=7"], 2, ranks_per_host=2))}}
+    return {"times": {"1gbit": _bench("fsdp").times_of("1gbit", 7)}}
 
 
 def walks() -> dict[str, Any]:
@@ -112,6 +110,11 @@ def whole_steps() -> dict[str, Any]:
         cell, job = Cell(model, 2, "1gbit"), Job(model, ("plain", "8bits", "8bits+overlap"), 15)
         cells[cell.name] = summarize(run(cell, job), RATES["1gbit"], 1)
     return {"cells": cells}
+
+
+def _times_of(hooks: str, hosts: int, rate: str) -> dict[str, Any]:
+    module, name = hooks.split(".")
+    return slowest(on_ranks(time_hooks, hosts, getattr(_bench(module), name), 9, rate=rate))
 
 
 def _bench(name: str) -> Any:
@@ -175,7 +178,7 @@ def main() -> None:
     for name in [name for name, claims in broken.items() if claims]:
         if time.monotonic() - began + took[name] < SECONDS:
             broken[name] &= failing(name)
-    print(f"\nload {[round(value, 1) for value in os.getloadavg()]}, {time.monotonic() - began:.0f} s")
+    print(f"\nload {load()}, {time.monotonic() - began:.0f} s")
     if late:
         print(f"no time was left for {', '.join(late)}")
     still = [claim for claims in broken.values() for claim in sorted(claims)]

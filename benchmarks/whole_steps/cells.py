@@ -5,21 +5,16 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from emulated_hosts import EmulationUnavailableError
-from hook_harness import run_on_hosts
+from rank_processes import on_ranks
+from tasks import MODELS
 from whole_steps.ranks import MOST_TRIALS, WARM_UP, Job, measure
 from whole_steps.sides import FRAGILE, PLAIN
-from whole_steps.tasks import MODELS
-
-from dist_utils.testing import run_ranks
 
 LOOPBACK = "loopback"
 RATES = {"1gbit": 1e9 / 8, "10gbit": 10e9 / 8, "0.1gbit": 0.1e9 / 8}
 """Bytes per second of the emulated links, by their names on the command line."""
-SCRIPT = Path(__file__).parents[1] / "bench_whole_steps.py"
 
 
 @dataclass(frozen=True)
@@ -112,20 +107,17 @@ def run(cell: Cell, job: Job) -> list[dict[str, Any]]:
     """
     steps = (job.repeats + WARM_UP) * (len(job.sides) + 1)
     steps += MOST_TRIALS * sum(name.startswith("auto") for name in job.sides)
-    timeout = 120 + 5 * steps * cell.plain_seconds
     try:
-        if cell.rate == LOOPBACK:
-            return run_ranks(measure, cell.world_size, job, timeout=timeout, group_timeout=job.patience)
-        command, options = [str(SCRIPT), "rank"], ["--job", job.to_text()]
-        rate = "100mbit" if cell.rate == "0.1gbit" else cell.rate
-        ranks: list[dict[str, Any]] = run_on_hosts(
-            command, options, cell.hosts, rate=rate, ranks_per_host=cell.ranks_per_host, timeout=timeout
+        return on_ranks(
+            measure,
+            cell.world_size,
+            job,
+            rate={LOOPBACK: None, "0.1gbit": "100mbit"}.get(cell.rate, cell.rate),
+            placement=[rank // cell.ranks_per_host for rank in range(cell.world_size)],
+            timeout=120 + 5 * steps * cell.plain_seconds,
+            group_timeout=job.patience,
         )
-    except EmulationUnavailableError:
+    except RuntimeError:
         raise
     except Exception as error:
-        raise RuntimeError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
-    for rank in ranks:
-        if "error" in rank:
-            raise RuntimeError(rank["error"].strip().splitlines()[0])
-    return ranks
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import memory
 import torch
-import torch.distributed as dist
 from bench_diloco import CONFIGURATIONS, outer_optimizers
-from bench_quant_convergence import Task
+from harness import Found
 from machine import describe_machine
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from whole_steps.ranks import keep_freed_memory
+from tasks import MODELS, Task
+from training import means, take_step, train
 from whole_steps.sides import LABELS, OVERLAP, PLAIN, make_side
-from whole_steps.tasks import MODELS
 
 from ddp_quant_hooks import QuantizedAllreduceState
 from dist_utils.testing import run_ranks
@@ -29,53 +27,49 @@ LEARNERS = [PLAIN, "fp16", "bf16", "8bits", "4bits", "powersgd-one", "perchannel
 LEARNT = ("7M", "conv")
 LABEL = {**LABELS, DILOCO: "DiLoCo, 8 bits every 20 steps"}
 
-
-def learn(rank: int, model_name: str, name: str, seeds: int, steps: int) -> list[list[float]]:
-    """Train on one rank; return the mean losses of every THIN steps, for each seed."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
-    task = MODELS[model_name].task()
-    return [_curve(rank, task, model_name, name, seed, steps) for seed in range(seeds)]
-
-
-def _curve(rank: int, task: Task, model_name: str, name: str, seed: int, steps: int) -> list[float]:
-    step, optimizer, close = _diloco(task, seed) if name == DILOCO else _hooked(task, model_name, name, seed)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=WARM_UP)
-    batches = torch.Generator().manual_seed(seed)
-    losses = torch.empty(steps)
-    for index in range(steps):
-        # Every rank draws for all ranks, so the examples do not depend on who computes them.
-        losses[index] = step(task.draw(RANKS * task.batch, batches).view(RANKS, -1)[rank])
-        schedule.step()
-    dist.all_reduce(losses)
-    close()
-    return [round(value, 6) for value in (losses / RANKS).view(-1, THIN).mean(1).tolist()]
-
-
 Learner = tuple[Callable[[torch.Tensor], torch.Tensor], torch.optim.Optimizer, Callable[[], None]]
+"""A step, the optimizer, and how to end."""
+
+
+def learn(rank: int, model_name: str, name: str, seeds: int, steps: int) -> list[list[float]]:  # noqa: ARG001
+    """Train on one rank; return the mean losses of every THIN steps, for each seed."""
+    memory.keep_freed_memory()
+    task = MODELS[model_name].task()
+    return [_curve(task, model_name, name, seed, steps) for seed in range(seeds)]
+
+
+def _curve(task: Task, model_name: str, name: str, seed: int, steps: int) -> list[float]:
+    take, optimizer, close = _diloco(task, seed) if name == DILOCO else _hooked(task, model_name, name, seed)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, total_iters=WARM_UP)
+
+    def step(chosen: torch.Tensor) -> torch.Tensor:
+        loss = take(chosen)
+        schedule.step()
+        return loss
+
+    losses = train(task, step, seed, steps)
+    close()
+    return [round(value, 6) for value in means(losses, THIN)]
 
 
 def _hooked(task: Task, model_name: str, name: str, seed: int) -> Learner:
     side = make_side(name, MODELS[model_name], task, seed=seed)
-    return lambda examples: side.step(task, examples), side.optimizer, side.close
+    return lambda chosen: side.step(task, chosen), side.optimizer, side.close
 
 
 def _diloco(task: Task, seed: int) -> Learner:
     torch.manual_seed(seed)
-    model: nn.Module | DistributedDataParallel = task.model()
+    model = task.model()
     configuration = CONFIGURATIONS["int8, feedback"]
     state = QuantizedAllreduceState(**(configuration.options or {}))
     outer = outer_optimizers(model, configuration, state)
     inner = task.optimizer(model.parameters())
 
-    def step(examples: torch.Tensor) -> torch.Tensor:
-        inner.zero_grad()
-        loss = task.loss(model, examples)
-        torch.autograd.backward(loss)
-        inner.step()
+    def step(chosen: torch.Tensor) -> torch.Tensor:
+        loss = take_step(task, model, inner, chosen)
         for fragment in outer:
             fragment.step()
-        return loss.detach()
+        return loss
 
     def close() -> None:
         for fragment in outer:
@@ -85,33 +79,23 @@ def _diloco(task: Task, seed: int) -> Learner:
     return step, inner, close
 
 
-def learn_all(options: argparse.Namespace, results: dict[str, Any], save: Callable[[], None]) -> None:
-    """Train with every requested side, and write the curves."""
-    wanted = [name for name in LEARNERS if name in options.sides]
+def learn_all(options: Namespace) -> Iterator[Found]:
+    """Train with every requested side, and yield a model's curves after each."""
     for model in [model for model in LEARNT if model in options.models]:
-        entry = results.setdefault("losses", {}).setdefault(model, {})
-        if (entry.get("steps"), entry.get("seeds")) != (options.steps, options.seeds):
-            entry["curves"] = {}  # curves of different lengths are not compared
-        entry |= {
-            **describe_machine(),
-            "steps": options.steps,
-            "seeds": options.seeds,
-            "steps_in_a_point": THIN,
-        }
-        for name in wanted:
+        about = {"steps": options.steps, "seeds": options.seeds, "steps_in_a_point": THIN}
+        curves: dict[str, Any] = {}
+        for name in [name for name in LEARNERS if name in options.sides]:
             timeout = 120 + 5 * options.seeds * options.steps * MODELS[model].step_seconds
+            wanted = (model, name, options.seeds, options.steps)
             try:
-                curves, *_ = run_ranks(
-                    learn, RANKS, model, name, options.seeds, options.steps, timeout=timeout
-                )
+                curves[name], *_ = run_ranks(learn, RANKS, *wanted, timeout=timeout)
             except Exception as error:  # noqa: BLE001 - the table shows the errors of PyTorch's hooks
-                entry["curves"][name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-                print(f"{model}: {LABEL[name]}: {entry['curves'][name]['failed']}", file=sys.stderr)
+                curves[name] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+                print(f"{model}: {LABEL[name]}: {curves[name]['failed']}", file=sys.stderr)
             else:
-                entry["curves"][name] = curves
-                final = [curve[-1] for curve in curves]
+                final = [curve[-1] for curve in curves[name]]
                 print(f"{model}: {LABEL[name]:<44}{statistics.fmean(final):8.4f} {final}", flush=True)
-            save()
+            yield ("losses", model), {"curves": curves, **describe_machine(), **about}
 
 
 def loss_at(curve: list[float], step: float) -> float:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import json
-import os
 import time
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
+import memory
 import torch
 import torch.distributed as dist
-from bench_quant_convergence import Task
+from emulated_hosts import interface_bytes
+from tasks import MODELS, Task
 from torch.distributed.device_mesh import init_device_mesh
 from whole_steps.sides import COMPUTE, PLAIN, Side, make_side
-from whole_steps.tasks import MODELS
 
 from dist_utils.testing import tcp_bytes_sent
 
@@ -25,7 +21,6 @@ WARM_UP = 4
 """Uncounted first steps of each side: DDP rebuilds its buckets, and powerSGD warms up."""
 MOST_TRIALS = 110
 """Steps after which an automatic side must have chosen."""
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # constants in glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -46,21 +41,10 @@ class Job:
     ranks_per_host: int = 1
     patience: float = 300.0
 
-    def to_text(self) -> str:
-        """Return it as one argument of a command."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Job:
-        """Read the text of :meth:`to_text`."""
-        fields = json.loads(text)
-        return cls(**{**fields, "sides": tuple(fields["sides"])})
-
 
 def measure(rank: int, job: Job) -> dict[str, Any]:
     """Return this rank's seconds and bytes of every step, by side, with the buckets and what was chosen."""
-    torch.set_num_threads(1)
-    keep_freed_memory()
+    memory.keep_freed_memory()
     model = MODELS[job.model]
     task = model.task()
     several = job.ranks_per_host > 1
@@ -79,13 +63,13 @@ def measure(rank: int, job: Job) -> dict[str, Any]:
         for name in turns if repeat % 2 else reversed(turns):
             # Without communication, plain DDP's model is used, to save memory.
             side = sides[PLAIN if name == COMPUTE else name]
-            before = tcp_bytes_sent(), wire_bytes_sent()
+            before = tcp_bytes_sent(), interface_bytes()[1]
             dist.barrier()
             began = time.perf_counter()
             side.step(task, examples, alone=name == COMPUTE)
             seconds = time.perf_counter() - began
             dist.barrier()  # so that the hosts' interfaces have sent the data of all their ranks
-            after = tcp_bytes_sent(), wire_bytes_sent()
+            after = tcp_bytes_sent(), interface_bytes()[1]
             if repeat >= 0:
                 seen["seconds"][name].append(seconds)
                 seen["tcp_bytes"][name].append(after[0] - before[0])
@@ -103,39 +87,5 @@ def let_choose(side: Side, task: Task, batches: torch.Generator) -> dict[str, An
         side.step(task, task.draw(task.batch, batches))
         if not side.choosing:
             choice = side.state.choice
-            return {
-                "steps": step,
-                "candidate": choice.candidate,
-                "why": choice.why,
-            }
+            return {"steps": step, "candidate": choice.candidate, "why": choice.why}
     raise RuntimeError(f"nothing was chosen in {MOST_TRIALS} steps")
-
-
-def keep_freed_memory() -> None:
-    """Let the allocator keep freed memory: new pages would cost more than the compared effects."""
-    libc = ctypes.CDLL(None)
-    libc.mallopt(_MMAP_THRESHOLD, 2**25)
-    libc.mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-
-
-def wire_bytes_sent() -> int:
-    """Return the bytes that the host's interface has sent, headers included; 0 on loopback."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == "eth0":
-            return int(counts.split()[8])
-    return 0
-
-
-def be_a_rank(folder: Path, job: Job) -> None:
-    """Run one rank on an emulated host; write its measurements, or why it failed."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=job.patience))
-    mine = folder / f"{dist.get_rank()}.json"
-    try:
-        seen = measure(dist.get_rank(), job)
-    except Exception as error:  # noqa: BLE001 - the table shows any error
-        mine.write_text(json.dumps({"error": f"{type(error).__name__}: {error}"}))
-        os._exit(0)  # a hook's threads may wait forever
-    mine.write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()

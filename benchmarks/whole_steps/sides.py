@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from bench_quant_convergence import Task
+from tasks import Model, Task
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
-from whole_steps.tasks import Model
+from training import take_step
 
-import ddp_quant_hooks
 from ddp_compress_hooks import bf16_compress_hook
 from ddp_optim_overlap import overlap_optimizer
 from ddp_quant_hooks import (
+    AutoState,
     HierarchicalAllreduceState,
     QuantizedAllreduceState,
+    auto_hook,
     quantized_allreduce_hook,
 )
 
@@ -55,16 +56,6 @@ def label(name: str) -> str:
     return LABELS[base] + (" + overlap" if plus else "")
 
 
-def available(names: list[str], ranks_per_host: int) -> list[str]:
-    """Return the available sides: nodes need several ranks, and ``auto`` a version that has it."""
-    missing = set()
-    if ranks_per_host == 1:
-        missing.add("nodes")
-    if getattr(ddp_quant_hooks, "AutoState", None) is None:
-        missing.add("auto")
-    return [name for name in names if name.partition("+")[0] not in missing]
-
-
 def make_hook(name: str, mesh: DeviceMesh | None) -> tuple[Any, Callable[..., Any]] | None:
     """Return a state and a hook, or ``None`` for plain DDP. ``mesh``: nodes first, then their ranks."""
     if name == PLAIN:
@@ -82,7 +73,7 @@ def make_hook(name: str, mesh: DeviceMesh | None) -> tuple[Any, Callable[..., An
     if name == "nodes":
         return HierarchicalAllreduceState(mesh=mesh), quantized_allreduce_hook
     if name == "auto":
-        return ddp_quant_hooks.AutoState(), ddp_quant_hooks.auto_hook
+        return AutoState(), auto_hook
     return QuantizedAllreduceState(bits={"8bits": 8, "4bits": 4}[name]), quantized_allreduce_hook
 
 
@@ -96,12 +87,8 @@ class Side:
 
     def step(self, task: Task, chosen: torch.Tensor, *, alone: bool = False) -> torch.Tensor:
         """Train with these examples, without the other ranks if ``alone``, and return the loss."""
-        self.optimizer.zero_grad()
         with self.ddp.no_sync() if alone else contextlib.nullcontext():
-            loss = task.loss(self.ddp, chosen)
-            torch.autograd.backward(loss)
-        self.optimizer.step()
-        return loss.detach()
+            return take_step(task, self.ddp, self.optimizer, chosen)
 
     def bucket_bytes(self) -> list[int]:
         """Return the sizes of DDP's buckets in fp32, in the order in which they are ready."""

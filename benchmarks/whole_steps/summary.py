@@ -17,11 +17,11 @@ sides. Times are of the slowest rank.
 
 from __future__ import annotations
 
-import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from harness import in_pairs, load, of_slowest, spread
 from whole_steps.sides import COMPUTE, PLAIN
 
 CANDIDATES = {PLAIN, "bf16", "8bits", "nodes"}
@@ -38,19 +38,16 @@ def summarize(
         bytes_a_second: The rate of each host's link; ``None`` on loopback.
         ranks_per_host: Consecutive ranks that share a link.
     """
-    steps = {
-        name: [1e3 * max(turn) for turn in _turns(ranks, "seconds", name)] for name in ranks[0]["seconds"]
-    }
-    load = [round(value, 1) for value in os.getloadavg()]
+    steps = of_slowest([rank["seconds"] for rank in ranks])
     sides: dict[str, Any] = {}
     for name, own in steps.items():
-        sent = max_median(_turns(ranks, "tcp_bytes", name))
-        sides[name] = {**spread(own, "_ms"), "repeats": len(own), "load_1_5_15_min": load}
+        sent = max_median(ranks, "tcp_bytes", name)
+        sides[name] = {**spread(own), "repeats": len(own), "load_1_5_15_min": load()}
         sides[name]["mib_sent"] = round(sent / 2**20, 3)
         wire = 0.0
         if bytes_a_second is not None:
             # Ranks of a host read the same counter.
-            sent = max_median(_turns(ranks[::ranks_per_host], "wire_bytes", name))
+            sent = max_median(ranks[::ranks_per_host], "wire_bytes", name)
             wire = 1e3 * sent / bytes_a_second
             sides[name] |= {"mib_on_wire": round(sent / 2**20, 3), "wire_ms": round(wire, 2)}
         if name != COMPUTE:
@@ -71,7 +68,7 @@ def compare(name: str, steps: dict[str, list[float]], wire: float, last: float) 
     possible = max(compute + last, wire)
     exposed = [step - alone for step, alone in zip(own, steps[COMPUTE], strict=True)]
     found = {
-        "exposed": spread(exposed, "_ms"),
+        "exposed": spread(exposed),
         "faster_than_plain": ratios(steps[PLAIN], own),
         "plain_ms": round(statistics.median(steps[PLAIN]), 2),
         "compute_ms": round(compute, 2),
@@ -87,24 +84,11 @@ def compare(name: str, steps: dict[str, list[float]], wire: float, last: float) 
     return found
 
 
-def max_median(turns: list[tuple[float, ...]]) -> float:
-    """Return the median over the turns of each turn's maximum."""
-    return statistics.median(max(turn) for turn in turns)
-
-
-def _turns(ranks: list[dict[str, Any]], kind: str, name: str) -> list[tuple[float, ...]]:
-    return list(zip(*(rank[kind][name] for rank in ranks), strict=True))
-
-
-def spread(values: Sequence[float], unit: str = "", digits: int = 2) -> dict[str, Any]:
-    """Return median and quartiles."""
-    low, median, high = statistics.quantiles(values, n=4)
-    return {
-        f"median{unit}": round(median, digits),
-        f"quartiles{unit}": [round(low, digits), round(high, digits)],
-    }
+def max_median(ranks: list[dict[str, Any]], kind: str, name: str) -> float:
+    """Return the median over the turns of the most on any rank."""
+    return statistics.median(max(turn) for turn in zip(*(rank[kind][name] for rank in ranks), strict=True))
 
 
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, Any]:
     """Return median and quartiles of the ratios of each turn."""
-    return spread([one / other for one, other in zip(over, under, strict=True)], digits=3)
+    return spread(in_pairs(over, under), unit="", digits=3)
