@@ -1,16 +1,11 @@
 """Which optimizers are taken: torch's reviewed ones, and declared ones that pass a short trial."""
 
-import random
-import resource
 import threading
-import time
-from collections import deque
-from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from declared_optimizers import ACCEPTED, Knows, Lamb, Lion, Steps
 
 from ddp_optim_overlap.errors import UnsupportedGradientError, UnsupportedOptimizerError
 from ddp_optim_overlap.optimizers.reviewed import (
@@ -32,8 +27,6 @@ KINDS = {
     and issubclass(kind, torch.optim.Optimizer)
     and kind is not torch.optim.Optimizer
 }
-NUMBERS = torch.Generator()
-"""A generator of this module, which the trial restores like torch's own."""
 
 
 def make_parameters():
@@ -135,247 +128,6 @@ def test_sparse_gradients_that_an_optimizer_cannot_step_are_refused():
 # Declared ones
 
 
-class Steps(torch.optim.Optimizer):
-    """Steps per parameter, as a base for optimizers like those of others; counts in every state."""
-
-    def __init__(self, params, lr=0.1, **options):
-        super().__init__(params, {"lr": lr, **options})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        self.before()
-        for group in self.param_groups:
-            self.before_group(group, [one.grad for one in group["params"] if one.grad is not None])
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    state = self.state[parameter]
-                    state["step"] = state.get("step", 0) + 1
-                    parameter.sub_(self.update(parameter, parameter.grad, state, group) * group["lr"])
-
-    def before(self):
-        pass
-
-    def before_group(self, group, gradients):
-        pass
-
-    def average(self, state, name, value, rate=0.1):
-        return state.setdefault(name, torch.zeros_like(value)).lerp_(value, rate)
-
-    def update(self, parameter, gradient, state, group):
-        return gradient
-
-
-class Lion(Steps):
-    def update(self, parameter, gradient, state, group):
-        update = state.setdefault("momentum", torch.zeros_like(gradient)).lerp(gradient, 0.1).sign_()
-        self.average(state, "momentum", gradient, 0.01)
-        return update
-
-
-class Tiger(Steps):
-    def update(self, parameter, gradient, state, group):
-        return self.average(state, "momentum", gradient).sign() + 0.01 * parameter
-
-
-class SignSGD(Steps):
-    def update(self, parameter, gradient, state, group):
-        return gradient.sign()
-
-
-class AdaBelief(Steps):
-    def update(self, parameter, gradient, state, group):
-        mean = self.average(state, "mean", gradient)
-        spread = self.average(state, "spread", (gradient - mean).square())
-        return mean / (1 - 0.9 ** state["step"]) / (spread.sqrt() + 1e-8)
-
-
-class Adan(Steps):
-    def update(self, parameter, gradient, state, group):
-        change = gradient - state.get("before", gradient)
-        state["before"] = gradient.clone()
-        square = self.average(state, "square", (gradient + 0.9 * change).square())
-        return (self.average(state, "mean", gradient) + self.average(state, "change", change)) / (
-            square.sqrt() + 1e-8
-        )
-
-
-class Yogi(Steps):
-    def update(self, parameter, gradient, state, group):
-        square, new = state.setdefault("square", torch.full_like(gradient, 1e-6)), gradient.square()
-        square.addcmul_((square - new).sign(), new, value=-0.01)
-        return self.average(state, "mean", gradient) / (square.sqrt() + 1e-3)
-
-
-class QHAdam(Steps):
-    def update(self, parameter, gradient, state, group):
-        mean = self.average(state, "mean", gradient)
-        square = self.average(state, "square", gradient.square())
-        return (0.7 * mean + 0.3 * gradient) / (0.9 * square + 0.1 * gradient.square()).sqrt().add_(1e-8)
-
-
-class Lamb(Steps):
-    def update(self, parameter, gradient, state, group):
-        update = self.average(state, "mean", gradient)
-        update = update / (self.average(state, "square", gradient.square()).sqrt() + 1e-6)
-        return update * (parameter.norm() / (update.norm() + 1e-6)).clamp(max=10)
-
-
-class Lars(Steps):
-    def update(self, parameter, gradient, state, group):
-        local = 0.001 * parameter.norm() / (gradient.norm() + 1e-8)
-        return self.average(state, "momentum", gradient * local)
-
-
-class Sophia(Steps):
-    def update(self, parameter, gradient, state, group):
-        if state["step"] % 10 == 1:
-            self.average(state, "hessian", gradient.square())
-        return (self.average(state, "mean", gradient) / (state["hessian"] + 1e-12)).clamp_(-1, 1)
-
-
-class Blockwise8bit(Steps):
-    """Keeps momentum as bytes with one scale for every few values, as bitsandbytes does."""
-
-    def update(self, parameter, gradient, state, group):
-        flat = gradient.flatten()
-        blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % 16)).view(-1, 16)
-        codes = state.get("codes", torch.zeros_like(blocks, dtype=torch.int8))
-        mean = (codes * state.get("scales", torch.ones(len(blocks), 1))).lerp(blocks, 0.1)
-        state["scales"] = mean.abs().amax(1, keepdim=True).clamp_(min=1e-30) / 127
-        state["codes"] = (mean / state["scales"]).nan_to_num().round().to(torch.int8)
-        return mean.flatten()[: flat.numel()].view_as(gradient)
-
-
-class FactoredSquares(Steps):
-    """Like Adafactor."""
-
-    def update(self, parameter, gradient, state, group):
-        square = gradient.square() + 1e-30
-        if gradient.dim() < 2:
-            return gradient / self.average(state, "square", square).sqrt()
-        rows = self.average(state, "rows", square.mean(-1))
-        columns = self.average(state, "columns", square.mean(-2))
-        update = gradient * (rows / rows.mean(-1, keepdim=True)).rsqrt().unsqueeze(-1)
-        update *= columns.rsqrt().unsqueeze(-2)
-        return update / update.square().mean().sqrt().clamp(min=1)
-
-
-class ScheduleFree(Steps):
-    def update(self, parameter, gradient, state, group):
-        z = state.setdefault("z", parameter.clone())
-        update = (parameter - z) / state["step"] + gradient * (0.9 * (1 - 1 / state["step"]))
-        z.sub_(gradient, alpha=group["lr"])
-        return update
-
-
-class CentralizedGradients(Steps):
-    def update(self, parameter, gradient, state, group):
-        if gradient.dim() > 1:
-            gradient.sub_(gradient.mean(tuple(range(1, gradient.dim())), keepdim=True))
-        return gradient
-
-
-class ClampedDecay(Steps):
-    def update(self, parameter, gradient, state, group):
-        return (gradient + (0.1 * parameter).clamp(-0.01, 0.01)).clamp(-1, 1)
-
-
-class Orthogonalized(Steps):
-    """Like Muon for matrices; fails on what is not finite, as some decompositions do."""
-
-    def update(self, parameter, gradient, state, group):
-        if not gradient.isfinite().all():
-            raise ValueError("the gradient is not finite")
-        if gradient.dim() != 2:
-            return gradient
-        left, _, right = torch.linalg.svd(self.average(state, "momentum", gradient), full_matrices=False)
-        return left @ right
-
-
-class SkipsItsOwnNaN(Steps):
-    def update(self, parameter, gradient, state, group):
-        return gradient if gradient.isfinite().all() else torch.zeros_like(gradient)
-
-
-class StateOfConstructor(Steps):
-    """Makes its state when it is created, as the first MADGRAD did."""
-
-    def __init__(self, params, **options):
-        super().__init__(params, **options)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["start"] = parameter.detach().clone()
-
-    def update(self, parameter, gradient, state, group):
-        return gradient + 0.1 * (parameter - state["start"])
-
-
-@dataclass
-class Moments:
-    mean: torch.Tensor
-    count: int = 0
-
-
-class History(Steps):
-    def update(self, parameter, gradient, state, group):
-        state.setdefault("history", deque(maxlen=3)).append(gradient.clone())
-        moments = state.setdefault("moments", Moments(torch.zeros_like(gradient)))
-        moments.mean.lerp_(gradient, 0.1)
-        moments.count += 1
-        return sum(state["history"]) + moments.mean / moments.count
-
-
-class Knows(Steps):
-    """Finds parameters in its attributes, counts there, and calls its own methods through them."""
-
-    def __init__(self, params, **options):
-        params = list(params)
-        super().__init__(params, **options)
-        self.everything = params
-        self.decayed = {one for one in params if one.dim() > 1}
-        self.counts = {}
-        self.scale = self.scale_of
-        for one in params:
-            one.rate = 0.5 if one.dim() == 1 else 1.0
-
-    def scale_of(self, parameter):
-        return parameter.rate * sum(one.dim() for one in self.everything)
-
-    def update(self, parameter, gradient, state, group):
-        self.counts[parameter] = self.counts.get(parameter, 0) + 1
-        return (gradient + parameter if parameter in self.decayed else gradient) * self.scale(parameter)
-
-
-class CountsInGroup(Steps):
-    def before_group(self, group, gradients):
-        group["step"] = group.get("step", 0) + 1
-
-
-ACCEPTED = [
-    CountsInGroup,
-    Lion,
-    Tiger,
-    SignSGD,
-    AdaBelief,
-    Adan,
-    Yogi,
-    QHAdam,
-    Lamb,
-    Lars,
-    Sophia,
-    Blockwise8bit,
-    FactoredSquares,
-    ScheduleFree,
-    CentralizedGradients,
-    ClampedDecay,
-    Orthogonalized,
-    SkipsItsOwnNaN,
-    StateOfConstructor,
-    History,
-    Knows,
-]
-
-
 @pytest.mark.parametrize("kind", ACCEPTED)
 def test_optimizers_that_step_per_parameter_are_taken_by_declaration(kind):
     declared(kind(make_parameters(), lr=0.0))  # as at the begin of a warm-up
@@ -395,12 +147,6 @@ def test_parameters_may_have_any_dtype_shape_and_group(kind, dtype):
     parameters.append(torch.nn.Parameter(torch.ones(2, 2, dtype=torch.int64), requires_grad=False))
     with torch.device("meta"):
         declared(kind([{"params": parameters[:3]}, {"params": []}, {"params": parameters[3:]}]))
-
-
-def test_a_trial_makes_tensors_on_the_cpu_as_the_thread_that_steps_does():
-    optimizer = Blockwise8bit(make_parameters())
-    with torch.device("meta"):
-        declared(optimizer)
 
 
 def test_the_error_says_what_to_write():
@@ -503,68 +249,14 @@ class CountsCalls(Steps):
         self.calls += 1
 
 
-class CountsInObject(Steps):
-    def __init__(self, params, **options):
-        super().__init__(params, **options)
-        self.moments = {"all": [Moments(torch.zeros(1))]}
-
-    def before(self):
-        self.moments["all"][0].count += 1
-
-
-class CountsInState(Steps):
-    def before(self):
-        self.state["all"] = {"step": self.state.get("all", {"step": 0})["step"] + 1}
-
-
-class CountsInParameter(Steps):
-    def update(self, parameter, gradient, state, group):
-        parameter.beside = len(group["params"])
-        return gradient
-
-
 class Draws(Steps):
-    draw = staticmethod(torch.rand_like)
-
     def update(self, parameter, gradient, state, group):
-        return gradient * self.draw(gradient)
-
-
-class DrawsInPython(Draws):
-    draw = staticmethod(lambda _: random.random())
-
-
-class DrawsInNumpy(Draws):
-    draw = staticmethod(lambda _: float(np.random.rand()))  # noqa: NPY002
-
-
-class DrawsFromModule(Draws):
-    draw = staticmethod(lambda gradient: torch.rand(gradient.shape, generator=NUMBERS))
+        return gradient * torch.rand_like(gradient)
 
 
 class KeepsInState(Steps):
     def update(self, parameter, gradient, state, group):
         return state.setdefault("kept", [gradient])[0]
-
-
-class KeepsInAttribute(Steps):
-    def __init__(self, params, **options):
-        super().__init__(params, **options)
-        self.kept = {}
-
-    def update(self, parameter, gradient, state, group):
-        self.kept[parameter] = gradient[...]
-        return gradient
-
-
-_KEPT = {}
-
-
-class KeepsElsewhere(Steps):
-    def update(self, parameter, gradient, state, group):
-        before = _KEPT.get(parameter, gradient)
-        _KEPT[parameter] = gradient
-        return gradient - 0.5 * before
 
 
 class ReadsOthers(Steps):
@@ -593,21 +285,11 @@ class Fails(Steps):
         raise ValueError("of parameters like these")
 
 
-class Compiled(Steps):
-    def update(self, parameter, gradient, state, group):
-        return torch.compile(torch.sign, backend="eager")(gradient)
-
-
 class Sharpness(Steps):
     """Like SAM, whose step evaluates the model again."""
 
     def step(self, closure=None):
         assert closure is not None, "needs a closure"
-
-
-class NeedsClosure(Steps):
-    def step(self, closure):
-        pass
 
 
 class Lookahead(Steps):
@@ -631,23 +313,13 @@ REFUSED = {
     SkipsZeros: "one of them with a gradient of zeros",
     SkipsUnlessAll: "one of them without a gradient",
     CountsCalls: "attribute 'calls'",
-    CountsInObject: "attribute 'moments' differs",
-    CountsInState: "state of no parameter differs",
-    CountsInParameter: "a parameter or its state differs",
     Draws: "draws random numbers",
-    DrawsInPython: "draws random numbers",
-    DrawsInNumpy: "draws random numbers",
-    DrawsFromModule: "draws random numbers",
     KeepsInState: "keeps a gradient itself",
-    KeepsInAttribute: "keeps a gradient itself",
-    KeepsElsewhere: "does not step per parameter",
     ReadsOthers: "does not step per parameter",
     WritesOthers: "does not step per parameter",
     MovesNothing: "does not move",
     Fails: "ValueError: of parameters like these",
-    Compiled: "fail_on_recompile",
     Sharpness: "needs a closure",
-    NeedsClosure: "needs a closure",
     Lookahead: "another optimizer in its attribute 'fast'",
     HasLock: "cannot be copied",
 }
@@ -733,21 +405,16 @@ def state_of_everything(optimizer):
         {id(owner): list(map(id, state)) for owner, state in optimizer.state.items()},
         {name: id(value) for name, value in vars(optimizer).items()},
         torch.get_rng_state().tolist(),
-        NUMBERS.get_state().tolist(),
-        random.getstate(),
-        repr(np.random.get_state()),  # noqa: NPY002
     )
 
 
-@pytest.mark.parametrize(
-    "kind", [Knows, Adan, Draws, DrawsInPython, DrawsInNumpy, DrawsFromModule, Fails, SkipsNaN]
-)
+@pytest.mark.parametrize("kind", [Knows, Lion, Draws, Fails, SkipsNaN])
 def test_a_trial_changes_nothing(kind):
     optimizer = kind(make_parameters())
     for group in optimizer.param_groups:
         for one in group["params"]:
             one.grad = torch.randn_like(one)
-    if kind is Adan:
+    if kind is Lion:
         optimizer.step()
     before = state_of_everything(optimizer)
     if kind in ACCEPTED:
@@ -756,49 +423,6 @@ def test_a_trial_changes_nothing(kind):
         with pytest.raises(UnsupportedOptimizerError):
             declared(optimizer)
     assert state_of_everything(optimizer) == before
-
-
-def test_a_trial_may_run_while_another_thread_reads_parameters():
-    optimizer = Knows(make_parameters())
-    before = [one.detach().clone() for one in optimizer.everything]
-    seen, done = [], threading.Event()
-
-    def read():
-        while not done.is_set():
-            same = all(map(torch.equal, optimizer.everything, before))
-            seen.append(same and all(one.grad is None for one in optimizer.everything))
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    for _ in range(3):
-        declared(optimizer)
-    done.set()
-    thread.join()
-    assert len(seen) > 1
-    assert all(seen)
-
-
-_GROUPS = []
-
-
-class CountsGroups(Lamb):
-    def before(self):
-        _GROUPS.append(len(self.param_groups))
-
-
-def test_a_trial_of_many_or_large_parameters_is_cheap():
-    def peak():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MiB
-
-    many = [torch.nn.Parameter(torch.zeros(20, 20)) for _ in range(4000)]
-    large = [torch.nn.Parameter(torch.zeros(4096, 4096)) for _ in range(2)]
-    for parameters in (many, [{"params": [one]} for one in many[:1000]], large):
-        optimizer = CountsGroups(parameters)
-        before, began = peak(), time.thread_time()
-        declared(optimizer)
-        assert time.thread_time() - began < 4
-        assert peak() - before < 48
-    assert sum(_GROUPS) < 200_000
 
 
 # Communication
@@ -813,14 +437,6 @@ class Sums(Steps):
         return gradient
 
 
-class SumsInCpp(Steps):
-    def update(self, parameter, gradient, state, group):
-        name = dist.group.WORLD.group_name
-        return torch.ops._c10d_functional.wait_tensor(
-            torch.ops._c10d_functional.all_reduce(gradient, "sum", name)
-        )
-
-
 class HasGroup(Steps):
     def __init__(self, params, **options):
         super().__init__(params, **options)
@@ -831,7 +447,7 @@ def _communicates(rank):
     from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - warns, which pytest refuses
 
     optimizers = [
-        *(kind(make_parameters()) for kind in (Sums, SumsInCpp, HasGroup)),
+        *(kind(make_parameters()) for kind in (Sums, HasGroup)),
         ZeroRedundancyOptimizer(make_parameters(), torch.optim.SGD, lr=0.1),
     ]
     texts = []
@@ -849,7 +465,7 @@ def test_communication_is_refused_before_it_happens():
     for texts, value in run_ranks(_communicates, 2):
         for text, found in zip(
             texts,
-            ["communicates (c10d::", "communicates (_c10d", "cannot be copied", "communicates in"],
+            ["communicates (c10d::", "cannot be copied", "communicates in"],
             strict=True,
         ):
             assert found in text

@@ -1,6 +1,5 @@
 """The memory of parameters: unusual and changed strides, shared memory; and that of models that are gone."""
 
-import contextlib
 import gc
 import itertools
 import time
@@ -130,28 +129,6 @@ def check_changed_afterwards(change, when, view, memory, *, overlapped):
     if overlapped:
         begin_overlap(ddp, optimizer, memory=memory)
     return train_on(ddp, optimizer, _inputs(when, 6))
-
-
-def check_changed_before_the_call():
-    """Whether DDP was made before can be unknown, but no step uses permuted gradients."""
-
-    def run(change, view, earlier, *, overlapped):
-        torch.manual_seed(0)
-        ddp, optimizer = _start(_plain(), view)
-        with overlap_optimizer(ddp, optimizer) if earlier and overlapped else contextlib.nullcontext():
-            train_on(ddp, optimizer, _inputs(last=earlier))
-        change(ddp.module)
-        try:
-            if overlapped:
-                overlap_optimizer(ddp, optimizer)
-            return train_on(ddp, optimizer, _inputs(earlier, 6))
-        except RuntimeError as error:
-            if "ConfigError" not in f"{type(error).__name__}: {error}":
-                raise
-            return run(change, view, earlier, overlapped=False)
-
-    for case in itertools.product(CHANGES, VIEWS, (0, 3)):
-        assert_ordinary(run, *case)
 
 
 def check_shared_memory():

@@ -141,30 +141,6 @@ def check_frozen_layers(*, overlapped):
     return ends(ddp, optimizer)
 
 
-class NeedsParameters(torch.optim.SGD):
-    """Its step fails without parameters, and takes more arguments than a closure."""
-
-    def step(self, closure=None, *, flag=None):
-        del flag
-        assert self.param_groups[0]["params"][0].requires_grad
-        return super().step(closure)
-
-
-@as_ordinary()
-def check_step_without_parameters(*, overlapped):
-    ddp = make_ddp()
-    optimizer = NeedsParameters(ddp.parameters(), lr=0.1)
-    if overlapped:
-        overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
-    train_on(ddp, optimizer, batches(2))
-    found = ends(ddp, optimizer)
-    if overlapped:
-        backward(ddp, batches(1)[0])
-        with pytest.raises(ConfigError, match="flag"):
-            optimizer.step(flag=True)
-    return found
-
-
 @as_ordinary()
 def check_removed_before_step(*, overlapped):
     ddp = make_ddp()

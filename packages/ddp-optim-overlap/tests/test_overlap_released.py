@@ -4,8 +4,6 @@ import copy
 import ctypes
 import itertools
 import mmap
-import threading
-import weakref
 from pathlib import Path
 
 import pytest
@@ -293,50 +291,6 @@ def check_errors():
         plain.load_state_dict(ddp.state_dict())
         other = torch.optim.SGD(plain.parameters(), lr=0.1)
         assert_same(train_on(ddp, optimizer, data[2:])[0], train_on(plain, other, data[2:])[0])
-
-
-def check_few_are_in_progress():
-    """Slow averages hold backward() up: it is never three buckets ahead."""
-    ahead, waiting = [], []
-
-    def slow(state, bucket):
-        if bucket.index() == 0:
-            waiting.clear()
-            state["before"] = dict(zip(state["ddp"].parameters(), snapshot(state["ddp"]), strict=True))
-        waiting[:] = [one for one in waiting if torch.equal(one, state["before"][one])]  # not stepped yet
-        ahead.append(len(waiting))
-        waiting.append(bucket.parameters()[0])
-        average = torch.futures.Future()
-        threading.Timer(0.05, average.set_result, [bucket.buffer()]).start()
-        return average.then(lambda done: done.value())
-
-    for memory in (None, PageMemory):
-        ahead.clear()
-        ddp = make_ddp(bucket_cap_mb=0.0005)
-        optimizer = adamw(ddp)
-        begin_overlap(ddp, optimizer, memory=memory, comm_hook=slow, comm_state={"ddp": ddp})
-        train_on(ddp, optimizer, batches(3))
-        assert (max(ahead) > 2) is (memory is None), ahead
-
-
-def check_memory_of_old_buckets():
-    """DDP rebuilds its buckets after the first pass: the first ones are not kept, nor allocated again."""
-    ddp = make_ddp()
-    old = []
-
-    def hook(state, bucket):
-        old.append(weakref.ref(bucket.buffer()))
-        return _new_tensor(None, bucket)
-
-    optimizer = adamw(ddp)
-    handle = begin_overlap(ddp, optimizer, memory=StorageMemory, comm_hook=hook)
-    train_on(ddp, optimizer, batches(3))
-    alive = [one() for one in old if one() is not None]
-    assert alive
-    assert old[0]() is None
-    assert_same([one.untyped_storage().nbytes() for one in alive], [0] * len(alive))
-    handle.remove()
-    assert all(one.untyped_storage().nbytes() >= one.nbytes for one in alive)
 
 
 check = on_ranks(__name__, timeout=300)

@@ -229,29 +229,6 @@ class CallsInside(torch.nn.Sequential):
         return x
 
 
-@as_ordinary(*itertools.product(ASKS, ("in", "between"), (None, PoisonedPages), (False, True)))
-def check_asked_between_parts(name, where, memory, view, *, overlapped):
-    """In or between nested parts of a pass, whose end torch does not tell: refused, and nothing is lost."""
-    torch.manual_seed(0)
-    net = CallsInside(*[Checkpoint() for _ in range(4)])
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.0005, gradient_as_bucket_view=view)
-    optimizer = adamw(ddp)
-    handle = begin_overlap(ddp, optimizer, memory=memory) if overlapped else None
-    refused = []
-    ask = _refusing(name, handle, optimizer, refused)
-    for step in range(3):
-        if overlapped and step == 1 and where == "in":
-            net[1].inner.weight.register_post_accumulate_grad_hook(ask)
-        elif overlapped and step == 1:
-            net.call = ask
-        x = torch.full((3, 16), 1.0 + step + dist.get_rank(), requires_grad=True)
-        found = train_on(ddp, optimizer, [x])
-    if overlapped:
-        assert len(refused) == 2, refused
-        assert_stepped(handle)
-    return found
-
-
 class CheckpointInside(torch.nn.Module):
     """Buckets come before, in and after the nested backward pass of a checkpoint."""
 
@@ -276,34 +253,6 @@ def check_a_nested_pass_between_buckets(memory, view, *, overlapped):
         optimizer.zero_grad()
     if handle is not None:
         assert_stepped(handle)
-    return ends(ddp, optimizer)
-
-
-@as_ordinary(())
-def check_a_thread_that_asks_all_the_time(*, overlapped):
-    """It is refused while a pass runs, whenever that has begun, and harms none."""
-    ddp = make_ddp()
-    optimizer = adamw(ddp)
-    handle = overlap_optimizer(ddp, optimizer) if overlapped else None
-    over, errors = threading.Event(), set()
-
-    def asks():
-        while not over.is_set():
-            try:
-                handle.wait()
-            except ConfigError as error:
-                errors.add("while backward() runs" in str(error))
-
-    thread = threading.Thread(target=asks)
-    if overlapped:
-        thread.start()
-    try:
-        train_on(ddp, optimizer, batches(30))
-    finally:
-        over.set()
-        if overlapped:
-            thread.join()
-    assert errors <= {True}, errors
     return ends(ddp, optimizer)
 
 
@@ -365,27 +314,6 @@ def _subgroup(rank):
 
 def test_a_part_of_the_ranks():
     run_ranks(_subgroup, 3, timeout=60, group_timeout=20)
-
-
-def _many_buckets(rank):
-    handles = []
-
-    def run(*, overlapped):
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(2, 2) for _ in range(1000)]
-        ddp = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1e-6)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
-        if overlapped:
-            handles.append(overlap_optimizer(ddp, optimizer))
-        return train_on(ddp, optimizer, [torch.ones(2, 2) * (rank + step) for step in range(3)])
-
-    assert_ordinary(run)
-    return assert_stepped(handles[0]).buckets
-
-
-@pytest.mark.exhaustive
-def test_a_thousand_buckets():
-    assert min(run_ranks(_many_buckets, 2, timeout=120)) >= 1000
 
 
 def _threads(_):

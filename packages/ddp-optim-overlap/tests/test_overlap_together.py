@@ -6,11 +6,10 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import assert_same, assert_stepped, failing_hook, snapshot, step_buckets_of
+from overlap_runs import assert_stepped, failing_hook, step_buckets_of
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import CommunicationError, PerBucketNorm, StepError, overlap_optimizer
-from ddp_optim_overlap.passes.bucket import Bucket
 from dist_utils.testing import run_ranks
 
 LAYERS = 6
@@ -112,43 +111,6 @@ def _a_late_average(_):
 
 def test_what_is_averaged_is_stepped_while_the_next_average_is_awaited():
     assert run_ranks(_a_late_average, 2, timeout=30) == [(LAYERS, 2)] * 2
-
-
-def _bits(_):
-    ends = []
-    for size in (1, 3 * BUCKET, 1000 * BUCKET):
-        ddp, optimizer, handle = _start(size)
-        for seed in range(4):
-            _pass(ddp, optimizer, seed)
-        handle.wait()
-        ends.append(snapshot(ddp))
-    assert_same(ends, [ends[0]] * 3)
-
-
-def test_the_bits_do_not_depend_on_what_is_stepped_together():
-    run_ranks(_bits, 3)
-
-
-def _sizes_asked_for(_):
-    """How often the sizes of waiting buckets are read in one pass."""
-    layers, asked = 60, []
-    ddp, optimizer, handle = _start(1000 * BUCKET, layers=layers)
-    nbytes = Bucket.nbytes.fget
-
-    def counted(bucket):
-        asked.append(bucket.index)
-        return nbytes(bucket)
-
-    Bucket.nbytes = property(counted)
-    _pass(ddp, optimizer)
-    handle.wait()
-    Bucket.nbytes = property(nbytes)
-    return max(map(asked.count, range(layers)))
-
-
-def test_waiting_buckets_are_counted_once():
-    """Otherwise thousands of small buckets would cost millions of reads."""
-    assert max(run_ranks(_sizes_asked_for, 2)) <= 3
 
 
 def _a_step_fails(_):

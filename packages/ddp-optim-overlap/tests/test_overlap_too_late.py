@@ -9,14 +9,10 @@ import torch
 import torch.distributed as dist
 from overlap_runs import (
     Net,
-    PoisonedPages,
     adamw,
-    assert_ordinary,
     assert_same,
     backward,
     batches,
-    begin_overlap,
-    changed,
     make_ddp,
     on_ranks,
     snapshot,
@@ -60,42 +56,6 @@ def check_changed_gradients():
         assert_same(snapshot(ddp), after)
 
 
-def check_another_first_one():
-    """A different parameter than before gets the first gradient."""
-
-    def run(view, clear, *, right):
-        ddp, optimizer, _ = start(find_unused_parameters=True, gradient_as_bucket_view=view)
-        first, second = batches(2)
-        backward(ddp, first)
-        optimizer.step()
-        for name, parameter in ddp.named_parameters():
-            clear(name.endswith("layers.2.bias"), parameter)
-        ddp.module.skipped = (3,)
-        after = snapshot(ddp)
-        if right:
-            backward(ddp, second)
-            assert changed(ddp, after)
-            return
-        with pytest.raises(DoubleBackwardError, match="zero_grad"):
-            backward(ddp, second)
-        assert_same(snapshot(ddp), after)
-
-    def behind_its_back(_, parameter):
-        parameter.grad.data.zero_()
-
-    def all_but_one(one, parameter):
-        if not one:
-            parameter.grad.zero_()
-
-    def all_but_a_scaled_one(one, parameter):
-        parameter.grad = parameter.grad.mul_(0.5) if one else None
-
-    for view in (False, True):
-        run(view, behind_its_back, right=True)
-        run(view, all_but_one, right=False)
-        run(view, all_but_a_scaled_one, right=False)
-
-
 def check_looks_by_autograd_grad():
     """``torch.autograd.grad`` adds nothing: a check before it says nothing about the next backward pass."""
     ddp, optimizer, _ = start(find_unused_parameters=True)
@@ -105,27 +65,6 @@ def check_looks_by_autograd_grad():
         optimizer.step()
         torch.autograd.grad(ddp.module(x).sum(), list(ddp.parameters()), allow_unused=True)
         optimizer.zero_grad()
-
-
-def check_advice_of_the_error():
-    """Inside pause() it is not pause(); for a parameter that has left, it is zero_grad() of the model."""
-    ddp, optimizer, handle = start()
-    first, second = batches(2)
-    backward(ddp, first)
-    optimizer.step()
-    with handle.pause(), pytest.raises(DoubleBackwardError, match="zero_grad") as caught:
-        backward(ddp, second)
-    assert "pause()" not in str(caught.value), caught.value
-    ddp = make_ddp()
-    groups = [{"params": list(part.parameters())} for part in (ddp.module.conv, ddp.module.layers)]
-    optimizer = torch.optim.SGD(groups, lr=0.1)
-    overlap_optimizer(ddp, optimizer)
-    backward(ddp, first)
-    optimizer.step()
-    del optimizer.param_groups[0]
-    optimizer.zero_grad()
-    with pytest.raises(RuntimeError, match=r"ddp\.zero_grad|model\.zero_grad|zero_grad\(\) of the model"):
-        backward(ddp, second)
 
 
 def _refused(ddp, optimizer, match, between=lambda *_: None):
@@ -256,30 +195,6 @@ def check_too_late():
         _refused(ddp, optimizer, match, change)
 
 
-def check_loaded_inside():
-    """A hook loads a state after the first bucket was handed over."""
-    for memory in (None, PoisonedPages):
-        ddp = make_ddp(find_unused_parameters=True)  # with several buckets from the beginning
-        optimizer = adamw(ddp)
-        begin_overlap(ddp, optimizer, memory=memory)
-        backward(ddp, batches(1)[0])
-        optimizer.step()
-        saved = copy.deepcopy(optimizer.state_dict())
-        ddp.module.conv.bias.register_hook(lambda _, last=optimizer, saved=saved: last.load_state_dict(saved))
-        _refused(ddp, optimizer, "state was loaded")
-
-
-def check_a_rate_that_a_hook_changes():
-    ddp, optimizer, _ = start()
-
-    def halve(_):
-        optimizer.param_groups[0]["lr"] *= 0.5
-
-    ddp.module.layers[1].weight.register_post_accumulate_grad_hook(halve)
-    with pytest.raises((ConfigError, RuntimeError), match="lr of parameter group 0 was changed"):
-        train_on(ddp, optimizer, batches(3))
-
-
 def check_a_few_values_changed():
     """One bit of one gradient is a change, and so are values that only swap places, or return."""
     ways = {
@@ -299,17 +214,6 @@ def check_a_few_values_changed():
             with pytest.raises(ConfigError, match="gradients were changed"):
                 optimizer.step()
             assert_same(snapshot(ddp), before)
-
-
-def check_late_pre_hook():
-    ddp, optimizer, _ = start()
-    before = snapshot(ddp)
-    optimizer.register_step_pre_hook(lambda *_: None)
-    with pytest.raises(RuntimeError, match="pre-hook"):
-        backward(ddp, batches(1)[0])
-    with pytest.raises(ConfigError, match="pre-hook"):
-        optimizer.step()
-    assert_same(snapshot(ddp), before)
 
 
 def check_incomplete_backward():
@@ -347,22 +251,6 @@ def check_foreign_parameters():
         with pytest.raises(RuntimeError, match="does not average"):
             backward(ddp, batches(1)[0])
         assert_same(snapshot(ddp), before)
-
-    def run(*, overlapped):
-        ddp = make_ddp()
-        own = list(ddp.parameters())
-        optimizer = torch.optim.SGD([{"params": own[:5], "lr": 0.1}, {"params": own[5:], "lr": 0.001}])
-        if overlapped:
-            overlap_optimizer(ddp, optimizer)
-        for x in batches(2):
-            backward(ddp, x)
-            optimizer.step()
-            optimizer.zero_grad()
-            one, other = optimizer.param_groups
-            one["params"], other["params"] = other["params"], one["params"]
-        return snapshot(ddp)
-
-    assert_ordinary(run)
 
 
 check = on_ranks(__name__, timeout=120)

@@ -18,7 +18,6 @@ from overlap_runs import (
     paused,
     snapshot,
     start,
-    step_buckets_of,
     train_on,
 )
 from torch.nn.parallel import DistributedDataParallel
@@ -28,12 +27,10 @@ from ddp_optim_overlap import (
     ByValue,
     ConfigError,
     OptimizerHookState,
-    OverlapError,
     hook_then_optimizer,
     overlap_optimizer,
 )
 
-LARGE = 2**22  # a step that no bucket reaches
 WEIGHT = 4  # of layer 1: the convolution has two parameters, and so has layer 0
 
 
@@ -142,70 +139,6 @@ def check_first_pass_of_a_static_graph():
         ddp = DistributedDataParallel(refused, static_graph=True)
         with pytest.raises(ConfigError, match="buckets of its first pass apart"):
             overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
-    for size in (1, LARGE):
-        step_buckets_of(size)
-        torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
-        net[0].register_forward_hook(lambda *arguments: arguments[2].double())
-        ddp = DistributedDataParallel(net)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        overlap_optimizer(ddp, optimizer)
-        ddp._set_static_graph()
-        before = snapshot(ddp)
-        with pytest.raises(RuntimeError, match="static_graph"):
-            ddp(torch.ones(2, 8)).sum().backward()
-        with pytest.raises(ConfigError, match="static_graph"):
-            optimizer.step()
-        assert_same(snapshot(ddp), before)
-
-
-@as_ordinary()
-def check_static_later(*, overlapped):
-    """A graph that is made static after the call: weight decay would move unused parameters."""
-    ddp = make_ddp()
-    ddp.module.skipped = (1, 2)
-    optimizer = adamw(ddp)
-    if overlapped:
-        overlap_optimizer(ddp, optimizer)
-    ddp._set_static_graph()
-    return train_on(ddp, optimizer, batches(3))
-
-
-def check_no_last_bucket():
-    """With an option, DDP leaves out buckets that no rank has used; it waits for all others."""
-    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
-    try:
-        DistributedDataParallel(torch.nn.Linear(1, 1), **options)
-    except TypeError:
-        return  # torch has no such option
-    for size in (1, LARGE):
-        step_buckets_of(size)
-        ddp = make_ddp(**options)
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-        ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer)))
-        try:
-            for skipped in ((), (), (0,), (0, 1), ()):
-                ddp.module.skipped = skipped
-                train_on(ddp, optimizer, batches(1))
-        except (RuntimeError, OverlapError):
-            pass  # it may raise, but must not hang
-
-
-def check_an_optimizer_that_rests():
-    """Its step() finds no gradients because none were computed, not because they were freed."""
-    ddp = make_ddp(find_unused_parameters=True)
-    one = torch.optim.SGD(ddp.module.conv.parameters(), lr=0.1)
-    other = torch.optim.SGD(ddp.module.layers.parameters(), lr=0.1)
-    handle = overlap_optimizer(ddp, [one, other], release_gradients=True)
-    ddp(batches(1)[0]).square().sum().backward()
-    one.step()
-    other.step()
-    with handle.pause():
-        ddp.module.conv(batches(1)[0]).sum().backward()
-    before = snapshot(ddp)
-    one.step()
-    other.step()
-    assert_same(changed(ddp, before), [0, 1])  # those of the convolution
 
 
 check = on_ranks(__name__, timeout=60, group_timeout=20)
