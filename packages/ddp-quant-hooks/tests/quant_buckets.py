@@ -67,6 +67,23 @@ def _simulate(state, inputs):
     return result
 
 
+def differences(first, second):
+    """Return the largest difference of every two tensors that are not equal bit by bit, by name or place.
+
+    Args:
+        first: Tensors in a mapping or a sequence.
+        second: Likewise, with the same names or places.
+    """
+    if not isinstance(first, dict):
+        first, second = dict(enumerate(first)), dict(enumerate(second))
+    assert list(first) == list(second)
+    return {
+        name: (first[name].double() - second[name].double()).abs().max().item()
+        for name in first
+        if not torch.equal(first[name], second[name])
+    }
+
+
 def flat_residuals(saved, kind="own"):
     """Return the residuals of each parameter or key in a state's ``state_dict()``, in one row."""
     return {name: torch.cat([values for _, _, values in pieces]) for name, pieces in saved[kind].items()}
