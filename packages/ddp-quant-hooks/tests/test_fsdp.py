@@ -136,24 +136,6 @@ def _pair(mesh, *, grouped=False, compiled=False, frozen=False, ignored=False):
     return nets
 
 
-def _not_the_last(net):
-    net.set_is_last_backward(False)
-    backward(net, 0)
-    net.set_is_last_backward(True)
-    loss = net(batch(1)).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return gradients(net)
-
-
-def _with_passes_that_end_nowhere(net):
-    with torch.no_grad():
-        net(batch(7))
-    net(batch(7))
-    torch.autograd.grad(net(x := batch(8).requires_grad_()).sum(), x)
-    return train(net, 2, accumulate=True)
-
-
 def _stepped_in_backward(net):
     """A hook that takes a gradient as soon as it is accumulated gets the mean."""
     optimizers = {
@@ -183,8 +165,6 @@ def _companions(_):
         ({"compiled": True}, _trained),
         ({"frozen": True}, _trained),
         ({"ignored": True}, _trained),
-        ({}, _not_the_last),
-        ({}, _with_passes_that_end_nowhere),
         ({}, _stepped_in_backward),
     ]:
         assert differences(*map(run, _pair(mesh, **options))) == {}, (options, run)

@@ -119,28 +119,6 @@ def test_subgroups_and_meshes():
         assert {case: error for case, error in errors.items() if not error <= 1.001} == {}
 
 
-def _two_models(rank):
-    """Two models that step in turns, each with a state of its own."""
-    torch.manual_seed(1)
-    nets = [
-        torch.nn.Sequential(torch.nn.Linear(150, 150), torch.nn.Tanh(), torch.nn.Linear(150, 150))
-        for _ in "ab"
-    ]
-    models = [DistributedDataParallel(net, bucket_cap_mb=0.05) for net in nets]
-    for model, name in zip(models, ("int8", "feedback both"), strict=True):
-        model.register_comm_hook(make_state(name), quantized_allreduce_hook)
-    optimizer = torch.optim.AdamW([*models[0].parameters(), *models[1].parameters()], lr=1e-3)
-    generator, losses = torch.Generator().manual_seed(rank), []
-    for _ in range(50):
-        x = torch.randn(8, 150, generator=generator)
-        losses.append((models[1](models[0](x)) - x).square().mean())
-        losses[-1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert same_on_all_ranks([list(model.parameters()) for model in models])
-    return (losses[-1] / losses[0]).item()
-
-
 def _overflows(rank):
     """An infinity on the last rank alone: every rank must skip the step and halve the scale."""
     for hook in HOOKS.values():
@@ -159,11 +137,5 @@ def _overflows(rank):
         assert scaler.get_scale() == 512.0
 
 
-def _trainings(rank):
-    _overflows(rank)
-    return _two_models(rank)
-
-
-def test_parameters_stay_bitwise_equal_and_an_infinity_of_one_rank_is_seen_everywhere():
-    for progress in run_ranks(_trainings, 3, timeout=120):
-        assert progress < 0.97
+def test_an_infinity_of_one_rank_is_seen_everywhere():
+    run_ranks(_overflows, 3)

@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from averaging_callers import spoiled_kernel
-from quant_buckets import LEAVES_OUT_BUCKETS, differences, flat_residuals, make_state, run_hook
+from quant_buckets import LEAVES_OUT_BUCKETS, differences, flat_residuals, make_state
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
-from dist_utils.testing import call_in_backward, grad_bucket, run_ranks
+from dist_utils.testing import call_in_backward, run_ranks
 
 
 class Layers(torch.nn.Module):
@@ -71,7 +71,7 @@ def _raises(rank, case):
     before = _own(state)
     net.fails_before = place
     poison = net.layers[3].bias.register_hook(lambda gradient: gradient * torch.nan)
-    with spoiled_kernel(lambda: time.sleep(0.2)):
+    with spoiled_kernel(lambda: time.sleep(0.05)):
         with pytest.raises(ZeroDivisionError):
             _backward(ddp, 9)
         poison.remove()
@@ -291,35 +291,6 @@ def _memory(rank):
 
 def test_residuals_take_4_bytes_a_value_in_any_buckets():
     run_ranks(_memory, 2)
-
-
-def _adds_up(rank):
-    """Average different values for many steps: the sum of the means is the mean of the sums."""
-    bucket, steps, world_size = grad_bucket([torch.ones(3)]), 40, dist.get_world_size()
-    errors = {}
-    for name in ("int8", "feedback both"):
-        state = make_state(name)
-        generator = torch.Generator().manual_seed(rank)
-        sent, meant = torch.zeros(5000, dtype=torch.float64), torch.zeros(5000, dtype=torch.float64)
-        for _ in range(steps):
-            values = torch.randn(5000, generator=generator)
-            meant += values
-            sent += run_hook(state, bucket, values)
-        dist.all_reduce(meant)
-        errors[name] = (sent - meant / world_size).abs().max().item()
-        state.close()
-    return errors
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_over_many_steps_nothing_is_lost_but_the_last_residual(world_size):
-    for errors in run_ranks(_adds_up, world_size, timeout=100):
-        # A block's largest of 128 normal values is below 5.5 here; with a residual, 5.6. Half a step of it
-        # stays behind at the end, for the ranks' own values and for the mean; and 2^-8 of it in each of 40
-        # steps, where bf16 rounds it.
-        half_step = 5.6 / 254
-        assert errors["feedback both"] < 2 * half_step * (1 + 40 * 2.0**-8)
-        assert errors["int8"] > 2 * half_step
 
 
 def test_the_defaults_of_4_bits_feed_errors_back():

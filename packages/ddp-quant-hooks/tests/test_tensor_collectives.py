@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ddp_quant_hooks import (
-    HierarchicalAllreduceState,
     QuantizedAllreduceState,
     all_reduce,
     quantized_allreduce_hook,
@@ -43,7 +42,7 @@ def _tensors(rank):
         torch.randn(129, dtype=torch.complex64, generator=generator).conj(),
         torch.randn(0, generator=generator),
         torch.randn(2, 3, 4, 5, generator=generator).to(memory_format=torch.channels_last),
-        torch.randn(1_400_000, generator=generator),
+        torch.randn(20_000, generator=generator),
         torch.randn(100, generator=generator).bfloat16(),
         torch.randn(1, generator=generator).bfloat16(),
     ]
@@ -160,19 +159,6 @@ def test_shards_are_reduced(world_size):
         assert sent <= 3 * 1.04 * values + 8 * values, "8 bits and scales, and once fp64"
 
 
-def _grid(rank):
-    state = HierarchicalAllreduceState(mesh=init_device_mesh("cpu", (2, 2)), min_bytes=0)
-    tensors = [torch.full((1000,), float(rank)), torch.full((70, 70), float(rank))]
-    all_reduce(tensors, AVG, state)
-    shard = torch.empty(1000)
-    reduce_scatter_tensor(shard, torch.full((4000,), float(rank)), AVG, state)
-    return [tensor.unique().tolist() for tensor in (*tensors, shard)]
-
-
-def test_a_hierarchy_averages_plain_tensors():
-    assert run_ranks(_grid, 4) == [[[1.5]] * 3] * 4
-
-
 def _refusals(rank):
     state, feedback = make(), make(error_feedback="both")
     ones, leaf = torch.ones(100), torch.ones(3, requires_grad=True)
@@ -273,20 +259,19 @@ def test_ranks_that_call_differently_raise_on_every_rank():
 
 
 def _another_op(rank):
-    """Both calls are known by now, so they are not compared; their messages do not meet."""
+    """All calls are known by now, so they are not compared; their messages do not meet."""
     state, other, ones = make(), make(), torch.ones(1000)
-    for op in (SUM, AVG):
-        all_reduce(ones, op, state, key="a")
     calls = [
-        lambda: reduce_scatter_tensor(torch.empty(500), ones, AVG, other, key="a"),
-        lambda: all_reduce(torch.ones(500), AVG, other, key="a"),
+        lambda **how: all_reduce(ones, SUM, state, key="a", **how),
+        lambda **how: all_reduce(ones, AVG, state, key="a", **how),
+        lambda **how: reduce_scatter_tensor(torch.empty(500), ones, AVG, other, key="a", **how),
+        lambda **how: all_reduce(torch.ones(500), AVG, other, key="a", **how),
     ]
     for call in calls:
         call()
-    with pytest.raises(RuntimeError):
-        all_reduce(ones, AVG if rank else SUM, state, key="a")
-    with pytest.raises(RuntimeError):
-        calls[rank]()
+    for future in [calls[place + rank](async_op=True) for place in (0, 2)]:
+        with pytest.raises(RuntimeError):
+            future.wait()
 
 
 def test_another_op_or_function_on_one_rank_is_an_error_on_all():
