@@ -1,6 +1,7 @@
 """Shared by the hook tests: states by name, and the expected result of a hook, computed in one process."""
 
 import inspect
+import io
 
 import torch
 from kernel_backends import computed_by
@@ -82,6 +83,14 @@ def differences(first, second):
         for name in first
         if not torch.equal(first[name], second[name])
     }
+
+
+def through_file(values):
+    """Return what a file holds that such values were saved in."""
+    file = io.BytesIO()
+    torch.save(values, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def flat_residuals(saved, kind="own"):

@@ -1,12 +1,11 @@
 """Shared by the tests of saving and loading: a run that continues, and one that is stopped and resumed."""
 
 import copy
-import io
 import itertools
 
 import torch
 import torch.distributed as dist
-from quant_buckets import differences, flat_residuals
+from quant_buckets import differences, flat_residuals, through_file
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
@@ -63,17 +62,13 @@ class Run:
 
     def save(self):
         """Return a checkpoint as a file would hold it."""
-        file = io.BytesIO()
-        torch.save(
+        return through_file(
             {
                 "model": self.ddp.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "residuals": self.state.state_dict(),
-            },
-            file,
+            }
         )
-        file.seek(0)
-        return torch.load(file, weights_only=True)
 
     def weights(self):
         return torch.cat([parameter.detach().flatten() for parameter in self.ddp.parameters()])

@@ -1,6 +1,5 @@
 """What DDP's buckets, plain tensors and FSDP2 have in common: one text of promises for all of them."""
 
-import io
 import os
 import time
 
@@ -9,7 +8,7 @@ import torch
 import torch.distributed as dist
 from averaging_callers import CALLERS, EACH, spoiled_kernel
 from fsdp_models import EXACT
-from quant_buckets import differences
+from quant_buckets import differences, through_file
 
 from dist_utils.testing import patience, run_ranks, same_on_all_ranks
 from dist_utils.torch_compat import GROUPS_END_WITHOUT_GIL
@@ -95,12 +94,6 @@ def _disturbed(make):
 
 def _resumed(make):
     """Return where runs that went on from residuals differ from the run that saved them."""
-
-    def through_file(saved):
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        return torch.load(file, weights_only=True)
 
     caller = make(bits=4)
     assert caller.state.state_dict()["lengths"] == {}, "nothing was averaged yet"

@@ -251,6 +251,8 @@ def _not_finite(rank):
                 poison.remove()
             _backward(ddp, 4)
             assert differences(before, _own(state)).keys() >= {"layers.0.weight", "layers.2.weight"}
+            state.discard_step()
+            assert differences(before, _own(state)) == {}, "the next step began from there"
             state.close()
 
 
