@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from fsdp_models import (
-    EXACT,
     backward,
     gradients,
     kept_names,
@@ -116,24 +115,16 @@ class Checkpointed(torch.nn.Module):
 
 def _with_checkpoints(_):
     """With reentrant checkpoints each use of a layer has gradients of its own, which are averaged."""
-    mesh, exact = nodes_and_shards(1), []
+    mesh = nodes_and_shards(1)
     for reentrant in (True, False):
-        for options in ({"min_bytes": EXACT}, {"bits": 4}):
-            net = Checkpointed(mesh, reentrant=reentrant)
-            state = state_between(mesh, **options)
-            quantize_all_reduce(net, state)
-            for step in range(3):
-                net.zero_grad()
-                backward(net, step)
+        net, state = Checkpointed(mesh, reentrant=reentrant), state_between(mesh, bits=4)
+        quantize_all_reduce(net, state)
+        for step in range(3):
+            net.zero_grad()
+            backward(net, step)
             assert same_on_all_ranks(gradients(net))
-            if "bits" not in options:
-                exact.append(gradients(net))
-                continue
-            assert kept_names(state) == {"layers.0", "layers.1"} | ({"layers.0#2"} if reentrant else set())
-            assert state.statistics.quantized_buckets == 3 * len(kept_names(state))
-            assert differences(gradients(net), exact[-1])
-    # The same sums in another order, and nothing lost when FSDP adds to a tensor during its exchange.
-    torch.testing.assert_close(*exact, rtol=1e-5, atol=1e-7)
+        assert kept_names(state) == {"layers.0", "layers.1"} | ({"layers.0#2"} if reentrant else set())
+        assert state.statistics.quantized_buckets == 3 * len(kept_names(state))
 
 
 def _after_a_failed_pass(_):

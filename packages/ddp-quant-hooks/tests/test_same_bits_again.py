@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from kernel_backends import SETS, computed_by
 from quant_buckets import flat_residuals
-from resumed_runs import Run, state_maker
 
 from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 from ddp_quant_hooks.kernels import torch_ops
@@ -83,26 +82,6 @@ def _threads_and_sets(rank):
 def test_threads_and_instruction_sets_change_no_bit():
     for first, *others in run_ranks(_threads_and_sets, 2):
         assert others == [first] * 3
-
-
-def _trained(_):
-    """Return weights and residuals after some steps, as digests."""
-    digests = []
-    for _ in range(2):
-        run = Run(state_maker(error_feedback="both", bits=4), bucket_cap_mb=0.012)
-        for number in range(4):
-            run.step(number)
-        residuals = flat_residuals(run.state.state_dict())
-        run.state.close()
-        digests.append([_sums(run.weights()), *map(_sums, residuals.values())])
-    return digests
-
-
-def test_the_same_training_twice_has_the_same_bits():
-    first, in_other_processes = run_ranks(_trained, 2), run_ranks(_trained, 2)
-    assert first == in_other_processes
-    for once, again in first:
-        assert once == again
 
 
 def _known(rank):

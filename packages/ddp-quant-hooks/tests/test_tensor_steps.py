@@ -7,7 +7,7 @@ from quant_buckets import differences
 
 from ddp_quant_hooks import QuantizedAllreduceState, all_reduce, reduce_scatter_tensor
 from dist_utils import AgreementError
-from dist_utils.testing import run_ranks, same_on_all_ranks
+from dist_utils.testing import run_ranks
 
 SUM, AVG = dist.ReduceOp.SUM, dist.ReduceOp.AVG
 
@@ -29,21 +29,18 @@ def _mean(state, step, key="a"):
 
 def _keys_in_any_order(rank):
     """Residuals are found by keys, not by the order of the calls in a step."""
-    state, values = make(), _values(0, "a")
-    means = []
-    for step in range(16):
-        mean = values.clone()
-        parts = [(mean[:1000], "first"), (mean[1000:], "second")]
-        with state.step():
-            for part, key in parts[:: 1 if step % 2 else -1]:
-                all_reduce(part, AVG, state, key=key)
-        means.append(mean)
-    exact = values.clone()
-    all_reduce(exact, AVG, make(min_bytes=1 << 30, error_feedback="none"))
-    assert state.state_dict()["steps"] == 16
-    assert same_on_all_ranks(means)
-    once, often = ((mean - exact).abs().mean() for mean in (mean, torch.stack(means).mean(0)))
-    assert often < once / 4
+    results = []
+    for turned in (0, 1):
+        state, means = make(), []
+        for step in range(3):
+            means.append(_values(step, "a"))
+            calls = [(means[-1][:1000], "first"), (means[-1][1000:], "second")]
+            with state.step():
+                for part, key in calls[:: -1 if step == turned else 1]:
+                    all_reduce(part, AVG, state, key=key)
+        assert state.state_dict()["steps"] == 3
+        results.append(means)
+    assert differences(*results) == {}
 
 
 def _not_finite_in_one_shard(state, rank):
