@@ -147,7 +147,7 @@ def test_what_a_step_loses_is_added_to_the_next(seen):
         # before DDP makes new buckets. Without feedback all other steps are wrong by the same.
         assert ratios["both"] < 1 / 4
         assert ratios["none"] > 3 / 4
-        assert share < 0.2, "4 bits, and scales"
+        assert 0.14 < share < 0.17, "4 bits of 32, and 4 bytes for a block of 32 values"
 
 
 def test_steps_that_do_not_count_leave_the_residuals(seen):

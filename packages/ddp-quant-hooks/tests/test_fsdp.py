@@ -19,7 +19,7 @@ from fsdp_models import (
     state_between,
     train,
 )
-from quant_buckets import differences
+from quant_buckets import assert_same, differences
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -77,7 +77,7 @@ def _after_removal(_):
     backward(net, 0)
     own = sharded(mesh["shard"])
     backward(own, 0)
-    assert differences(gradients(own), gradients(net)) == {}
+    assert_same(gradients(own), gradients(net))
     assert state.statistics.plain_buckets == 0
     again = quantize_all_reduce(net, state)
     net.zero_grad()
@@ -167,7 +167,7 @@ def _companions(_):
         ({"ignored": True}, _trained),
         ({}, _stepped_in_backward),
     ]:
-        assert differences(*map(run, _pair(mesh, **options))) == {}, (options, run)
+        assert_same(*map(run, _pair(mesh, **options)), (options, run))
 
 
 def _tensor_parallel(rank):
@@ -178,7 +178,7 @@ def _tensor_parallel(rank):
     x = torch.randn(4, 37, generator=generator)
     for net in nets:
         net(x).square().mean().backward()
-    assert differences(*map(gradients, nets)) == {}
+    assert_same(*map(gradients, nets))
 
 
 def _small_checks(rank):
@@ -233,8 +233,8 @@ def _few_bits(_):
 
 def test_8_and_4_bits_stay_within_half_a_step():
     for ratios in run_ranks(_few_bits, 4, timeout=120):
-        assert ratios[8] < 0.3
-        assert ratios[4] < 0.2
+        assert 0.25 < ratios[8] < 0.3
+        assert 0.14 < ratios[4] < 0.2
 
 
 def _scatter_in_few_bits():
@@ -267,9 +267,9 @@ def _scatter_in_full_precision():
         state = QuantizedAllreduceState(mesh["shard"] if mesh.ndim == 2 else mesh, min_bytes=EXACT)
         net, native = sharded(mesh, **options), sharded(mesh, **options)
         handle = quantize_reduce_scatter(net, state)
-        assert differences(train(net, 2), train(native, 2)) == {}
+        assert_same(train(net, 2), train(native, 2))
         handle.remove()
-        assert differences(train(net, 1), train(native, 1)) == {}
+        assert_same(train(net, 1), train(native, 1))
         assert state.statistics.plain_buckets == 8
 
 
@@ -292,8 +292,8 @@ def _scatters(_):
 
 def test_reduced_and_scattered_gradients_are_those_of_fsdp_to_the_precision_of_the_bits():
     for ratios in run_ranks(_scatters, 4, timeout=150):
-        assert ratios[8] < 0.3
-        assert ratios[4] < 0.2
+        assert 0.25 < ratios[8] < 0.3
+        assert 0.14 < ratios[4] < 0.2
 
 
 def _replicas(_):
@@ -305,7 +305,7 @@ def _replicas(_):
     for net in (ddp, exact):
         backward(net, 0)
     sum(net(batch(0)).square().mean() for net in (first, second)).backward()
-    assert differences([parameter.grad for parameter in ddp.parameters()], gradients(exact)) == {}
+    assert_same([parameter.grad for parameter in ddp.parameters()], gradients(exact))
     assert same_on_all_ranks([gradients(first), gradients(second)], mesh["node"])
     return [_largest_error(net, exact) for net in (first, second)]
 

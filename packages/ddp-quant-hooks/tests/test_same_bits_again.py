@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from kernel_backends import SETS, computed_by
 from quant_buckets import flat_residuals
+from resumed_runs import Run, state_maker
 
 from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 from ddp_quant_hooks.kernels import torch_ops
@@ -82,6 +83,25 @@ def _threads_and_sets(rank):
 def test_threads_and_instruction_sets_change_no_bit():
     for first, *others in run_ranks(_threads_and_sets, 2):
         assert others == [first] * 3
+
+
+def _trained(_):
+    """Return weights and residuals after some steps, as bytes, of two trainings."""
+    found = []
+    for _ in range(2):
+        run = Run(state_maker(error_feedback="both", bits=4), bucket_cap_mb=0.012)
+        for number in range(4):
+            run.step(number)
+        found.append([_sums(run.weights()), *map(_sums, flat_residuals(run.state.state_dict()).values())])
+        run.state.close()
+    return found
+
+
+def test_the_same_training_twice_has_the_same_bits():
+    first, in_other_processes = run_ranks(_trained, 2), run_ranks(_trained, 2)
+    assert first == in_other_processes
+    for once, again in first:
+        assert once == again
 
 
 def _known(rank):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import differences, simulate
+from quant_buckets import assert_same, simulate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -69,7 +69,7 @@ def _lists(rank):
                 rounding = 4 * torch.finfo(dtype).eps
                 torch.testing.assert_close(result.double(), exact, rtol=rounding, atol=rounding)
             else:
-                assert differences([result], [simulate(state, inputs) * factor]) == {}, (case, dtype)
+                assert_same([result], [simulate(state, inputs) * factor], (case, dtype))
         assert state.statistics.plain_buckets == plain, case
     biases = [torch.randn(500, generator=torch.Generator().manual_seed(peer)) for peer in range(world_size)]
     bias, weight = biases[rank].clone(), torch.full((20, 25), 1e6)
@@ -95,7 +95,7 @@ def _like_the_hook(rank):
         averaged = quantized_allreduce_hook(states[0], bucket).wait()
         all_reduce(alone, AVG, states[1], key="whole")
         all_reduce(several, AVG, states[2], key="parts")
-        assert differences([averaged] * 2, [alone, torch.cat(several)]) == {}
+        assert_same([averaged] * 2, [alone, torch.cat(several)])
     return [state.statistics.bytes_ratio for state in states]
 
 

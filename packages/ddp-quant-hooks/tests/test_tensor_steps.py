@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from quant_buckets import differences
+from quant_buckets import assert_same, differences
 
 from ddp_quant_hooks import QuantizedAllreduceState, all_reduce, reduce_scatter_tensor
 from dist_utils import AgreementError
@@ -40,7 +40,7 @@ def _keys_in_any_order(rank):
                     all_reduce(part, AVG, state, key=key)
         assert state.state_dict()["steps"] == 3
         results.append(means)
-    assert differences(*results) == {}
+    assert_same(*results)
 
 
 def _not_finite_in_one_shard(state, rank):
@@ -156,7 +156,7 @@ def _passes_are_steps(rank, function):
         run(0, state)
     with pytest.raises(ZeroDivisionError):
         run(7, disturbed, fails=True)
-    assert differences([run(1, undisturbed)], [run(1, disturbed)]) == {}
+    assert_same([run(1, undisturbed)], [run(1, disturbed)])
     return [state.state_dict()["steps"] for state in (undisturbed, disturbed)]
 
 
