@@ -130,8 +130,3 @@ def train(net, steps, *, first=0, accumulate=False, optimizer=None):
         optimizer.step()
         optimizer.zero_grad()
     return parameters(net)
-
-
-def all_equal(first, second):
-    """Return whether two lists of tensors are equal, bit by bit."""
-    return len(first) == len(second) and all(map(torch.equal, first, second))

@@ -1,6 +1,7 @@
 """Shared by the hook tests: states by name, and the expected result of a hook, computed in one process."""
 
 import inspect
+import io
 
 import torch
 from kernel_backends import computed_by
@@ -65,6 +66,37 @@ def _simulate(state, inputs):
     result = torch.empty_like(inputs[0])
     kernels.decode(messages, layout, result)
     return result
+
+
+def differences(first, second):
+    """Return the largest difference of every two tensors that are not equal bit by bit, by name or place.
+
+    Args:
+        first: Tensors in a mapping or a sequence.
+        second: Likewise, with the same names or places.
+    """
+    if not isinstance(first, dict):
+        first, second = dict(enumerate(first)), dict(enumerate(second))
+    assert list(first) == list(second)
+    return {
+        name: (first[name].double() - second[name].double()).abs().max().item()
+        for name in first
+        if not torch.equal(first[name], second[name])
+    }
+
+
+def assert_same(first, second, what=""):
+    """Raise unless all tensors are equal bit by bit; the error has their differences, on any rank."""
+    found = differences(first, second)
+    assert not found, (what, found)
+
+
+def through_file(values):
+    """Return what a file holds that such values were saved in."""
+    file = io.BytesIO()
+    torch.save(values, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def flat_residuals(saved, kind="own"):

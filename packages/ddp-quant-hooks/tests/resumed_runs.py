@@ -1,15 +1,14 @@
 """Shared by the tests of saving and loading: a run that continues, and one that is stopped and resumed."""
 
 import copy
-import io
 import itertools
 
 import torch
 import torch.distributed as dist
+from quant_buckets import differences, flat_residuals, through_file
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
-from dist_utils.testing import same_bits
 
 
 class Net(torch.nn.Module):
@@ -63,17 +62,13 @@ class Run:
 
     def save(self):
         """Return a checkpoint as a file would hold it."""
-        file = io.BytesIO()
-        torch.save(
+        return through_file(
             {
                 "model": self.ddp.module.state_dict(),
                 "optimizer": self.optimizer.state_dict(),
                 "residuals": self.state.state_dict(),
-            },
-            file,
+            }
         )
-        file.seek(0)
-        return torch.load(file, weights_only=True)
 
     def weights(self):
         return torch.cat([parameter.detach().flatten() for parameter in self.ddp.parameters()])
@@ -91,23 +86,23 @@ def resumed(checkpoint, make_state, **options):
     return run
 
 
-def difference_after_resume(make_state, *, before=3, after=3, **options):
-    """Return the step after which a resumed run first differs from one that continued; None if none."""
+def differences_after_resume(make_state, *, before=3, after=3, **options):
+    """Return where a resumed run differs from one that continued: in weights, then in residuals."""
     run = Run(make_state, **options)
     for number in range(before):
         run.step(number)
-    checkpoint = run.save()
-    again = resumed(checkpoint, make_state, **options)
+    again = resumed(run.save(), make_state, **options)
+    found = {}
     for number in range(before, before + after):
         run.step(number)
         again.step(number)
-        if not torch.equal(run.weights(), again.weights()):
-            return number
+        found |= differences({f"step {number}": run.weights()}, {f"step {number}": again.weights()})
     saved, saved_again = run.state.state_dict(), again.state.state_dict()
     run.state.close()
     again.state.close()
-    same = same_bits(saved, saved_again)
-    return None if same else "residuals"
+    for kind in ("own", "shard"):
+        found |= differences(flat_residuals(saved, kind), flat_residuals(saved_again, kind))
+    return found
 
 
 def state_maker(**options):

@@ -8,6 +8,12 @@ from quant_buckets import run_hook
 from ddp_quant_hooks import quantization_perchannel_hook, quantization_pertensor_hook
 from dist_utils.testing import grad_bucket, run_ranks, same_on_all_ranks
 
+HOOKS = {
+    "pertensor": (quantization_pertensor_hook, None),
+    "perchannel": (quantization_perchannel_hook, 512),
+    "perchannel 96": (lambda group, bucket: quantization_perchannel_hook(group, bucket, 96), 96),
+}
+
 
 def reference(inputs, channel):
     """Compute what torch 2.15's hooks give: observers of its min and max, eager formulas, in fp32."""
@@ -25,82 +31,66 @@ def reference(inputs, channel):
 
 
 def _mean(inputs):
-    return torch.stack([values.double() for values in inputs]).mean(0)
+    return sum(values.double() for values in inputs) / len(inputs)
 
 
-HOOKS = {
-    "pertensor": (quantization_pertensor_hook, None),
-    "perchannel": (quantization_perchannel_hook, 512),
-    "perchannel 96": (lambda group, bucket: quantization_perchannel_hook(group, bucket, 96), 96),
-}
+def _cases(noise, channel):
+    """Yield every rank's values, the expected mean, and the error that is allowed for every value."""
+    length, world_size = len(noise[0]), len(noise)
+    largest = max(values.abs().max().item() for values in noise)
+    # PyTorch's numbers, to the rounding of one sum and one division.
+    yield noise, reference(noise, channel), 2 * world_size * 2.0**-24 * largest
+    for dtype in (torch.bfloat16, torch.float16):
+        cast, epsilon = [values.to(dtype) for values in noise], torch.finfo(dtype).eps
+        expected = reference(cast, channel)
+        yield cast, expected, epsilon * (expected.abs() + 2.0**-10)
+    for power in (-120, -60, 60, 100):  # all scales are equivalent: powers of two change no number
+        expected = reference(noise, channel) * 2.0**power
+        yield [values * 2.0**power for values in noise], expected, largest * 2.0 ** (power - 20)
+    constant = torch.full((length,), -3.0)
+    yield [constant] * world_size, constant, 3e-6
+    yield [torch.zeros(length)] * world_size, torch.zeros(length), 0.0
+    # A step is at most the range (two signs: twice the largest) by 255, and an error half of it.
+    for extreme in (1e-41, 2e38, 3.4e38):
+        values = [part / part.abs().max() * extreme for part in noise]
+        yield values, _mean(values), extreme / 255 * 1.01 + 2.0**-149
+    double = [values.double() * 1e200 for values in noise]
+    yield double, _mean(double), 1e200 * largest / 255 * 1.01
+    for dtype in (torch.float16, torch.bfloat16):  # and the rounding of the result
+        highest = torch.finfo(dtype).max
+        values = [(part.sign() * highest).to(dtype) for part in noise]
+        yield values, _mean(values), highest * (1.01 / 255 + torch.finfo(dtype).eps)
 
 
-def _hooks(rank):
+def _numbers(rank):
     world_size, bucket = dist.get_world_size(), grad_bucket([torch.ones(3)])
     for name, (hook, channel) in HOOKS.items():
-        for length in (1, 5, 511, 512, 513, 1024, 200_003):
+        for length in (1, 5, 511, 512, 513, 20_003):
             noise = [
                 torch.randn(length, generator=torch.Generator().manual_seed(length + peer))
                 for peer in range(world_size)
             ]
-            case = (name, length)
-
-            def run(inputs, hook=hook):
+            for case, (inputs, expected, allowed) in enumerate(_cases(noise, channel)):
                 result = run_hook(None, bucket, inputs[rank].clone(), hook)
-                assert same_on_all_ranks(result), case  # noqa: B023
-                return result
-
-            # PyTorch's numbers, to the rounding of one sum and one division.
-            largest = max(values.abs().max().item() for values in noise)
-            torch.testing.assert_close(
-                run(noise), reference(noise, channel), rtol=0, atol=2 * world_size * 2.0**-24 * largest
-            )
-            for dtype in (torch.bfloat16, torch.float16):
-                cast = [values.to(dtype) for values in noise]
-                expected = reference(cast, channel).to(dtype)
-                rounding = torch.finfo(dtype).eps
-                torch.testing.assert_close(run(cast), expected, rtol=rounding, atol=rounding * 2.0**-10)
-            # All scales are equivalent: powers of two change no number.
-            for power in (-120, -60, 60, 100):
-                scaled = run([values * 2.0**power for values in noise])
-                torch.testing.assert_close(
-                    scaled, run(noise) * 2.0**power, rtol=0, atol=largest * 2.0 ** (power - 20)
-                )
-            constant = [torch.full((length,), -3.0)] * world_size
-            torch.testing.assert_close(run(constant), constant[0], rtol=1e-6, atol=0)
-            zeros = [torch.zeros(length)] * world_size
-            assert torch.equal(run(zeros), zeros[0]), case
-            # A step is at most the range (two signs: twice the largest) by 255, and an error half of it.
-            for extreme in (1e-41, 2e38, 3.4e38):
-                values = [part / part.abs().max() * extreme for part in noise]
-                result = run(values)
-                assert result.isfinite().all(), (case, extreme)
-                allowed = extreme / 255 * 1.01 + 2.0**-149
-                assert (result - _mean(values)).abs().max() <= allowed, (case, extreme)
-            for dtype in (torch.float16, torch.bfloat16):
-                highest = torch.finfo(dtype).max
-                values = [(part.sign() * highest).to(dtype) for part in noise]
-                result = run(values)
-                assert result.isfinite().all(), (case, dtype)
-                # Half a step of twice the range, and the rounding of the result.
-                allowed = highest * (1.01 / 255 + torch.finfo(dtype).eps)
-                assert (result.double() - _mean(values)).abs().max() <= allowed, (case, dtype)
-            double = [values.double() * 1e200 for values in noise]
-            assert (run(double) - _mean(double)).abs().max() <= 1e200 * largest / 255 * 1.01
+                assert same_on_all_ranks(result), (name, length, case)
+                error = (result.double() - expected).abs()
+                assert (error <= allowed).all(), (name, length, case, error.max(), allowed)
             for special in (torch.nan, torch.inf):
-                broken = [values.clone() for values in noise]
-                broken[-1][length // 2] = special
-                result = run(broken)
+                values = noise[rank].clone()
+                if rank == world_size - 1:
+                    values[length // 2] = special
+                result = run_hook(None, bucket, values, hook)
                 width = channel or length
                 first = length // 2 // width * width
-                assert result.isnan().nonzero().flatten().tolist() == list(
-                    range(first, min(first + width, length))
-                )
-    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2 + rank]]), torch.ones(2), (10,))
-    bucket.set_buffer(sparse)
-    assert quantization_perchannel_hook(None, bucket).wait().to_dense()[0] == 1
-    empty = torch.empty(0)
+                in_channel = list(range(first, min(first + width, length)))
+                assert result.isnan().nonzero().flatten().tolist() == in_channel, (name, length)
+
+
+def _buckets(rank):
+    bucket, empty = grad_bucket([torch.ones(3)]), torch.empty(0)
     assert run_hook(None, bucket, empty, quantization_pertensor_hook).numel() == 0
+    bucket.set_buffer(torch.sparse_coo_tensor(torch.tensor([[0, 2 + rank]]), torch.ones(2), (10,)))
+    assert quantization_perchannel_hook(None, bucket).wait().to_dense()[0] == 1
     with pytest.raises(ValueError, match="bucket_size must be a number of at least 1, got 0"):
         quantization_perchannel_hook(None, bucket, 0)
     with pytest.raises(TypeError, match="Python reducer"):
@@ -112,20 +102,23 @@ def _hooks(rank):
         quantization_pertensor_hook(None, bucket)
 
 
+def _hooks(rank):
+    _numbers(rank)
+    _buckets(rank)
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_results_are_pytorchs_where_those_are_right(world_size):
     run_ranks(_hooks, world_size, timeout=100)
 
 
-def _alone(rank):
-    del rank
-    bucket, values = grad_bucket([torch.ones(3)]), torch.randn(1000)
-    for hook, _ in HOOKS.values():
-        assert torch.equal(run_hook(None, bucket, values.clone(), hook), values)
+def _alone(_):
+    bucket, values = grad_bucket([torch.ones(3)]), torch.arange(1000.0)
+    return [run_hook(None, bucket, values.clone(), hook).equal(values) for hook, _ in HOOKS.values()]
 
 
 def test_one_rank_alone_keeps_its_gradients():
-    run_ranks(_alone, 1)
+    assert run_ranks(_alone, 1) == [[True] * 3]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")

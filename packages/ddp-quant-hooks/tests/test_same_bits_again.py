@@ -5,7 +5,7 @@ import hashlib
 import pytest
 import torch
 import torch.distributed as dist
-from kernel_backends import DISPATCH, SETS
+from kernel_backends import SETS, computed_by
 from quant_buckets import flat_residuals
 from resumed_runs import Run, state_maker
 
@@ -17,7 +17,11 @@ from dist_utils.testing import run_ranks
 LARGE = (1 << 20) + 77
 """The number of values: enough for several threads of a kernel."""
 SMALL = 5_003
-STEPS = 3
+OPTIONS = {
+    "8 bits": {"bits": 8},
+    "4 bits": {"bits": 4},
+    "fp16 back": {"bits": 8, "gather": "fp16", "block_size": 64},
+}
 DIGESTS = {
     2: {
         "8 bits": ("19fc0578af3c8549", "f2c88a1a4fef37e6"),
@@ -33,7 +37,7 @@ DIGESTS = {
 """Digests of means and residuals on each rank, by the number of ranks: for torch 2.6.0, 2.13.0 and 2.15.0."""
 
 
-def values(rank, step, count):
+def _values(rank, step, count):
     """Return values with blocks that are rotated and blocks that are not.
 
     They do not depend on torch's random numbers, which may change with its releases.
@@ -43,12 +47,18 @@ def values(rank, step, count):
     return (mixed.double() / 500_001 - 1).float() * (1 + numbers % 13).float().square()
 
 
-def averages(rank, count, **options):
+def _sums(mean):
+    """Return a few bytes that depend on every bit."""
+    bits = mean.view({2: torch.int16, 4: torch.int32}[mean.element_size()]).to(torch.int64)
+    return str((bits.sum().item(), (bits * torch.arange(1, len(bits) + 1)).sum().item())).encode()
+
+
+def _averages(rank, count, **options):
     """Return the means of some steps, and their residuals, as one digest."""
     state = QuantizedAllreduceState(**{"min_bytes": 0, "error_feedback": "both", **options})
     digest = hashlib.sha256()
-    for step in range(STEPS):
-        mean = values(rank, step, count)
+    for step in range(3):
+        mean = _values(rank, step, count)
         all_reduce(mean, dist.ReduceOp.AVG, state, key="a")
         digest.update(bytes(mean.view(torch.uint8).tolist()) if count == SMALL else _sums(mean))
     saved = state.state_dict()
@@ -59,75 +69,52 @@ def averages(rank, count, **options):
     return digest.hexdigest()[:16]
 
 
-def _sums(mean):
-    """Return a few bytes that depend on every bit."""
-    bits = mean.view({2: torch.int16, 4: torch.int32}[mean.element_size()]).to(torch.int64)
-    return str((bits.sum().item(), (bits * torch.arange(1, len(bits) + 1)).sum().item())).encode()
-
-
-def use(backend):
-    DISPATCH.backend_for = lambda device: backend
-
-
 def _threads_and_sets(rank):
     """Every rank uses a different number of threads and a different instruction set."""
     backends = [*map(CpuKernels, SETS), torch_ops]
-    seen = set()
+    seen = []
     for number, threads in enumerate((1, 2, 4, 7)):
         torch.set_num_threads(threads + rank)
-        use(backends[(number + rank) % len(backends)])
-        seen.add(averages(rank, LARGE))
+        with computed_by(backends[(number + rank) % len(backends)]):
+            seen.append(_averages(rank, LARGE))
     return seen
 
 
 def test_threads_and_instruction_sets_change_no_bit():
-    for seen in run_ranks(_threads_and_sets, 2):
-        assert len(seen) == 1
+    for first, *others in run_ranks(_threads_and_sets, 2):
+        assert others == [first] * 3
 
 
-def _trained(threads):
-    torch.set_num_threads(threads)
-    run = Run(state_maker(error_feedback="both", bits=4), bucket_cap_mb=0.012)
-    for number in range(4):
-        run.step(number)
-    saved = run.state.state_dict()
-    run.state.close()
-    digest = hashlib.sha256(bytes(run.weights().view(torch.uint8).tolist()))
-    for name, lost in flat_residuals(saved).items():
-        digest.update(name.encode() + _sums(lost))
-    return digest.hexdigest()
-
-
-def _trains(rank):
-    return [_trained(threads) for threads in (1, 1, 2, 2)]
+def _trained(_):
+    """Return weights and residuals after some steps, as bytes, of two trainings."""
+    found = []
+    for _ in range(2):
+        run = Run(state_maker(error_feedback="both", bits=4), bucket_cap_mb=0.012)
+        for number in range(4):
+            run.step(number)
+        found.append([_sums(run.weights()), *map(_sums, flat_residuals(run.state.state_dict()).values())])
+        run.state.close()
+    return found
 
 
 def test_the_same_training_twice_has_the_same_bits():
-    first, again = run_ranks(_trains, 2), run_ranks(_trains, 2)
-    assert first == again, "in other processes, too"
-    for one, same, two, same_two in first:
-        assert one == same
-        assert two == same_two
-
-
-OPTIONS = {
-    "8 bits": {"bits": 8},
-    "4 bits": {"bits": 4},
-    "fp16 back": {"bits": 8, "gather": "fp16", "block_size": 64},
-}
+    first, in_other_processes = run_ranks(_trained, 2), run_ranks(_trained, 2)
+    assert first == in_other_processes
+    for once, again in first:
+        assert once == again
 
 
 def _known(rank):
-    found = {}
+    found = {name: set() for name in OPTIONS}
     for backend in (*map(CpuKernels, SETS[:1]), torch_ops):
-        use(backend)
-        for name, options in OPTIONS.items():
-            found.setdefault(name, set()).add(averages(rank, SMALL, **options))
-    return {name: found[name].pop() for name in found if len(found[name]) == 1}
+        with computed_by(backend):
+            for name, options in OPTIONS.items():
+                found[name].add(_averages(rank, SMALL, **options))
+    return found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_release_of_torch_gives_the_bits_that_are_written_here(world_size):
     """For wire version 3: changing them changes what ranks with other releases receive."""
-    found = run_ranks(_known, world_size)
-    assert {name: tuple(one[name] for one in found) for name in OPTIONS} == DIGESTS[world_size]
+    for rank, found in enumerate(run_ranks(_known, world_size)):
+        assert found == {name: {digests[rank]} for name, digests in DIGESTS[world_size].items()}

@@ -1,0 +1,251 @@
+"""Residuals in files: found by name, checked before anything changes, gathered for one rank's checkpoint."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from quant_buckets import assert_same, flat_residuals
+from resumed_runs import Net, Run, resumed, state_maker
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_quant_hooks import HierarchicalAllreduceState, quantized_allreduce_hook
+from dist_utils import TensorMismatchError
+from dist_utils.testing import run_ranks, same_bits
+
+BOTH = state_maker(error_feedback="both")
+
+
+def _trained(steps=3):
+    run = Run(BOTH, bucket_cap_mb=0.012)
+    for number in range(steps):
+        run.step(number)
+    return run
+
+
+def _names(rank):
+    run = _trained()
+    saved = run.state.state_dict()
+    assert saved["own"].keys() == dict(Net().named_parameters()).keys()
+    # Nothing is compiled before it is called; one rank suffices, as that imports the compiler.
+    compiled = torch.compile if rank == 0 else torch.nn.Module.eval
+    part = Net()
+    part.layers[1] = compiled(part.layers[1])
+    for model in (DistributedDataParallel(Net()), Net(), DistributedDataParallel(compiled(Net())), part):
+        state = BOTH()
+        state.load_state_dict(saved, model)
+        assert same_bits(saved, state.state_dict(model))
+    for model in (run.ddp, run.ddp.module, compiled(run.ddp)):
+        assert same_bits(saved, run.state.state_dict(model))
+    with pytest.raises(ValueError, match=r"a parameter 'layers\.\d\.\w+', which the model does not"):
+        run.state.state_dict(Net())
+    fresh = BOTH()
+    assert fresh.state_dict()["lengths"] == {}, "there is nothing to save yet"
+    with pytest.raises(ValueError, match=r"load_state_dict\(\) needs the model"):
+        fresh.load_state_dict(saved)
+    with pytest.raises(TypeError, match="model must be a module, got int"):
+        fresh.state_dict(3)
+    with pytest.warns(UserWarning, match="pickles its options only"):
+        pickled = pickle.loads(pickle.dumps(run.state))
+    assert pickled.state_dict(run.ddp)["own"] == {}
+
+
+def test_names_do_not_depend_on_wrappers():
+    run_ranks(_names, 2)
+
+
+def _without(name):
+    return lambda saved: {key: value for key, value in saved.items() if key != name}
+
+
+def _with_one(entry, name, value):
+    return lambda saved: {**saved, entry: {**saved[entry], name: value}}
+
+
+def _with_residual(value):
+    return _with_one("own", "norm.bias", [(0, 0, torch.full((37,), value))])
+
+
+WRONG_FILES = {  # what the message must say, and the change of a file
+    "version 2 of the format, and this release": lambda saved: {**saved, "version": 2},
+    "version None": lambda saved: {},
+    "what state_dict.. returned, got a list": lambda saved: [],
+    "residuals are of rank 7, but here": lambda saved: {**saved, "rank": 7},
+    "of world_size 5, but here it is 2": lambda saved: {**saved, "world_size": 5},
+    "of exact_1d None": _without("exact_1d"),
+    "not residuals that state_dict.*'own'": _without("own"),
+    "not residuals that state_dict.*'lengths'": _without("lengths"),
+    "a parameter 'layers.0.weight' of 36 values, 2257 long here": _with_one("lengths", "layers.0.weight", 36),
+    "another memory format: with strides": _with_one("strides", "layers.0.weight", (1, 61)),
+    "'norm.bias' has values that are not finite": _with_residual(torch.nan),
+    "'norm.bias' has values that are not finite in": _with_residual(3.4e38),  # becomes infinite in bf16
+}
+OTHER_OPTIONS = {
+    "error_feedback 'both', but here": {"error_feedback": "shard"},
+    "scatter": {"block_size": 64},
+    "gather": {"gather": "fp16"},
+    "exact_1d False, but here": {"exact_1d": True},
+    "min_bytes 0, but here": {"min_bytes": 9},
+}
+
+
+def _refusals(rank):
+    run = _trained()
+    saved = run.state.state_dict()
+    for match, change in WRONG_FILES.items():
+        with pytest.raises((ValueError, TypeError), match=match):
+            run.state.load_state_dict(change(copy.deepcopy(saved)))
+        assert same_bits(saved, run.state.state_dict()), "nothing was changed"
+    with pytest.raises(ValueError, match=r"'layers\.\d\.\w+' of .* values, not there"):
+        run.state.load_state_dict(saved, torch.nn.Linear(2, 2))
+    others = {
+        f"of {name}": state_maker(**{"error_feedback": "both", **options})()
+        for name, options in OTHER_OPTIONS.items()
+    }
+    mesh = init_device_mesh("cpu", (2, 1))
+    others["of state 'QuantizedAllreduceState', but"] = HierarchicalAllreduceState(mesh=mesh)
+    for match, state in others.items():
+        with pytest.raises(ValueError, match=match):
+            state.load_state_dict(saved, run.ddp)
+        assert state.state_dict(run.ddp)["own"] == {}
+    run.step(3)
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing():
+    run_ranks(_refusals, 2)
+
+
+class Lines(logging.Handler):
+    """The lines in the log about residuals that were dropped."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+        logger = logging.getLogger("ddp_quant_hooks")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+
+    def emit(self, record):
+        self.count += "dropped the residuals of" in record.getMessage()
+
+
+def _positions(saved):
+    """Return each mean's residual by parameter and position."""
+    return {
+        (name, start + number, weight): value
+        for name, pieces in saved["shard"].items()
+        for start, weight, values in pieces
+        for number, value in enumerate(values.tolist())
+    }
+
+
+def _other_buckets(rank):
+    """Whatever buckets come: each residual stays with its value or is dropped, none goes astray."""
+    lines = Lines()
+    run = _trained(steps=4)
+    assert lines.count == 1, "of the buckets of the first step"
+    checkpoint = run.save()
+    saved = checkpoint["residuals"]
+    early = Run(BOTH, bucket_cap_mb=0.012)
+    early.state.load_state_dict(saved)  # before the first pass, whose buckets are others
+    runs = [early, *(resumed(checkpoint, BOTH, bucket_cap_mb=cap) for cap in (0.02, 25, 0.006))]
+    for again in runs:
+        assert same_bits(flat_residuals(saved), flat_residuals(again.state.state_dict()))
+        again.backward(3)
+        again.state.discard_step()
+        kept = again.state.state_dict()
+        assert_same(flat_residuals(saved), flat_residuals(kept))
+        before, after = _positions(saved), _positions(kept)
+        assert {place: value for place, value in after.items() if value != before.get(place, 0.0)} == {}
+        assert any(value and place in before for place, value in after.items())
+        assert before.keys() - {place for place, value in after.items() if value}, "some are dropped"
+        lines.count = 0
+        again.optimizer.zero_grad()
+        again.backward(3)
+        assert lines.count == 1, "one line for all buckets"
+        again.state.close()
+
+
+def test_residuals_follow_values_into_other_buckets():
+    run_ranks(_other_buckets, 3)
+
+
+def _bound(rank):
+    group = [dist.new_group([0, 1]), dist.new_group([2])][rank // 2]
+    ddp = DistributedDataParallel(torch.nn.Linear(40, 40), process_group=group)
+    state = BOTH()
+    assert state.bind(ddp).process_group is group
+    ddp.register_comm_hook(state, quantized_allreduce_hook)
+    ddp(torch.ones(1, 40)).sum().backward()
+    assert state.state_dict()["own"].keys() == ({"weight", "bias"} if rank < 2 else set())
+    del ddp
+    if rank < 2:
+        with pytest.raises(ValueError, match="whose model is gone now"):
+            state.state_dict()
+
+
+def test_a_bound_state_knows_its_model_and_its_group():
+    run_ranks(_bound, 3)
+
+
+def _other_models(rank):
+    """Models with the same parameters, which rank 1 uses in the other order; and one with other names."""
+    runs = [Run(BOTH) for _ in range(2)]
+    order = runs if rank == 0 else runs[::-1]
+    with pytest.raises(RuntimeError, match=r"number of the bound state is 1 on rank 0, 2 on rank 1"):
+        sum(run.ddp(torch.ones(2, 37), use=True).sum() for run in order[::-1]).backward()
+    net = torch.nn.Sequential()
+    net.add_module(f"of rank {rank}", torch.nn.Linear(40, 40))
+    ddp = DistributedDataParallel(net)
+    ddp.register_comm_hook(BOTH().bind(ddp), quantized_allreduce_hook)
+    with pytest.raises(RuntimeError, match="parameters of the bound model"):
+        ddp(torch.ones(2, 40)).sum().backward()
+
+
+def test_states_of_other_models_are_refused():
+    run_ranks(_other_models, 2)
+
+
+def _gathers(rank):
+    run, world_size = _trained(), dist.get_world_size()
+    for dst in (0, world_size - 1):
+        gathered = run.state.gather_state_dict(dst=dst)
+        assert (gathered is not None) == (rank == dst)
+        assert gathered is None or [part["rank"] for part in gathered["ranks"]] == list(range(world_size))
+        again, other = BOTH(), DistributedDataParallel(Net())
+        again.scatter_state_dict(gathered, other, src=dst)
+        assert same_bits(run.state.state_dict(), again.state_dict(other))
+
+    whole = run.state.gather_state_dict()
+    before = run.state.state_dict()
+    gather, scatter = run.state.gather_state_dict, run.state.scatter_state_dict
+    fewer = broken = None
+    if whole is not None:
+        fewer, broken = {**whole, "ranks": whole["ranks"][:-1]}, copy.deepcopy(whole)
+        broken["ranks"][1]["lengths"]["norm.bias"] = 1
+    everyone, model = range(world_size), Net() if rank == 1 else None
+    # What is raised where the problem is, and elsewhere a TensorMismatchError that says why.
+    for call, kind, match, on in (
+        (lambda: scatter(None), TypeError, "got a NoneType", [0]),
+        (lambda: scatter({}), ValueError, "not gathered residuals", [0]),
+        (lambda: scatter(fewer), ValueError, f"of {world_size - 1} ranks, but the group has", [0]),
+        (lambda: scatter(broken), ValueError, "a parameter 'norm.bias' of 1 values", [1]),
+        (lambda: scatter(whole, src=7), ValueError, "rank 7 is not a member of", everyone),
+        (lambda: gather(dst=-1), ValueError, "rank -1 is not a member of", everyone),
+        (lambda: gather(model), ValueError, "there are residuals of a parameter", [1]),
+        (lambda: gather(dst=min(rank, 1)), ValueError, r"dst=0\).*gather_state_dict\(dst=1\)", []),
+    ):
+        with pytest.raises((kind, TensorMismatchError), match=match) as caught:
+            call()
+        assert isinstance(caught.value, kind) == (rank in on), caught.value
+        assert same_bits(before, run.state.state_dict()), "nothing was changed"
+    scatter(whole)
+    run.step(3)
+    assert run.state.state_dict()["steps"] == 4
+
+
+def test_one_rank_gathers_the_residuals_of_all():
+    run_ranks(_gathers, 3)

@@ -1,0 +1,301 @@
+"""Steps are observed: one that did not happen changes no residual, one that happened is counted once."""
+
+import gc
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from averaging_callers import spoiled_kernel
+from quant_buckets import LEAVES_OUT_BUCKETS, assert_same, differences, flat_residuals, make_state
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from dist_utils.testing import call_in_backward, run_ranks
+
+
+class Layers(torch.nn.Module):
+    """Layers of given types, whose backward pass can raise when it comes to one of them."""
+
+    def __init__(self, *, reentrant=False, dtypes=(torch.float32,) * 4):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(90, 90, dtype=dtype) for dtype in dtypes)
+        self.reentrant, self.fails_before = reentrant, None
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = call_in_backward(x, lambda index=index: index == self.fails_before and 1 / 0)
+            x = x.to(layer.weight.dtype)
+            x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
+        return x
+
+
+def _wrap(net, state, **options):
+    ddp = DistributedDataParallel(net, **options)
+    ddp.register_comm_hook(state.bind(ddp), quantized_allreduce_hook)
+    return ddp
+
+
+def _backward(ddp, number, *arguments):
+    generator = torch.Generator().manual_seed(1000 * number + dist.get_rank())
+    x = torch.randn(4, 90, generator=generator).requires_grad_()
+    ddp(x, *arguments).float().square().mean().backward()
+    ddp.zero_grad()
+
+
+def _own(state):
+    return flat_residuals(state.state_dict())
+
+
+def _steps(state):
+    return state.state_dict()["steps"]
+
+
+FAILURES = {  # the steps before, the layer before which backward() raises, and the model
+    "in the middle": (3, 2, {}),
+    "in the first pass in new buckets": (1, 2, {}),
+    "when every bucket has come": (3, 0, {}),
+    "around passes inside the pass": (3, 0, {"reentrant": True}),
+}
+
+
+def _raises(rank, case):
+    """A pass raises while slow jobs of its buckets run, with a NaN; it is saved at once, and made again."""
+    steps, place, options = FAILURES[case]
+    net, state = Layers(**options), make_state("feedback both")
+    ddp = _wrap(net, state, bucket_cap_mb=0.03)
+    for number in range(steps):
+        _backward(ddp, number)
+    before = _own(state)
+    net.fails_before = place
+    poison = net.layers[3].bias.register_hook(lambda gradient: gradient * torch.nan)
+    with spoiled_kernel(lambda: time.sleep(0.05)):
+        with pytest.raises(ZeroDivisionError):
+            _backward(ddp, 9)
+        poison.remove()
+        net.fails_before = None
+        if rank == 0:  # it waits; the other ranks' jobs are still under way when the next pass begins
+            assert_same(before, _own(state))
+        del ddp  # it cannot go on
+        gc.collect()
+        net.zero_grad()
+        ddp = _wrap(net, state, bucket_cap_mb=0.03)
+        _backward(ddp, 10)
+    assert _steps(state) == steps + 1
+    state.discard_step()
+    assert_same(before, _own(state))
+    _backward(ddp, 11)
+    after = _own(state)
+    assert [name for name, lost in after.items() if not lost.isfinite().all()] == []
+    changed = differences(before, after)
+    assert {name for name in before if name.endswith("weight")} <= changed.keys()
+    assert _steps(state) == steps + 1
+
+
+def _all_failures(rank):
+    for case in FAILURES:
+        _raises(rank, case)
+
+
+def test_a_backward_that_raises_leaves_residuals_and_its_late_jobs_do_not_disturb_the_next():
+    run_ranks(_all_failures, 3, timeout=90)
+
+
+class Used(torch.nn.Module):
+    """Parameters that a step uses or not; fp64 ones are averaged without compression."""
+
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.ones(90, 90) for _ in range(3))
+        self.plain = torch.nn.Parameter(torch.ones(90, dtype=torch.float64))
+
+    def forward(self, x, names):
+        parameters = dict(self.named_parameters())
+        return sum((parameters[name] * x.abs().mean(0)).sum() for name in names)
+
+
+BUCKETS = {
+    "together": {"find_unused_parameters": True},
+    "apart": {"find_unused_parameters": True, "bucket_cap_mb": 0.03},
+    "views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "left out": {"bucket_cap_mb": 0.03, **LEAVES_OUT_BUCKETS},
+}
+
+
+def _unused(rank):
+    """A pass on one rank has gradients in a plain bucket only; then the first bucket is not used at all."""
+    for name, options in BUCKETS.items():
+        # DDP leaves out a bucket only if all ranks use the same parameters.
+        plain_only = rank > 0 and name != "left out"
+        net, state = Used(), make_state("int4", error_feedback="both")
+        names = sorted(dict(net.named_parameters()))
+        ddp = _wrap(net, state, **options)
+        for number in range(3):
+            _backward(ddp, number, names)
+        for number, (used, unused) in enumerate(
+            [
+                (["plain"] if plain_only else ["weights.0"], {"weights.1", "weights.2"}),
+                (["weights.0", "weights.1"], {"weights.2"}),
+                (["weights.1", "weights.2"], {"weights.0"}),
+            ],
+            start=3,
+        ):
+            before = _own(state)
+            assert [name for name, lost in before.items() if not lost.any()] == []
+            _backward(ddp, number, used)
+            assert differences(before, _own(state)).keys() == before.keys() - unused
+            assert _steps(state) == number + 1
+        state.close()
+
+
+def test_residuals_of_parameters_that_no_rank_uses_stay():
+    run_ranks(_unused, 2)
+
+
+def _passes(rank):
+    """Two losses of one iteration, a graph that is used twice, and a pass that is not averaged."""
+    net, state = Layers(), make_state("feedback both")
+    ddp = _wrap(net, state, bucket_cap_mb=0.03)
+    for number in range(4):
+        _backward(ddp, number)
+    loss = ddp(torch.ones(4, 90)).square().mean()
+    loss.backward(retain_graph=True)
+    between = _own(state)
+    assert _steps(state) == 5
+    loss.backward()  # DDP averages once per forward: nothing is sent, nothing lost
+    with ddp.no_sync():
+        _backward(ddp, 5)
+    assert _steps(state) == 5
+    assert_same(between, _own(state))
+
+
+def _static_graph_of_several_types(rank):
+    """In its first pass all buckets arrive with index 0, when all gradients are there."""
+    net = Layers(dtypes=(torch.float32, torch.float64, torch.bfloat16, torch.float32))
+    state = make_state("feedback both")
+    ddp = _wrap(net, state, static_graph=True)
+    for number in range(4):
+        _backward(ddp, number)
+        assert _steps(state) == number + 1
+    kept = {name for name, lost in _own(state).items() if lost.abs().max() > 0}
+    assert kept >= {"layers.0.weight", "layers.2.weight", "layers.3.weight"}
+    assert not any(name.startswith("layers.1.") for name in kept), "fp64 is not quantized"
+
+
+def _reentrant_checkpoints(rank):
+    """Every layer's backward is a pass of its own, but the residuals are those of one pass."""
+    found = []
+    for reentrant in (True, False):
+        state = make_state("feedback both")
+        ddp = _wrap(Layers(reentrant=reentrant), state, bucket_cap_mb=0.03)
+        for number in range(5):
+            _backward(ddp, number)
+        assert _steps(state) == 5
+        found.append(_own(state))
+        state.close()
+    assert_same(*found)
+
+
+def _inside_backward(rank):
+    """A step can be taken back, and residuals loaded, only between two passes."""
+    net, state, refused = Layers(), make_state("feedback both"), []
+
+    def ask(_):
+        for call in (state.discard_step, lambda: state.load_state_dict({})):
+            with pytest.raises(RuntimeError, match=r"inside backward\(\)"):
+                call()
+            refused.append(call)
+
+    net.layers[0].weight.register_hook(ask)
+    _backward(_wrap(net, state), 0)
+    assert len(refused) == 2
+
+
+def _all_passes(rank):
+    for check in (_passes, _static_graph_of_several_types, _reentrant_checkpoints, _inside_backward):
+        check(rank)
+
+
+def test_every_pass_that_averages_is_one_step():
+    run_ranks(_all_passes, 2)
+
+
+POISONED = {  # the parameter with a NaN on one rank, and the state
+    "in one of several buckets": ("layers.3.bias", {}),
+    "in the last bucket": ("layers.0.bias", {}),
+    "in a bucket without compression": ("layers.1.weight", {}),
+    "in the exact part of a bucket": ("layers.0.bias", {"exact_1d": True}),
+}
+
+
+def _not_finite(rank):
+    """A NaN on one rank, in a part of the gradients: no residual changes, anywhere."""
+    for reentrant in (True, False):
+        for place, options in POISONED.values():
+            net = Layers(
+                reentrant=reentrant, dtypes=(torch.float32, torch.float64, torch.float32, torch.float32)
+            )
+            state = make_state("feedback both", **options)
+            ddp = _wrap(net, state, bucket_cap_mb=0.03)
+            for number in range(3):
+                _backward(ddp, number)
+            before = _own(state)
+            if rank == 1:
+                poison = net.get_parameter(place).register_hook(lambda gradient: gradient * torch.nan)
+            _backward(ddp, 3)
+            for _ in range(2):  # asking changes nothing
+                assert_same(before, _own(state), place)
+            if rank == 1:
+                poison.remove()
+            _backward(ddp, 4)
+            assert differences(before, _own(state)).keys() >= {"layers.0.weight", "layers.2.weight"}
+            state.discard_step()
+            assert_same(before, _own(state), "the next step began from there")
+            state.close()
+
+
+def test_a_step_that_is_not_finite_on_one_rank_changes_no_residual():
+    run_ranks(_not_finite, 2)
+
+
+def _bytes_kept():
+    """Return how many bytes of bf16 tensors are alive."""
+    gc.collect()
+    kept = {}
+    for one in gc.get_objects():
+        if type(one) is torch.Tensor and one.dtype == torch.bfloat16:
+            memory = one.untyped_storage()
+            kept[memory.data_ptr()] = memory.nbytes()
+    return sum(kept.values())
+
+
+def _memory(rank):
+    """A value has two residuals of two bytes, whatever buckets it comes in, and nothing else grows."""
+    net, state = Layers(), make_state("feedback both")
+    count = sum(parameter.numel() for parameter in net.parameters())
+    wraps = [_wrap(net, state, bucket_cap_mb=cap) for cap in (0.03, 0.07)]
+    kept = []
+    for number in range(6):  # rebuilt in the second pass; then another cap, and each in turn
+        if number == 3:
+            state.load_state_dict(state.state_dict())  # of which nothing stays
+        _backward(wraps[number > 2 and number % 2], number)
+        kept.append(_bytes_kept())
+    other = _wrap(Layers(), state)
+    _backward(other, 0)
+    kept.append(_bytes_kept() // 2)
+    del other  # a model that is gone leaves nothing
+    _backward(_wrap(torch.nn.Linear(90, 80), state), 0)
+    kept.append(_bytes_kept() - 4 * 91 * 80)
+    assert kept == [4 * count] * 8
+
+
+def test_residuals_take_4_bytes_a_value_in_any_buckets():
+    run_ranks(_memory, 2)
+
+
+def test_the_defaults_of_4_bits_feed_errors_back():
+    state = QuantizedAllreduceState(bits=4)
+    assert (state.error_feedback, state.scatter.block_size, state.gather.format) == ("both", 32, "int4")
+    assert QuantizedAllreduceState().error_feedback == "none"
