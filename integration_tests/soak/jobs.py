@@ -80,7 +80,7 @@ class Runner:
     def _places(self, job: Job) -> list[Place]:
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
-        if not job.hosts:
+        if not job.on_hosts:
             return [Place(0, ("127.0.0.1", port), "lo")] * job.world_size
         assert isinstance(self._network, Network)
         store = (self._network.address(0), port)
