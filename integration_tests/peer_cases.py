@@ -24,7 +24,7 @@ from trainings import (
 import ddp_compress_hooks
 import ddp_quant_hooks
 import dist_autograd_collectives as dac
-from ddp_compress_hooks import CompressState, allreduce_hook, fp16_compress_hook
+from ddp_compress_hooks import CompressState, allreduce_hook, fp16_compress_hook, fp16_compress_wrapper
 from ddp_optim_overlap import ByValue, overlap_optimizer
 from ddp_quant_hooks import (
     AutoState,
@@ -111,8 +111,19 @@ def _training(name: str) -> Case:
         kind.begin,
         text_at_first=text,
         steps_parts=kind.steps_parts,
-        starts_anew=name not in stateless and not kind.torch_keeps_groups,
+        starts_anew=name not in stateless,
     )
+
+
+def _own_mean(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average as a user's own hook does."""
+    share = bucket.buffer() / group.size()
+    done = dist.all_reduce(share, group=group, async_op=True).get_future()
+    return done.then(lambda future: future.value()[0])
+
+
+def _wrapped(group: dist.ProcessGroup, places: Places) -> Training:
+    return with_hook(group, places, lambda group: (group, fp16_compress_wrapper(_own_mean)))
 
 
 def _unused_parameters(group: dist.ProcessGroup, places: Places) -> Training:
@@ -131,8 +142,16 @@ TRAINED = {
 TRAINED |= {name: _training(name) for name in ("allreduce, overlap", "auto, overlap", "8 bits, released")}
 TRAINED |= {
     "hook_then_optimizer": Case(drop_in, text_at_first=NOT_THERE, steps_parts=True),
+    "wrapper of a user's hook": Case(_wrapped, text_at_first=NOT_THERE),
     "overlap, unused parameters": Case(_unused_parameters, text_at_first=NOT_THERE, steps_parts=True),
 }
+
+
+def _counts(state: Any) -> Any:
+    """Return what a state says of the steps that it has made."""
+    if isinstance(state, QuantizedAllreduceState):
+        return state.statistics, state.state_dict()["steps"]
+    return None
 
 
 def _on_tensors(make_state: Callable[..., Any], call: Callable[[Any, str], object]) -> Case:
@@ -143,8 +162,14 @@ def _on_tensors(make_state: Callable[..., Any], call: Callable[[Any, str], objec
 
         def step(trouble: Trouble) -> None:
             call(state, "first")
+            counted = _counts(state)
             trouble()
-            call(state, "second")
+            try:
+                call(state, "second")
+            except RuntimeError:
+                assert _counts(state) == counted, "the failed call is counted"
+                call(state, "third")  # fails, too
+                raise AssertionError("a call has ended after one that failed") from None
 
         return Part(places, step, state)
 
@@ -174,6 +199,10 @@ ON_TENSORS = {
         functools.partial(CompressState, wire_dtype=torch.bfloat16, accumulate="fp32"), _in_16_bits
     ),
     "tensors in 8 bits": _on_tensors(_state_of_8_bits, _in_8_bits),
+    "tensors in 4 bits, feedback": _on_tensors(
+        functools.partial(QuantizedAllreduceState, bits=4, min_bytes=0), _in_8_bits
+    ),
+    "tensors too small for 8 bits": _on_tensors(QuantizedAllreduceState, _in_8_bits),
     "scattered tensors in 8 bits": _on_tensors(_state_of_8_bits, _scattered),
 }
 
@@ -430,6 +459,7 @@ DIFFERENCES = {
         AutoState, auto_hook, {}, {"max_error": 0.5}, "max_error is .* on ranks 0, 2, 0.5 on rank 1"
     ),
     "a hook on one rank": _hooks_differ(_no_hook, HOOKS["8 bits"], _alone),
+    "a hook without a state on one rank": _hooks_differ(_no_hook, HOOKS["fp16"], _alone),
     "clipping": _hooks_differ(
         HOOKS["fp16"],
         HOOKS["fp16"],

@@ -6,7 +6,6 @@ may raise, or where its process may end or stop.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -151,37 +150,13 @@ class Training:
         new = path.with_suffix(".new")
         parts = {"parameters": self.parameters(), "optimizer": self.optimizer.state_dict()}
         torch.save({**parts, "residuals": residuals, "step": step}, new)
-        if path.exists():
-            path.replace(path.with_suffix(".old"))  # others may die before they have the new one
         new.replace(path)
 
-    def resume(self, folder: Path) -> int:
-        """Resume from the newest step that every rank has saved; return it."""
-        path = folder / f"checkpoint-{dist.get_rank()}.pt"
-        paths = [found for found in (path, path.with_suffix(".old")) if found.exists()]
-        saved = {one["step"]: one for one in (torch.load(found, weights_only=True) for found in paths)}
-        # A rank may have died after the other ranks' last checkpoint but before its own.
-        newest = torch.tensor(max(saved, default=0))
-        dist.all_reduce(newest, dist.ReduceOp.MIN)
-        if checkpoint := saved.get(int(newest)):
-            self._make_final_buckets()
-            for parameter, value in zip(self.parameters(), checkpoint["parameters"], strict=True):
-                parameter.data.copy_(value)
-            self.optimizer.load_state_dict(checkpoint["optimizer"])
-            if checkpoint["residuals"] is not None:
-                self._state.load_state_dict(checkpoint["residuals"])
-        return int(newest)
-
-    def _make_final_buckets(self) -> None:
-        """Do one pass, as the guide says: the bits of averages depend on DDP's buckets."""
-        with contextlib.nullcontext() if self.handle is None else self.handle.pause():
-            self._call(torch.ones(8, WIDTH)).sum().backward()
+    def make_fresh_start(self) -> None:
+        """Go on after a failed step, with FSDP2."""
+        self._state.close()
         self.optimizer.zero_grad()
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return parameters, the optimizer's state and residuals, in a fixed order."""
-        state = self._state.state_dict() if hasattr(self._state, "state_dict") else None
-        return [*self.parameters(), *_tensors_in([self.optimizer.state_dict()["state"], state])]
+        self.net.reset_iter_state()  # type: ignore[operator] # fully_shard adds it
 
     def close(self) -> None:
         """Close what the training has started, as a program does in its ``finally``."""
@@ -192,17 +167,6 @@ class Training:
         del self._call, self._average, self.handle, self._state
         del self.net, self.optimizer, self._parameters
         gc.collect()  # a DDP model is in a reference cycle
-
-
-def _tensors_in(one: Any) -> Iterator[torch.Tensor]:
-    if isinstance(one, torch.Tensor):
-        yield one
-    elif isinstance(one, dict):
-        for key in sorted(one, key=str):
-            yield from _tensors_in(one[key])
-    elif isinstance(one, (list, tuple)):
-        for part in one:
-            yield from _tensors_in(part)
 
 
 def _quantized(**options: Any) -> Callable[[dist.ProcessGroup], tuple[Any, Any]]:

@@ -1,8 +1,6 @@
 """Bitwise Accelerate's own results with the step inside backward(); and gradients in 8 bits."""
 
 import contextlib
-import functools
-import warnings
 
 import pytest
 import torch
@@ -115,20 +113,6 @@ def _refused(make):
         make(overlap={}, clip=("clip_grad_norm_", 0.1)).train()
 
 
-def _ignored(make):
-    """Pass the hook in the way that Accelerate seems to accept, but ignores."""
-    from accelerate import DistributedDataParallelKwargs  # noqa: PLC0415 - it may be missing
-
-    state = QuantizedAllreduceState(min_bytes=0)
-    hook = functools.partial(quantized_allreduce_hook, state)
-    job = make(handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
-    state.bind(job.model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        job.train()
-    return state.statistics.bytes_sent, sum("has got no bucket" in str(one.message) for one in caught)
-
-
 def _accelerate():
     page = run("Accelerate", definitions=True)
 
@@ -140,8 +124,7 @@ def _accelerate():
 
     found = {"overlapped": _overlapped(make), "quantized": _quantized(make)}
     _refused(make)
-    found["clipped"] = _clipped(make)
-    return {**found, "ignored": _ignored(make)}
+    return {**found, "clipped": _clipped(make)}
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +147,3 @@ def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume_to_the_bit(f
 
 def test_accelerates_own_clipping_works_beside_the_hook(found):
     assert [rank["clipped"] for rank in found] == [True, True]
-
-
-def test_a_hook_that_accelerate_ignores_warns(found):
-    assert [rank["ignored"] for rank in found] == [(0, 1)] * 2

@@ -113,9 +113,10 @@ def measure_growth(options: Any, write: Callable[[dict[str, Any]], None]) -> Non
             size = max(TRAININGS[what].world_sizes) if what in TRAININGS else 2
             samples = run_ranks(_loop, size, make, count, timeout=120 + 2 * count)
             outcome = judged(samples, control)
+            if control is None:
+                control, outcome = outcome, {**outcome, "verdict": "torch's own", "problems": []}
             took = round(time.monotonic() - began, 1)
             write({"what": what, "count": count, "world_size": size, **outcome, "took": took})
-            control = control or outcome
 
 
 def _loop(rank: int, make: Callable[[], Callable[[int], object]], count: int) -> list[dict[str, float]]:

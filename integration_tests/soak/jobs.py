@@ -143,17 +143,14 @@ class _Watch:
         assert isinstance(self._network, Network)
         network, victim = self._network, self._job.victim
         stack.callback(network.repair, victim)
+        changes = {"link cut": network.cut, "packets lost": network.lose}
+        changes.get(self._job.fault, network.slow)(victim)
         if self._job.fault == "link cut":
-            network.cut(victim)
-        elif self._job.fault == "packets lost":
-            network.lose(victim)
-            self._wait(lambda: None not in self._ended, self._job.length)
+            return
+        self._wait(lambda: None not in self._ended, self._job.length)
+        if self._job.fault == "packets lost":
             self._note = f"{network.lost(victim)} packets lost"
-            network.repair(victim)
-        else:
-            network.slow(victim)
-            self._wait(lambda: None not in self._ended, self._job.length)
-            network.repair(victim)
+        network.repair(victim)
 
     def _begun(self) -> bool:
         """Return whether the victim has reached its place or its step."""
