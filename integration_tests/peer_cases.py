@@ -111,7 +111,7 @@ def _training(name: str) -> Case:
         kind.begin,
         text_at_first=text,
         steps_parts=kind.steps_parts,
-        starts_anew=name not in stateless,
+        starts_anew=name not in {*stateless, "FSDP2 across shards"},
     )
 
 

@@ -131,18 +131,6 @@ ROW = re.compile(
 )
 
 
-def _share_and_error(hook):
-    """Return a hook's share of the bytes of fp32, and a bound of its gradients' relative error."""
-    if "4 bits" in hook or "feedback" in hook:
-        # Residuals of earlier, larger gradients are sent now, so a single step has no useful bound.
-        return 0.156 if "4 bits" in hook else 0.255, 1.0
-    if "quanti" in hook:
-        return 0.255, 0.15 if "pertensor" in hook else 2e-2
-    if "bf16" in hook:
-        return 0.5, 3 * 2**-8
-    return (0.5, 3 * 2**-11) if "16" in hook or "saturate" in hook else (1.0, 2**-20)
-
-
 @needs_digits
 @pytest.mark.parametrize(
     ("hooks", "count"),
@@ -156,10 +144,10 @@ def test_every_hook_learns_digits_and_sends_what_it_says(tmp_path, hooks, count)
     rows = {row[0]: row[1:] for row in ROW.findall(output)}
     assert len(rows) == count, output + errors
     for hook, (_, share, _, accuracy, error, equal) in rows.items():
-        assert equal == "yes"
+        assert equal == "yes", hook
         assert float(accuracy) > 0.9, hook
-        expected, limit = _share_and_error(hook)
-        if sys.platform == "linux":
-            # More than the payload: the headers of Gloo's messages, for buckets of a few KiB here.
-            assert expected <= float(share) + 0.01 < expected + 0.06, hook
-        assert float(error) < limit, hook
+        # Residuals of earlier, larger gradients are sent too, so 4 bits have no useful bound.
+        assert float(error) < (1 if "4 bits" in hook or "feedback" in hook else 0.15), hook
+        if sys.platform == "linux" and "quanti" in hook:
+            # A byte of four, scales, and the headers of Gloo's messages, for buckets of a few KiB here.
+            assert float(share) < 0.31, hook

@@ -40,6 +40,7 @@ def _raise():
 
 LATE = [name for name in TRAINED if TRAINED[name].text_at_first and "FSDP2" not in name]
 """The cases in which the victim comes to the step when the others have given up."""
+FSDP = "FSDP2 between nodes"
 FAULTS = {"exits": lambda: os._exit(3), "hangs": stop_process, "raises": _raise}
 
 
@@ -150,7 +151,7 @@ def _peers(_, fault, number, limit):
             seen |= {f"{name}, late": step.result() for name, step in steps.items()}
     dist.barrier()
     for name, part in parts.items():
-        if name.startswith("FSDP2") and hasattr(part.net, "reset_iter_state"):
+        if name == FSDP and hasattr(part.net, "reset_iter_state"):
             anew[f"{name}, again"] = _step_again(part, cases[name], groups[name])
         part.close()
         if cases[name].starts_anew:
@@ -232,23 +233,22 @@ def test_a_rank_that_comes_too_late_waits_once_and_gets_an_error(outcome, name):
 @_each("raises", cases=[name for name, case in CASES.items() if case.starts_anew])
 def test_ranks_that_have_closed_what_failed_start_anew_alike(outcome, name):
     first, *others = (anew[name] for anew in outcome.anew.values())
-    if name != "FSDP2 across shards":  # whose ranks have different parameters
-        assert_alike(first, *others)
+    _assert_alike(first, *others)
 
 
-def assert_alike(first, *others):
+def _assert_alike(first, *others):
     for other in others:
         assert len(other) == len(first)
         for one, parameter in zip(first, other, strict=True):
             torch.testing.assert_close(parameter, one, rtol=0, atol=0)
 
 
-@_each("raises", cases=[name for name in TRAINED if "FSDP2" in name])
+@_each("raises", cases=[FSDP] * (FSDP in TRAINED))
 def test_a_failed_step_of_fsdp_can_be_made_again(outcome, name):
     for anew in outcome.anew.values():
         if f"{name}, again" not in anew:
             pytest.skip("this torch has no FSDPModule.reset_iter_state")
-        assert_alike(*anew[f"{name}, again"])
+        _assert_alike(*anew[f"{name}, again"])
 
 
 @pytest.mark.parametrize("outcome", ["exits"], indirect=True)

@@ -106,7 +106,7 @@ def test_a_package_imports_only_what_its_siblings_promise(package):
 
 
 @pytest.mark.parametrize(
-    ("source", "problems"),
+    ("source", "problem"),
     [
         (
             "from dist_utils.process_groups.agreement import compare",
@@ -130,8 +130,9 @@ def test_a_package_imports_only_what_its_siblings_promise(package):
         ("from dist_utils import torch_compat, OrderedWorker\ntorch_compat.GradBucket", ""),
     ],
 )
-def test_other_imports_are_found(source, problems):
-    assert "".join(broken_promises(source, "ddp_quant_hooks")) == problems
+def test_other_imports_are_found(source, problem):
+    first = (broken_promises(source, "ddp_quant_hooks") or [""])[0]
+    assert first == problem
 
 
 @pytest.mark.parametrize("package", PROJECTS)
