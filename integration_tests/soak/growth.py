@@ -21,7 +21,7 @@ from soak.records import resources
 
 __all__ = ["judged", "measure_growth"]
 
-SAMPLES = 200
+SAMPLES, FEWEST = 200, 8
 ALLOWED = {"heap": 64.0, "kibibytes": 128.0, "kernel_threads": 0.0, "descriptors": 0.0, "seconds": 0.0}
 """What is compared, and how much may be more at the end than at the beginning. Resident memory, which grows
 also because it is fragmented, counts only where the C library does not tell what is in use."""
@@ -97,16 +97,26 @@ def measure_growth(options: Any, write: Callable[[dict[str, Any]], None]) -> Non
     names = [name for name in TRAININGS if options.training in name and name not in BASELINES]
     kinds: list[tuple[int, dict[str, Callable[[], Callable[[int], object]]]]] = [
         (options.steps, {name: partial(_steps, name) for name in ("plain DDP", *names)}),
-        (options.steps // 10, {"groups of torch": lambda: _group, "states made and closed": lambda: _state}),
+        (
+            options.steps // 10,
+            {
+                "groups of torch": partial(_given, _group),
+                "states made and closed": partial(_given, _state),
+            },
+        ),
         (
             options.steps // 100,
             {
-                "process groups with plain DDP": lambda: partial(_job, "plain DDP"),
-                "process groups made and destroyed": lambda: partial(_job, "8 bits, feedback, overlap"),
+                "process groups with plain DDP": partial(_given, partial(_job, "plain DDP")),
+                "process groups made and destroyed": partial(
+                    _given, partial(_job, "8 bits, feedback, overlap")
+                ),
             },
         ),
     ]
     for count, loops in kinds:
+        if count < FEWEST:
+            continue
         control = None
         for what, make in loops.items():
             began = time.monotonic()
@@ -139,6 +149,10 @@ def _loop(rank: int, make: Callable[[], Callable[[int], object]], count: int) ->
 
 def _steps(training: str) -> Callable[[int], object]:
     return TRAININGS[training].begin(resolve_group(), Places()).step
+
+
+def _given(one: Callable[[int], object]) -> Callable[[int], object]:
+    return one
 
 
 def _group(number: int) -> None:
