@@ -24,11 +24,11 @@ ROW = re.compile(
 )
 
 
-def _start(folder, *arguments, **environment):
+def _start(folder, *arguments):
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), *arguments],
         cwd=folder,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder), **environment},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -37,10 +37,8 @@ def _start(folder, *arguments, **environment):
     )
 
 
-@pytest.mark.parametrize("tools", ["there", pytest.param("missing", marks=pytest.mark.exhaustive)])
-def test_every_hook_learns_the_same_and_sends_what_it_says(tmp_path, tools):
-    environment = {} if tools == "there" else {"PATH": str(tmp_path)}
-    process = _start(tmp_path, "--steps=2", **environment)
+def test_every_hook_learns_the_same_and_sends_what_it_says(tmp_path):
+    process = _start(tmp_path, "--steps=2")
     output, errors = process.communicate(timeout=300)
     assert process.returncode == 0, output + errors
     rows = {name: (float(speed), sent, float(loss)) for name, speed, sent, loss in ROW.findall(output)}
@@ -55,13 +53,9 @@ def test_every_hook_learns_the_same_and_sends_what_it_says(tmp_path, tools):
     # Losses are about 4 here, and differ after five steps only by rounding.
     assert all(abs(loss - rows["plain DDP"][2]) < 0.05 for _, _, loss in rows.values()), output
     first = output.splitlines()[0]
-    if tools == "missing":
-        assert "loopback" in first
-        assert first.endswith("emulating hosts needs the program ip (package iproute2)")
-    else:
-        assert first == "Training on two emulated hosts, links of 1gbit." or re.search(
-            "loopback.*emulated hosts: .", first
-        )
+    assert first == "Training on two emulated hosts, links of 1gbit." or re.search(
+        "loopback.*emulated hosts: .", first
+    )
     assert (tmp_path / "build" / "demo.png").stat().st_size > 10_000
     assert str(tmp_path / "build" / "demo.png") in output
 
@@ -95,9 +89,7 @@ def _wait_for_processes(folder, are_right, demo):
 
 
 @needs_linux
-@pytest.mark.parametrize(
-    "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive), signal.SIGKILL]
-)
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left(tmp_path, how):
     process = _start(tmp_path)
     _wait_for_processes(tmp_path, _are_both_ranks, process)

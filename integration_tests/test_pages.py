@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
-from dist_utils.testing import run_ranks
+from dist_utils.testing import run_ranks, same_on_all_ranks
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -21,7 +22,7 @@ PAGES = [
     *sorted(ROOT.glob("packages/*/README.md")),
     *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts),
 ]
-# Snippets that need more than a model: tests below, test_fsdp2_page.py and frameworks/test_page.py run them.
+# Snippets that need more than a model: tests below and frameworks/test_page.py run them.
 ELSEWHERE = {DOCS / name for name in ("own-hook.md", "network-limit.md", "fsdp2.md", "frameworks.md")}
 
 
@@ -65,11 +66,6 @@ def test_programs_end_alike_on_all_ranks(program, tmp_path):
     assert told["0"] == told["1"]
 
 
-@pytest.mark.parametrize("readme", PAGES[1:6], ids=lambda readme: readme.parent.name)
-def test_every_package_has_a_program(readme):
-    assert any(_is_program(snippet) or "run_ranks" in snippet for snippet in _snippets(readme))
-
-
 def _anchors(page):
     """Return the anchors of a page's headings, as GitHub and the site create them."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
@@ -78,7 +74,8 @@ def _anchors(page):
 
 
 @pytest.mark.parametrize("readme", PAGES[:6], ids=lambda readme: readme.parent.name)
-def test_links_of_readmes_have_a_target(readme):
+def test_readmes_are_short_and_their_links_have_a_target(readme):
+    assert len(readme.read_text().splitlines()) <= 160
     # Sphinx checks those of the site.
     for link in re.findall(r"\]\((?!https?:)([^)]+)\)", readme.read_text()):
         path, _, anchor = link.partition("#")
@@ -91,11 +88,6 @@ def test_pages_have_no_directives_that_a_code_host_shows_as_they_are():
     directive = re.compile(r"(^```\{(?!eval-rst)|\{[\w:]+\}`)", re.MULTILINE)
     shown = {page: re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL) for page in PAGES}
     assert [page for page, text in shown.items() if directive.search(text)] == []
-
-
-@pytest.mark.parametrize("readme", PAGES[:6], ids=lambda readme: readme.parent.name)
-def test_readmes_are_short(readme):
-    assert len(readme.read_text().splitlines()) <= 160
 
 
 def _names(folder):
@@ -170,6 +162,23 @@ def test_the_page_prints_the_time_with_and_without_communication():
     for alone, together in run_ranks(_find_the_limit, 2, timeout=60):
         assert alone > 0
         assert together > 0
+
+
+def _run_the_page_of_fsdp2(_):
+    names = {}
+    for number, snippet in enumerate(_snippets(DOCS / "fsdp2.md")):
+        exec(compile(snippet, f"docs/fsdp2.md {number}", "exec"), names)
+    trained = [parameter.to_local() for parameter in names["model"].parameters()]
+    assert same_on_all_ranks(trained, names["mesh"]["node"].get_group())
+    return names["state"].statistics.bytes_ratio
+
+
+@pytest.mark.skipif(
+    not hasattr(getattr(fsdp, "FSDPModule", None), "set_all_reduce_hook"),
+    reason="this torch has no FSDPModule.set_all_reduce_hook",
+)
+def test_the_page_of_fsdp2_runs():
+    assert max(run_ranks(_run_the_page_of_fsdp2, 4, timeout=100)) < 0.3
 
 
 def test_tables_of_whole_steps_are_those_of_the_results():

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import public_surface
 import pytest
 
 if sys.version_info >= (3, 11):
@@ -112,30 +108,31 @@ def test_a_package_imports_only_what_its_siblings_promise(package):
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("from dist_utils.process_groups.agreement import compare", "agreement is not public"),
-        ("import dist_utils.module_state.storage", "storage is not public"),
-        ("from dist_utils import module_state", "module_state is not public"),
-        ("from dist_utils.torch_compat import _queue_callback", "_queue_callback is not promised"),
-        ("from dist_utils import torch_compat\ntorch_compat._queue_callback()", "line 2: "),
-        ("import dist_utils as d\nd.no_such_name", "no_such_name is not promised"),
-        ("import dist_utils\ndist_utils.module_state.storage._x", "storage is not public"),
-        ("import dist_utils\ndist_utils.torch_compat._queue_callback", "_queue_callback is not promised"),
-        ("import dist_utils\ndist_utils.process_groups.agreement.told", "agreement is not public"),
-        ('importlib.import_module("dist_utils.module_state")', "module_state is not public"),
         (
-            "def f():\n    from ddp_compress_hooks.hooks import allreduce_hook",
-            "line 2: ddp_compress_hooks.hooks",
+            "from dist_utils.process_groups.agreement import compare",
+            "line 1: dist_utils.process_groups.agreement is not public",
         ),
+        ("from dist_utils import module_state", "line 1: dist_utils.module_state is not public"),
+        ("from dist_utils.torch_compat import _x", "line 1: dist_utils.torch_compat._x is not promised"),
+        ("import dist_utils as d\nd.no_such", "line 2: dist_utils.no_such is not promised"),
+        (
+            "import dist_utils\ndist_utils.module_state.storage.x",
+            "line 2: dist_utils.module_state.storage is not public",
+        ),
+        (
+            "def f():\n    from ddp_compress_hooks.hooks import x",
+            "line 2: ddp_compress_hooks.hooks is not public",
+        ),
+        (
+            'importlib.import_module("dist_utils.module_state")',
+            "line 1: dist_utils.module_state is not public",
+        ),
+        ("from dist_utils import torch_compat, OrderedWorker\ntorch_compat.GradBucket", ""),
     ],
 )
 def test_other_imports_are_found(source, problem):
-    found = broken_promises(source, "ddp_quant_hooks")
-    assert any(problem in one for one in found), found
-
-
-def test_what_is_promised_is_no_problem():
-    source = "import dist_utils\nfrom dist_utils import torch_compat, OrderedWorker\ntorch_compat.GradBucket"
-    assert broken_promises(source, "ddp_quant_hooks") == []
+    first = (broken_promises(source, "ddp_quant_hooks") or [""])[0]
+    assert first == problem
 
 
 @pytest.mark.parametrize("package", PROJECTS)
@@ -151,81 +148,3 @@ def test_every_promised_name_is_documented(package):
         # A bare ":members:" documents all of __all__.
         documented |= set(re.findall(r"\w+", members)) or promised(module)
     assert {name for module in public_modules(package) for name in promised(module)} <= documented
-
-
-# Classes of returned objects, which users do not construct.
-RETURNED = {
-    "ddp_optim_overlap.OverlapHandle",
-    "ddp_quant_hooks.fsdp.Handle",
-    "dist_autograd_collectives.Handle",
-}
-
-
-@pytest.fixture(scope="module")
-def released_packages(tmp_path_factory):
-    """The newest released version of each package, and the promises of all of them."""
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a clone: there is no history with released versions")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.syspath_prepend(str(ROOT))
-        from releasing import released, wheels, workspace  # noqa: PLC0415 - not on the path before
-    if released.is_shallow(ROOT):
-        pytest.skip("a shallow clone: released versions are not in its history")
-    folder = tmp_path_factory.mktemp("released")
-    found, sources = {}, []
-    for package in workspace.packages(ROOT):
-        newest = released.releases(ROOT, package)[-1]
-        sources.append(wheels.export(ROOT, package, newest.commit, folder) / "src")
-        settings = tomllib.loads(wheels.pyproject_at(ROOT, newest))["tool"]["torch-dist-extras"]
-        found[package.name] = (newest.version, workspace.tree_version(package), settings["public-modules"])
-    modules = [module for _, _, listed in found.values() for module in listed]
-    answer = subprocess.run(
-        [sys.executable, public_surface.__file__, *modules],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))},
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return found, json.loads(answer.stdout)
-
-
-@pytest.mark.parametrize("package", PROJECTS)
-def test_what_the_last_release_promised_is_kept_until_the_next_major_version(package, released_packages):
-    packages, promises = released_packages
-    last, tree, modules = packages[package]
-    if tree.major > last.major:
-        pytest.skip(f"{package} {tree} may break what {last} promised")
-    assert set(modules) <= set(public_modules(package)), f"a public module of {last} is gone"
-    root = package.replace("-", "_")
-    old = {
-        name: None if name in RETURNED else parameters
-        for name, parameters in promises.items()
-        if name.split(".")[0] == root
-    }
-    assert public_surface.broken_calls(old, public_surface.surface(modules)) == []
-
-
-def f_old(a, b=1, *, c=2):
-    """A stand-in for a released function."""
-
-
-@pytest.mark.parametrize(
-    ("new", "kept"),
-    [
-        (lambda a, b=1, *, c=2: None, True),
-        (lambda a, b=1, d=None, *, c=2, e=3: None, True),
-        (lambda a, b=1, c=2, **more: None, True),
-        (lambda b=1, a=0, *, c=2: None, False),
-        (lambda a, b, *, c=2: None, False),
-        (lambda a, b=1: None, False),
-        (lambda a, d=1, *, c=2: None, False),
-        (lambda a, b=1, *, c=2, d: None, False),
-        (lambda a, *, b=1, c=2: None, False),
-    ],
-)
-def test_a_call_that_worked_must_work(new, kept):
-    def of(function):
-        return {"m.f": public_surface.parameters(function)}
-
-    assert (public_surface.broken_calls(of(f_old), of(new)) == []) is kept
-    assert public_surface.broken_calls(of(f_old), {}) == ["m.f is gone"]

@@ -1,8 +1,6 @@
 """Bitwise Accelerate's own results with the step inside backward(); and gradients in 8 bits."""
 
 import contextlib
-import functools
-import warnings
 
 import pytest
 import torch
@@ -99,34 +97,9 @@ def _quantized(make):
     return found
 
 
-def _clipped(make):
-    """Clip by the norm, as Accelerate does, gradients that the hook has averaged in full precision."""
-    clip = "clip_grad_norm_", 0.1
-    own = make(clip=clip).train()
-    assert not same_bits(own, make().train())
-    job = make(clip=clip, min_bytes=2**30)
-    found = same_bits(own, job.train())
-    assert job.state.statistics.plain_buckets > 0
-    return found
-
-
 def _refused(make):
     with pytest.raises(ConfigError, match="pass clip= to overlap_optimizer"):
         make(overlap={}, clip=("clip_grad_norm_", 0.1)).train()
-
-
-def _ignored(make):
-    """Pass the hook in the way that Accelerate seems to accept, but ignores."""
-    from accelerate import DistributedDataParallelKwargs  # noqa: PLC0415 - it may be missing
-
-    state = QuantizedAllreduceState(min_bytes=0)
-    hook = functools.partial(quantized_allreduce_hook, state)
-    job = make(handlers=[DistributedDataParallelKwargs(comm_hook=hook)])
-    state.bind(job.model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        job.train()
-    return state.statistics.bytes_sent, sum("has got no bucket" in str(one.message) for one in caught)
 
 
 def _accelerate():
@@ -140,8 +113,7 @@ def _accelerate():
 
     found = {"overlapped": _overlapped(make), "quantized": _quantized(make)}
     _refused(make)
-    found["clipped"] = _clipped(make)
-    return {**found, "ignored": _ignored(make)}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +132,3 @@ def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume_to_the_bit(f
         assert 4 * sent.bytes_sent < 1.1 * sent.bytes_of_allreduce
         for name in ("hook", "hook and overlap"):
             assert rank["quantized"][name] == (True, True)
-
-
-def test_accelerates_own_clipping_works_beside_the_hook(found):
-    assert [rank["clipped"] for rank in found] == [True, True]
-
-
-def test_a_hook_that_accelerate_ignores_warns(found):
-    assert [rank["ignored"] for rank in found] == [(0, 1)] * 2

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from page import run
 from ranks import needs, run_as_torchrun
 
-from ddp_optim_overlap import ByValue, ConfigError, overlap_optimizer
+from ddp_optim_overlap import ByValue, ConfigError
 from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from dist_utils.testing import same_bits, same_on_all_ranks
 
@@ -94,31 +94,6 @@ def _clipped(lightning):
     return found
 
 
-def _of_the_module(lightning):
-    """Overlap the optimizers of a LightningModule in manual optimization; fit twice."""
-
-    class Manual(lightning.model):
-        automatic_optimization = False
-
-        def training_step(self, batch, index):
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(super().training_step(batch, index))
-            optimizer.step()
-            self.lr_schedulers().step()
-
-    class Overlap(lightning.page["L"].Callback):
-        def on_fit_start(self, trainer, pl_module):
-            self.handle = overlap_optimizer(trainer.strategy.model, pl_module.optimizers())
-            assert self.handle.optimizers == tuple(trainer.optimizers)
-
-    ordinary = lightning.fit()
-    lightning.model, overlap = Manual, Overlap()
-    runs = [lightning.fit(overlap) for _ in range(2)]
-    assert overlap.handle.wait().number == 6
-    return [same_bits(ordinary, run) for run in runs]
-
-
 def _quantized(lightning):
     quantized = lightning.page["QuantizedGradients"](**FEEDBACK)
     whole = lightning.fit(quantized)
@@ -157,7 +132,7 @@ def _lightning():
     found = {"overlapped": _overlapped(lightning), "quantized": _quantized(lightning)}
     _refused(lightning)
     found["clipped"] = _clipped(lightning)
-    return {**found, "ignored": _ignored(lightning), "manual": _of_the_module(lightning)}
+    return {**found, "ignored": _ignored(lightning)}
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +155,6 @@ def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume(found):
 
 def test_lightnings_own_clipping_works_beside_the_hook(found):
     assert [rank["clipped"] for rank in found] == [True, True]
-
-
-def test_manual_optimization_overlaps_lightnings_own_optimizers(found):
-    assert [rank["manual"] for rank in found] == [[True, True]] * 2
 
 
 def test_a_hook_that_lightning_ignores_warns(found):

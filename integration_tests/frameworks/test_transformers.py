@@ -94,20 +94,9 @@ def _quantized(transformers):
     return found
 
 
-def _clipped(transformers):
-    """Clip by the norm, as the Trainer does, gradients that the hook has averaged in full precision."""
-    own, *_ = transformers.train(max_grad_norm=0.1)
-    unclipped, *_ = transformers.train()
-    found, hook, _ = transformers.train("QuantizedGradients", {"min_bytes": 2**30}, max_grad_norm=0.1)
-    assert not same_bits(own, unclipped)
-    assert hook.quantized.statistics.plain_buckets > 0
-    return same_bits(own, found)
-
-
 def _transformers():
     transformers = _Transformers()
     found = {"overlapped": _overlapped(transformers), "quantized": _quantized(transformers)}
-    found["clipped"] = _clipped(transformers)
     with pytest.raises(ConfigError, match="pass clip= to overlap_optimizer"):
         transformers.train("Overlapped", max_grad_norm=0.1)
     return found
@@ -121,10 +110,6 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("name", RUNS)
 def test_an_overlapped_run_has_the_bits_and_the_logged_norms_of_the_trainers_own(found, name):
     assert [rank["overlapped"][name] for rank in found] == [(True, 6, True)] * 2
-
-
-def test_the_trainers_own_clipping_works_beside_the_hook(found):
-    assert [rank["clipped"] for rank in found] == [True, True]
 
 
 def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume(found):

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from soak.trainings import BASELINES, TRAININGS
+from trainings import TRAININGS
 
 __all__ = ["FAULTS", "Fault", "Job", "draw"]
 
@@ -73,7 +73,6 @@ class Job:
     """Duration of the fault in seconds, if it lasts."""
     store: Literal["apart", "rank 0"] = "apart"
     timeout: float = TIMEOUT
-    hosts: bool = False
     steps: int = STEPS
 
     @property
@@ -81,8 +80,18 @@ class Job:
         """The injected fault."""
         return FAULTS[self.fault]
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether the victim's process ends by a signal."""
+        return self.fault in {"kill -9", "no more memory: killed by the system"}
 
-def draw(seed: int, number: int, *, faults: list[str], trainings: list[str], timeout: float = TIMEOUT) -> Job:
+    @property
+    def on_hosts(self) -> bool:
+        """Whether the ranks run on emulated hosts."""
+        return bool(self.fault) and self.kind.where == "link"
+
+
+def draw(seed: int, number: int, faults: list[str], trainings: list[str]) -> Job:
     """Return the job with a number; the same arguments give the same job.
 
     Args:
@@ -90,19 +99,16 @@ def draw(seed: int, number: int, *, faults: list[str], trainings: list[str], tim
         number: The number of the job. Faults take turns, so that all are equally frequent.
         faults: The faults that this machine can inject.
         trainings: The names of trainings.
-        timeout: Seconds that a collective may take.
     """
     chance = random.Random(f"{seed}/{number}")
     fault = FAULTS[faults[number % len(faults)]]
-    training = chance.choice(trainings)
-    while fault.where == "hook" and "hook" not in TRAININGS[training].places:
-        training = chance.choice([name for name in trainings if name not in BASELINES] or trainings)
+    with_hooks = [name for name in trainings if "hook" in TRAININGS[name].places]
+    training = chance.choice(with_hooks if fault.where == "hook" else trainings)
     size = chance.choice(TRAININGS[training].world_sizes)
     steps = range(STEADY) if chance.random() < 0.25 else range(STEADY, LAST)
     if fault.where == "checkpoint":
         steps = range(EVERY - 1, LAST, EVERY)
-    short = (0.1 * timeout, 0.5 * timeout)
-    longer = (1.1 * timeout, 1.3 * timeout)
+    shortest, longest = (1.1, 1.3) if "longer" in fault.name else (0.1, 0.5)
     return Job(
         number=number,
         training=training,
@@ -111,8 +117,6 @@ def draw(seed: int, number: int, *, faults: list[str], trainings: list[str], tim
         victim=chance.randrange(size),
         step=chance.choice(steps),
         moment=chance.random(),
-        length=round(chance.uniform(*(longer if "longer" in fault.name else short)), 2),
+        length=round(TIMEOUT * chance.uniform(shortest, longest), 2),
         store="rank 0" if chance.random() < 0.25 and fault.where != "link" else "apart",
-        timeout=timeout,
-        hosts=fault.where == "link",
     )

@@ -7,18 +7,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from trainings import TRAININGS
+
 from soak import memory_limit
 from soak.faults import FAULTS, Job, draw
 from soak.jobs import Runner
 from soak.network import Network, network
-from soak.trainings import TRAININGS
 from soak.verdicts import Reference, judge
 
-__all__ = ["inject"]
+__all__ = ["inject", "run", "why_skipped"]
 
-_HOSTS = 4
-_ATTEMPTS = 4
-"""Attempts per fault: if a rank waits for a core longer than a timeout, a training ends before its fault."""
+HOSTS, ATTEMPTS = 4, 4
+"""Emulated hosts; and attempts per fault: if a rank waits for a core longer than a timeout, a training ends
+before its fault."""
 
 
 def inject(options: Any, write: Callable[[dict[str, Any]], None]) -> dict[str, str]:
@@ -32,7 +33,7 @@ def inject(options: Any, write: Callable[[dict[str, Any]], None]) -> dict[str, s
         The faults that this machine cannot inject, and why.
     """
     began = time.monotonic()
-    with network(_HOSTS) as hosts:
+    with network(HOSTS) as hosts:
         runner = Runner(hosts)
         references: dict[tuple[str, int], Reference] = {}
         skipped = {name: why for name in FAULTS if (why := why_skipped(name, hosts))}
@@ -41,8 +42,7 @@ def inject(options: Any, write: Callable[[dict[str, Any]], None]) -> dict[str, s
         for number in range(options.first, options.first + options.faults):
             if time.monotonic() - began > 60 * options.minutes:
                 break
-            job = draw(options.seed, number, faults=faults, trainings=trainings, timeout=options.timeout)
-            write(run(runner, job, references))
+            write(run(runner, draw(options.seed, number, faults, trainings), references))
         return skipped
 
 
@@ -50,22 +50,19 @@ def run(runner: Runner, job: Job, references: dict[tuple[str, int], Reference]) 
     """Run a job, and once its training without a fault; return the outcome."""
     key = job.training, job.world_size
     if key not in references:
-        undisturbed = replace(job, fault="", hosts=False, store="apart", timeout=60.0)
+        undisturbed = replace(job, fault="", store="apart", timeout=60.0)
         references[key] = Reference(undisturbed, runner.run(undisturbed))
     began = time.monotonic()
-    for voided in range(_ATTEMPTS):  # noqa: B007 - the count is reported
-        ended = runner.run(job, references[key].step_seconds)
-        outcome = judge(job, ended, references[key])
+    for _ in range(ATTEMPTS):
+        outcome = judge(job, runner.run(job, references[key].step_seconds), references[key])
         if outcome["verdict"] != "void":
             break
         job = replace(job, timeout=2 * job.timeout)
-    return {**outcome, "voided": voided, "took": round(time.monotonic() - began, 1)}
+    return {**outcome, "took": round(time.monotonic() - began, 1)}
 
 
 def why_skipped(fault: str, hosts: Network | str) -> str:
     """Return why a fault cannot be injected on this machine, or nothing."""
     if FAULTS[fault].where == "link" and isinstance(hosts, str):
         return hosts
-    if "killed" in fault:
-        return memory_limit.why_not()
-    return ""
+    return memory_limit.why_not() if "killed" in fault else ""

@@ -80,7 +80,7 @@ class Runner:
     def _places(self, job: Job) -> list[Place]:
         with socket.create_server(("", 0)) as free:
             port = free.getsockname()[1]
-        if not job.hosts:
+        if not job.on_hosts:
             return [Place(0, ("127.0.0.1", port), "lo")] * job.world_size
         assert isinstance(self._network, Network)
         store = (self._network.address(0), port)
@@ -143,17 +143,14 @@ class _Watch:
         assert isinstance(self._network, Network)
         network, victim = self._network, self._job.victim
         stack.callback(network.repair, victim)
+        changes = {"link cut": network.cut, "packets lost": network.lose}
+        changes.get(self._job.fault, network.slow)(victim)
         if self._job.fault == "link cut":
-            network.cut(victim)
-        elif self._job.fault == "packets lost":
-            network.lose(victim)
-            self._wait(lambda: None not in self._ended, self._job.length)
+            return
+        self._wait(lambda: None not in self._ended, self._job.length)
+        if self._job.fault == "packets lost":
             self._note = f"{network.lost(victim)} packets lost"
-            network.repair(victim)
-        else:
-            network.slow(victim)
-            self._wait(lambda: None not in self._ended, self._job.length)
-            network.repair(victim)
+        network.repair(victim)
 
     def _begun(self) -> bool:
         """Return whether the victim has reached its place or its step."""

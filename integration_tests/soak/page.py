@@ -2,126 +2,88 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PAGE", "figures", "with_figures"]
+from trainings import BASELINES
+
+__all__ = ["PAGE", "with_figures"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- figures: written by `nox -s soak -- --page` -->\n", "<!-- end of figures -->\n"
-BASELINES = ("plain DDP", "plain FSDP2")
 
 
 def with_figures(page: str, results: dict[str, Any]) -> str:
     """Return the page with the figures of these results."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + "\n" + figures(results) + "\n" + END + after
+    faults = [outcome for outcome in results["outcomes"] if outcome["training"] not in BASELINES]
+    parts = [_head(results["head"], faults), _faults(faults, results.get("skipped", {}))]
+    parts += [_restarts(results["restarts"]), _growth(results["growth"])]
+    figures = "\n\n".join(part for part in parts if part)
+    return f"{before}{BEGIN}\n{figures}\n\n{END}{after}"
 
 
-def figures(results: dict[str, Any]) -> str:
-    """Return the tables."""
-    parts = [_head(results), _faults(results), _restarts(results), _long_runs(results), _churn(results)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _head(results: dict[str, Any]) -> str:
-    head = results["head"]
+def _head(head: dict[str, Any], faults: list[dict[str, Any]]) -> str:
     machine, versions = head["machine"], head["versions"]
-    ours = [outcome for outcome in results.get("outcomes", []) if outcome["training"] not in BASELINES]
-    verdicts = Counter(outcome["verdict"] for outcome in ours)
-    took = statistics.mean([outcome["took"] for outcome in results.get("outcomes", [])] or [0])
+    verdicts = Counter(outcome["verdict"] for outcome in faults)
     return (
-        f"**{len(ours)} faults: {verdicts['right']} right, {verdicts['wrong']} wrong, {verdicts['hung']} "
+        f"**{len(faults)} faults: {verdicts['right']} right, {verdicts['wrong']} wrong, {verdicts['hung']} "
         f"hung.** Seed {head['seed']}, commit {head['commit']}, {head['date']}; torch {versions['torch']}, "
-        f"Python {versions['python']}; {machine['cores']} cores ({machine['cpu']}); {took:.1f} s a fault. "
-        f"Clock: {head['clock']}."
+        f"Python {versions['python']}; {machine['cores']} cores ({machine['cpu']}). Clock: {head['clock']}."
     )
 
 
-def _faults(results: dict[str, Any]) -> str:
+def _table(title: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in [title, ["---"] * len(title), *rows])
+
+
+def _faults(outcomes: list[dict[str, Any]], skipped: dict[str, str]) -> str:
     rows = []
-    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for outcome in results.get("outcomes", []):
-        if outcome["training"] not in BASELINES:
-            groups[outcome["fault"] + _when(outcome)].append(outcome)
-    for fault, outcomes in sorted(groups.items()):
-        seconds = sorted(second for outcome in outcomes for second in outcome["seconds"])
-        spread = f"{_at(seconds, 0.5):.2f} / {_at(seconds, 1.0):.2f}" if seconds else "-"
-        verdicts = Counter(outcome["verdict"] for outcome in outcomes)
-        told, named = (sum(outcome[key] for outcome in outcomes) for key in ("told", "named"))
-        verdicts["late"] = sum(outcome.get("late", 0) > 0 for outcome in outcomes)
-        others = "".join(
-            f", {count} {which}" for which in ("late", "wrong", "hung") if (count := verdicts[which])
-        )
-        rows.append(
-            f"| {fault} | {verdicts['right']}/{len(outcomes)}{others} | {spread} | "
-            f"{f'{named} of {told}' if told else '-'} |"
-        )
-    for fault, why in results.get("skipped", {}).items():
-        rows.append(f"| {fault} | skipped: {why} | | |")
-    title = (
-        "| fault injected | right, of all | seconds to the error: median / longest | errors that name the "
-        "rank |\n|---|---|---|---|"
-    )
-    return "\n".join([title, *rows]) if rows else ""
+    for fault in sorted({_kind(outcome) for outcome in outcomes}):
+        of_kind = [outcome for outcome in outcomes if _kind(outcome) == fault]
+        seconds = sorted(second for outcome in of_kind for second in outcome["seconds"])
+        right = sum(outcome["verdict"] == "right" for outcome in of_kind)
+        late = sum(outcome["late"] > 0 for outcome in of_kind)
+        spread = f"{seconds[len(seconds) // 2]:.2f} / {seconds[-1]:.2f}" if seconds else "-"
+        rows.append([fault, f"{right}/{len(of_kind)}", str(late), spread])
+    rows += [[fault, f"skipped: {why}", "", ""] for fault, why in skipped.items()]
+    title = ["fault injected", "right, of all", "late", "seconds to the error: median / longest"]
+    return _table(title, rows)
 
 
-def _when(outcome: dict[str, Any]) -> str:
-    """Mark faults in the first steps, in which peers cannot yet know that a rank is gone."""
+def _kind(outcome: dict[str, Any]) -> str:
+    """Return the fault; those in the first steps apart, where peers cannot yet know that a rank is gone."""
     gone = outcome["fault"].startswith(("kill", "raises", "no more", "disk"))
-    return ", in the first three steps" if gone and outcome["step"] < 3 else ""
+    return outcome["fault"] + (", in the first three steps" if gone and outcome["step"] < 3 else "")
 
 
-def _at(values: Sequence[float], part: float) -> float:
-    return values[min(len(values) - 1, int(part * len(values)))]
-
-
-def _restarts(results: dict[str, Any]) -> str:
-    found = results.get("restarts", [])
-    if not found:
-        return ""
+def _restarts(found: list[dict[str, Any]]) -> str:
     right = sum(outcome["verdict"] == "right" for outcome in found)
-    return (
+    return found and (
         f"`torchrun --max-restarts=1`, a rank killed at a random moment: {len(found)} jobs, {right} of them "
         "with the bits of a job that ran through: parameters, optimizer states, residuals."
     )
 
 
-def _long_runs(results: dict[str, Any]) -> str:
-    runs = {outcome["training"]: outcome for outcome in results.get("long_runs", [])}
-    if not runs:
-        return ""
-    steps = sorted({outcome["steps"] for outcome in runs.values()})
-    title = (
-        f"Growth over three quarters of {', '.join(map(str, steps))} steps on the rank where it is largest, "
-        'with the regression\'s standard error where it is not zero, and "of" the mean.'
+def _growth(found: list[dict[str, Any]]) -> str:
+    rows = []
+    for outcome in found:
+        memory = outcome.get("heap", outcome["kibibytes"])
+        rows.append(
+            [
+                f"{outcome['count']} x {outcome['what']}",
+                f"{memory['growth']:.0f} ± {memory['error']:.0f}",
+                *(f"{outcome[what]['growth']:.0f}" for what in ("descriptors", "kernel_threads")),
+                "{growth:.1f} ± {error:.1f} of {mean:.1f}".format(
+                    **{name: 1000 * value for name, value in outcome["seconds"].items()}
+                ),
+                outcome["verdict"],
+            ]
+        )
+    return found and (
+        "Growth over the last three quarters of each loop, on the rank where it is largest, with the "
+        "regression's standard error.\n\n"
+        + _table(["", "KiB", "descriptors", "threads", "ms each", "verdict"], rows)
     )
-    return f"{title}\n\n{_growth(runs, 'ms a step')}"
-
-
-def _churn(results: dict[str, Any]) -> str:
-    found = {f"{outcome['count']} {outcome['what']}": outcome for outcome in results.get("churn", [])}
-    return _growth(found, "ms each") if found else ""
-
-
-def _growth(found: dict[str, dict[str, Any]], time: str) -> str:
-    """Return a table with a row for each training or cycle."""
-    rows = [["", "KiB in use", "KiB resident", "descriptors", "threads", time, "verdict"], ["---"] * 7]
-    for name, outcome in found.items():
-        rows.append([name, *_lines(outcome), outcome["verdict"]])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _lines(outcome: dict[str, Any]) -> Iterator[str]:
-    for what in ("heap", "kibibytes"):
-        line = outcome.get(what)
-        yield f"{line['growth']:.0f} ± {line['error']:.0f}" if line else "-"
-    for what in ("descriptors", "kernel_threads"):
-        line = outcome[what]
-        yield f"{line['growth']:.0f} of {line['mean']:.0f}"
-    line = outcome["seconds"]
-    yield f"{1000 * line['growth']:.1f} ± {1000 * line['error']:.1f} of {1000 * line['mean']:.1f}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import functools
@@ -15,11 +14,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from trainings import TRAININGS, Places, Training
 
-from soak import trouble
+from dist_utils import resolve_group
+from soak import trouble, wall_clock
 from soak.faults import EVERY, Job
 from soak.records import Record, digests, resources
-from soak.trainings import TRAININGS, Training
 
 __all__ = ["Place", "be_rank", "keep_store"]
 
@@ -76,13 +76,16 @@ def be_rank(job: Job, rank: int, place: Place, folder: Path) -> None:
     with (folder / f"stacks-{rank}").open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks)
         record = Record(folder / f"record-{rank}")
-        _settle_in()
+        torch.ones(2).add_(1)  # loads what is loaded at first use, whose descriptors would count as leaks
+        gc.collect()
         before = resources()
         training = None
         try:
             _join(job, rank, place)
-            training = TRAININGS[job.training].begin()
-            _arm(job, rank, folder, record)
+            places = Places()
+            training = TRAININGS[job.training].begin(resolve_group(), places)
+            if job.fault and rank == job.victim:
+                _arm(places, job, folder, record)
             _train(job, training, folder, record)
         except BaseException as error:  # noqa: BLE001 - any error is an outcome
             text = str(error).splitlines()
@@ -91,14 +94,8 @@ def be_rank(job: Job, rank: int, place: Place, folder: Path) -> None:
             _leave(training, record)
             del training
             after = resources()
-            record.note("left", before=before, after=after, open=_open_sockets())
+            record.note("left", before=before, after=after)
         os._exit(0)
-
-
-def _settle_in() -> None:
-    """Load everything that is loaded at first use, so that its descriptors do not count as leaks."""
-    torch.ones(2).add_(1)
-    gc.collect()
 
 
 def _join(job: Job, rank: int, place: Place) -> None:
@@ -112,25 +109,23 @@ def _join(job: Job, rank: int, place: Place) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=limit)
 
 
-def _arm(job: Job, rank: int, folder: Path, record: Record) -> None:
-    if not job.fault or rank != job.victim:
-        return
-    fault = job.kind
-
-    def now(action: object) -> None:
-        record.note("injected")
-        action()  # type: ignore[operator]
-
+def _arm(places: Places, job: Job, folder: Path, record: Record) -> None:
     actions = {
         "no more memory: an allocation fails": trouble.no_more_memory,
         "no more memory: killed by the system": functools.partial(_wait_for_limit, folder),
-        "disk full in a checkpoint": functools.partial(_fill_disk, folder, rank),
-        "clock an hour forwards": functools.partial(trouble.jump, 3600),
-        "clock an hour back": functools.partial(trouble.jump, -3600),
+        "disk full in a checkpoint": functools.partial(_fill_disk, folder, job.victim),
+        "clock an hour forwards": functools.partial(wall_clock.jump, 3600),
+        "clock an hour back": functools.partial(wall_clock.jump, -3600),
     }
-    action = trouble.raise_here if fault.name.startswith("raises") else actions.get(fault.name)
+    action = trouble.raise_here if job.fault.startswith("raises") else actions.get(job.fault)
+
+    def now() -> None:
+        record.note("injected")
+        assert action is not None
+        action()
+
     if action is not None:
-        trouble.arm(fault.where, job.step, functools.partial(now, action))
+        places.arm(job.kind.where, job.step, now)
 
 
 def _fill_disk(folder: Path, rank: int) -> None:
@@ -159,30 +154,20 @@ def _train(job: Job, training: Training, folder: Path, record: Record) -> None:
 
 
 def _leave(training: Training | None, record: Record) -> None:
+    """Close everything, as a program does in its ``finally``."""
     began = time.monotonic()
+    held = [] if training is None else training.parameters()
     problem = ""
-    held = [] if training is None else list(training.parameters())
-    if training is not None:
-        try:
-            training.close()
-        except Exception as error:  # noqa: BLE001 - an outcome
-            problem = f"{type(error).__name__}: {error}"
-    if held:  # nothing steps from here on
-        record.note("kept", parameters=digests(held))
-        held.clear()
-    gc.collect()
     try:
+        if training is not None:
+            training.close()
+            # Nothing steps from here on.
+            record.note("kept", parameters=digests(held))
+            held.clear()
+        gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:  # noqa: BLE001 - an outcome
         problem = f"{type(error).__name__}: {error}"
     gc.collect()
     record.note("closed", seconds=time.monotonic() - began, problem=problem)
-
-
-def _open_sockets() -> list[str]:
-    found = []
-    for path in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            found.append(str(path.readlink()))
-    return sorted(found)

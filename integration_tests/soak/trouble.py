@@ -1,38 +1,12 @@
-"""Errors of user code, and other events inside a rank at one place of one step."""
+"""What happens inside a rank: an error of user code, no more memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from soak import wall_clock
-
-__all__ = ["UserError", "arm", "at", "begin"]
+__all__ = ["UserError", "no_more_memory", "raise_here", "swell"]
 
 
 class UserError(Exception):
     """The error of user code."""
-
-
-_actions: dict[tuple[str, int], Callable[[], object]] = {}
-_step = -1
-
-
-def arm(place: str, step: int, action: Callable[[], object]) -> None:
-    """Call ``action()`` once when this rank reaches a place in a step."""
-    _actions[place, step] = action
-
-
-def begin(step: int) -> None:
-    """Begin a step."""
-    global _step  # noqa: PLW0603 - one process, one rank
-    _step = step
-    at("begin")
-
-
-def at(place: str) -> None:
-    """Mark that user code has reached a place."""
-    if action := _actions.pop((place, _step), None):
-        action()
 
 
 def raise_here() -> None:
@@ -56,8 +30,3 @@ def no_more_memory() -> None:
         pages = int(file.read().split()[0])
     held = pages * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (held, resource.RLIM_INFINITY))
-
-
-def jump(seconds: float) -> None:
-    """Set this process's wall clock."""
-    wall_clock.jump(seconds)

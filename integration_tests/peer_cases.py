@@ -1,0 +1,525 @@
+"""Everything that communicates, as cases for test_peers.py: hooks, overlaps, FSDP2, tensors, collectives."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import fsdp
+from trainings import (
+    BASELINES,
+    HOOKS,
+    TRAININGS,
+    Hook,
+    Net,
+    Places,
+    Training,
+    drop_in,
+    mesh_of,
+    rows_of,
+    with_hook,
+)
+
+import ddp_compress_hooks
+import ddp_quant_hooks
+import dist_autograd_collectives as dac
+from ddp_compress_hooks import CompressState, allreduce_hook, fp16_compress_hook, fp16_compress_wrapper
+from ddp_optim_overlap import ByValue, overlap_optimizer
+from ddp_quant_hooks import (
+    AutoState,
+    HierarchicalAllreduceState,
+    QuantizedAllreduceState,
+    auto_hook,
+    quantized_allreduce_hook,
+)
+from dist_utils import (
+    AgreementError,
+    OrderedWorker,
+    TensorMismatchError,
+    require_same_terms,
+    start_messages,
+    sync_module_states,
+    verify_param_shape_across_processes,
+)
+from dist_utils.process_groups import all_gather_plain
+
+RANKS, VICTIM = 3, 1
+AVG = dist.ReduceOp.AVG
+NOT_THERE = r"ranks \[0, 2\] came within {limit:g} s, ranks \[1\] did not"
+"""What errors say if a rank does not come to a comparison in the store."""
+
+Trouble = Callable[[], None]
+
+
+class Part:
+    """One rank's part of a case that only makes calls; the others are of :class:`trainings.Training`.
+
+    Args:
+        places: Where the rank may get into trouble.
+        call: Makes a step; called with what to call in its middle.
+        state: What is closed at the end, if anything.
+    """
+
+    handle = None
+
+    def __init__(self, places: Places, call: Callable[[Trouble], object], state: Any = None) -> None:
+        self._places, self._call, self._state = places, call, state
+
+    def step(self, number: int) -> None:
+        """Make a step."""
+        self._places.begin(number)
+        self._call(lambda: self._places.at("backward"))
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return what a step moves: nothing."""
+        return []
+
+    def close(self) -> None:
+        """Close the state."""
+        if self._state is not None:
+            self._state.close()
+
+
+class Case(NamedTuple):
+    """What all ranks do, and the errors of the others if the victim gets into trouble.
+
+    Attributes:
+        begin: Called with the ranks' group and the places; collective.
+        error: The documented type.
+        text: A pattern in the error if the victim is in trouble in the middle of a step.
+        text_at_first: Likewise before its first step.
+        steps_parts: Buckets are stepped one by one: some may be stepped before the error.
+        waiting: The other ranks that wait for the victim.
+        starts_anew: After ``close()`` on all ranks the group can be used again.
+    """
+
+    begin: Callable[[dist.ProcessGroup, Places], Part | Training]
+    error: type[Exception] = RuntimeError
+    text: str = ""
+    text_at_first: str = ""
+    steps_parts: bool = False
+    waiting: tuple[int, ...] = (0, 2)
+    starts_anew: bool = False
+
+
+def _training(name: str) -> Case:
+    kind = TRAININGS[name]
+    text = "" if name == "FSDP2 across shards" else NOT_THERE  # FSDP gathers parameters first
+    stateless = {"allreduce", "fp16", "bf16 wrapper", "per tensor", "per channel"}
+    return Case(
+        kind.begin,
+        text_at_first=text,
+        steps_parts=kind.steps_parts,
+        starts_anew=name not in {*stateless, "FSDP2 across shards"},
+    )
+
+
+def _own_mean(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average as a user's own hook does."""
+    share = bucket.buffer() / group.size()
+    done = dist.all_reduce(share, group=group, async_op=True).get_future()
+    return done.then(lambda future: future.value()[0])
+
+
+def _wrapped(group: dist.ProcessGroup, places: Places) -> Training:
+    return with_hook(group, places, lambda group: (group, fp16_compress_wrapper(_own_mean)))
+
+
+def _unused_parameters(group: dist.ProcessGroup, places: Places) -> Training:
+    return with_hook(group, places, HOOKS["allreduce"], {}, find_unused_parameters=True)
+
+
+_has_fsdp = hasattr(getattr(fsdp, "FSDPModule", None), "set_all_reduce_hook")
+TRAINED = {
+    name: _training(name)
+    for name in TRAININGS
+    if (_has_fsdp or "FSDP2" not in name)
+    and "overlap" not in name
+    and "released" not in name
+    and name not in BASELINES
+}
+TRAINED |= {name: _training(name) for name in ("allreduce, overlap", "auto, overlap", "8 bits, released")}
+TRAINED |= {
+    "hook_then_optimizer": Case(drop_in, text_at_first=NOT_THERE, steps_parts=True),
+    "wrapper of a user's hook": Case(_wrapped, text_at_first=NOT_THERE),
+    "overlap, unused parameters": Case(_unused_parameters, text_at_first=NOT_THERE, steps_parts=True),
+}
+
+
+def _counts(state: Any) -> Any:
+    """Return what a state says of the steps that it has made."""
+    if isinstance(state, QuantizedAllreduceState):
+        return state.statistics, state.state_dict()["steps"]
+    return None
+
+
+def _on_tensors(make_state: Callable[..., Any], call: Callable[[Any, str], object]) -> Case:
+    """Return a case of a step of two calls, between which a rank gets into trouble."""
+
+    def begin(group: dist.ProcessGroup, places: Places) -> Part:
+        state = make_state(group)
+
+        def step(trouble: Trouble) -> None:
+            call(state, "first")
+            counted = _counts(state)
+            trouble()
+            try:
+                call(state, "second")
+            except RuntimeError:
+                assert _counts(state) == counted, "the failed call is counted"
+                call(state, "third")  # fails, too
+                raise AssertionError("a call has ended after one that failed") from None
+
+        return Part(places, step, state)
+
+    return Case(begin, text_at_first=NOT_THERE, starts_anew=True)
+
+
+def _in_16_bits(state: CompressState, key: str) -> None:
+    del key
+    ddp_compress_hooks.all_reduce(torch.ones(500), AVG, state)
+
+
+def _in_8_bits(state: QuantizedAllreduceState, key: str) -> None:
+    ddp_quant_hooks.all_reduce(torch.ones(500), AVG, state, key=key)
+
+
+def _scattered(state: QuantizedAllreduceState, key: str) -> None:
+    started = ddp_quant_hooks.reduce_scatter_tensor(
+        torch.empty(200), torch.ones(600), AVG, state, async_op=True, key=key
+    )
+    started.wait()
+
+
+_state_of_8_bits = functools.partial(QuantizedAllreduceState, min_bytes=0)
+ON_TENSORS = {
+    "tensors in 16 bits": _on_tensors(CompressState, _in_16_bits),
+    "tensors in 16 bits, fp32 sums": _on_tensors(
+        functools.partial(CompressState, wire_dtype=torch.bfloat16, accumulate="fp32"), _in_16_bits
+    ),
+    "tensors in 8 bits": _on_tensors(_state_of_8_bits, _in_8_bits),
+    "tensors in 4 bits, feedback": _on_tensors(
+        functools.partial(QuantizedAllreduceState, bits=4, min_bytes=0), _in_8_bits
+    ),
+    "tensors too small for 8 bits": _on_tensors(QuantizedAllreduceState, _in_8_bits),
+    "scattered tensors in 8 bits": _on_tensors(_state_of_8_bits, _scattered),
+}
+
+
+def _collective(call: Callable[..., torch.Tensor], title: str, waiting: tuple[int, ...] = (0, 2)) -> Case:
+    """Return a case in which a rank gets into trouble between a collective and its backward."""
+
+    def begin(group: dist.ProcessGroup, places: Places) -> Part:
+        def step(trouble: Trouble) -> None:
+            y = call(torch.ones(3, 2, requires_grad=True), group=group)
+            trouble()
+            y.sum().backward()
+
+        return Part(places, step)
+
+    text = rf"{title} failed on rank \d of 3 in its group"
+    return Case(begin, dac.CollectiveError, f"^the backward of {text}", f"^{text}", waiting=waiting)
+
+
+def _into(size: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(size)
+
+
+RING = [(0, 1), (1, 2), (2, 0)]
+COLLECTIVES = {
+    "all_reduce": _collective(dac.all_reduce, r"all_reduce\(SUM\)"),
+    "all_reduce of the maximum": _collective(
+        lambda x, group: dac.all_reduce(x, "max", group), r"all_reduce\(MAX\)"
+    ),
+    # In its backward rank 2 only sends.
+    "broadcast": _collective(lambda x, group: dac.broadcast(x, 0, group), "broadcast", waiting=(0,)),
+    "reduce": _collective(lambda x, group: dac.reduce(x, VICTIM, group=group), r"reduce\(SUM\)"),
+    "all_gather": _collective(lambda x, group: dac.all_gather(x, group)[1], "all_gather"),
+    "all_gather_base": _collective(
+        lambda x, group: dac.all_gather_base(torch.empty(9, 2), x, group), "all_gather_base"
+    ),
+    "gather": _collective(lambda x, group: dac.gather(x, VICTIM, group)[0], "gather"),
+    "scatter": _collective(lambda x, group: dac.scatter([x, x, x], VICTIM, group), "scatter"),
+    "reduce_scatter": _collective(
+        lambda x, group: dac.reduce_scatter(torch.empty(3, 2), [x, x, x], group=group),
+        r"reduce_scatter\(SUM\)",
+    ),
+    "all_to_all": _collective(
+        lambda x, group: dac.all_to_all([torch.empty(3, 2)] * 3, [x, x, x], group)[1], "all_to_all"
+    ),
+    "all_to_all_single": _collective(
+        lambda x, group: dac.all_to_all_single(torch.empty(3, 2), x, group=group), "all_to_all_single"
+    ),
+    "all_gather_cat": _collective(dac.all_gather_cat, "all_gather_cat"),
+    "reduce_scatter_dim": _collective(dac.reduce_scatter_dim, r"reduce_scatter_dim\(SUM\)"),
+    "permute": _collective(lambda x, group: dac.permute(x, RING, group=group), "permute"),
+    "a started all_gather": _collective(
+        lambda x, group: dac.start(dac.all_gather, x, group).wait()[0], "all_gather"
+    ),
+}
+
+
+def _in_worker(group: dist.ProcessGroup, places: Places) -> Part:
+    worker = OrderedWorker(group)
+
+    def step(trouble: Trouble) -> None:
+        def job(private: dist.ProcessGroup) -> None:
+            dist.all_reduce(torch.ones(1), group=private)
+            trouble()
+            dist.all_reduce(torch.ones(1), group=private)
+
+        worker.submit(job).wait()
+
+    return Part(places, step, worker)
+
+
+def _call(call: Callable[..., object], error: type[Exception] = RuntimeError, text: str = "") -> Case:
+    """Return a case in which a rank gets into trouble before a call."""
+
+    def begin(group: dist.ProcessGroup, places: Places) -> Part:
+        def step(trouble: Trouble) -> None:
+            trouble()
+            call(group=group)
+
+        return Part(places, step)
+
+    return Case(begin, error, text, text)
+
+
+def _exchange(group: dist.ProcessGroup) -> None:
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    received = [(rank, torch.empty(5)) for rank in others]
+    for work in start_messages(group, receives=received, sends=[(rank, torch.ones(5)) for rank in others]):
+        work.wait()
+
+
+CALLS = {
+    "a collective with check=True": _call(
+        lambda group: dac.all_reduce(torch.ones(2), group=group, check=True),
+        dac.CollectiveError,
+        r"comparison of check=True failed on rank \d of 3 in the group of all_reduce\(SUM\)",
+    ),
+    "OrderedWorker": Case(_in_worker, text_at_first=NOT_THERE, starts_anew=True),
+    "require_same_terms": _call(
+        lambda group: require_same_terms(group, "a step"), AgreementError, f"a step: {NOT_THERE}"
+    ),
+    "start_messages": _call(_exchange),
+    "all_gather_plain": _call(lambda group: all_gather_plain(group, 1)),
+    "sync_module_states": _call(lambda group: sync_module_states(torch.nn.Linear(50, 50), group, 100, 0, ())),
+    "verify_param_shape_across_processes": _call(
+        lambda group: verify_param_shape_across_processes(group, [torch.ones(2)])
+    ),
+}
+CASES = {**TRAINED, **ON_TENSORS, **COLLECTIVES, **CALLS}
+
+
+def _is_victim() -> bool:
+    return dist.get_rank() == VICTIM
+
+
+def _differs(
+    usual: Callable[[dist.ProcessGroup], object],
+    other: Callable[[dist.ProcessGroup], object],
+    text: str,
+    error: type[Exception] = RuntimeError,
+) -> Case:
+    """Return a case in which the victim makes another call than the other ranks."""
+
+    def begin(group: dist.ProcessGroup, places: Places) -> Part:
+        return Part(places, lambda _: (other if _is_victim() else usual)(group))
+
+    return Case(begin, error, text)
+
+
+def _hooks_differ(
+    usual: Hook, other: Hook, text: str, overlaps: tuple[dict[str, Any] | None, ...] = (None, None)
+) -> Case:
+    """Return a case of trainings with two hooks, or with two overlaps."""
+
+    def begin(group: dist.ProcessGroup, places: Places) -> Training:
+        hook = other if _is_victim() else usual
+        return with_hook(group, places, hook, overlaps[_is_victim()])
+
+    return Case(begin, text=text)
+
+
+def _no_hook(_: dist.ProcessGroup) -> tuple[None, None]:
+    return None, None
+
+
+def _states_differ(make: Callable[..., Any], hook: Any, usual: Any, other: Any, text: str) -> Case:
+    return _hooks_differ(
+        lambda group: (make(group, **usual), hook), lambda group: (make(group, **other), hook), text
+    )
+
+
+def _nodes_differ(group: dist.ProcessGroup, places: Places) -> Part:
+    nodes = rows_of(group, [[0, 1], [2]]), rows_of(group, [[0], [1, 2]])
+    state = HierarchicalAllreduceState(group, intra_group=nodes[_is_victim()])
+
+    def step(_: Trouble) -> None:
+        with_hook(group, places, lambda _: (state, quantized_allreduce_hook)).step(0)
+
+    return Part(places, step)
+
+
+def _sharded_modules_differ(group: dist.ProcessGroup, places: Places) -> Part:
+    from ddp_quant_hooks.fsdp import quantize_all_reduce  # noqa: PLC0415 - torch 2.6 has none of this
+
+    mesh, net = mesh_of(group, 1), Net(places)
+    for layer in net.layers[_is_victim() :]:
+        fsdp.fully_shard(layer, mesh=mesh["shard"])
+    fsdp.fully_shard(net, mesh=mesh["shard"])
+    return Part(places, lambda _: quantize_all_reduce(net, QuantizedAllreduceState(mesh["node"])))
+
+
+def _paused_alone(group: dist.ProcessGroup, places: Places) -> Part:
+    training = with_hook(group, places, HOOKS["allreduce"], {})
+    training.step(0)
+
+    def step(_: Trouble) -> None:
+        if _is_victim():
+            with training.handle.pause():
+                training.step(1)
+        else:
+            training.step(1)
+        training.handle.wait()
+        training.step(2)  # no later than in the next pass
+
+    return Part(places, step)
+
+
+def _with_other_optimizers(group: dist.ProcessGroup, places: Places) -> Part:
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3), process_group=group)
+    make = torch.optim.SGD if _is_victim() else torch.optim.AdamW
+    overlap_optimizer(ddp, make(ddp.parameters(), lr=0.1), comm_hook=allreduce_hook, comm_state=group)
+    return Part(places, lambda _: ddp(torch.ones(1, 3)).sum().backward())
+
+
+def _with_other_buckets(group: dist.ProcessGroup, places: Places) -> Part:
+    sparse = torch.nn.Embedding(4, 3, sparse=_is_victim())
+    ddp = torch.nn.parallel.DistributedDataParallel(sparse, process_group=group)
+    ddp.register_comm_hook(group, fp16_compress_hook)
+    return Part(places, lambda _: ddp(torch.tensor([1])).sum().backward())
+
+
+def _tensors_differ(usual: Callable[..., object], other: Callable[..., object], text: str) -> Case:
+    return _differs(
+        lambda group: usual(_state_of_8_bits(group)), lambda group: other(_state_of_8_bits(group)), text
+    )
+
+
+def _checked(usual: Callable[..., object], other: Callable[..., object], text: str) -> Case:
+    def checked(call: Callable[..., object]) -> Callable[[dist.ProcessGroup], object]:
+        return lambda group: call(group=group, check=True)
+
+    return _differs(checked(usual), checked(other), text, TensorMismatchError)
+
+
+X = torch.ones(2)
+_alone = r"ranks \[1\] came within {limit:g} s, ranks \[0, 2\] did not|Timed out|Connection (closed|reset)"
+"""What the error says where the hook is, and those of the others, which take part in torch's average."""
+_all_reduce_8 = ddp_quant_hooks.all_reduce
+DIFFERENCES = {
+    "hooks": _hooks_differ(
+        HOOKS["fp16"],
+        HOOKS["bf16 wrapper"],
+        "fp16_compress_hook on ranks 0, 2, bf16_compress_hook on rank 1",
+    ),
+    "hooks of two packages": _hooks_differ(
+        HOOKS["bf16, fp32 sums"],
+        HOOKS["8 bits"],
+        "CompressState on ranks 0, 2, QuantizedAllreduceState on rank 1",
+    ),
+    "torch's hooks": _hooks_differ(
+        HOOKS["per tensor"],
+        HOOKS["per channel"],
+        "quantization_pertensor_hook on ranks 0, 2, quantization_perchannel_hook on rank 1",
+    ),
+    "kinds of buckets": Case(_with_other_buckets, text="sparse is False on ranks 0, 2, True on rank 1"),
+    "options in 16 bits": _states_differ(
+        CompressState,
+        fp16_compress_hook,
+        {"accumulate": "fp32"},
+        {},
+        "accumulate is 'fp32' on ranks 0, 2, 'wire' on rank 1",
+    ),
+    "options in 8 bits": _states_differ(
+        QuantizedAllreduceState,
+        quantized_allreduce_hook,
+        {},
+        {"block_size": 256},
+        "QuantizedAllreduceState differs between ranks: block_size is 128 on ranks 0, 2, 256 on rank 1",
+    ),
+    "nodes": Case(
+        _nodes_differ, text=r"rank 0 of the process group has intra_group \[0, 1\], and rank 1 \[1, 2\]"
+    ),
+    "options of AutoState": _states_differ(
+        AutoState, auto_hook, {}, {"max_error": 0.5}, "max_error is .* on ranks 0, 2, 0.5 on rank 1"
+    ),
+    "a hook on one rank": _hooks_differ(_no_hook, HOOKS["8 bits"], _alone),
+    "a hook without a state on one rank": _hooks_differ(_no_hook, HOOKS["fp16"], _alone),
+    "clipping": _hooks_differ(
+        HOOKS["fp16"],
+        HOOKS["fp16"],
+        r"clip is None on ranks 0, 2, 'ByValue\(max_value=2.0\)' on rank 1",
+        ({}, {"clip": ByValue(2.0)}),
+    ),
+    "hooks of overlaps": _hooks_differ(
+        HOOKS["fp16"],
+        HOOKS["8 bits"],
+        "fp16_compress_hook on ranks 0, 2, QuantizedAllreduceState on rank 1",
+        ({}, {}),
+    ),
+    "an overlap on one rank": _hooks_differ(_no_hook, HOOKS["allreduce"], _alone, (None, {})),
+    "a pause on one rank": Case(_paused_alone, text="pause"),
+    "optimizers": Case(_with_other_optimizers, text=r"\('AdamW', 1\).* on rank.*\('SGD', 1\).* on rank"),
+    "sharded modules": Case(
+        _sharded_modules_differ, AgreementError, r"module 'layers\.0' is .* not there on rank 1"
+    ),
+    "keys": _tensors_differ(
+        lambda state: _all_reduce_8(torch.ones(9), AVG, state, key="a"),
+        lambda state: _all_reduce_8(torch.ones(9), AVG, state, key="b"),
+        "key is 'a' on ranks 0, 2, 'b' on rank 1",
+    ),
+    "lengths of tensors": _tensors_differ(
+        lambda state: _all_reduce_8(torch.ones(9), AVG, state, async_op=True).wait(),
+        lambda state: _all_reduce_8(torch.ones(10), AVG, state, async_op=True).wait(),
+        r"tensors is \[\(9, .* on ranks 0, 2, \[\(10, .* on rank 1",
+    ),
+    "functions on tensors": _tensors_differ(
+        lambda state: _all_reduce_8(torch.ones(9), AVG, state),
+        lambda state: ddp_quant_hooks.reduce_scatter_tensor(torch.empty(3), torch.ones(9), AVG, state),
+        "about to do different things: .*all_reduce on ranks 0, 2, .*reduce_scatter_tensor on rank 1",
+    ),
+    "collectives": _checked(
+        functools.partial(dac.all_reduce, X),
+        functools.partial(dac.all_gather, X),
+        r"rank 0 was called with all_reduce\(SUM\), sum, rank 1 with all_gather",
+    ),
+    "reductions": _checked(
+        functools.partial(dac.all_reduce, X),
+        functools.partial(dac.all_reduce, X, "max"),
+        r"rank 0 was called with all_reduce\(SUM\), sum, rank 1 with all_reduce\(MAX\)",
+    ),
+    "shapes": _checked(
+        functools.partial(dac.all_reduce, X),
+        functools.partial(dac.all_reduce, X[:1]),
+        r"shape \(2\).*shape \(1\)",
+    ),
+    "terms": _differs(
+        lambda group: require_same_terms(group, "a step", {"bits": 8}),
+        lambda group: require_same_terms(group, "a step", {"bits": 4}),
+        "a step differs between ranks: bits is 8 on ranks 0, 2, 4 on rank 1",
+        AgreementError,
+    ),
+    "modules": _differs(
+        lambda group: sync_module_states(torch.nn.Linear(2, 2), group, 100, 0, ()),
+        lambda group: sync_module_states(torch.nn.Linear(2, 3), group, 100, 0, ()),
+        r"rank 1 .*\(3, 2\)",
+        TensorMismatchError,
+    ),
+}
+if not _has_fsdp:
+    del DIFFERENCES["sharded modules"]

@@ -1,0 +1,186 @@
+"""Many steps of every training, many states and process groups: what a process holds must not grow."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from trainings import BASELINES, TRAININGS, Places
+
+from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
+from dist_utils import resolve_group
+from dist_utils.testing import run_ranks
+from soak.records import resources
+
+__all__ = ["judged", "measure_growth"]
+
+SAMPLES, FEWEST = 200, 8
+ALLOWED = {"heap": 64.0, "kibibytes": 128.0, "kernel_threads": 0.0, "descriptors": 0.0, "seconds": 0.0}
+"""What is compared, and how much may be more at the end than at the beginning. Resident memory, which grows
+also because it is fragmented, counts only where the C library does not tell what is in use."""
+
+
+class Line(NamedTuple):
+    """A regression line through equidistant values.
+
+    Args:
+        growth: Growth from the first to the last value, along the line.
+        error: Standard error of the growth.
+        mean: Mean of the values.
+    """
+
+    growth: float
+    error: float
+    mean: float
+
+
+def fitted(values: Sequence[float]) -> Line:
+    """Fit a line by least squares.
+
+    Consecutive values resemble each other, which would make the error look small, so the line is fitted to
+    the means of twenty blocks.
+    """
+    size = max(1, len(values) // 20)
+    blocks = [sum(values[start : start + size]) / size for start in range(0, len(values) - size + 1, size)]
+    count = len(blocks)
+    mean, middle = sum(blocks) / count, (count - 1) / 2
+    spread = sum((index - middle) ** 2 for index in range(count))
+    slope = sum((index - middle) * (value - mean) for index, value in enumerate(blocks)) / spread
+    rest = sum((value - mean - slope * (index - middle)) ** 2 for index, value in enumerate(blocks))
+    error = math.sqrt(rest / max(1, count - 2) / spread)
+    return Line(slope * (count - 1), error * (count - 1), mean)
+
+
+def judged(ranks: list[list[dict[str, float]]], control: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return each quantity's growth on the rank where it is largest, and the verdict.
+
+    The first quarter is left out: caches fill, residuals and optimizer states appear, a state chooses.
+
+    Args:
+        ranks: The samples of each rank.
+        control: The outcome of a loop without our packages: memory may grow as much as there.
+    """
+    found: dict[str, Any] = {}
+    problems = []
+    for what, allowed in ALLOWED.items():
+        if what not in ranks[0][0]:
+            continue
+        lines = [fitted([sample[what] for sample in rank[len(rank) // 4 :]]) for rank in ranks]
+        worst = max(lines, key=lambda line: line.growth)
+        found[what] = {name: round(value, 6) for name, value in worst._asdict().items()}
+        growth, error = worst.growth, worst.error
+        if control and what in {"heap", "kibibytes"}:
+            growth -= control[what]["growth"]
+            error = math.hypot(error, control[what]["error"])
+        if growth > max(3 * error, allowed) and not (what == "kibibytes" and "heap" in found):
+            problems.append(f"{what} grow by {growth:.4g} (error {error:.2g})")
+    return {**found, "verdict": "wrong" if problems else "right", "problems": problems}
+
+
+def measure_growth(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
+    """Run loops for as many steps as the options say, and write each outcome.
+
+    The first of each kind has none of our hooks: what torch and the loop leave behind is allowed for the
+    others.
+
+    Args:
+        options: Of the command line.
+        write: Called with each outcome.
+    """
+    names = [name for name in TRAININGS if options.training in name and name not in BASELINES]
+    kinds: list[tuple[int, dict[str, Callable[[], Callable[[int], object]]]]] = [
+        (options.steps, {name: partial(_steps, name) for name in ("plain DDP", *names)}),
+        (
+            options.steps // 10,
+            {
+                "groups of torch": partial(_given, _group),
+                "states made and closed": partial(_given, _state),
+            },
+        ),
+        (
+            options.steps // 100,
+            {
+                "process groups with plain DDP": partial(_given, partial(_job, "plain DDP")),
+                "process groups made and destroyed": partial(
+                    _given, partial(_job, "8 bits, feedback, overlap")
+                ),
+            },
+        ),
+    ]
+    for count, loops in kinds:
+        if count < FEWEST:
+            continue
+        control = None
+        for what, make in loops.items():
+            began = time.monotonic()
+            size = max(TRAININGS[what].world_sizes) if what in TRAININGS else 2
+            samples = run_ranks(_loop, size, make, count, timeout=120 + 2 * count)
+            outcome = judged(samples, control)
+            if control is None:
+                control, outcome = outcome, {**outcome, "verdict": "torch's own", "problems": []}
+            took = round(time.monotonic() - began, 1)
+            write({"what": what, "count": count, "world_size": size, **outcome, "took": took})
+
+
+def _loop(rank: int, make: Callable[[], Callable[[int], object]], count: int) -> list[dict[str, float]]:
+    del rank
+    one, every = make(), max(1, count // SAMPLES)
+    names = [*resources(), "seconds"]
+    # Allocated before, so that samples take no memory.
+    samples = torch.full((count // every, len(names)), -1.0, dtype=torch.float64)
+    for row in range(len(samples)):
+        began = time.perf_counter()
+        for number in range(every):
+            one(every * row + number)
+        gc.collect()
+        seconds = (time.perf_counter() - began) / every
+        samples[row] = torch.tensor([*resources().values(), seconds], dtype=torch.float64)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")  # run_ranks expects one
+    return [dict(zip(names, row, strict=True)) for row in samples.tolist()]
+
+
+def _steps(training: str) -> Callable[[int], object]:
+    return TRAININGS[training].begin(resolve_group(), Places()).step
+
+
+def _given(one: Callable[[int], object]) -> Callable[[int], object]:
+    return one
+
+
+def _group(number: int) -> None:
+    del number
+    group = dist.new_group(backend="gloo")
+    dist.all_reduce(torch.ones(300), group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+def _state(number: int) -> None:
+    del number
+    state = QuantizedAllreduceState(min_bytes=0)
+    all_reduce(torch.ones(300), dist.ReduceOp.AVG, state)
+    state.close()
+
+
+def _job(training_name: str, number: int) -> None:
+    if dist.is_initialized():  # the one that run_ranks made
+        dist.destroy_process_group()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.PrefixStore(f"group {number}", server)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    training = TRAININGS[training_name].begin(resolve_group(), Places())
+    for step in range(3):
+        training.step(step)
+    dist.barrier()
+    training.close()
+    del training
+    dist.destroy_process_group()

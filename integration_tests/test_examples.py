@@ -1,0 +1,153 @@
+"""The documentation's examples, run as a reader would: they end, and print what the pages say."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_utils.testing import same_bits
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+
+
+def _start(script, *arguments, ranks=2, options=(), folder=None, **environment):
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options]
+    return subprocess.Popen(
+        [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _run(script, *arguments, **options):
+    process = _start(script, *arguments, **options)
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, output + errors
+    return output, errors
+
+
+def _numbers(pattern, text):
+    found = re.search(pattern, text)
+    assert found is not None, text
+    return [float(number) for number in found.groups()]
+
+
+def test_four_ranks_learn_a_contrastive_loss_like_one_process_in_both_conventions():
+    output, _ = _run("contrastive_loss.py", ranks=4)
+    (moved,) = _numbers(r"one process: parameters moved by up to (\S+) in 20 steps", output)
+    assert moved > 1  # so a difference is possible
+    differences = {name: float(value) for name, value in re.findall(r"(\w+): differs by up to (\S+)", output)}
+    # 20 steps, each with sums of fewer than 100 products, in a different order.
+    limit = pytest.approx(0, abs=2e3 * 2**-52)
+    assert differences == {"sum": limit, "replicated": limit}
+
+
+def test_a_ddp_job_trains_on_dataclass_batches_in_bf16(launch):
+    output, _ = _run("dataclass_batches.py", ranks=launch.world_size)
+    assert "Batch in torch.bfloat16, labels in torch.int64" in output
+    (accuracy,) = _numbers(r"accuracy (\d\.\d+)", output)
+    assert accuracy > 0.9
+
+
+def test_statistics_are_logged_as_numbers(launch, tmp_path):
+    _, errors = _run("logged_training.py", tmp_path / "runs", ranks=launch.world_size)
+    lines = re.findall(r"^training: step (\d+), (\w+): (.*)$", errors, re.MULTILINE)
+    assert [(step, title) for step, title, _ in lines] == [
+        (str(step), title) for step in (10, 20, 30) for title in ("gradients", "overlap")
+    ]
+    for step, title, text in lines:
+        values = {name: float(value) for name, value in (pair.split(" ") for pair in text.split(", "))}
+        if title == "overlap":
+            assert values["number"] == int(step)
+            assert values["stepped"] == values["buckets"] > 1
+        else:
+            assert 10 < values["quantized_buckets"] < 100  # for ten steps, not for all so far
+            assert 0 < values["relative_error"] < 3e-2
+            assert 0.25 < values["bytes_ratio"] < 0.5  # includes an exact all-reduce for every sample
+    if importlib.util.find_spec("tensorboard") is not None:
+        assert list((tmp_path / "runs").glob("events*"))
+
+
+def test_a_quantized_hook_an_overlapped_step_a_schedule_and_a_restart(launch):
+    output, errors = _run("overlapped_training.py", ranks=launch.world_size)
+    assert "Warning" not in errors
+    first, last, rate = _numbers(r"loss (\S+) -> (\S+), learning rate (\S+)", output)
+    assert last < 0.6 * first
+    assert rate < 1e-5
+    stepped, buckets = _numbers(r"(\d+) of (\d+) buckets stepped", output)
+    assert stepped == buckets > 1
+    assert "the same bits" in output
+
+
+@pytest.mark.exhaustive
+def test_a_job_with_a_dead_rank_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
+    options = ["--max-restarts=1", "--monitor-interval=0.1"]
+    jobs = [
+        _start("restarted_training.py", tmp_path / "killed", "--fail-at=7", options=options),
+        _start("restarted_training.py", tmp_path / "through", options=options),
+    ]
+    outputs = [job.communicate(timeout=300) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], outputs
+    assert [printed for printed, _ in outputs] == ["attempt 1: steps 6 to 12\n", "attempt 0: steps 0 to 12\n"]
+    killed, through = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("killed", "through"))
+    assert through["step"] == 12
+    assert same_bits(killed, through), "the checkpoints differ"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "share"),
+    [
+        # Relative to fp32: 8 or 4 bits per value, and 4 bytes for the scale of every 128 or 32 values; 5 %
+        # more for the shorter blocks at the ends of tensors, and for layers that are sent once more at the
+        # end.
+        pytest.param("diloco.py", ["--bits", "8"], (1 + 4 / 128) / 4, marks=pytest.mark.exhaustive),
+        ("diloco.py", ["--bits", "4", "--streaming"], (0.5 + 4 / 32) / 4),
+        pytest.param("model_averaging.py", [], (1 + 4 / 128) / 4, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_rare_synchronization_learns_and_sends_little(script, options, share):
+    output, errors = _run(script, *options)
+    assert "Warning" not in errors
+    loss, sent = _numbers(r"loss (\S+), (\d+) bytes sent, the same parameters on all ranks", output)
+    assert loss < 0.02  # 0.17 before the first step
+    parameters, rounds = 64 * 256 + 256 + 256 * 16 + 16, 20
+    assert 0.9 * share < sent / (4 * parameters * rounds) < 1.05 * share
+
+
+needs_digits = pytest.mark.skipif(
+    None in (importlib.util.find_spec("sklearn"), importlib.util.find_spec("tqdm")),
+    reason="needs scikit-learn and tqdm",
+)
+ROW = re.compile(
+    r"^(\S+(?: \S+)*) +(\S+) +(\S+) +(\d+\.\d+) +(\d\.\d+) +(\d\.\de[+-]\d+) +(yes|NO)$", re.MULTILINE
+)
+
+
+@needs_digits
+@pytest.mark.parametrize(
+    ("hooks", "count"),
+    [
+        (["--hook=quantized_allreduce_hook"], 2),
+        pytest.param([], 14, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_hook_learns_digits_and_sends_what_it_says(tmp_path, hooks, count):
+    output, errors = _run("train_digits.py", "--epochs=6", *hooks, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
+    rows = {row[0]: row[1:] for row in ROW.findall(output)}
+    assert len(rows) == count, output + errors
+    for hook, (_, share, _, accuracy, error, equal) in rows.items():
+        assert equal == "yes", hook
+        assert float(accuracy) > 0.9, hook
+        # Residuals of earlier, larger gradients are sent too, so 4 bits have no useful bound.
+        assert float(error) < (1 if "4 bits" in hook or "feedback" in hook else 0.15), hook
+        if sys.platform == "linux" and "quanti" in hook:
+            # A byte of four, scales, and the headers of Gloo's messages, for buckets of a few KiB here.
+            assert float(share) < 0.31, hook
