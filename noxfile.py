@@ -43,7 +43,8 @@ TESTED_ON_HOST: list[str] = []
 """The ``integration`` sessions that ran with ``--no-venv``."""
 
 # Keep byte code of imported modules; compiling all with UV_COMPILE_BYTECODE takes 40 s of processor time.
-ENV: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None}
+# A store of torch looks up its peers' names; a name server that loses the question would cost 5 s each time.
+ENV: dict[str, str | None] = {"PYTHONDONTWRITEBYTECODE": None, "RES_OPTIONS": "timeout:1 attempts:1"}
 if "PIP_FIND_LINKS" in os.environ:  # a local folder of wheels; uv uses another variable
     ENV["UV_FIND_LINKS"] = os.environ.get("UV_FIND_LINKS", os.environ["PIP_FIND_LINKS"])
 
@@ -175,13 +176,6 @@ def fuzz(session: nox.Session) -> None:
     if options.results:
         env["FUZZ_RESULTS"] = str(options.results.absolute())
     session.run("python", "-m", "pytest", "-p", "integration_tests.fuzzing", *(others or TESTS), env=env)
-
-
-@nox.session(default=False)
-def fuzz_bytes(session: nox.Session) -> None:
-    """Fuzz what reads bytes from peers and files, guided by coverage: ``-- --minutes 60 [READER ...]``."""
-    install(session, *GROUPS["fuzz-bytes"])
-    session.run("python", "integration_tests/fuzz_bytes.py", *session.posargs, env=ENV)
 
 
 @nox.session(default=False)
