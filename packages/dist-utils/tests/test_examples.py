@@ -28,11 +28,6 @@ def test_docstrings(module):
     assert results.failed == 0
 
 
-def test_there_are_examples():
-    found = doctest.DocTestFinder().find(importlib.import_module("dist_utils.containers.arguments"))
-    assert sum(len(test.examples) for test in found) >= 3
-
-
 def _readme_block(containing):
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if containing in block]
