@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from hook_buckets import FOREIGN, HOOKS, OURS, error_bound, make_bucket, run_hook
+from hook_buckets import FOREIGN, HOOKS, OURS, error_bound, make_bucket, run_hook, state_of
 
 from ddp_compress_hooks import CompressState, allreduce_hook, bf16_compress_hook, fp16_compress_hook
 from dist_utils.testing import run_ranks, same_on_all_ranks
@@ -23,11 +23,11 @@ def _inputs(world_size, dtype, size):
 
 def _results(rank, dtypes, sizes):
     """The error of every mean, in units of its bound."""
-    bucket, seen = make_bucket(), {}
+    bucket, seen, states = make_bucket(), {}, {name: state_of(name) for name in HOOKS}
     for dtype, size, name in itertools.product(dtypes, sizes, HOOKS):
         inputs = _inputs(dist.get_world_size(), dtype, size)
         exact = sum(tensor.double() for tensor in inputs) / len(inputs)
-        result = run_hook(name, bucket, inputs[rank].clone())
+        result = run_hook(name, bucket, inputs[rank].clone(), state=states[name])
         assert same_on_all_ranks(result), (name, dtype, size)
         seen[name, dtype, size] = ((result.double() - exact).abs() / error_bound(name, inputs)).max().item()
     return seen
@@ -63,6 +63,7 @@ def exact_mean(rows):
 def _in_range(rank):
     """Every combination of values near the end of a range."""
     world_size, bucket, seen = dist.get_world_size(), make_bucket(), {}
+    states = {name: state_of(name) for name in OURS}
     for name, dtype, is_complex in itertools.product(OURS, DTYPES, (False, True)):
         if is_complex and dtype.itemsize == 2:
             continue
@@ -71,7 +72,8 @@ def _in_range(rank):
         rows = torch.tensor(list(itertools.product(choices, repeat=world_size)), dtype=torch.float64).T
         inputs = rows.to(dtype)
         mine = inputs[rank].clone()
-        result = run_hook(name, bucket, torch.view_as_complex(mine.view(-1, 2)) if is_complex else mine)
+        mine = torch.view_as_complex(mine.view(-1, 2)) if is_complex else mine
+        result = run_hook(name, bucket, mine, state=states[name])
         result = torch.view_as_real(result).flatten() if is_complex else result
         assert same_on_all_ranks(result), (name, dtype)
         # One rounding in the wire dtype per share and addition, at the end of the range.
@@ -106,10 +108,13 @@ def _larger_than_the_wire(rank):
 def _not_finite(rank):
     """Infinities and NaN of one rank, beside a finite mean; and means that no wire can hold."""
     world_size, bucket, seen = dist.get_world_size(), make_bucket(), {}
+    states = {name: state_of(name) for name in HOOKS}
     for name, dtype in itertools.product(HOOKS, DTYPES):
         largest = near_the_end(dtype, HOOKS[name][1] or dtype, world_size)[0] / (name in FOREIGN or 1)
         special = [INF, -INF, NAN, largest] if rank == world_size - 1 else [largest] * 4
-        *special, finite = run_hook(name, bucket, torch.tensor(special, dtype=dtype)).tolist()
+        *special, finite = run_hook(
+            name, bucket, torch.tensor(special, dtype=dtype), state=states[name]
+        ).tolist()
         seen[name, dtype] = [repr(value) for value in special], finite / largest
     bucket.set_buffer(torch.tensor([66_000.0, -66_000.0, 65_000.0]))
     return seen, fp16_compress_hook(CompressState(accumulate="fp32"), bucket).wait().tolist()

@@ -85,7 +85,7 @@ REFUSED = {
     "the tensor is part of a graph": (ValueError, lambda: torch.ones(2, requires_grad=True) * 2),
     "the tensor is a meta tensor": (ValueError, lambda: torch.ones(2, device="meta")),
     "got a nested tensor": (TypeError, lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-    "must be dense": (TypeError, lambda: torch.eye(2).to_sparse()),
+    "got a torch.sparse_coo tensor": (TypeError, lambda: torch.eye(2).to_sparse()),
     "got a .* of torch.int64": (TypeError, lambda: torch.ones(2, dtype=torch.int64)),
     "got a list of Tensor, int": (TypeError, lambda: [torch.ones(2), 3]),
 }

@@ -24,10 +24,8 @@ NAN = float("nan")
     [
         (torch.tensor([NAN, -0.0]), torch.tensor([NAN, -0.0])),
         (torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous()),
-        (torch.empty(0, 3), torch.empty(0, 3)),
         (torch.tensor(1 + 2j), torch.tensor(1 - 2j).conj()),
         ({"a": [torch.ones(1), 2, "b"]}, {"a": [torch.ones(1), 2, "b"]}),
-        (NAN, NAN),
         (torch.eye(2).to_sparse(), torch.eye(2).to_sparse()),
     ],
 )
@@ -41,7 +39,6 @@ def test_same_bits(left, right):
         (torch.tensor(0.0), torch.tensor(-0.0)),
         (torch.zeros(2), torch.zeros(2, dtype=torch.int32)),
         (torch.zeros(2), torch.zeros(2, 1)),
-        (torch.zeros(1), 0.0),
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
         ([1], [1, 2]),
         (torch.eye(2).to_sparse(), torch.eye(2)),
