@@ -350,7 +350,6 @@ TENSORS = {
         lambda rank: [torch.ones(2), torch.ones(2 + rank)],
         "stride (1,), requires_grad False (2 tensors); rank 1 has shape (3,), torch.float32 on cpu, stride",
     ),
-    "ndim": (lambda rank: [torch.ones((1,) * (1 + rank))], "rank 1 has shape (1, 1)"),
     "dtype": (lambda rank: [torch.ones(2, dtype=[torch.float32, torch.float16][rank % 2])], "torch.float16"),
     "stride": (lambda rank: [torch.ones(3, 3).t() if rank == 1 else torch.ones(3, 3)], "stride (1, 3)"),
     "requires_grad": (lambda rank: [torch.ones(2, requires_grad=rank == 2)], "requires_grad True"),

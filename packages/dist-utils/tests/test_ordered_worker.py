@@ -255,6 +255,7 @@ def _interrupted(rank):
     worker.agree()
     texts = []
     if rank == 1:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
         threading.Timer(1.0, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
     for _ in range(2 if rank < 2 else 0):
         try:
