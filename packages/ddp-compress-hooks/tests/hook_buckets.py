@@ -31,11 +31,11 @@ HOOKS = {
     "bf16_compress_hook/fp32": (bf16_compress_hook, torch.bfloat16, {"accumulate": "fp32"}),
     "compress_hook/float32": (compress_hook, torch.float32, {"wire_dtype": torch.float32}),
     "fp16_compress_wrapper(allreduce)": (fp16_compress_wrapper(allreduce_hook), torch.float16, None),
-    "bf16_compress_wrapper(allreduce)": (bf16_compress_wrapper(allreduce_hook), torch.bfloat16, None),
     "fp16_compress_wrapper(foreign)": (fp16_compress_wrapper(foreign_hook), torch.float16, None),
     "bf16_compress_wrapper(foreign)": (bf16_compress_wrapper(foreign_hook), torch.bfloat16, None),
 }
 FOREIGN = [name for name in HOOKS if "foreign" in name]
+OURS = [name for name in HOOKS if name not in FOREIGN]
 
 
 def state_of(name, group=None):
@@ -53,8 +53,7 @@ def run_hook(name, bucket, tensor, *, group=None, state=None):
     """Run a hook on a bucket that holds ``tensor``; check that the result is that very tensor."""
     bucket.set_buffer(tensor)
     result = HOOKS[name][0](state or state_of(name, group), bucket).wait()
-    assert result is tensor or (result.data_ptr() == tensor.data_ptr() and result.shape == tensor.shape)
-    assert result.dtype == tensor.dtype
+    assert (result.data_ptr(), result.shape, result.dtype) == (tensor.data_ptr(), tensor.shape, tensor.dtype)
     return result
 
 

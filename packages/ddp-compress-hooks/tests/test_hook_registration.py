@@ -1,8 +1,9 @@
-"""The hooks in DDP's registration and log, in pickle and in the profiler."""
+"""The hooks in DDP's registration and log, in pickle and in the profiler; the options of their state."""
 
 import copy
 import inspect
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -24,14 +25,9 @@ from ddp_compress_hooks import (
 from dist_utils.testing import run_ranks
 from dist_utils.torch_compat import every_thread
 
-PUBLIC = {
-    hook.__qualname__: hook
-    for hook in (allreduce_hook, bf16_compress_hook, compress_hook, fp16_compress_hook)
-}
-
 
 def _register(rank):
-    """Each hook on a model of several buckets, under the profiler."""
+    """The name of each hook on a model of several buckets, and the ranges of its buckets in the profiler."""
     seen = {}
     for name, (hook, _, _) in HOOKS.items():
         layers = torch.nn.Sequential(*(torch.nn.Linear(300, 300) for _ in range(4)))
@@ -47,34 +43,16 @@ def _register(rank):
     return seen
 
 
-@pytest.fixture(scope="module")
-def registered():
-    return run_ranks(_register, 2, timeout=120)[0]
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_ddp_takes_the_hook_and_logs_its_name(registered, name):
-    logged, _ = registered[name]
-    assert logged == HOOKS[name][0].__qualname__
-
-
-@pytest.mark.parametrize("name", HOOKS)
-def test_the_profiler_shows_a_range_for_every_bucket(registered, name):
-    _, ranges = registered[name]
-    hook = HOOKS[name][0].__qualname__
-    mine = [shown for shown in ranges if shown.startswith(f"{hook}:bucket_")]
-    assert mine == [f"{hook}:bucket_{index}" for index in range(len(mine))]
-    assert len(mine) > 1
-
-
-@pytest.mark.skipif(every_thread() is None, reason="this torch shows no thread but the caller's")
-@pytest.mark.parametrize("name", HOOKS)
-def test_the_profiler_shows_averages_on_the_workers_thread(registered, name):
-    _, ranges = registered[name]
-    handed_over = [shown for shown in ranges if ":bucket_" in shown]
-    averaged = [shown for shown in ranges if ":average_bucket_" in shown]
-    in_fp32 = name.endswith("/fp32") and not name.startswith("allreduce")  # its buckets are fp32 already
-    assert averaged == [shown.replace(":", ":average_") for shown in handed_over if in_fp32]
+def test_ddp_logs_the_hooks_name_and_the_profiler_shows_a_range_for_every_bucket():
+    for name, (logged, ranges) in run_ranks(_register, 2)[0].items():
+        hook = HOOKS[name][0].__qualname__
+        assert logged == hook
+        buckets = [shown for shown in ranges if shown.startswith(f"{hook}:bucket_")]
+        assert buckets == [f"{hook}:bucket_0", f"{hook}:bucket_1"]
+        in_fp32 = name.endswith("/fp32") and not name.startswith("allreduce")  # its buckets are fp32 already
+        averages = [shown.replace(":", ":average_") for shown in buckets]
+        if every_thread() is not None:  # else this torch shows no thread but the caller's
+            assert [shown for shown in ranges if ":average_" in shown] == (averages if in_fp32 else [])
 
 
 def test_wrappers_are_named_after_what_they_wrap():
@@ -84,35 +62,42 @@ def test_wrappers_are_named_after_what_they_wrap():
         fp16_compress_wrapper(3)
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_hooks_have_pytorchs_signature_and_real_annotations(name):
-    signature = inspect.signature(PUBLIC[name])
-    assert list(signature.parameters) == ["process_group", "bucket"]
+@pytest.mark.parametrize("hook", [allreduce_hook, bf16_compress_hook, compress_hook, fp16_compress_hook])
+def test_hooks_have_pytorchs_signature_and_real_annotations_and_pickle_by_name(hook):
+    signature = inspect.signature(hook)
+    pytorchs = getattr(default_hooks, hook.__qualname__, default_hooks.allreduce_hook)
+    assert list(signature.parameters) == list(inspect.signature(pytorchs).parameters)
     assert signature.parameters["bucket"].annotation is dist.GradBucket
     assert signature.return_annotation == torch.futures.Future[torch.Tensor]
-    if name != "compress_hook":
-        assert list(inspect.signature(getattr(default_hooks, name)).parameters) == ["process_group", "bucket"]
+    assert pickle.loads(pickle.dumps(hook)) is hook
+    assert copy.deepcopy(hook) is hook
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_hooks_pickle_by_name(name):
-    assert pickle.loads(pickle.dumps(PUBLIC[name])) is PUBLIC[name]
-    assert copy.deepcopy(PUBLIC[name]) is PUBLIC[name]
+def _warnings_of(ddp):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        for _ in range(4):
+            ddp(torch.ones(2, 40)).sum().backward()
+    return [str(one.message) for one in caught]
 
 
-def _pickle_state(rank):
-    group = dist.new_group([0, 1])
-    state = CompressState(group, wire_dtype=torch.bfloat16, accumulate="fp32", saturate=True)
-    with pytest.warns(UserWarning, match="without its process group"):
+def _states(rank):
+    """A state that is bound to a model is in use or not, and pickles without its group."""
+    ddp = DistributedDataParallel(torch.nn.Linear(40, 40))
+    CompressState().bind(ddp)
+    (unused,) = _warnings_of(ddp)
+    state = CompressState(accumulate="fp32", wire_dtype=torch.bfloat16, saturate=True).bind(ddp)
+    ddp.register_comm_hook(state, bf16_compress_hook)
+    assert _warnings_of(ddp) == []
+    with pytest.warns(UserWarning, match="a CompressState pickles without its process group"):
         copied = pickle.loads(pickle.dumps(state))
-    same = (copied.wire_dtype, copied.accumulate, copied.saturate, copied.saturated)
-    return same, copied.process_group is dist.group.WORLD
+    return unused, (copied.wire_dtype, copied.accumulate, copied.saturate, copied.saturated)
 
 
-def test_a_state_pickles_without_its_group():
-    same, world = run_ranks(_pickle_state, 2)[0]
-    assert same == (torch.bfloat16, "fp32", True, 0)
-    assert world
+def test_a_state_warns_if_its_hook_is_not_in_use_and_pickles_its_options():
+    for unused, options in run_ranks(_states, 2):
+        assert "CompressState that is bound to it has got no bucket" in unused
+        assert options == (torch.bfloat16, "fp32", True, 0)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +106,7 @@ def test_a_state_pickles_without_its_group():
         ({"wire_dtype": torch.int8}, ValueError, "wire_dtype must be one of"),
         ({"wire_dtype": "float16"}, TypeError, "wire_dtype must be a torch.dtype"),
         ({"accumulate": "fp64"}, ValueError, "'wire' or 'fp32'"),
+        ({"saturate": "no"}, TypeError, "saturate must be True or False, got 'no'"),
         ({"process_group": "world"}, TypeError, "got str"),
     ],
 )

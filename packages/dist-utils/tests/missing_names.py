@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import json
-import os
+import multiprocessing
 import re
 import sys
 import traceback
@@ -76,10 +76,8 @@ def private_names_bound_elsewhere(package):
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.Attribute):
-                names = [ast.unparse(node)]
             else:
-                continue
+                names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else []
             found += [f"{module}:{node.lineno}: {name}" for name in names if _is_private(name)]
     # torch.ops makes a namespace of any name.
     return [one for one in found if not one.endswith("torch.ops._c10d_functional")]
@@ -89,65 +87,39 @@ def _is_private(name):
     return re.fullmatch(r"(torch|dist|distributed_c10d)\.([\w.]+\.)?_(?!_)[\w.]+", name) is not None
 
 
-def delete(owner, name):
-    """Make torch lack a name, or a module."""
-    with contextlib.suppress(AttributeError, TypeError):  # it has lacked it before; an attribute in C++ stays
-        delattr(sys.modules.get(owner) or eval(owner, {"torch": torch}), name)
-    if f"{owner}.{name}" in sys.modules:
-        sys.modules[f"{owner}.{name}"] = None
+def import_all(package, owner=None, name=None):
+    """Import a package with all its modules, but for commands, where torch lacks a name or a module.
 
-
-def in_child(function):
-    """Return what a function prints in a forked process, where it may change torch."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            answer = function()
-        except BaseException:  # noqa: BLE001
-            answer = traceback.format_exc()
-        with os.fdopen(writer, "w") as pipe:
-            pipe.write(answer)
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        answer = pipe.read()
-    os.waitpid(pid, 0)
-    return answer
-
-
-def import_all(package):
-    """Import a package with all its modules, but for commands."""
-    for module in sources(package):
-        if not module.endswith((".__main__", ".server")):
-            importlib.import_module(module)
-
-
-def imported_without(package, owner, name):
-    """Return what goes wrong in the import of a package where torch lacks a name."""
-
-    def run():
-        delete(owner, name)
-        import_all(package)
-        return ""
-
-    return in_child(run)
-
-
-def modules_imported(package):
-    """Return the modules that the import of a package imports, without its own."""
+    Returns what went wrong, and the modules that are imported then, without the packages' own.
+    """
+    if owner is not None:
+        with contextlib.suppress(AttributeError, TypeError):  # lacked before; an attribute in C++ stays
+            delattr(sys.modules.get(owner) or eval(owner, {"torch": torch}), name)
+        if f"{owner}.{name}" in sys.modules:
+            sys.modules[f"{owner}.{name}"] = None
+    try:
+        for module in sources(package):
+            if not module.endswith((".__main__", ".server")):
+                importlib.import_module(module)
+    except BaseException:  # noqa: BLE001
+        return traceback.format_exc(), []
     own = needed(package)
-    import_all(package)
-    return "\n".join(name for name in sys.modules if name.split(".")[0] not in own)
+    return "", [module for module in sys.modules if module.split(".")[0] not in own]
 
 
 def main(package):
-    """Try every name."""
+    """Try every name, each in a forked process, where torch may be changed."""
+    fork = multiprocessing.get_context("fork")
+    with fork.Pool(1) as pool:
+        problem, imported = pool.apply(import_all, (package,))
+    assert not problem, problem
     # In this process torch is whole: what torch itself imports for the package is imported here.
-    for module in in_child(lambda: modules_imported(package)).splitlines():
+    for module in imported:
         importlib.import_module(module)
     pairs = sorted(set().union(*map(private_names, needed(package))))
-    imports = {f"{owner}.{name}": imported_without(package, owner, name) for owner, name in pairs}
+    with fork.Pool(2, maxtasksperchild=1) as pool:
+        tried = pool.starmap(import_all, [(package, *pair) for pair in pairs], chunksize=1)
+    imports = {".".join(pair): problem for pair, (problem, _) in zip(pairs, tried, strict=True)}
     print(json.dumps({"imports": imports, "bound elsewhere": private_names_bound_elsewhere(package)}))  # noqa: T201
 
 

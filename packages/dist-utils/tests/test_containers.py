@@ -3,17 +3,14 @@
 import dataclasses
 import enum
 import functools
-import gc
 import logging
-import re
 import sys
-import time
-import weakref
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import attrs
+import pydantic
 import pytest
 import tensordict
 import torch
@@ -31,12 +28,6 @@ def one():
 
 
 Point = namedtuple("Point", "x y")
-Nothing = namedtuple("Nothing", [])
-
-
-class TypedPoint(NamedTuple):
-    x: Any
-    y: Any = 3
 
 
 class ShiftedPoint(Point):
@@ -50,21 +41,6 @@ class Items(list):
     def __init__(self, values, label):
         super().__init__(values)
         self.label = label
-
-
-class PairOf(tuple):  # noqa: SLOT001 - it has attributes on purpose
-    pass
-
-
-class Config(dict):
-    """A dict subclass with another constructor and a ``__setitem__`` that must not be used."""
-
-    def __init__(self, number):
-        super().__init__(tensor=torch.full((1,), float(number)))
-        self.number = number
-
-    def __setitem__(self, key, value):
-        raise AssertionError("written by hand")
 
 
 class ModelOutput(OrderedDict):
@@ -96,18 +72,6 @@ class Plain:
     b: Any = 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    a: Any
-    b: Any = 2
-
-
-@dataclasses.dataclass(slots=True)
-class Slots:
-    a: Any
-    b: Any = 2
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class FrozenSlots:
     a: Any
@@ -116,7 +80,7 @@ class FrozenSlots:
 
 @dataclasses.dataclass
 class Derived:
-    """Upstream 2.13 raises on ``init=False`` and runs ``__post_init__`` two more times."""
+    """PyTorch's function raises on ``init=False`` and runs ``__post_init__`` two more times."""
 
     a: Any
     start: dataclasses.InitVar[Any]
@@ -135,13 +99,18 @@ class AttrsSlots:
     b: Any = attrs.field(init=False, default=2)
 
 
-@attrs.frozen(slots=False)
-class AttrsFrozen:
-    a: Any
-    b: Any = 2
+class Inner(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(arbitrary_types_allowed=True, extra="allow", frozen=True)
+    image: Any
+    _hidden: Any = pydantic.PrivateAttr(default=None)
+
+    @pydantic.model_validator(mode="after")
+    def _refuse_results(self):
+        assert not isinstance(self.image, torch.Tensor) or self.image.min() > 0, "validated again"
+        return self
 
 
-KEEPS_TYPE = {
+KINDS = {
     "list": lambda t: [t, 1],
     "tuple": lambda t: (t, "a"),
     "dict": lambda t: {"a": t, 2: None},
@@ -152,22 +121,19 @@ KEEPS_TYPE = {
     "defaultdict": lambda t: defaultdict(list, a=t),
     "Counter": lambda t: Counter(a=t),
     "namedtuple": lambda t: Point(t, 2),
-    "NamedTuple": TypedPoint,
     "namedtuple with another constructor": ShiftedPoint,
     "structseq": lambda t: torch.return_types.max((t, 5)),
     "list subclass": lambda t: Items([t, 1], "label"),
-    "tuple subclass": lambda t: PairOf((t, 1)),
     "UserDict": lambda t: UserDict(a=t),
     "UserList": lambda t: UserList([t, 1]),
+    "ChainMap": lambda t: ChainMap({"b": 1}, OrderedDict(a=t)),
     "SimpleNamespace": lambda t: SimpleNamespace(a=t, b=1),
     "dataclass": Plain,
-    "frozen dataclass": Frozen,
-    "slots dataclass": Slots,
     "frozen slots dataclass": FrozenSlots,
     "dataclass with InitVar": lambda t: Derived(t, 2),
     "ModelOutput": lambda t: Output(loss=t),
     "attrs with slots": AttrsSlots,
-    "frozen attrs": AttrsFrozen,
+    "pydantic": lambda t: Inner(image=t),
 }
 
 
@@ -178,28 +144,22 @@ def tensors_in(container):
         found.append(tensor)
         return tensor
 
-    apply_to_tensors(note, container)
+    apply_to_tensors(note, container, strict=True)
     return found
 
 
-@pytest.mark.parametrize("name", KEEPS_TYPE)
-@pytest.mark.parametrize("nested", [False, True])
-def test_type_is_kept_the_tensor_replaced_and_the_original_untouched(name, nested):
-    tensor = one()
-    original = KEEPS_TYPE[name]((tensor,) if nested else tensor)
-    changed = apply_to_tensors(double, original)
-    assert type(changed) is type(original)
-    assert changed is not original
-    assert [t.item() for t in tensors_in(changed)] == [2]
-    assert tensors_in(original)[0] is tensor
-    assert tensor.item() == 1
-
-
-@pytest.mark.parametrize("make", KEEPS_TYPE.values(), ids=KEEPS_TYPE)
-def test_the_same_object_comes_back_when_nothing_changed(make):
-    original = [make(one()), make(None)]
-    assert apply_to_tensors(lambda tensor: tensor, original) is original
-    assert apply_to_tensors(double, original)[1] is original[1]
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_type_is_kept_the_tensor_replaced_and_the_original_untouched(make):
+    for wrap in (lambda tensor: tensor, lambda tensor: (tensor,)):
+        tensor = one()
+        original, without = make(wrap(tensor)), make(None)
+        changed, same = apply_to_tensors(double, [original, without])
+        assert type(changed) is type(original)
+        assert [t.item() for t in tensors_in(changed)] == [2]
+        assert tensors_in(original)[0] is tensor
+        assert tensor.item() == 1
+        assert same is without
+        assert apply_to_tensors(lambda t: t, original) is original
 
 
 def test_details_of_the_standard_containers_are_kept():
@@ -209,108 +169,71 @@ def test_details_of_the_standard_containers_are_kept():
     assert apply_to_tensors(double, defaultdict(list, a=one()))["new"] == []
     assert apply_to_tensors(double, deque([one()], maxlen=3)).maxlen == 3
     assert apply_to_tensors(double, ShiftedPoint(one())).y == "shifted"
-    assert apply_to_tensors(double, Nothing()) == Nothing()
     assert type(apply_to_tensors(double, (torch.Size([2]), one()))[0]) is torch.Size
-    now = time.localtime()
-    assert apply_to_tensors(double, [now, one()])[0] is now
-
-
-def test_hidden_fields_of_a_structseq_are_kept():
-    now = time.localtime()
-    with_tensor = time.struct_time([one(), *now[1:]], {"tm_zone": "X", "tm_gmtoff": 5})
-    changed = apply_to_tensors(double, with_tensor)
-    assert (changed[0].item(), changed.tm_zone, changed.tm_gmtoff) == (2, "X", 5)
+    chain = apply_to_tensors(double, ChainMap({}, OrderedDict(a=one())))
+    assert [type(part) for part in chain.maps] == [dict, OrderedDict]
 
 
 def test_attributes_of_subclasses_are_kept_and_walked():
     items = Items([one()], "label")
     items.mask = one()
-    pair = PairOf([one()])
-    pair.label = "pair"
-    config = Config(7)
-    changed_items, changed_pair, changed_config = apply_to_tensors(double, [items, pair, config])
-    assert (changed_items.label, changed_items.mask.item(), changed_items[0].item()) == ("label", 2, 2)
-    assert (changed_pair.label, changed_pair[0].item()) == ("pair", 2)
-    assert (changed_config.number, changed_config["tensor"].item()) == (7, 14)
+    changed = apply_to_tensors(double, items)
+    assert (changed.label, changed.mask.item(), changed[0].item()) == ("label", 2, 2)
+    output = apply_to_tensors(double, Output(loss=one(), logits=(one(), one())))
+    assert output.loss is output["loss"]
+    assert output.logits is output["logits"]
+    assert (output.hidden, list(output), output.loss.item()) == (None, ["loss", "logits"], 2)
 
 
-def test_the_attributes_of_a_model_output_follow_its_items():
-    output = Output(loss=one(), logits=(one(), one()))
-    changed = apply_to_tensors(double, output)
-    assert changed.loss is changed["loss"]
-    assert changed.logits is changed["logits"]
-    assert changed.hidden is None
-    assert list(changed) == ["loss", "logits"]
-    assert changed.loss.item() == 2
+def test_a_dictionary_that_is_its_own_dict_stays_so():
+    class AttrDict(dict):
+        def __init__(self, **items):
+            super().__init__(items)
+            self.__dict__ = self
+
+    changed = apply_to_tensors(double, AttrDict(x=one()))
+    changed.y = 5
+    assert (changed.x.item(), changed["x"].item(), changed["y"]) == (2, 2, 5)
 
 
 def test_dataclasses_are_copied_without_their_constructor():
-    original = Derived(one(), 2)
+    original = Derived(one(), one())
     original.cache = [one()]
     changed = apply_to_tensors(double, original)
-    assert (changed.a.item(), changed.b, changed.made, changed.extra) == (2, 6, 1, "kept")
-    assert changed.cache[0].item() == 2
-    assert original.cache[0].item() == 1
+    assert (changed.a.item(), changed.b.item(), changed.made, changed.extra) == (2, 6, 1, "kept")
+    assert (changed.cache[0].item(), original.cache[0].item()) == (2, 1)
 
-
-def test_an_init_false_tensor_of_a_dataclass_is_reached():
-    assert apply_to_tensors(double, Derived(1, one())).b.item() == 6
-
-
-def test_a_slot_that_was_never_set_stays_unset():
     @dataclasses.dataclass(slots=True)
     class Partial:
         a: Any
         b: Any = dataclasses.field(init=False)
 
-    changed = apply_to_tensors(double, Partial(one()))
-    assert changed.a.item() == 2
-    assert not hasattr(changed, "b")
+    assert not hasattr(apply_to_tensors(double, Partial(one())), "b"), "it was never set"
+
+
+def test_pydantic_models_are_copied_without_validation():
+    inner = Inner(image=torch.ones(2), more=torch.ones(1))
+    inner._hidden = [torch.ones(3)]
+    result = apply_to_tensors(torch.neg, [inner], strict=True)[0]
+    assert result.model_fields_set == {"image", "more"}
+    assert [result.image.sum(), result.more.sum(), result._hidden[0].sum()] == [-2, -1, -3]
+    assert inner.image.sum() == 2
 
 
 def test_an_object_with_a_state_that_a_copy_would_lose_is_refused():
     @dataclasses.dataclass
-    class Weighted(float):
-        value: Any
-
-        def __new__(cls, value):
-            return super().__new__(cls, 3.5)
-
-    @dataclasses.dataclass
     class Failure(Exception):  # noqa: N818
         where: Any
 
-    for cls in (Weighted, Failure):
-        unchanged = cls(1)
-        assert apply_to_tensors(double, [unchanged])[0] is unchanged
-        with pytest.raises(TypeError, match=rf"{cls.__name__} needs register_container with two functions"):
-            apply_to_tensors(double, cls(one()))
+    unchanged = Failure(1)
+    assert apply_to_tensors(double, [unchanged])[0] is unchanged
+    with pytest.raises(TypeError, match=r"Failure needs register_container with two functions"):
+        apply_to_tensors(double, Failure(one()))
     register_container(Failure, lambda old: [old.where], lambda old, values: Failure(*values))
     assert apply_to_tensors(double, Failure(one())).where.item() == 2
 
 
-class Delegating:
-    """Has slots, and delegates everything else to the object that it wraps."""
-
-    __slots__ = ("inner", "unset")
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def __getattr__(self, name):
-        return getattr(object.__getattribute__(self, "inner"), name)
-
-
-def test_getattr_is_never_asked():
-    register_container(Delegating)
-    inner = SimpleNamespace(secret=one(), unset=one())
-    changed = apply_to_tensors(double, Delegating(inner))
-    assert (changed.inner.secret.item(), inner.secret.item()) == (2, 1)
-    with pytest.raises(AttributeError):
-        object.__getattribute__(changed, "unset")
-
-
-def test_properties_and_cached_properties_do_not_run():
+def test_no_code_of_a_users_class_runs():
     @attrs.define
     class Lazy:
         a: Any
@@ -331,101 +254,53 @@ def test_properties_and_cached_properties_do_not_run():
         def hidden(self, value):
             raise AssertionError("ran")
 
+        def __getattr__(self, name):
+            raise AssertionError("ran")
+
     checked = Checked(one())
     vars(checked)["hidden"] = one()
     assert apply_to_tensors(double, Lazy(one())).a.item() == 2
     assert vars(apply_to_tensors(double, checked))["hidden"].item() == 2
 
 
-def test_a_dictionary_that_is_its_own_dict_stays_so():
-    class AttrDict(dict):
-        def __init__(self, **items):
-            super().__init__(items)
-            self.__dict__ = self
-
-    changed = apply_to_tensors(double, AttrDict(x=one()))
-    changed.y = 5
-    assert (changed.x.item(), changed["x"].item(), changed["y"]) == (2, 2, 5)
-    assert changed.__dict__ is changed
-
-
-def test_subclasses_that_override_the_methods_of_their_base():
-    class Liar(set):
-        def __iter__(self):
-            return iter(())
-
-        def __len__(self):
-            return 0
-
-    changed = apply_to_tensors(double, Liar([one()]))
-    assert [t.item() for t in set.__iter__(changed)] == [2]
-
-
-def test_a_named_tuple_with_a_field_of_structseqs_name():
-    Odd = namedtuple("Odd", "n_sequence_fields")
-    assert apply_to_tensors(double, Odd(one())).n_sequence_fields.item() == 2
-
-
-def test_short_lived_classes_are_not_kept_forever():
-    first = type("Brief", (list,), {})
-    gone = weakref.ref(first)
-    apply_to_tensors(double, first([one()]))
-    del first
-    for _ in range(1000):
-        apply_to_tensors(double, type("Brief", (list,), {})())
-    gc.collect()
-    assert gone() is None
-
-
-def test_classes_modules_and_enum_members_are_never_copied():
+def test_what_a_cached_property_has_computed_is_moved_like_an_attribute():
     @dataclasses.dataclass
-    class Fields:
-        tensor: Any = dataclasses.field(default_factory=one)
+    class Batch:
+        image: Any
 
-    class Mode(Fields, enum.Enum):
-        A = ()
+        @functools.cached_property
+        def norm(self):
+            return torch.ones(1)
 
-    module = torch.nn.Linear(1, 1)
-    module.register_buffer("more", one())
-    Mode.A.tensor = one()
-    leaves = [Plain, Point, Mode.A, module, "text", None, 1.5, range(3)]
-    changed = apply_to_tensors(double, [*leaves, one()])
-    assert all(new is old for new, old in zip(changed, leaves, strict=False))
+    for image in (torch.ones(2), "path"):  # with and without another tensor that moves
+        batch = Batch(image)
+        assert batch.norm.device.type == "cpu"
+        (moved,) = recursive_to(batch, "meta", False)
+        assert (vars(moved)["norm"].device.type, batch.norm.device.type) == ("meta", "cpu")
+    (fresh,) = recursive_to(Batch(torch.ones(2)), "meta", False)
+    assert "norm" not in vars(fresh)
+
+
+class Mode(enum.Enum):
+    A = 1
+
+
+@pytest.mark.parametrize("leaf", [Plain, Point, Mode.A, torch.nn.Linear(1, 1), "text", None, 1.5, range(3)])
+def test_classes_modules_and_enum_members_are_never_copied(leaf):
+    if leaf is Mode.A:
+        leaf.tensor = one()
+    assert apply_to_tensors(double, [leaf, one()])[0] is leaf
 
 
 def test_the_indices_of_a_packed_sequence_follow_its_data():
     packed = pack_padded_sequence(torch.ones(3, 2, 4), torch.tensor([2, 3]), enforce_sorted=False)
     cast = apply_to_tensors(lambda tensor: tensor.to(torch.bfloat16), {"x": packed})["x"]
-    assert type(cast) is type(packed)
-    assert cast.data.dtype == torch.bfloat16
+    assert (type(cast), cast.data.dtype) == (type(packed), torch.bfloat16)
     assert torch.equal(cast.batch_sizes, packed.batch_sizes)
     assert torch.equal(cast.sorted_indices, packed.sorted_indices)
     assert apply_to_tensors(lambda tensor: tensor, packed) is packed
     moved = apply_to_tensors(lambda tensor: tensor.to("meta"), packed)
     assert (moved.sorted_indices.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
-    assert apply_to_tensors(lambda tensor: tensor.shape, packed).data == packed.data.shape
-
-
-def test_tensordicts_and_tensorclasses_by_the_recipe_of_register_container():
-    @tensordict.tensorclass
-    class Batch:
-        x: torch.Tensor
-        name: str
-
-    def unflatten(old, values):
-        return tensordict.TensorDict(dict(zip(old.keys(), values, strict=True)), old.batch_size)
-
-    register_container(tensordict.TensorDict, lambda old: old.values(), unflatten)
-    inner = tensordict.TensorDict({"b": torch.ones(3, 2)}, batch_size=[3])
-    original = tensordict.TensorDict({"a": torch.ones(3), "n": inner}, batch_size=[3], device="cpu")
-    changed = apply_to_tensors(double, [original], strict=True)[0]
-    assert (changed["a"].sum(), changed["n", "b"].sum(), changed.batch_size) == (6, 12, (3,))
-    assert (original["a"].sum(), original["n", "b"].sum()) == (3, 6)
-    assert apply_to_tensors(lambda tensor: tensor, original) is original
-    (moved,) = recursive_to(original, "meta", False)
-    assert {moved["a"].device.type, moved["n", "b"].device.type} == {"meta"}
-    batch = apply_to_tensors(double, Batch(torch.ones(3), "n", batch_size=[3]))
-    assert (type(batch), batch.x.sum(), batch.name, batch.batch_size) == (Batch, 6, "n", (3,))
 
 
 def test_what_is_shared_stays_shared_and_each_tensor_is_seen_once():
@@ -440,22 +315,7 @@ def test_what_is_shared_stays_shared_and_each_tensor_is_seen_once():
     assert len(calls) == 1
     assert changed["a"] is changed["b"][0]
     assert changed["b"][1] is changed["a"][0]
-
-
-def test_temporary_children_are_not_mistaken_for_each_other():
-    class Fresh:
-        """Makes new tensors at every access: their addresses repeat unless they are kept."""
-
-        def __init__(self, number):
-            self.number = number
-
-    register_container(
-        Fresh,
-        lambda fresh: [torch.full((1,), float(fresh.number))],
-        lambda _, values: Fresh(int(values[0].item())),
-    )
-    changed = apply_to_tensors(double, [Fresh(number) for number in range(100)])
-    assert [fresh.number for fresh in changed] == [2 * number for number in range(100)]
+    assert apply_to_tensors(torch.numel, {"a": [torch.ones(3)]}) == {"a": [3]}, "fn may return anything"
 
 
 @pytest.mark.parametrize("wrap", [lambda x: [x], lambda x: {"a": x}, lambda x: (x,), Plain])
@@ -463,10 +323,7 @@ def test_three_hundred_levels(wrap):
     nested = [one()]
     for _ in range(300):
         nested = wrap(nested)
-    changed = apply_to_tensors(double, nested)
-    for _ in range(300):
-        changed = changed.a if isinstance(changed, Plain) else changed["a" if type(changed) is dict else 0]
-    assert changed[0].item() == 2
+    assert [tensor.item() for tensor in tensors_in(apply_to_tensors(double, nested))] == [2]
 
 
 def test_a_cycle_is_an_error_with_its_path():
@@ -474,24 +331,12 @@ def test_a_cycle_is_an_error_with_its_path():
     inner["parts"].append(inner)
     with pytest.raises(ValueError, match=r"a dict contains itself, at container\[1\]\.a\['parts'\]\[2\]$"):
         apply_to_tensors(double, [0, Plain(inner)])
-    myself = SimpleNamespace()
-    myself.me = myself
-    with pytest.raises(ValueError, match=r"a SimpleNamespace contains itself, at container\.me$"):
-        apply_to_tensors(double, myself)
 
 
-def test_a_set_does_not_shrink_in_silence():
-    with pytest.raises(ValueError, match="a set of 2 elements would shrink to 1"):
-        apply_to_tensors(lambda tensor: tensor.shape, {one(), one()})
-    with pytest.raises(ValueError, match="a frozenset of 2 elements would shrink to 1"):
-        apply_to_tensors(lambda _: None, frozenset([one(), one()]))
-
-
-def test_fn_may_return_anything_and_its_errors_pass_through():
-    assert apply_to_tensors(torch.numel, {"a": [torch.ones(3)]}) == {"a": [3]}
-    assert apply_to_tensors(torch.numel, torch.ones(3)) == 3
-    with pytest.raises(ZeroDivisionError):
-        apply_to_tensors(lambda _: 1 / 0, [one()])
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_a_set_does_not_shrink_in_silence(kind):
+    with pytest.raises(ValueError, match=f"a {kind.__name__} of 2 elements would shrink to 1"):
+        apply_to_tensors(lambda tensor: tensor.shape, kind([one(), one()]))
 
 
 class Hidden:
@@ -512,7 +357,6 @@ class Slotted:
 HOLDERS = {
     "attributes": lambda t: Hidden(inner=Hidden(weight=t)),
     "items of an attribute": lambda t: Hidden(parts={"a": (0, t)}),
-    "key of an attribute": lambda t: Hidden(by_tensor={t: 1}),
     "slot": Slotted,
     "module": lambda _: torch.nn.Linear(1, 1, bias=False),
     "iterator": lambda t: iter([t]),
@@ -522,48 +366,27 @@ HOLDERS = {
     "generator": lambda t: (x for x in (t,)),
     "closure": lambda t: lambda: t,
     "default": lambda t: lambda x=t: x,
-    "method of a tensor": lambda t: t.item,
     "method": lambda t: Hidden(weight=t).look,
-}
-KEYS_AND_FACTORIES = {
-    "key": lambda t: {t: 1},
-    "tuple key": lambda t: {(t,): 1},
+    "key": lambda t: {(t,): 1},
     "factory": lambda t: defaultdict(lambda: t),
 }
 
 
-@pytest.mark.parametrize("name", [*HOLDERS, *KEYS_AND_FACTORIES])
+@pytest.mark.parametrize("name", HOLDERS)
 def test_strict_refuses_tensors_out_of_reach_with_their_path(name):
     if name == "generator" and sys.version_info < (3, 11):
         pytest.skip("the garbage collector does not know a generator's variables")
-    holder = {**HOLDERS, **KEYS_AND_FACTORIES}[name](one())
-    original = {"k": [0, holder]}
-    with pytest.raises(TypeError) as caught:
-        apply_to_tensors(double, original, strict=True)
+    original = {"k": [0, HOLDERS[name](one())]}
     place = r"container\['k'\]\[1\]" + (r"\.default_factory" if name == "factory" else "")
-    text = rf"{place} holds a tensor out of reach \(\w+( -> \w+)* -> (Tensor|Parameter)\): use register"
-    assert re.match(text, str(caught.value))
+    text = rf"^{place} holds a tensor out of reach \(\w+( -> \w+)* -> (Tensor|Parameter)\): use register"
+    with pytest.raises(TypeError, match=text):
+        apply_to_tensors(double, original, strict=True)
     assert apply_to_tensors(double, original) is original  # without strict it is left alone
-
-
-def test_strict_refuses_a_root_that_holds_a_tensor():
-    with pytest.raises(TypeError, match=r"^container holds a tensor out of reach \(Hidden -> "):
-        apply_to_tensors(double, Hidden(w=one()), strict=True)
-
-
-def test_strict_looks_at_no_object_twice():
-    graph = [Hidden(name=str(number)) for number in range(2000)]
-    holders = [Hidden(graph=graph) for _ in range(2000)]
-    began = time.process_time()
-    apply_to_tensors(double, holders, strict=True)
-    assert time.process_time() - began < 5  # four million visits would take longer
 
 
 def test_strict_accepts_what_holds_no_tensor():
     logging.getLogger("a").tensor = one()  # not the object's own
-    loop = Hidden(
-        log=logging.getLogger("a"), name="a", device=torch.device("cpu"), dtype=torch.float32, fn=double
-    )
+    loop = Hidden(log=logging.getLogger("a"), name="a", device=torch.device("cpu"), fn=double)
     loop.me = loop
     harmless = [loop, range(3), slice(1), iter("ab"), (x for x in "ab"), len, torch, Plain, print, None]
     assert apply_to_tensors(double, [harmless, one()], strict=True)[0] is harmless
@@ -575,11 +398,6 @@ class Lazy:
     def __init__(self, parts):
         self.parts = parts
         self.label = "lazy"
-
-    def __setattr__(self, name, value):
-        if name == "label" and value != "lazy":
-            raise AssertionError
-        object.__setattr__(self, name, value)
 
 
 class LazyChild(Lazy):
@@ -596,18 +414,45 @@ def test_a_registered_class_and_its_subclasses_are_walked():
     assert apply_to_tensors(double, Lazy([one()])).parts[1] == "again"
     unchanged = Lazy([1])
     assert apply_to_tensors(double, unchanged) is unchanged
+    looped = Lazy([1])
+    looped.parts.append(looped)
+    with pytest.raises(ValueError, match=r"Lazy contains itself, at container\[1\]"):
+        apply_to_tensors(double, looped)
 
 
-def test_a_path_through_a_registered_class_counts_its_contents():
-    class Box:
-        def __init__(self, content):
-            self.content = content
+def test_contents_that_exist_only_while_they_are_walked_are_not_mistaken_for_each_other():
+    class Fresh:
+        """Makes new tensors at every access: their addresses repeat unless they are kept."""
 
-    register_container(Box, lambda box: box.content, lambda _, content: Box(content))
-    box = Box([1])
-    box.content.append(box)
-    with pytest.raises(ValueError, match=r"Box contains itself, at container\[1\]"):
-        apply_to_tensors(double, box)
+        def __init__(self, number):
+            self.number = number
+
+    register_container(
+        Fresh,
+        lambda fresh: [torch.full((1,), float(fresh.number))],
+        lambda _, values: Fresh(int(values[0].item())),
+    )
+    changed = apply_to_tensors(double, [Fresh(number) for number in range(100)])
+    assert [fresh.number for fresh in changed] == [2 * number for number in range(100)]
+
+
+def test_tensordicts_and_tensorclasses_by_the_recipe_of_register_container():
+    @tensordict.tensorclass
+    class Batch:
+        x: torch.Tensor
+        name: str
+
+    def unflatten(old, values):
+        return tensordict.TensorDict(dict(zip(old.keys(), values, strict=True)), old.batch_size)
+
+    register_container(tensordict.TensorDict, lambda old: old.values(), unflatten)
+    inner = tensordict.TensorDict({"b": torch.ones(3, 2)}, batch_size=[3])
+    original = tensordict.TensorDict({"a": torch.ones(3), "n": inner}, batch_size=[3])
+    changed, batch = apply_to_tensors(
+        double, [original, Batch(torch.ones(3), "n", batch_size=[3])], strict=True
+    )
+    assert (changed["a"].sum(), changed["n", "b"].sum(), changed.batch_size) == (6, 12, (3,))
+    assert (type(batch), batch.x.sum(), batch.name, batch.batch_size) == (Batch, 6, "n", (3,))
 
 
 def test_register_container_refuses_what_it_cannot_use():
@@ -623,13 +468,9 @@ def test_under_compile_plain_containers_are_part_of_the_graph():
         (cast,), kwargs = cast_forward_inputs(torch.float64, there, k=[1])
         return apply_to_tensors(double, [cast, kwargs])
 
-    ids = torch.tensor([3])
-    batch = {"x": [one(), (one(), 3, None)], "p": Point(one(), "a"), "ids": ids}
+    batch = {"x": [one(), (one(), 3, None)], "p": Point(one(), "a"), "ids": torch.tensor([3])}
     compiled = torch.compile(moved, backend="eager", fullgraph=True)(batch)
-    eager = moved(batch)
-    assert [t.dtype for t in tensors_in(compiled)] == [t.dtype for t in tensors_in(eager)]
-    assert all(map(torch.equal, tensors_in(compiled), tensors_in(eager)))
-    assert [type(part) for part in compiled[0].values()] == [type(part) for part in eager[0].values()]
+    assert repr(compiled) == repr(moved(batch))
 
 
 def test_under_compile_dataclasses_are_part_of_the_graph():
@@ -638,135 +479,16 @@ def test_under_compile_dataclasses_are_part_of_the_graph():
     except torch._dynamo.exc.Unsupported:
         pytest.skip("this torch cannot trace the construction of a dataclass")
     fn = torch.compile(lambda batch: apply_to_tensors(double, batch), backend="eager", fullgraph=True)
-    changed = fn(Plain(one(), [one()]))
-    assert (type(changed), changed.a.item(), changed.b[0].item()) == (Plain, 2, 2)
+    assert repr(fn(Plain(one(), [one()]))) == "Plain(a=tensor([2.]), b=[tensor([2.])])"
 
 
 def test_under_compile_other_containers_break_the_graph_and_are_right():
-    fn = torch.compile(lambda batch: apply_to_tensors(double, batch), backend="eager")
-    changed = fn(deque([one()], maxlen=3))
-    assert (changed[0].item(), changed.maxlen) == (2, 3)
-
-
-@dataclasses.dataclass
-class SetLater:
-    a: torch.Tensor
-    b: Any = dataclasses.field(init=False, default=None)
-
-
-@dataclasses.dataclass
-class WithItems(dict):
-    a: torch.Tensor
-
-
-def test_under_compile_dataclasses_keep_what_their_constructors_do_not_take():
-    fn = torch.compile(lambda batch: apply_to_tensors(double, batch), backend="eager")
-    later, items = SetLater(one()), WithItems(one())
-    later.b, items["key"] = one(), one()
-    changed, other = fn([later, items])
-    assert (changed.a.item(), changed.b.item()) == (2, 2)
-    assert (other.a.item(), other["key"].item()) == (2, 2)
-
-
-def test_under_compile_strict_finds_what_is_out_of_reach():
     hidden = Hidden(weight=one())
-    fn = torch.compile(lambda x: apply_to_tensors(double, [x, hidden], strict=True), backend="eager")
+    derived = Derived(one(), one())
+    derived.late = one()
+    fn = torch.compile(lambda batch, strict: apply_to_tensors(double, batch, strict=strict), backend="eager")
+    queue, changed = fn([deque([one()], maxlen=3), derived], False)
+    assert repr(queue) == "deque([tensor([2.])], maxlen=3)"
+    assert (changed.a.item(), changed.b.item(), changed.late.item()) == (2, 6, 2)
     with pytest.raises(TypeError, match="holds a tensor out of reach"):
-        fn(one())
-
-
-class Chained(ChainMap):
-    """Has an attribute as well."""
-
-
-def test_chain_maps_are_walked_map_by_map():
-    shared = torch.ones(2)
-    first, second = {"a": shared}, OrderedDict(a=torch.zeros(1), b=[shared])
-    chain = Chained(first, second)
-    chain.extra = shared
-    result = apply_to_tensors(torch.neg, chain)
-    assert type(result) is Chained
-    assert [type(part) for part in result.maps] == [dict, OrderedDict]
-    assert torch.equal(result["a"], -shared)
-    assert result["a"] is result["b"][0] is result.extra
-    assert apply_to_tensors(lambda tensor: tensor, chain) is chain
-    assert chain.maps == [first, second]
-    assert apply_to_tensors(torch.neg, ChainMap({}, {"x": shared}), strict=True)["x"].tolist() == [-1, -1]
-
-
-def test_pydantic_models_are_copied_without_validation():
-    pydantic = pytest.importorskip("pydantic")
-
-    class Inner(pydantic.BaseModel):
-        model_config = pydantic.ConfigDict(arbitrary_types_allowed=True, extra="allow", frozen=True)
-        image: torch.Tensor
-        _hidden: Any = pydantic.PrivateAttr(default=None)
-
-    class Outer(pydantic.BaseModel):
-        inner: Inner
-        name: str
-
-        @pydantic.model_validator(mode="after")
-        def _count(self):
-            validated.append(self)
-            return self
-
-    validated = []
-    inner = Inner(image=torch.ones(2), more=torch.ones(1))
-    inner._hidden = [torch.ones(3)]
-    outer = Outer(inner=inner, name="a")
-    result = apply_to_tensors(torch.neg, outer, strict=True)
-    assert len(validated) == 1
-    assert type(result) is Outer
-    assert (result.name, result.model_fields_set) == ("a", {"inner", "name"})
-    assert [result.inner.image.sum(), result.inner.more.sum(), result.inner._hidden[0].sum()] == [-2, -1, -3]
-    assert outer.inner.image.sum() == 2
-    assert apply_to_tensors(lambda tensor: tensor, outer) is outer
-
-
-def test_what_a_cached_property_has_computed_is_moved_like_an_attribute():
-    @dataclasses.dataclass
-    class Batch:
-        image: Any
-
-        @functools.cached_property
-        def norm(self):
-            calls.append(self)
-            return torch.ones(1)
-
-    calls = []
-    for image in (torch.ones(2), "path"):  # with and without another tensor that moves
-        batch = Batch(image)
-        assert batch.norm.device.type == "cpu"
-        (moved,) = recursive_to(batch, "meta", False)
-        assert moved.norm.device.type == "meta"
-        assert batch.norm.device.type == "cpu"
-    assert len(calls) == 2
-    (fresh,) = recursive_to(Batch(torch.ones(2)), "meta", False)
-    assert "norm" not in vars(fresh)
-
-
-@dataclasses.dataclass
-class _Slotted:
-    __slots__ = ("x",)
-    x: object
-
-
-class _HidesSlot(_Slotted):
-    __slots__ = ()
-
-    @property
-    def x(self):
-        raise AssertionError("no code of a user's class runs")
-
-
-class _SameSlotAgain(_Slotted):
-    __slots__ = ("x",)
-
-
-@pytest.mark.parametrize("cls", [_HidesSlot, _SameSlotAgain])
-def test_slots_that_a_subclass_hides_are_walked(cls):
-    slot = _Slotted.__dict__["x"]
-    obj = cls.__new__(cls)
-    slot.__set__(obj, torch.ones(1))
-    assert slot.__get__(apply_to_tensors(torch.neg, obj)).item() == -1.0
+        fn([one(), hidden], True)

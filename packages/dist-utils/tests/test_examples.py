@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import dist_utils
+from dist_utils.testing import patience
 
 MODULES = [
     module.name
@@ -28,11 +29,6 @@ def test_docstrings(module):
     assert results.failed == 0
 
 
-def test_there_are_examples():
-    found = doctest.DocTestFinder().find(importlib.import_module("dist_utils.containers.arguments"))
-    assert sum(len(test.examples) for test in found) >= 3
-
-
 def _readme_block(containing):
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
     (block,) = [block for block in blocks if containing in block]
@@ -43,7 +39,11 @@ def test_the_readmes_batch_example(tmp_path):
     script = tmp_path / "batch.py"
     script.write_text(_readme_block("class Batch"))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-W", "ignore", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=patience(60.0),
     )
     assert done.stdout == "torch.bfloat16 torch.int64\n"
 
@@ -51,5 +51,7 @@ def test_the_readmes_batch_example(tmp_path):
 def test_the_readmes_test_on_real_ranks(tmp_path):
     (tmp_path / "test_mine.py").write_text(_readme_block("test_mine.py"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=patience(60.0)
+    )
     assert done.returncode == 0, done.stdout

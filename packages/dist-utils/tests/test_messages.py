@@ -1,30 +1,24 @@
-"""Messages between two ranks: as a batch, of any length, and through the host's memory."""
+"""Messages between two ranks: as a batch, and of any length."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from dist_utils import start_messages
-from dist_utils.process_groups import messages, runs_on_host
+from dist_utils.process_groups import all_gather_plain, runs_on_host
 from dist_utils.testing import run_ranks
 
 
-def _start_through_host(group, *, receives, sends, tag=0):
-    """Start messages as for an accelerator in a Gloo group; the CPU stands in for the accelerator."""
-    incoming, outgoing = ([(rank, t) for rank, t in some if t.numel()] for some in (receives, sends))
-    return messages._through_host(group, incoming, outgoing, tag, torch.device("cpu"))
-
-
-def _exchanged(rank, world_size, start):
+def _exchanged(rank):
     """Every rank sends values of its own to each peer; their number depends on the peer.
 
     In turn all messages are short, some are, and none is: long ones are posted in another order.
     """
-    group, peers = dist.group.WORLD, [peer for peer in range(world_size) if peer != rank]
+    group, peers = dist.group.WORLD, [peer for peer in range(3) if peer != rank]
     results = []
     for repeat, length in enumerate((1000, 10_000, 100_000)):
         received = {peer: torch.zeros(length * rank) for peer in peers}
-        works = start(
+        works = start_messages(
             group,
             receives=[(peer, received[peer]) for peer in peers],
             sends=[(peer, torch.full((length * peer,), float(10 * rank + repeat))) for peer in peers],
@@ -33,71 +27,58 @@ def _exchanged(rank, world_size, start):
         for work in works:
             work.wait()
         results.append({peer: received[peer].unique().tolist() for peer in peers})
-    return results
+    with torch.device("meta"):  # the default device is not where plain data travels
+        return results, all_gather_plain(None, {"rank": rank, "text": "x" * rank})
 
 
-@pytest.mark.parametrize("start", [start_messages, _start_through_host])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_everybody_gets_what_everybody_sent(world_size, start):
+def test_everybody_gets_what_everybody_sent():
     """Rank 0 gets nothing: empty tensors are not sent."""
-    for rank, results in enumerate(run_ranks(_exchanged, world_size, world_size, start)):
+    for rank, (results, gathered) in enumerate(run_ranks(_exchanged, 3)):
         for repeat, found in enumerate(results):
-            assert found == {
-                peer: [float(10 * peer + repeat)] if rank else []
-                for peer in range(world_size)
-                if peer != rank
-            }
+            peers = [peer for peer in range(3) if peer != rank]
+            assert found == {peer: [float(10 * peer + repeat)] if rank else [] for peer in peers}
+        assert gathered == [{"rank": peer, "text": "x" * peer} for peer in range(3)]
 
 
-def _devices(rank):
-    group = dist.group.WORLD
-    nothing = start_messages(group, receives=[(0, torch.empty(0))], sends=[])
-    for start in (start_messages, _start_through_host):
-        for peer in (-1, 1):
-            with pytest.raises(ValueError, match=f"rank {peer} is out of range for a group of 1 ranks"):
-                start(group, receives=[], sends=[(peer, torch.ones(3))])
-        with pytest.raises(ValueError, match="rank 0 is this one"):
-            start(group, receives=[(0, torch.ones(3))], sends=[])
-    with pytest.raises(ValueError, match="not in the group"):
-        start_messages(dist.GroupMember.NON_GROUP_MEMBER, receives=[], sends=[(0, torch.ones(3))])
+def _refused(rank):
+    group, ones = dist.group.WORLD, torch.ones(3)
     gone = dist.new_group([0])
     dist.destroy_process_group(gone)
-    with pytest.raises(ValueError, match="not registered"):
-        start_messages(gone, receives=[], sends=[(0, torch.ones(3))])
+    for wrong, peer, message in (
+        (group, -1, "rank -1 is out of range for a group of 1 ranks"),
+        (group, 1, "rank 1 is out of range for a group of 1 ranks"),
+        (group, 0, "rank 0 is this one"),
+        (dist.GroupMember.NON_GROUP_MEMBER, 0, "not in the group"),
+        (gone, 0, "not registered"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            start_messages(wrong, receives=[], sends=[(peer, ones)])
+    nothing = start_messages(group, receives=[(0, torch.empty(0))], sends=[])
     return nothing, [runs_on_host(group, torch.device(kind)) for kind in ("cpu", "cuda:0")]
 
 
-def test_gloo_runs_on_the_host_for_every_device():
-    assert run_ranks(_devices, 1) == [([], [True, True])]
+def test_ranks_that_are_no_peers_are_refused_and_gloo_runs_on_the_host_for_every_device():
+    assert run_ranks(_refused, 1) == [([], [True, True])]
 
 
-def _a_peer_is_gone(rank, start):
-    if rank == 1:
-        return "gone"
-    with pytest.raises(RuntimeError):  # noqa: PT012 - raised by the start, or by waiting
-        for work in start(dist.group.WORLD, receives=[(1, torch.zeros(5))], sends=[(1, torch.zeros(5))]):
+def _of_another_length(rank):
+    """Return the contents of tensors for which no message of their length arrives."""
+    group, sent, received = dist.group.WORLD, torch.ones(1000), [torch.zeros(999), torch.zeros(1001)]
+    if rank == 0:
+        works = [
+            work for tag in (0, 1) for work in start_messages(group, receives=[], sends=[(1, sent)], tag=tag)
+        ]
+    else:
+        works = [
+            work
+            for tag, tensor in enumerate(received)
+            for work in start_messages(group, receives=[(0, tensor)], sends=[], tag=tag)
+        ]
+    for work in works:
+        with pytest.raises(RuntimeError):
             work.wait()
-    return "told"
+    return [tensor.unique().tolist() for tensor in received]
 
 
-@pytest.mark.parametrize("start", [start_messages, _start_through_host])
-def test_a_peer_that_is_gone_raises(start):
-    assert run_ranks(_a_peer_is_gone, 2, start, group_timeout=20) == ["told", "gone"]
-
-
-def _of_another_length(rank, length):
-    """Return the contents of a tensor for which no message of its length arrives."""
-    sent, received = torch.ones(1000), torch.zeros(length)
-    works = start_messages(
-        dist.group.WORLD,
-        receives=[(0, received)] if rank else [],
-        sends=[] if rank else [(1, sent)],
-    )
-    with pytest.raises(RuntimeError):
-        works[0].wait()
-    return received.unique().tolist()
-
-
-@pytest.mark.parametrize("length", [999, 1001])
-def test_a_message_never_meets_a_tensor_of_another_length(length):
-    assert run_ranks(_of_another_length, 2, length, group_timeout=2, timeout=30)[1] == [0.0]
+def test_a_message_never_meets_a_tensor_of_another_length():
+    assert run_ranks(_of_another_length, 2, group_timeout=2.0)[1] == [[0.0], [0.0]]
