@@ -12,7 +12,10 @@ from dist_utils.testing import run_ranks, tcp_bytes_sent
 
 ELEMENTS = 3_000_000
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts sent bytes (GPU or not)")
+pytestmark = [
+    pytest.mark.short,
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts sent bytes (GPU or not)"),
+]
 
 
 def _count(rank):

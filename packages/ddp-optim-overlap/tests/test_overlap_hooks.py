@@ -1,5 +1,6 @@
 """With any communication hook, the step uses the result of its future."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from overlap_runs import differences, one_group
@@ -13,6 +14,8 @@ from ddp_compress_hooks import (
     fp16_compress_hook,
 )
 from dist_utils.testing import run_ranks
+
+pytestmark = pytest.mark.short
 
 ADAMW = one_group(torch.optim.AdamW, {"lr": 0.01})
 

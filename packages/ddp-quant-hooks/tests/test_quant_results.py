@@ -9,6 +9,8 @@ from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.kernels import VALUE_DTYPES
 from dist_utils.testing import grad_bucket, run_ranks, same_bits
 
+pytestmark = pytest.mark.short
+
 LENGTHS = (1, 127, 128, 129, 1009, 128 * 40 + 1)
 CHUNKS = 3_000_001
 """Values of several chunks in flight."""

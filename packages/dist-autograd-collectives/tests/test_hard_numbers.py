@@ -8,6 +8,8 @@ import dist_autograd_collectives as dac
 from dist_utils import free_storage
 from dist_utils.testing import run_ranks
 
+pytestmark = pytest.mark.short
+
 INF = float("inf")
 # Both ranks' values, and the gradients of the sum of their losses.
 PRODUCTS = [

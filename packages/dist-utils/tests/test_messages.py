@@ -8,6 +8,8 @@ from dist_utils import start_messages
 from dist_utils.process_groups import all_gather_plain, runs_on_host
 from dist_utils.testing import run_ranks
 
+pytestmark = pytest.mark.short
+
 
 def _exchanged(rank):
     """Every rank sends values of its own to each peer; their number depends on the peer.

@@ -10,6 +10,8 @@ from dist_utils import global_rank, group_rank, resolve_group
 from dist_utils.process_groups import group_of_model
 from dist_utils.testing import run_ranks
 
+pytestmark = pytest.mark.short
+
 
 def _groups(rank):
     """Ranks 0 and 3 are left out of a group; a mesh has two dimensions."""
