@@ -21,13 +21,19 @@ from dist_autograd_collectives.arguments import (
     root_in_group,
 )
 from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.calls import Call, Map, Tensors, Wait, members
+from dist_autograd_collectives.calls import Call, Map, Members, Tensors, Wait, members
 from dist_autograd_collectives.collective import as_tuple, collective, identity, prepare, step
-from dist_autograd_collectives.descriptions import described, stand_in
 from dist_autograd_collectives.linear import begin_plain
 from dist_autograd_collectives.reductions import zeros_after
-from dist_autograd_collectives.transforms import is_recorded
-from dist_utils import GroupLike
+from dist_autograd_collectives.transforms import is_recorded, outside_function_transforms
+from dist_utils import GroupLike, resolve_group
+from dist_utils.process_groups import collective_device, device_types
+
+# In an order that all ranks agree on.
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+_HEADER = 67
+"""Length of a description: dtype, device, number of dimensions, and up to 64 dimensions."""
 
 
 @collective
@@ -221,7 +227,7 @@ def scatter(
             as for :func:`broadcast`.
 
     Cost:
-        The list's bytes, and without ``like`` 256 bytes more for each rank.
+        The list's bytes, and without ``like`` 536 bytes more for each rank.
 
     Source:
         ``torch.distributed.nn.functional.scatter``, which fails on the ``None`` that it documents.
@@ -239,13 +245,13 @@ def scatter(
         if not given:
             raise ValueError("under torch.compile every rank needs a list of tensors, or like=")
     elif like is None:
-        header = described(given[0] if who.rank == root else None, who)
+        header = _description(given[0] if who.rank == root else None, who)
         # Ranks without like= would wait for the description in vain if the source has like=.
         call, _ = prepare("scatter", who, [], anchor, check, terms=terms)
         unread.append(begin_plain(header, Map("broadcast", call, root)))
         if not given:
             try:
-                like = stand_in(unread.pop()()[0], who)
+                like = _stand_in(unread.pop()()[0], who)
             except CollectiveError as error:
                 problem = error
     if given:
@@ -263,6 +269,34 @@ def scatter(
         return part if given else part.squeeze(0)
 
     return step(Map("scatter", call, root, separate_input=tensors is not None), parts, received)
+
+
+def _description(first: torch.Tensor | None, who: Members) -> torch.Tensor:
+    """Return what ranks need to know of a tensor that they receive, or memory to receive that."""
+    group = resolve_group(who.group)
+    with outside_function_transforms():  # there is nothing to differentiate
+        device = collective_device(group)
+        if first is None:
+            return torch.empty(_HEADER, dtype=torch.int64, device=device)
+        types = device_types(group)
+        if first.device.type not in types:
+            raise ValueError(f"tensors on {first.device} cannot be sent: the group's backends serve {types}")
+        header = [_DTYPES.index(first.dtype), types.index(first.device.type), first.ndim, *first.shape]
+        return torch.tensor(header + [0] * (_HEADER - len(header)), device=device)
+
+
+def _stand_in(description: torch.Tensor, who: Members) -> torch.Tensor:
+    """Return an uninitialized tensor as the source described it; raises if this rank cannot have one."""
+    with outside_function_transforms():
+        dtype, place, ndim, *shape = description.tolist()
+        kind = device_types(resolve_group(who.group))[place]
+        try:
+            return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=kind)
+        except (RuntimeError, AssertionError) as error:  # torch's, also for a missing device
+            what = f"{_DTYPES[dtype]} of shape {tuple(shape[:ndim])} on {kind}"
+            raise CollectiveError(
+                f"scatter: the source sends {what}, which this rank cannot hold: {error}"
+            ) from error
 
 
 @collective
