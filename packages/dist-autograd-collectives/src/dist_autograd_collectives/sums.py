@@ -46,14 +46,14 @@ def all_reduce(
 
     - SUM: G.
     - AVG: G / W.
-    - PREMUL_SUM with rank r's factor k: k G.
     - MAX, MIN: G where x_r is the extremum, shared equally among the ranks that tie or that hold a NaN; else
       0.
     - PRODUCT: G times the product of the other ranks' values, exact with zeros.
 
     Args:
-        tensor: Any dtype that the operation supports. Same shape and dtype on all ranks; any strides.
-        op: A ``ReduceOp`` or its name, as in ``"max"``.
+        tensor: Any dtype that the operation supports. Same shape and dtype on all ranks; any strides. On Gloo,
+            16-bit numbers are added in fp32, but above 64 KiB over more than two ranks in 16 bits.
+        op: A ``ReduceOp`` or its name, as in ``"max"``. Instead of PREMUL_SUM, multiply the tensor first.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
             computes the same loss and that is counted once.
