@@ -13,18 +13,8 @@ from dist_autograd_collectives.transforms import is_recorded, is_traced
 from dist_utils import GroupLike, group_rank
 from dist_utils.torch_compat import private
 
-Convention: TypeAlias = Literal["sum", "replicated"]
-"""How the total loss is counted: the sum of the ranks' losses, or one loss that all ranks compute."""
-
 Sizes: TypeAlias = Sequence[int] | Literal["auto"] | None
 """Lengths of the ranks' parts: given, asked for (``"auto"``), or equal (``None``)."""
-
-
-def is_replicated(grad: str) -> bool:
-    """Return whether the convention is "replicated"; raises if ``grad`` is neither of the two."""
-    if grad not in ("sum", "replicated"):
-        raise ValueError(f"grad must be 'sum' or 'replicated', got {grad!r}")
-    return grad == "replicated"
 
 
 def check_tensor(label: str, given: Any) -> torch.Tensor:

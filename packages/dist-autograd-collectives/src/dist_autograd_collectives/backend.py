@@ -108,7 +108,7 @@ def _large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
         data = torch.empty_like(data)
         if data.numel() >= marker.numel():
             data[-8:] = marker
-    work = _started(dist.broadcast(data, group=call.who.group, group_src=root, async_op=True))
+    work = cast("dist.ProcessGroup", call.who.group).broadcast(data, root)
     copied = x.clone() if is_root else None  # the copy is made while the data is sent
 
     def wait() -> Tensors:
@@ -132,7 +132,7 @@ def native(tensors: Tensors, linear_map: Map) -> Wait:
         finish = start_traceable(join(tensors, linear_map), linear_map)
         return lambda: separate(finish(), linear_map)
     total = tensors[0].clone()
-    work = _started(dist.reduce(total, group=who.group, group_dst=linear_map.root, async_op=True))
+    work = cast("dist.ProcessGroup", who.group).reduce(total, linear_map.root)
 
     def wait() -> Tensors:
         work.wait()
@@ -140,11 +140,6 @@ def native(tensors: Tensors, linear_map: Map) -> Wait:
         return (total if who.rank == linear_map.root else total.zero_(),)
 
     return wait
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # as the annotations of torch.distributed allow
-    return work
 
 
 def join(tensors: Tensors, linear_map: Map) -> torch.Tensor:

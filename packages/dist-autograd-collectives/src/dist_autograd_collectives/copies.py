@@ -8,21 +8,26 @@ from collections.abc import Sequence
 import torch
 
 from dist_autograd_collectives.arguments import (
-    Convention,
     Sizes,
     check_buffer,
     check_tensor,
     checked_dim,
     filled,
-    is_replicated,
     known_sizes,
     one_for_each,
     one_kind,
     root_in_group,
 )
 from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.calls import Call, Map, Members, Tensors, Wait, members
-from dist_autograd_collectives.collective import as_tuple, collective, identity, prepare, step
+from dist_autograd_collectives.calls import Call, Convention, Map, Members, Tensors, Wait, members
+from dist_autograd_collectives.collective import (
+    as_tuple,
+    collective,
+    expect_comparison,
+    identity,
+    prepare,
+    step,
+)
 from dist_autograd_collectives.linear import begin_plain
 from dist_autograd_collectives.reductions import zeros_after
 from dist_autograd_collectives.transforms import is_recorded, outside_function_transforms
@@ -70,7 +75,7 @@ def broadcast(
     Source:
         ``torch.distributed.nn.functional.broadcast``; torch's functional collectives have no gradient here.
     """
-    who = members(group)
+    who = members(group, grad)
     root = root_in_group(group, who, src, group_src, "src")
     tensor, terms = check_tensor("tensor", tensor), f" from {root}"
     call, tensors = prepare("broadcast", who, [tensor], anchor, check, terms=terms, grad=grad)
@@ -104,7 +109,7 @@ def all_gather(
     Source:
         ``torch.distributed.nn.functional.all_gather``.
     """
-    who = members(group)
+    who = members(group, grad)
     tensor = check_tensor("tensor", tensor)
     call, tensors = prepare("all_gather", who, [tensor], anchor, check, grad=grad)
     return step(Map("all_gather", call, separate_output=True), tensors, as_tuple)
@@ -139,7 +144,7 @@ def all_gather_base(
     Source:
         ``torch.distributed.nn.functional._all_gather_base``, which has no backward on Gloo.
     """
-    who = members(group)
+    who = members(group, grad)
     tensor = check_tensor("input_tensor", input_tensor)
     check_buffer("output_tensor", output_tensor, tensor)
     if output_tensor.numel() != who.size * tensor.numel():
@@ -186,8 +191,7 @@ def gather(
     Source:
         ``torch.distributed.nn.functional.gather``.
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     root = root_in_group(group, who, dst, group_dst, "dst", default=0)
     tensor = check_tensor("tensor", tensor)
     call, tensors = prepare("gather", who, [tensor], anchor, check, terms=f" to {root}")
@@ -232,14 +236,13 @@ def scatter(
     Source:
         ``torch.distributed.nn.functional.scatter``, which fails on the ``None`` that it documents.
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     root = root_in_group(group, who, src, group_src, "src", default=0)
     like = like if like is None else check_tensor("like", like)
     if tensors is None and who.rank == root:
         raise ValueError(f"the source needs a list of {who.size} tensors")
     given = [] if tensors is None else one_for_each("tensors", tensors, who, like=like)
-    terms, problem = f" from {root}{' with like=' if like is not None else ''}", None
+    terms = f" from {root}{' with like=' if like is not None else ''}"
     unread: list[Wait] = []
     if like is None and is_recorded():  # a graph cannot depend on shapes that only another rank knows
         if not given:
@@ -249,19 +252,15 @@ def scatter(
         # Ranks without like= would wait for the description in vain if the source has like=.
         call, _ = prepare("scatter", who, [], anchor, check, terms=terms)
         unread.append(begin_plain(header, Map("broadcast", call, root)))
+        expect_comparison()
         if not given:
-            try:
-                like = _stand_in(unread.pop()()[0], who)
-            except CollectiveError as error:
-                problem = error
+            like = _stand_in(unread.pop()()[0], who)
     if given:
         like, parts = given[0], given
     else:  # such lists are part of the graph: their gradients are zeros, not None
         like = like if like is not None else torch.empty(0)
         parts = [like.new_empty(0, *like.shape)]
-    call, parts = prepare(
-        "scatter", who, parts, anchor, check, terms=terms, shape=like.shape, problem=problem
-    )
+    call, parts = prepare("scatter", who, parts, anchor, check, terms=terms, shape=like.shape)
 
     def received(part: torch.Tensor) -> torch.Tensor:
         while unread:  # needed by ranks without a list; it arrives with what it describes
@@ -343,7 +342,7 @@ def all_gather_cat(
     Example:
         >>> tokens = all_gather_cat(mine, dim=1, sizes="auto")  # doctest: +SKIP
     """
-    who = members(group)
+    who = members(group, grad)
     tensor = check_tensor("tensor", tensor)
     dim = checked_dim(tensor.ndim, dim)
     lengths = known_sizes("sizes", tensor.shape[dim], sizes, who)
@@ -407,7 +406,7 @@ def all_gather_stack(
     Source:
         ``torch.stack`` of ``torch.distributed.nn.functional.all_gather``, with one copy less.
     """
-    who = members(group)
+    who = members(group, grad)
     row = check_tensor("tensor", tensor).unsqueeze(0)
     dim = checked_dim(row.ndim, dim)
     terms = f", {dim}"
@@ -452,7 +451,7 @@ def all_gather_cat_coalesced(
     Source:
         ``torch.distributed._functional_collectives.all_gather_into_tensor_coalesced``.
     """
-    who = members(group)
+    who = members(group, grad)
     tensors = one_kind("tensors", tensors)
     dims = [checked_dim(tensor.ndim, dim) for tensor in tensors]
     title, terms = "all_gather_cat_coalesced", f", {dims}"
