@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -78,35 +77,14 @@ def apply(tensors: Tensors, linear_map: Map) -> Tensors:
 def _arguments(linear_map: Map) -> tuple[Any, ...]:
     """Return a map of joined parts as the operator's arguments; its inverse is :func:`_map`."""
     call, who = linear_map.call, linear_map.call.who  # Dynamo of torch 2.6 does not unpack named tuples
-    return (
-        linear_map.kind,
-        call.title,
-        who.name,
-        who.size,
-        who.rank,
-        call.replicated,
-        call.key,
-        linear_map.order,
-        linear_map.root,
-        list(linear_map.input_splits),
-        list(linear_map.output_splits),
-    )
+    own = linear_map.kind, linear_map.root, linear_map.order
+    splits = list(linear_map.input_splits), list(linear_map.output_splits)
+    return *own, *splits, call.title, call.replicated, call.key, who.name, who.size, who.rank
 
 
-def _map(
-    kind: Any,
-    title: str,
-    group: str,
-    size: int,
-    rank: int,
-    replicated: bool,
-    key: int,
-    order: int,
-    root: int,
-    input_splits: Sequence[int],
-    output_splits: Sequence[int],
-) -> Map:
-    call = Call(title, Members(None, group, size, rank), replicated, form=key)
+def _map(*arguments: Any) -> Map:
+    kind, root, order, input_splits, output_splits, title, replicated, key, *members = arguments
+    call = Call(title, Members(None, *members), replicated, form=key)
     return Map(kind, call, root, tuple(input_splits), tuple(output_splits), order=order)
 
 
@@ -146,8 +124,8 @@ def _record(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
 _NAME = "dist_autograd_collectives::linear"
 _LIBRARY: Any = torch.library.Library("dist_autograd_collectives", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "linear(Tensor x, str kind, str title, str group, int size, int rank, bool replicated, int key, "
-    "int order, int root, SymInt[] input_splits, SymInt[] output_splits) -> Tensor"
+    "linear(Tensor x, str kind, int root, int order, SymInt[] input_splits, SymInt[] output_splits, "
+    "str title, bool replicated, int key, str group, int size, int rank) -> Tensor"
 )
 _operator: Any = torch.ops.dist_autograd_collectives.linear.default
 
