@@ -1,6 +1,7 @@
-"""Collectives that meet a wrong one, or leftovers of an earlier one: an error, never wrong values."""
+"""Calls that differ between ranks, without a comparison: an error at the timeout, never wrong values."""
 
-import time
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -11,98 +12,150 @@ import dist_autograd_collectives as dac
 from dist_utils.testing import patience, run_ranks
 
 
-def _outcome(fn, *args, **kwargs):
-    try:
-        return fn(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - whatever it is
-        return type(error).__name__, str(error)
+def _leaf(*shape):
+    return torch.ones(shape, requires_grad=True)
 
 
-def _dtypes(rank, group):
-    return dac.all_reduce(torch.ones(4, dtype=torch.int32 if rank else torch.float32), group=group)
+def _length(rank):
+    return torch.full((2 if rank else 4,), 1.0 + rank)
 
 
-def _operations(rank, group):
-    return dac.all_reduce(torch.ones(4), "min" if rank else "max", group)
+def _shapes(rank):
+    """As many elements in another shape, which differs in ones."""
+    return torch.ones((2, 3) if rank else (2, 1, 3))
 
 
-def _shapes(rank, group):
-    return dac.all_reduce(torch.ones((2, 3) if rank else (3, 2)), group=group)
-
-
-def _functions(rank, group):
-    x = torch.ones(4)
-    return dac.all_gather_cat(x, group=group) if rank else dac.all_gather(x, group)
-
-
-def _backwards(rank, group):
+def _results_used(rank, group):
     """Each rank uses a different one of two results."""
-    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
-    first, second = dac.all_reduce(x, group=group), dac.all_reduce(y, group=group)
+    first, second = dac.all_reduce(_leaf(3), group=group), dac.all_reduce(_leaf(3), group=group)
     (second if rank else 10 * first).sum().backward()
-    return x.grad, y.grad
 
 
 def _second_steps(rank, group):
     """A maximum takes two collectives; the second one runs in wait."""
     handles = [dac.start(dac.all_reduce, torch.full((4,), float(i)), "max", group) for i in range(2)]
-    return [handle.wait() for handle in (reversed(handles) if rank else handles)]
+    for handle in reversed(handles) if rank else handles:
+        handle.wait()
 
 
 def _copies(rank, group):
     """Only their backward communicates, and each rank starts with a different one."""
-    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
-    first, second = dac.copy_to_group(x, group=group).sum(), 10 * dac.copy_to_group(y, group=group).sum()
+    first = dac.copy_to_group(_leaf(3), group=group).sum()
+    second = 10 * dac.copy_to_group(_leaf(3), group=group).sum()
     for loss in (second, first) if rank else (first, second):
         loss.backward()
-    return x.grad, y.grad
 
 
 def _orders(rank, group):
     """One rank runs the backward of a backward where the other runs the first backward."""
-    x = torch.full((3,), 2.0, requires_grad=True)
+    x = _leaf(3)
     loss = (dac.all_reduce(x, group=group) ** 3).sum()
     (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    losses = (loss, gradient.sum()) if rank else (gradient.sum(), loss)
-    return [torch.autograd.grad(one, x, retain_graph=True) for one in losses]
+    for one in (loss, gradient.sum()) if rank else (gradient.sum(), loss):
+        torch.autograd.grad(one, x, retain_graph=True)
 
 
-CROSSED = [_dtypes, _operations, _shapes, _functions, _backwards, _second_steps, _copies, _orders]
-
-
-def _copies_of_one_rank(rank):
-    """A copy without a gradient is local."""
-    if rank == 0:
-        with torch.no_grad():
-            dac.copy_to_group(torch.ones(3, requires_grad=True))
-        dac.copy_to_group(torch.ones(3))
-    x = torch.ones(3, requires_grad=True)
-    dac.copy_to_group(x).sum().backward()
-    return x.grad.tolist()
-
-
-def test_a_rank_may_copy_alone_where_no_gradient_comes_back():
-    assert run_ranks(_copies_of_one_rank, 2, timeout=30, group_timeout=10) == [[2.0] * 3] * 2
+CROSSED = {
+    "lengths, all_reduce": lambda r, g: dac.all_reduce(_length(r), group=g),
+    "lengths, all_reduce max": lambda r, g: dac.all_reduce(_length(r), "max", g),
+    "lengths, large sum": lambda r, g: dac.all_reduce(torch.ones(50_000 + r), group=g),
+    "lengths, broadcast": lambda r, g: dac.broadcast(_length(r), 1, g),
+    "lengths, all_gather": lambda r, g: dac.all_gather(_length(r), g),
+    "lengths, gather": lambda r, g: dac.gather(_length(r), 0, g),
+    "lengths, scatter": lambda r, g: dac.scatter([_length(r)] * 2, 1, g, like=_length(r)),
+    "lengths, all_to_all_dim": lambda r, g: dac.all_to_all_dim(_length(r), 0, 0, group=g),
+    "lengths, reduce_scatter_dim": lambda r, g: dac.reduce_scatter_dim(_length(r), group=g),
+    "ones, all_reduce": lambda r, g: dac.all_reduce(_shapes(r), group=g),
+    "ones, all_gather_base": lambda r, g: dac.all_gather_base(torch.empty(12), _shapes(r), g),
+    "ones, coalesced": lambda r, g: dac.all_reduce_coalesced([_shapes(r)], group=g),
+    "order of dimensions": lambda r, g: dac.broadcast(torch.ones((2, 3) if r else (3, 2)), 1, g),
+    "dtypes": lambda r, g: dac.all_reduce(torch.ones(4, dtype=torch.int32 if r else None), group=g),
+    "operations": lambda r, g: dac.all_reduce(torch.ones(4), "min" if r else "max", g),
+    "functions": lambda r, g: (dac.all_gather_cat if r else dac.all_gather)(torch.ones(4), group=g),
+    "results used": _results_used,
+    "second steps": _second_steps,
+    "copies": _copies,
+    "orders": _orders,
+}
 
 
 def _crossed(rank, limit):
-    seen = {}
-    # One group per case: after a failure a group cannot be used again.
+    # One group per case: after a failure a group cannot be used again. All cases wait at the same time.
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=limit)) for _ in CROSSED]
-    for call, group in zip(CROSSED, groups, strict=True):
-        dist.barrier()
-        seen[call.__name__] = _outcome(call, rank, group)
-    return seen
+    dist.barrier()
+
+    def outcome(call, group):
+        try:
+            call(rank, group)
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            return type(error).__name__, str(error)
+        return "no error", ""
+
+    with ThreadPoolExecutor(len(CROSSED)) as pool:
+        return dict(zip(CROSSED, pool.map(outcome, CROSSED.values(), groups), strict=True))
 
 
-def test_calls_that_are_not_the_same_never_take_each_other_s_values():
-    for seen in run_ranks(_crossed, 2, patience(1.0)):
-        for name, outcome in seen.items():
-            assert outcome[0] == "CollectiveError", (name, outcome)
+def test_calls_that_differ_never_take_each_others_values():
+    first, second = run_ranks(_crossed, 2, patience(1.0), timeout=120)
+    for name in CROSSED:
+        outcomes = first[name], second[name]
+        # A sender need not notice that nobody receives, but the rank that waits does.
+        assert {kind for kind, _ in outcomes} in ({"CollectiveError"}, {"CollectiveError", "no error"}), (
+            outcomes
+        )
+        assert "check=True tells at once" in "".join(text for _, text in outcomes), name
+
+
+def _short_broadcast(rank):
+    x = torch.full((30_000 if rank == 0 else 40_000,), float(rank))
+    if rank == 0:
+        assert dac.broadcast(x, 0).unique().tolist() == [0]
+    else:
+        with pytest.raises(dac.CollectiveError, match="sent less than the 160000 bytes"):
+            dac.broadcast(x, 0)
+    dist.barrier()  # an exit before would be an error of the others
+
+
+def test_a_short_broadcast_is_an_error_also_where_another_receiver_passes_it_on():
+    run_ranks(_short_broadcast, 4)
+
+
+CALLS = [
+    dac.copy_to_group,
+    lambda x: dac.all_reduce(x, grad="replicated"),
+    lambda x: dac.all_reduce(x, "max"),
+    lambda x: dac.broadcast(x, 0, grad="replicated"),
+    lambda x: dac.start(dac.copy_to_group, x).wait(),
+]
+
+
+def _steps_of_one_rank(rank):
+    """One rank evaluates while the other trains, and copies alone: calls still find each other."""
+    x, alone = _leaf(4), _leaf(4)
+    for call in CALLS:
+        with torch.set_grad_enabled(rank == 0):
+            call(x)
+        if rank == 0:
+            dac.copy_to_group(alone)
+        (dac.copy_to_group(x) * 2).sum().backward()
+    # The newest copy is found first, also through a second backward.
+    y = torch.full((2,), 3.0, requires_grad=True)
+    loss = (dac.copy_to_group(y) ** 3).sum() + (dac.copy_to_group(y) ** 2).sum()
+    (first,) = torch.autograd.grad(loss, y, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), y)
+    return x.grad.tolist(), first.tolist(), second.tolist(), dac.all_gather_cat(torch.ones(1)).tolist()
+
+
+def test_calls_count_the_same_on_ranks_that_evaluate_or_copy_alone():
+    # Two ranks: 2 (3 y^2 + 2 y), and its derivative; an all-reduce whose loss is one counts that once.
+    assert (
+        run_ranks(_steps_of_one_rank, 2, group_timeout=10)
+        == [([20.0] * 4, [66.0] * 2, [40.0] * 2, [1, 1])] * 2
+    )
 
 
 class _FailsOnce(torch.autograd.Function):
-    fails = True
+    failures = itertools.count()
 
     @staticmethod
     def forward(ctx, x):
@@ -110,8 +163,7 @@ class _FailsOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, cotangent):
-        if _FailsOnce.fails:
-            _FailsOnce.fails = False
+        if next(_FailsOnce.failures) == 0:
             raise ValueError("the user's own")
         return cotangent
 
@@ -132,17 +184,3 @@ def _backward_after_one_that_failed(rank):
 def test_a_backward_that_failed_leaves_nothing_to_the_next_one(size):
     # Each rank's loss uses the sum twice, and x itself once.
     assert run_ranks(_backward_after_one_that_failed, size) == [[2.0 * size + 1] * 3] * size
-
-
-def _short_broadcast(rank):
-    outcome = _outcome(dac.broadcast, torch.full((30_000 if rank == 0 else 40_000,), float(rank)), 0)
-    time.sleep(0.5)  # until the others have raised or returned: an exit before would be their error
-    return outcome
-
-
-def test_a_short_broadcast_is_an_error_also_where_another_receiver_passes_it_on():
-    source, *others = run_ranks(_short_broadcast, 4)
-    assert torch.equal(source, torch.zeros(30_000))
-    for outcome in others:
-        assert outcome[0] == "CollectiveError"
-        assert "sent less than the 160000 bytes" in outcome[1]

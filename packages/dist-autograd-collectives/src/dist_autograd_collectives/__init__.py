@@ -1,7 +1,8 @@
 """Collectives that autograd sees, with the right gradient for every reduce op."""
 
-from dist_autograd_collectives.arguments import Convention, Sizes
+from dist_autograd_collectives.arguments import Sizes
 from dist_autograd_collectives.backend import CollectiveError
+from dist_autograd_collectives.calls import Convention
 from dist_autograd_collectives.collective import Handle, start
 from dist_autograd_collectives.copies import (
     all_gather,

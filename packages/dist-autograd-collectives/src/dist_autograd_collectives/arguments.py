@@ -13,18 +13,8 @@ from dist_autograd_collectives.transforms import is_recorded, is_traced
 from dist_utils import GroupLike, group_rank
 from dist_utils.torch_compat import private
 
-Convention: TypeAlias = Literal["sum", "replicated"]
-"""How the total loss is counted: the sum of the ranks' losses, or one loss that all ranks compute."""
-
 Sizes: TypeAlias = Sequence[int] | Literal["auto"] | None
 """Lengths of the ranks' parts: given, asked for (``"auto"``), or equal (``None``)."""
-
-
-def is_replicated(grad: str) -> bool:
-    """Return whether the convention is "replicated"; raises if ``grad`` is neither of the two."""
-    if grad not in ("sum", "replicated"):
-        raise ValueError(f"grad must be 'sum' or 'replicated', got {grad!r}")
-    return grad == "replicated"
 
 
 def check_tensor(label: str, given: Any) -> torch.Tensor:
@@ -36,18 +26,16 @@ def check_tensor(label: str, given: Any) -> torch.Tensor:
         raise TypeError(f"{label} must be a tensor, got {_named(given)}")
     traced = is_traced()
     tensor = given if traced or type(given) in (torch.Tensor, torch.nn.Parameter) else _plain(label, given)
-    if tensor.layout is not torch.strided:
-        raise TypeError(f"{label} must be a dense tensor, got {tensor.layout}")
-    if tensor.is_nested or tensor.is_quantized:
-        raise TypeError(
-            f"{label} must be a dense tensor, got a {'nested' if tensor.is_nested else 'quantized'} one"
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = (
+            "a nested one"
+            if tensor.is_nested
+            else tensor.layout
+            if not tensor.is_quantized
+            else "a quantized one"
         )
-    if (
-        not traced
-        and tensor.numel()
-        and tensor.device.type != "meta"
-        and not tensor.untyped_storage().nbytes()
-    ):
+        raise TypeError(f"{label} must be a dense tensor, got {kind}")
+    if not traced and tensor.numel() and not tensor.untyped_storage().nbytes():
         raise ValueError(f"{label} has no memory: its storage was freed")
     return tensor
 
@@ -87,17 +75,11 @@ def one_for_each(
 ) -> list[torch.Tensor]:
     """Return W tensors with the shape, dtype and device of ``like``, or of the first; raises otherwise."""
     entries = tensor_list(label, entries)
-    like = like if like is not None or not entries else entries[0]
-    if (
-        like is None
-        or len(entries) != who.size
-        or any(
-            entry.shape != like.shape or entry.dtype != like.dtype or entry.device != like.device
-            for entry in entries
-        )
-    ):
-        wanted = "" if like is None else f" of {like.dtype} and shape {tuple(like.shape)} on {like.device}"
-        raise ValueError(f"{label} must have {who.size} tensors{wanted}, got {shapes(entries)}")
+    wanted = [like] if like is not None else entries[:1]
+    kinds = [(entry.shape, entry.dtype, entry.device) for entry in [*wanted, *entries]]
+    if len(entries) != who.size or any(kind != kinds[0] for kind in kinds):
+        what = "".join(f" of {one.dtype} and shape {tuple(one.shape)} on {one.device}" for one in wanted)
+        raise ValueError(f"{label} must have {who.size} tensors{what}, got {shapes(entries)}")
     return entries
 
 
@@ -149,10 +131,6 @@ def root_in_group(
 
 def integers(label: str, given: Any) -> list[Any]:
     """Return whole numbers; raises if it is anything else."""
-    if isinstance(given, torch.Tensor):
-        raise TypeError(f"{label} must be integers, got a tensor: pass tensor.tolist()")
-    if isinstance(given, str):
-        raise TypeError(f"{label} must be integers, got {given!r}")
     try:
         # Symbolic integers of torch.compile stay symbolic.
         return [size if isinstance(size, torch.SymInt) else operator.index(size) for size in given]

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from dist_autograd_collectives.calls import Map, Tensors, Wait
 from dist_autograd_collectives.reductions import (
     GLOO_DTYPES,
-    padded_parts,
     sum_of_rows,
     sum_of_two,
     zeros_after,
@@ -109,7 +108,7 @@ def _large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
         data = torch.empty_like(data)
         if data.numel() >= marker.numel():
             data[-8:] = marker
-    work = _started(dist.broadcast(data, group=call.who.group, group_src=root, async_op=True))
+    work = cast("dist.ProcessGroup", call.who.group).broadcast(data, root)
     copied = x.clone() if is_root else None  # the copy is made while the data is sent
 
     def wait() -> Tensors:
@@ -128,11 +127,12 @@ def _large_broadcast(x: torch.Tensor, linear_map: Map) -> Wait:
 
 def native(tensors: Tensors, linear_map: Map) -> Wait:
     """Start torch's own collective."""
-    if linear_map.kind != "reduce":
+    who = linear_map.call.who
+    if linear_map.kind != "reduce" or tensors[0].dtype not in GLOO_DTYPES:
         finish = start_traceable(join(tensors, linear_map), linear_map)
         return lambda: separate(finish(), linear_map)
-    total, who = tensors[0].clone(), linear_map.call.who
-    work = _started(dist.reduce(total, group=who.group, group_dst=linear_map.root, async_op=True))
+    total = tensors[0].clone()
+    work = cast("dist.ProcessGroup", who.group).reduce(total, linear_map.root)
 
     def wait() -> Tensors:
         work.wait()
@@ -140,11 +140,6 @@ def native(tensors: Tensors, linear_map: Map) -> Wait:
         return (total if who.rank == linear_map.root else total.zero_(),)
 
     return wait
-
-
-def _started(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # as the annotations of torch.distributed allow
-    return work
 
 
 def join(tensors: Tensors, linear_map: Map) -> torch.Tensor:
@@ -194,26 +189,25 @@ def start_traceable(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tens
 
 def _start_of_common_dtype(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
     kind, who, root = linear_map.kind, linear_map.call.who, linear_map.root
-    group, size = who.name, who.size
-    if kind == "all_reduce":
-        return _start_traceable("all_reduce", x, "sum", group)
-    if kind == "broadcast":
-        return _start_traceable("broadcast", x, root, group)
-    if kind == "all_gather":
-        return _start_traceable("all_gather_into_tensor", x, size, group)
-    if kind == "reduce_scatter":
-        return _start_traceable("reduce_scatter_tensor", x, "sum", size, group)
+    size = who.size
     # There is no traceable reduce, gather or scatter.
-    if kind == "reduce":
-        return _start_reduce(x, linear_map)
-    to_root, from_all = _splits_to_root(1, linear_map)
-    if kind == "gather":
-        return _start_exchange(x, to_root, from_all, group)
-    if kind == "scatter":
-        return _start_exchange(x, from_all, to_root, group)
+    if kind in ("all_reduce", "reduce"):
+        total = _start_traceable("all_reduce", x, "sum", who.name)
+        return total if kind == "all_reduce" or who.rank == root else lambda: zeros_after(total(), x)
+    if kind == "broadcast":
+        return _start_traceable("broadcast", x, root, who.name)
+    if kind == "all_gather":
+        return _start_traceable("all_gather_into_tensor", x, size, who.name)
+    if kind == "reduce_scatter":
+        return _start_traceable("reduce_scatter_tensor", x, "sum", size, who.name)
     equal = [x.shape[0] // size] * size
     sent, received = list(linear_map.input_splits) or equal, list(linear_map.output_splits) or equal
-    return _start_exchange(x, sent, received, group)
+    to_root, from_all = [int(rank == root) for rank in range(size)], [int(who.rank == root)] * size
+    if kind == "gather":
+        sent, received = to_root, from_all
+    elif kind == "scatter":
+        sent, received = from_all, to_root
+    return _start_traceable("all_to_all_single", x, received, sent, who.name)
 
 
 def _start_traceable(name: str, x: torch.Tensor, *arguments: Any) -> Callable[[], torch.Tensor]:
@@ -222,37 +216,6 @@ def _start_traceable(name: str, x: torch.Tensor, *arguments: Any) -> Callable[[]
     started = private(operators, name, purpose)(x, *arguments)
     wait: Callable[[torch.Tensor], torch.Tensor] = private(operators, "wait_tensor", purpose)
     return lambda: wait(started)
-
-
-def _start_exchange(
-    x: torch.Tensor, sent: list[int], received: list[int], group: str
-) -> Callable[[], torch.Tensor]:
-    return _start_traceable("all_to_all_single", x, received, sent, group)
-
-
-def _splits_to_root(length: int, linear_map: Map) -> tuple[list[int], list[int]]:
-    """Return input and output splits with which every rank sends ``length`` to the root and nothing else."""
-    who, root = linear_map.call.who, linear_map.root
-    to_root = [length if rank == root else 0 for rank in range(who.size)]
-    return to_root, [length if who.rank == root else 0] * who.size
-
-
-def _start_reduce(x: torch.Tensor, linear_map: Map) -> Callable[[], torch.Tensor]:
-    """Start a sum to one rank: of few bytes as one for all, of more in two steps that send as few bytes."""
-    who = linear_map.call.who
-    if x.numel() * x.element_size() <= _SHORT_BYTES:  # nbytes cannot be traced with symbolic shapes
-        total = _start_traceable("all_reduce", x, "sum", who.name)
-    else:
-        parts = padded_parts(x, who.size)
-        part = _start_traceable("reduce_scatter_tensor", parts, "sum", who.size, who.name)().flatten()
-        total = _start_exchange(part, *_splits_to_root(part.numel(), linear_map), who.name)
-
-    def finish() -> torch.Tensor:
-        if who.rank == linear_map.root:
-            return total().flatten()[: x.numel()].view(x.shape)
-        return zeros_after(total(), x)
-
-    return finish
 
 
 def _part_of_scatter(tensors: Tensors, linear_map: Map) -> torch.Tensor:

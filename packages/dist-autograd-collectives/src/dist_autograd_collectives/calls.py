@@ -11,6 +11,9 @@ import torch.distributed as dist
 
 from dist_utils import GroupLike, resolve_group
 
+Convention: TypeAlias = Literal["sum", "replicated"]
+"""How the total loss is counted: the sum of the ranks' losses, or one loss that all ranks compute."""
+
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 Wait: TypeAlias = Callable[[], Tensors]
@@ -33,8 +36,10 @@ class Members(NamedTuple):
     rank: int
 
 
-def members(group: GroupLike) -> Members:
-    """Return the ranks that take part; raises as :func:`dist_utils.resolve_group` does."""
+def members(group: GroupLike, grad: Convention = "sum") -> Members:
+    """Return the ranks that take part; raises if ``grad`` is no convention, and as ``resolve_group`` does."""
+    if grad not in ("sum", "replicated"):
+        raise ValueError(f"grad must be 'sum' or 'replicated', got {grad!r}")
     resolved = resolve_group(group)
     if torch.compiler.is_compiling():
         return Members(None, resolved.group_name, dist.get_world_size(resolved), dist.get_rank(resolved))

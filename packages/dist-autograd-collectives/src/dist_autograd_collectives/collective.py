@@ -18,9 +18,8 @@ from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from dist_autograd_collectives.arguments import Convention, is_replicated
 from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.calls import Call, Map, Members, Tensors, numbered
+from dist_autograd_collectives.calls import Call, Convention, Map, Members, Tensors, numbered
 from dist_autograd_collectives.linear import Flight, linear
 from dist_autograd_collectives.transforms import is_recorded, is_traced, outside_function_transforms
 from dist_utils import AgreementError, TensorMismatchError, resolve_group
@@ -46,7 +45,6 @@ def prepare(
     shape: Sequence[int] | None = None,
     splits: tuple[Sequence[int], Sequence[int]] | None = None,
     communicates: bool = True,
-    problem: Exception | None = None,
 ) -> tuple[Call, list[torch.Tensor]]:
     """Return the call, and the tensors that take part in it; raises on every rank if the ranks' calls differ.
 
@@ -64,9 +62,7 @@ def prepare(
         shape: What the first tensor stands for, if it has another shape; the other tensors are not compared.
         splits: How many rows this rank sends to each rank, and how many it expects.
         communicates: Whether the call does so in forward.
-        problem: Why this rank cannot go on: raised here, and told to the others if they compare.
     """
-    replicated = is_replicated(grad)
     tensors = _anchored(tensors, anchor)
     recorded = is_recorded()
     forms = [tuple(shape)] if shape is not None else [tuple(tensor.shape) for tensor in tensors]
@@ -74,13 +70,11 @@ def prepare(
         forms = [(*form[:uneven_dim], -1, *form[uneven_dim + 1 :]) for form in forms]
     if check and not recorded:
         described = [_description(*each) for each in zip(tensors, forms, strict=False)]
-        _compare(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"), problem)
+        _compare(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"))
         if splits is not None:
             _compare_splits(who, *splits)
-    elif problem is not None:
-        raise problem
     # Symbolic shapes of a compiler have no hash.
-    call = Call(title, who, replicated, 0 if recorded else hash(tuple(forms)))
+    call = Call(title, who, grad == "replicated", 0 if recorded else hash(tuple(forms)))
     differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     return numbered(call, communicates=communicates, differentiable=differentiable), tensors
 
@@ -118,6 +112,11 @@ class _Progress(threading.local):
 _progress = _Progress()
 
 
+def expect_comparison() -> None:
+    """Note that ranks compare again: until then they are told what goes wrong on this one."""
+    _progress.compared = False
+
+
 def _compare(who: Members, claim: TensorClaim, problem: Exception | None = None) -> None:
     """Raise on every rank if the ranks claim something else, or one of them has a problem."""
     _progress.compared = True
@@ -149,7 +148,7 @@ def _compare_splits(who: Members, outgoing: Sequence[int], incoming: Sequence[in
 @contextlib.contextmanager
 def _tell_problems(group: Any) -> Iterator[None]:
     """If the body raises before the ranks compare their calls, tell those that would wait there."""
-    _progress.compared = False
+    expect_comparison()
     try:
         yield
     except Exception as problem:

@@ -8,26 +8,37 @@ from collections.abc import Sequence
 import torch
 
 from dist_autograd_collectives.arguments import (
-    Convention,
     Sizes,
     check_buffer,
     check_tensor,
     checked_dim,
     filled,
-    is_replicated,
     known_sizes,
     one_for_each,
     one_kind,
     root_in_group,
 )
 from dist_autograd_collectives.backend import CollectiveError
-from dist_autograd_collectives.calls import Call, Map, Tensors, Wait, members
-from dist_autograd_collectives.collective import as_tuple, collective, identity, prepare, step
-from dist_autograd_collectives.descriptions import described, stand_in
+from dist_autograd_collectives.calls import Call, Convention, Map, Members, Tensors, Wait, members
+from dist_autograd_collectives.collective import (
+    as_tuple,
+    collective,
+    expect_comparison,
+    identity,
+    prepare,
+    step,
+)
 from dist_autograd_collectives.linear import begin_plain
 from dist_autograd_collectives.reductions import zeros_after
-from dist_autograd_collectives.transforms import is_recorded
-from dist_utils import GroupLike
+from dist_autograd_collectives.transforms import is_recorded, outside_function_transforms
+from dist_utils import GroupLike, resolve_group
+from dist_utils.process_groups import collective_device, device_types
+
+# In an order that all ranks agree on.
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+
+_HEADER = 67
+"""Length of a description: dtype, device, number of dimensions, and up to 64 dimensions."""
 
 
 @collective
@@ -64,7 +75,7 @@ def broadcast(
     Source:
         ``torch.distributed.nn.functional.broadcast``; torch's functional collectives have no gradient here.
     """
-    who = members(group)
+    who = members(group, grad)
     root = root_in_group(group, who, src, group_src, "src")
     tensor, terms = check_tensor("tensor", tensor), f" from {root}"
     call, tensors = prepare("broadcast", who, [tensor], anchor, check, terms=terms, grad=grad)
@@ -98,7 +109,7 @@ def all_gather(
     Source:
         ``torch.distributed.nn.functional.all_gather``.
     """
-    who = members(group)
+    who = members(group, grad)
     tensor = check_tensor("tensor", tensor)
     call, tensors = prepare("all_gather", who, [tensor], anchor, check, grad=grad)
     return step(Map("all_gather", call, separate_output=True), tensors, as_tuple)
@@ -133,7 +144,7 @@ def all_gather_base(
     Source:
         ``torch.distributed.nn.functional._all_gather_base``, which has no backward on Gloo.
     """
-    who = members(group)
+    who = members(group, grad)
     tensor = check_tensor("input_tensor", input_tensor)
     check_buffer("output_tensor", output_tensor, tensor)
     if output_tensor.numel() != who.size * tensor.numel():
@@ -180,8 +191,7 @@ def gather(
     Source:
         ``torch.distributed.nn.functional.gather``.
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     root = root_in_group(group, who, dst, group_dst, "dst", default=0)
     tensor = check_tensor("tensor", tensor)
     call, tensors = prepare("gather", who, [tensor], anchor, check, terms=f" to {root}")
@@ -221,41 +231,36 @@ def scatter(
             as for :func:`broadcast`.
 
     Cost:
-        The list's bytes, and without ``like`` 256 bytes more for each rank.
+        The list's bytes, and without ``like`` 536 bytes more for each rank.
 
     Source:
         ``torch.distributed.nn.functional.scatter``, which fails on the ``None`` that it documents.
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     root = root_in_group(group, who, src, group_src, "src", default=0)
     like = like if like is None else check_tensor("like", like)
     if tensors is None and who.rank == root:
         raise ValueError(f"the source needs a list of {who.size} tensors")
     given = [] if tensors is None else one_for_each("tensors", tensors, who, like=like)
-    terms, problem = f" from {root}{' with like=' if like is not None else ''}", None
+    terms = f" from {root}{' with like=' if like is not None else ''}"
     unread: list[Wait] = []
     if like is None and is_recorded():  # a graph cannot depend on shapes that only another rank knows
         if not given:
             raise ValueError("under torch.compile every rank needs a list of tensors, or like=")
     elif like is None:
-        header = described(given[0] if who.rank == root else None, who)
+        header = _description(given[0] if who.rank == root else None, who)
         # Ranks without like= would wait for the description in vain if the source has like=.
         call, _ = prepare("scatter", who, [], anchor, check, terms=terms)
         unread.append(begin_plain(header, Map("broadcast", call, root)))
+        expect_comparison()
         if not given:
-            try:
-                like = stand_in(unread.pop()()[0], who)
-            except CollectiveError as error:
-                problem = error
+            like = _stand_in(unread.pop()()[0], who)
     if given:
         like, parts = given[0], given
     else:  # such lists are part of the graph: their gradients are zeros, not None
         like = like if like is not None else torch.empty(0)
         parts = [like.new_empty(0, *like.shape)]
-    call, parts = prepare(
-        "scatter", who, parts, anchor, check, terms=terms, shape=like.shape, problem=problem
-    )
+    call, parts = prepare("scatter", who, parts, anchor, check, terms=terms, shape=like.shape)
 
     def received(part: torch.Tensor) -> torch.Tensor:
         while unread:  # needed by ranks without a list; it arrives with what it describes
@@ -263,6 +268,34 @@ def scatter(
         return part if given else part.squeeze(0)
 
     return step(Map("scatter", call, root, separate_input=tensors is not None), parts, received)
+
+
+def _description(first: torch.Tensor | None, who: Members) -> torch.Tensor:
+    """Return what ranks need to know of a tensor that they receive, or memory to receive that."""
+    group = resolve_group(who.group)
+    with outside_function_transforms():  # there is nothing to differentiate
+        device = collective_device(group)
+        if first is None:
+            return torch.empty(_HEADER, dtype=torch.int64, device=device)
+        types = device_types(group)
+        if first.device.type not in types:
+            raise ValueError(f"tensors on {first.device} cannot be sent: the group's backends serve {types}")
+        header = [_DTYPES.index(first.dtype), types.index(first.device.type), first.ndim, *first.shape]
+        return torch.tensor(header + [0] * (_HEADER - len(header)), device=device)
+
+
+def _stand_in(description: torch.Tensor, who: Members) -> torch.Tensor:
+    """Return an uninitialized tensor as the source described it; raises if this rank cannot have one."""
+    with outside_function_transforms():
+        dtype, place, ndim, *shape = description.tolist()
+        kind = device_types(resolve_group(who.group))[place]
+        try:
+            return torch.empty(shape[:ndim], dtype=_DTYPES[dtype], device=kind)
+        except (RuntimeError, AssertionError) as error:  # torch's, also for a missing device
+            what = f"{_DTYPES[dtype]} of shape {tuple(shape[:ndim])} on {kind}"
+            raise CollectiveError(
+                f"scatter: the source sends {what}, which this rank cannot hold: {error}"
+            ) from error
 
 
 @collective
@@ -309,7 +342,7 @@ def all_gather_cat(
     Example:
         >>> tokens = all_gather_cat(mine, dim=1, sizes="auto")  # doctest: +SKIP
     """
-    who = members(group)
+    who = members(group, grad)
     tensor = check_tensor("tensor", tensor)
     dim = checked_dim(tensor.ndim, dim)
     lengths = known_sizes("sizes", tensor.shape[dim], sizes, who)
@@ -373,7 +406,7 @@ def all_gather_stack(
     Source:
         ``torch.stack`` of ``torch.distributed.nn.functional.all_gather``, with one copy less.
     """
-    who = members(group)
+    who = members(group, grad)
     row = check_tensor("tensor", tensor).unsqueeze(0)
     dim = checked_dim(row.ndim, dim)
     terms = f", {dim}"
@@ -418,7 +451,7 @@ def all_gather_cat_coalesced(
     Source:
         ``torch.distributed._functional_collectives.all_gather_into_tensor_coalesced``.
     """
-    who = members(group)
+    who = members(group, grad)
     tensors = one_kind("tensors", tensors)
     dims = [checked_dim(tensor.ndim, dim) for tensor in tensors]
     title, terms = "all_gather_cat_coalesced", f", {dims}"

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from dist_autograd_collectives.arguments import (
-    Convention,
     Sizes,
     check_buffer,
     check_own_part,
@@ -17,12 +16,11 @@ from dist_autograd_collectives.arguments import (
     checked_sizes,
     filled,
     integers,
-    is_replicated,
     known_sizes,
     one_kind,
     shapes,
 )
-from dist_autograd_collectives.calls import Map, Tensors, members
+from dist_autograd_collectives.calls import Convention, Map, Tensors, members
 from dist_autograd_collectives.collective import collective, prepare, step
 from dist_autograd_collectives.copies import exchange_lengths
 from dist_autograd_collectives.reductions import zeros_after
@@ -60,8 +58,7 @@ def all_to_all(
     Source:
         ``torch.distributed.nn.functional.all_to_all``.
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     output_tensor_list = one_kind("output_tensor_list", output_tensor_list)
     input_tensor_list = one_kind("input_tensor_list", input_tensor_list)
     for label, entries in (
@@ -122,8 +119,7 @@ def all_to_all_single(
     Source:
         ``torch.distributed.nn.functional.all_to_all_single``.
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     tensor = check_tensor("input", input)
     check_buffer("output", output, tensor)
     for label, buffer in (("input", tensor), ("output", output)):
@@ -188,8 +184,7 @@ def all_to_all_dim(
     Example:
         >>> heads = all_to_all_dim(tokens, split_dim=2, cat_dim=1)  # doctest: +SKIP
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     tensor = check_tensor("tensor", tensor)
     split_dim, cat_dim = checked_dim(tensor.ndim, split_dim), checked_dim(tensor.ndim, cat_dim)
     lengths = checked_sizes("input_sizes", tensor.shape[split_dim], input_sizes, who)
@@ -274,8 +269,7 @@ def permute(
         >>> ring = [(rank, (rank + 1) % size) for rank in range(size)]  # doctest: +SKIP
         >>> left_neighbors = permute(keys, ring)  # doctest: +SKIP
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     tensor = check_tensor("tensor", tensor)
     pairs = _pairs(perm)
     for what, ranks in zip(("source", "destination"), zip(*pairs, strict=True), strict=False):

@@ -9,18 +9,16 @@ import torch
 from torch.distributed import ReduceOp
 
 from dist_autograd_collectives.arguments import (
-    Convention,
     check_buffer,
     check_tensor,
     checked_dim,
     checked_sizes,
     filled,
-    is_replicated,
     one_for_each,
     one_kind,
     root_in_group,
 )
-from dist_autograd_collectives.calls import Call, Map, Tensors, members
+from dist_autograd_collectives.calls import Call, Convention, Map, Tensors, members
 from dist_autograd_collectives.collective import collective, identity, prepare, step
 from dist_autograd_collectives.copies import join, padded, pieces
 from dist_autograd_collectives.reductions import ReduceOperation, Reduction, padded_parts, zeros_after
@@ -46,14 +44,14 @@ def all_reduce(
 
     - SUM: G.
     - AVG: G / W.
-    - PREMUL_SUM with rank r's factor k: k G.
     - MAX, MIN: G where x_r is the extremum, shared equally among the ranks that tie or that hold a NaN; else
       0.
     - PRODUCT: G times the product of the other ranks' values, exact with zeros.
 
     Args:
-        tensor: Any dtype that the operation supports. Same shape and dtype on all ranks; any strides.
-        op: A ``ReduceOp`` or its name, as in ``"max"``.
+        tensor: Any dtype that the operation supports. Same shape and dtype on all ranks; any strides. Gloo
+            adds 16-bit numbers in fp32, but above 64 KiB over more than two ranks in 16 bits.
+        op: A ``ReduceOp`` or its name, as in ``"max"``. Instead of PREMUL_SUM, multiply the tensor first.
         group: ``None`` for all ranks, a process group or a 1-D DeviceMesh.
         grad: ``"sum"`` if the total loss is the sum of the ranks' losses, ``"replicated"`` if every rank
             computes the same loss and that is counted once.
@@ -80,7 +78,7 @@ def all_reduce(
     Example:
         >>> total = all_reduce(tensor)  # doctest: +SKIP
     """
-    who = members(group)
+    who = members(group, grad)
     tensor = check_tensor("tensor", tensor)
     reduction = Reduction.parse(op, tensor, who.size)
     call, (tensor,) = prepare(f"all_reduce({reduction.name})", who, [tensor], anchor, check, grad=grad)
@@ -125,8 +123,7 @@ def reduce(
     Source:
         ``torch.distributed.nn.functional.reduce``, whose gradient ignores ``op``.
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     root = root_in_group(group, who, dst, group_dst, "dst")
     tensor = check_tensor("tensor", tensor)
     reduction = Reduction.parse(op, tensor, who.size)
@@ -175,8 +172,7 @@ def reduce_scatter(
     Source:
         ``torch.distributed.nn.functional.reduce_scatter``, whose gradient ignores ``op``.
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     check_buffer("output", output, output)
     input_list = one_for_each("input_list", input_list, who, like=output)
     reduction = Reduction.parse(op, output, who.size)
@@ -226,8 +222,7 @@ def reduce_scatter_dim(
     Source:
         ``torch.distributed._functional_collectives.reduce_scatter_tensor``, whose gradient covers SUM only.
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     tensor = check_tensor("tensor", tensor)
     dim = checked_dim(tensor.ndim, dim)
     lengths = checked_sizes("sizes", tensor.shape[dim], sizes, who)
@@ -310,7 +305,7 @@ def all_reduce_coalesced(
     Source:
         ``torch.distributed._functional_collectives.all_reduce_coalesced``.
     """
-    who = members(group)
+    who = members(group, grad)
     tensors = one_kind("tensors", tensors)
     reduction = Reduction.parse(op, tensors[0], who.size)
     title = f"all_reduce_coalesced({reduction.name})"
@@ -355,8 +350,7 @@ def reduce_scatter_dim_coalesced(
     Source:
         ``torch.distributed._functional_collectives.reduce_scatter_tensor_coalesced``.
     """
-    is_replicated(grad)
-    who = members(group)
+    who = members(group, grad)
     tensors = one_kind("tensors", tensors)
     reduction = Reduction.parse(op, tensors[0], who.size)
     dims = [checked_dim(tensor.ndim, dim) for tensor in tensors]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -78,35 +77,14 @@ def apply(tensors: Tensors, linear_map: Map) -> Tensors:
 def _arguments(linear_map: Map) -> tuple[Any, ...]:
     """Return a map of joined parts as the operator's arguments; its inverse is :func:`_map`."""
     call, who = linear_map.call, linear_map.call.who  # Dynamo of torch 2.6 does not unpack named tuples
-    return (
-        linear_map.kind,
-        call.title,
-        who.name,
-        who.size,
-        who.rank,
-        call.replicated,
-        call.key,
-        linear_map.order,
-        linear_map.root,
-        list(linear_map.input_splits),
-        list(linear_map.output_splits),
-    )
+    own = linear_map.kind, linear_map.root, linear_map.order
+    splits = list(linear_map.input_splits), list(linear_map.output_splits)
+    return *own, *splits, call.title, call.replicated, call.key, who.name, who.size, who.rank
 
 
-def _map(
-    kind: Any,
-    title: str,
-    group: str,
-    size: int,
-    rank: int,
-    replicated: bool,
-    key: int,
-    order: int,
-    root: int,
-    input_splits: Sequence[int],
-    output_splits: Sequence[int],
-) -> Map:
-    call = Call(title, Members(None, group, size, rank), replicated, form=key)
+def _map(*arguments: Any) -> Map:
+    kind, root, order, input_splits, output_splits, title, replicated, key, *members = arguments
+    call = Call(title, Members(None, *members), replicated, form=key)
     return Map(kind, call, root, tuple(input_splits), tuple(output_splits), order=order)
 
 
@@ -139,92 +117,73 @@ def _record(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     return backend.start_traceable(x, linear_map)()
 
 
-def _operator_of(name: str, parameters: str) -> Callable[..., torch.Tensor]:
-    """Make the operator, which is linear in its tensor ``x``.
-
-    Dynamo and ``make_fx`` record it in their graphs as it is, so that every transform that is traced around
-    it applies its rules: reverse and forward mode of any order, and vmap in any nesting. Graphs for compilers
-    record what :func:`_record` runs instead.
-
-    Args:
-        name: With a namespace, as in ``"namespace::operator"``, new in this process.
-        parameters: What follows the tensor in the operator's schema.
-    """
-    namespace, _, short = name.partition("::")
-    library: Any = torch.library.Library(namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
-    library.define(f"{short}(Tensor x, {parameters}) -> Tensor")
-    operator: Any = getattr(getattr(torch.ops, namespace), short).default
-
-    @functools.cache
-    def single_level() -> Any:
-        base: Any = private("torch.autograd.function", "_SingleLevelFunction", _COMPILED)
-
-        class OneLevel(base):  # type: ignore[misc] # torch's class
-            """The operator at one level of ``torch.func``: what is below it is up to the levels below."""
-
-            @staticmethod
-            def forward(ctx: Any, x: torch.Tensor, keys: Any, *arguments: Any) -> torch.Tensor:
-                ctx.arguments = arguments
-                below = keys & private("torch._C", "_after_autograd_keyset", _COMPILED)
-                forward_mode = private("torch.autograd.forward_ad", "_set_fwd_grad_enabled", _COMPILED)
-                with (
-                    private("torch._C", "_AutoDispatchBelowAutograd", _COMPILED)(),
-                    torch.enable_grad(),  # for the levels below
-                    forward_mode(True),
-                ):
-                    result: torch.Tensor = operator.redispatch(below, x, *arguments)
-                return result
-
-            @staticmethod
-            def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
-                nothing = (None,) * (1 + len(ctx.arguments))
-                return operator(cotangent, *_transposed(*ctx.arguments)), *nothing
-
-            @staticmethod
-            def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
-                result: torch.Tensor = operator(tangent, *ctx.arguments)
-                return result
-
-        return OneLevel
-
-    def differentiable(keys: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        one_level = private("torch._functorch.utils", "enable_single_level_autograd_function", _COMPILED)
-        with one_level():
-            result: torch.Tensor = single_level().apply(x, keys, *arguments)
-        return result
-
-    def batched(
-        info: Any,  # noqa: ARG001
-        in_dims: tuple[int | None, ...],
-        x: torch.Tensor,
-        *arguments: Any,
-    ) -> tuple[torch.Tensor, int]:
-        # The batch dimension goes last, because parts lie along dimension 0.
-        result = operator(x.movedim(cast("int", in_dims[0]), -1), *arguments)
-        return result, result.ndim - 1
-
-    def recorded(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor:
-        if not _for_compiler():  # as one operator, because its start and its wait must not be torn apart
-            result: torch.Tensor = mode.__torch_dispatch__(func, types, args, kwargs)
-            return result
-        with mode:
-            return _record(*args)
-
-    library.impl(operator, _run, "CompositeExplicitAutograd")
-    library.impl(operator, differentiable, "Autograd", with_keyset=True)
-    torch.library.register_fake(name, _record, lib=library)
-    torch.library.register_vmap(name, batched, lib=library)
-    torch.library.register_torch_dispatch(name, ProxyTorchDispatchMode, recorded, lib=library)
-    _LIBRARIES.append(library)
-    return cast("Callable[..., torch.Tensor]", operator)
-
-
-_LIBRARIES: list[torch.library.Library] = []
-"""Kept: an operator lives as long as its library."""
-
-_operator = _operator_of(
-    "dist_autograd_collectives::linear",
-    "str kind, str title, str group, int size, int rank, bool replicated, int key, int order, int root, "
-    "SymInt[] input_splits, SymInt[] output_splits",
+# One operator for all maps, so that compiled transforms find its rules; linear in its tensor. Dynamo and
+# make_fx record it in their graphs as it is, so that every transform that is traced around it applies its
+# rules: reverse and forward mode of any order, and vmap in any nesting. Graphs for compilers record what
+# _record runs instead.
+_NAME = "dist_autograd_collectives::linear"
+_LIBRARY: Any = torch.library.Library("dist_autograd_collectives", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "linear(Tensor x, str kind, int root, int order, SymInt[] input_splits, SymInt[] output_splits, "
+    "str title, bool replicated, int key, str group, int size, int rank) -> Tensor"
 )
-"""One operator for all maps, so that compiled transforms find its rules."""
+_operator: Any = torch.ops.dist_autograd_collectives.linear.default
+
+
+@functools.cache
+def _one_level() -> Any:
+    """Make the autograd function of the operator: torch's class is bound when it is used."""
+    base: Any = private("torch.autograd.function", "_SingleLevelFunction", _COMPILED)
+
+    class OneLevel(base):  # type: ignore[misc] # torch's class
+        """The operator at one level of ``torch.func``: what is below it is up to the levels below."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, keys: Any, *arguments: Any) -> torch.Tensor:
+            ctx.arguments = arguments
+            below = keys & private("torch._C", "_after_autograd_keyset", _COMPILED)
+            forward_mode = private("torch.autograd.forward_ad", "_set_fwd_grad_enabled", _COMPILED)
+            with (
+                private("torch._C", "_AutoDispatchBelowAutograd", _COMPILED)(),
+                torch.enable_grad(),  # for the levels below
+                forward_mode(True),
+            ):
+                return cast("torch.Tensor", _operator.redispatch(below, x, *arguments))
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> Any:
+            nothing = (None,) * (1 + len(ctx.arguments))
+            return _operator(cotangent, *_transposed(*ctx.arguments)), *nothing
+
+        @staticmethod
+        def jvp(ctx: Any, tangent: torch.Tensor, *_: None) -> torch.Tensor:
+            return cast("torch.Tensor", _operator(tangent, *ctx.arguments))
+
+    return OneLevel
+
+
+def _differentiate(keys: Any, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    """Apply the operator, seen by autograd."""
+    with private("torch._functorch.utils", "enable_single_level_autograd_function", _COMPILED)():
+        return cast("torch.Tensor", _one_level().apply(x, keys, *arguments))
+
+
+def _batch(_: Any, in_dims: tuple[int, ...], x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, int]:
+    """Apply the operator to a batch, whose dimension goes last, because parts lie along dimension 0."""
+    result = _operator(x.movedim(in_dims[0], -1), *arguments)
+    return result, result.ndim - 1
+
+
+def _trace(mode: Any, func: Any, types: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor:
+    """Record the operator as one, so that nothing tears its start and its wait apart; or for a compiler."""
+    if not _for_compiler():
+        return cast("torch.Tensor", mode.__torch_dispatch__(func, types, args, kwargs))
+    with mode:
+        return _record(*args)
+
+
+_LIBRARY.impl(_operator, _run, "CompositeExplicitAutograd")
+_LIBRARY.impl(_operator, _differentiate, "Autograd", with_keyset=True)
+torch.library.register_fake(_NAME, _record, lib=_LIBRARY)
+torch.library.register_vmap(_NAME, _batch, lib=_LIBRARY)
+torch.library.register_torch_dispatch(_NAME, ProxyTorchDispatchMode, _trace, lib=_LIBRARY)

@@ -1,0 +1,240 @@
+"""``check=True``: what is wrong on one rank, or differs between ranks, is an error on every rank."""
+
+import functools
+import itertools
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_autograd_collectives as dac
+from dist_utils import TensorMismatchError
+from dist_utils.testing import patience, run_ranks
+
+X = torch.ones(4, 2)
+LIST = [torch.ones(2)] * 2
+
+# Each function with valid arguments, and invalid ones for one rank.
+GOOD = {
+    "all_reduce": (X,),
+    "broadcast": (X, 0),
+    "reduce": (X, 0),
+    "all_gather": (X,),
+    "all_gather_base": (torch.zeros(8, 2), X),
+    "gather": (X, 0),
+    "scatter": (LIST, 0),
+    "reduce_scatter": (torch.zeros(2), LIST),
+    "all_to_all": ([torch.zeros(2)] * 2, LIST),
+    "all_to_all_single": (torch.zeros(4, 2), X),
+    "all_gather_cat": (X,),
+    "all_gather_stack": (X,),
+    "reduce_scatter_dim": (X,),
+    "all_to_all_dim": (X, 0, 1),
+    "permute": (X, [(0, 1), (1, 0)]),
+    "copy_to_group": (X,),
+    "all_reduce_coalesced": (LIST,),
+    "all_gather_cat_coalesced": (LIST,),
+    "reduce_scatter_dim_coalesced": (LIST,),
+}
+BAD = [
+    ("scatter", ([torch.ones(2), torch.ones(3)], 0), {}),
+    ("scatter", (LIST, 0), {"like": torch.ones(2)}),
+    ("scatter", (LIST, 1), {}),
+    ("scatter", (LIST, 0), {"anchor": LIST[0]}),
+    ("scatter", ([torch.ones(2, device="meta")] * 2, 0), {}),
+    ("all_to_all", ([torch.zeros(2)] * 3, LIST), {}),
+    ("all_to_all", ([torch.zeros(2), torch.zeros(3)], [torch.zeros(3), torch.zeros(2)]), {}),
+    ("all_to_all_single", (torch.zeros(4, 2), X, [3, 1], [2, 2]), {}),
+    ("reduce_scatter", (torch.zeros(2), LIST * 2), {}),
+    ("all_gather_cat", (X, 2), {}),
+    ("all_to_all_dim", (X.reshape(2, 4), 0, 1), {}),  # parts with the same number of elements
+    ("all_to_all_dim", (X, 0, 1), {"input_sizes": [1, 3]}),
+    ("all_to_all_dim", (X, 0, 1), {"output_sizes": "auto"}),
+    ("permute", (X, [(0, 0), (1, 0)]), {}),
+    ("all_reduce", (X, "median"), {}),
+    ("all_reduce", (X,), {"grad": "replicated"}),
+    ("all_reduce", (), {}),
+    ("all_reduce", (X,), {"nothing": 1}),
+    ("broadcast", (X, 5), {}),
+    ("broadcast", (X.double(), 0), {}),
+    ("all_reduce_coalesced", (LIST[:1],), {}),
+    *((name, ("text", *good[1:]), {}) for name, good in GOOD.items()),
+]
+
+
+def _kind(fn, *args, **kwargs):
+    try:
+        fn(*args, **kwargs, check=True)
+    except Exception as error:  # noqa: BLE001 - whatever it is
+        return type(error).__name__
+    return "no error"
+
+
+def _one_is_wrong(rank):
+    """One rank after another is wrong; the group still works afterwards."""
+    return {
+        (name, str(args), str(options), wrong_rank): (
+            _kind(
+                getattr(dac, name),
+                *(args if rank == wrong_rank else GOOD[name]),
+                **(options if rank == wrong_rank else {}),
+            ),
+            _kind(getattr(dac, name), *GOOD[name]),
+        )
+        for (name, args, options), wrong_rank in itertools.product(BAD, (0, 1))
+    }
+
+
+def test_an_error_of_one_rank_is_one_on_every_rank_and_the_group_stays_usable():
+    for rank, seen in enumerate(run_ranks(_one_is_wrong, 2, group_timeout=30)):
+        for case, (kind, after) in seen.items():
+            assert after == "no error", case
+            own = {"TypeError", "ValueError", "IndexError"} if rank == case[-1] else set()
+            assert kind in {"TensorMismatchError", *own}, case
+
+
+def _needs(*ranks):
+    """A tensor that needs a gradient only on these ranks."""
+    return torch.ones(2, requires_grad=dist.get_rank() in ranks)
+
+
+def _of(first, second):
+    return second if dist.get_rank() else first
+
+
+def _length():
+    return torch.ones(2 + dist.get_rank())
+
+
+checked_sum = functools.partial(dac.all_reduce, check=True)
+
+
+def _dual():
+    x = torch.ones(3, 2)
+    with torch.autograd.forward_ad.dual_level():
+        return checked_sum(_of(torch.autograd.forward_ad.make_dual(x, x), x))
+
+
+def _splits(length):
+    """Rank 1 sends more to rank 0 than that one expects, inside a transform."""
+    sent = [1 + dist.get_rank(), 1]
+    exchange = functools.partial(dac.all_to_all_single, output_split_sizes=[1, 1], input_split_sizes=sent)
+    return torch.func.grad(
+        lambda v: (exchange(torch.empty(2), torch.ones(sum(sent)), check=True) + v[0]).sum()
+    )(torch.ones(length))
+
+
+# Each with what every rank is told.
+DIFFERENT = [
+    ("rank 0 .* shape .2., torch.float32 on cpu.* rank 1 .* shape .3.", lambda: checked_sum(_length())),
+    ("torch.float64", lambda: dac.all_gather(_of(X, X.double()), check=True)),
+    (
+        r"rank 0 was called with all_reduce\(SUM\), sum, rank 1 with all_reduce\(MAX\), sum",
+        lambda: checked_sum(X, _of("sum", "max")),
+    ),
+    ("broadcast from 0", lambda: dac.broadcast(X, dist.get_rank(), check=True)),
+    ("all_gather", lambda: _of(dac.all_reduce, dac.all_gather)(X, check=True)),
+    ("which needs a gradient.* which needs no gradient", lambda: dac.broadcast(_needs(0), 0, check=True)),
+    ("rank 1 of the group sends 2 to rank 0, which expects 1", lambda: _splits(2)),
+    (r"shape \(any, 2\)", lambda: dac.all_gather_cat(torch.ones(2, _of(2, 3)), sizes="auto", check=True)),
+    ("a batch of 3", lambda: torch.func.vmap(checked_sum, in_dims=1)(torch.ones(3, _of(2, 3)))),
+    (
+        "with a tangent",
+        lambda: torch.func.jvp(checked_sum, (X,), (X,)) if dist.get_rank() else checked_sum(X),
+    ),
+    ("with a tangent", _dual),
+    (r"shape \(1\)", lambda: torch.func.grad(lambda v: checked_sum(v[: _of(1, 2)]).sum())(torch.ones(3))),
+]
+
+
+def _told(rank):
+    seen = []
+    for text, call in DIFFERENT:
+        with pytest.raises(TensorMismatchError, match=f"(?s){text}") as caught:
+            call()
+        seen.append(str(caught.value))
+    fits = [
+        dac.all_gather_cat(_length(), sizes="auto", check=True).tolist(),
+        dac.broadcast(_needs(0), 0, anchor=True, check=True).tolist(),
+        torch.func.vmap(torch.func.grad(lambda v: checked_sum(v).sum()))(torch.ones(3, 2)).tolist(),
+    ]
+    with torch.no_grad():
+        fits.append(dac.broadcast(_needs(0), 0, check=True).tolist())
+    return seen, fits
+
+
+def test_every_rank_is_told_what_differs_and_calls_that_fit_run():
+    (told, fits), (told_second, fits_second) = run_ranks(_told, 2, timeout=60, group_timeout=30)
+    assert told == told_second
+    assert fits == fits_second == [[1.0] * 5, [1, 1], [[2.0] * 2] * 3, [1, 1]]
+
+
+# Each with the rank that is wrong, its own error, and a call for three ranks.
+WRONG_ALONE = [
+    (0, ValueError, lambda wrong: dac.scatter(None if wrong else [X] * 3, 0, check=True)),
+    (1, ValueError, lambda wrong: dac.scatter([X, X, X[:1]] if wrong else None, 1, check=True)),
+    (2, TypeError, lambda wrong: checked_sum(None if wrong else X)),
+    (1, ValueError, lambda wrong: dac.all_gather_cat(X, sizes=[4, 4 + wrong, 4], check=True)),
+    # The others wait in WORLD, which the rank that is wrong may have meant.
+    (1, TypeError, lambda wrong: checked_sum(X, group="text" if wrong else None)),
+]
+
+
+def _wrong_alone(rank):
+    seen = []
+    for wrong_rank, kind, call in WRONG_ALONE:
+        with pytest.raises(kind if rank == wrong_rank else TensorMismatchError) as caught:
+            call(rank == wrong_rank)
+        seen.append(str(caught.value))
+    huge = [torch.zeros(1).expand(2**60)] * 3  # takes no memory where it is sent
+    with pytest.raises(TensorMismatchError if rank == 0 else dac.CollectiveError) as caught:
+        dac.scatter(None if rank else huge, 0, check=True)
+    return seen, str(caught.value), checked_sum(torch.ones(1)).item()
+
+
+def test_the_others_get_the_error_of_the_rank_that_is_wrong():
+    found = run_ranks(_wrong_alone, 3, group_timeout=30)
+    for index, (wrong_rank, kind, _) in enumerate(WRONG_ALONE):
+        own = found[wrong_rank][0][index]
+        told = {seen[index] for rank, (seen, _, _) in enumerate(found) if rank != wrong_rank}
+        assert told == {f"rank {wrong_rank} cannot go on: {kind.__name__}: {own}"}
+    held = [text for _, text, _ in found]
+    assert "cannot go on: CollectiveError: scatter: the source sends torch.float32 of shape" in held[0]
+    assert "which this rank cannot hold" in held[1]
+    assert [after for *_, after in found] == [3] * 3
+
+
+def _environment(rank):
+    found = {}
+    for value in ("1", "0", ""):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("DIST_AUTOGRAD_CHECK", value)
+            found[value] = _kind_of_environment(rank)
+    return found
+
+
+def _kind_of_environment(rank):
+    try:
+        return dac.all_reduce(_needs(0)).tolist()
+    except TensorMismatchError as error:
+        return "needs no gradient" in str(error)
+
+
+def test_the_environment_asks_for_comparison_and_nothing_is_compared_otherwise():
+    assert run_ranks(_environment, 2) == [{"1": True, "0": [2, 2], "": [2, 2]}] * 2
+
+
+def _never_compares(rank, limit):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=limit))
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(dac.CollectiveError) as caught:
+            checked_sum(X, group=group)
+    dist.barrier()
+    return None if rank else str(caught.value)
+
+
+def test_a_comparison_that_fails_names_the_function():
+    found, _ = run_ranks(_never_compares, 2, patience(0.5), group_timeout=30)
+    assert "comparison of check=True failed on rank 0 of 2 in the group of all_reduce(SUM)" in found

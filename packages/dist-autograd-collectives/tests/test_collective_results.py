@@ -1,0 +1,208 @@
+"""What a collective returns: new tensors, filled buffers, any strides, both conventions, large tensors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dist_autograd_collectives as dac
+from dist_utils.testing import run_ranks
+
+
+def _buffers(rank):
+    x = torch.full((2,), 1.0 + rank, requires_grad=True)
+    buffer, wide, whole = torch.empty(2), torch.zeros(2, 2), torch.empty(2, 2)
+    first = dac.all_to_all_single(buffer, x)
+    second = dac.all_to_all_single(buffer, 10 * x)  # the same buffer again
+    (first + second).sum().backward()
+    out = [torch.empty(1 + rank), torch.empty(1 + rank)]
+    dac.all_to_all(out, [torch.full((1 + other,), float(rank)) for other in range(2)])
+    return {
+        "used twice": (buffer.tolist(), x.grad.tolist()),
+        "a column": (dac.reduce_scatter(wide[:, 0], [x, x]).tolist(), wide.tolist()),
+        "uneven": [entry.tolist() for entry in out],
+        "whole": (dac.all_gather_base(whole, x).tolist(), whole.tolist()),
+    }
+
+
+def test_buffers_are_filled_and_may_be_used_again():
+    for rank, seen in enumerate(run_ranks(_buffers, 2)):
+        assert seen == {
+            "used twice": ([10, 20], [11, 11]),
+            "a column": ([3, 3], [[3, 0], [3, 0]]),
+            "uneven": [[0.0] * (1 + rank), [1.0] * (1 + rank)],
+            "whole": ([[1, 1], [2, 2]], [[1, 1], [2, 2]]),
+        }
+
+
+SWAP = [(0, 1), (1, 0)]
+CALLS = {
+    "all_reduce": lambda x: [dac.all_reduce(x)],
+    "all_reduce_coalesced": lambda x: dac.all_reduce_coalesced([x, 2 * x]),
+    "broadcast": lambda x: [dac.broadcast(x, 1)],
+    "all_gather": dac.all_gather,
+    "all_gather_cat": lambda x: [dac.all_gather_cat(x)],
+    "all_gather_stack": lambda x: [dac.all_gather_stack(x, 1)],
+    "all_gather_cat_coalesced": lambda x: dac.all_gather_cat_coalesced([x, 2 * x]),
+    "gather": lambda x: dac.gather(x, 0),
+    "reduce_scatter_dim": lambda x: [dac.reduce_scatter_dim(x)],
+    "permute": lambda x: [dac.permute(x, SWAP)],
+}
+
+
+def _new_tensors(rank):
+    """Results can be changed in place, and a view whose sign flip is pending is sent with its sign."""
+    found = {}
+    for name, call in CALLS.items():
+        x = torch.full((4,), 1.0 + rank, requires_grad=True)
+        negative = [part.detach().clone() for part in call(torch._neg_view(x))]
+        for result, negated in zip(call(x), negative, strict=True):
+            if not torch.equal(result, -negated):
+                found[name] = result, negated
+            result.add_(1)
+        if x.tolist() != [1.0 + rank] * 4:
+            found[name] = x
+    return found
+
+
+def test_results_are_new_tensors_and_have_their_sign():
+    assert run_ranks(_new_tensors, 2) == [{}, {}]
+
+
+def _large(rank, length):
+    """Longer than messages and sums of Gloo that are short, and not divisible by the world size."""
+    size, first = dist.get_world_size(), torch.arange(float(length)).remainder(100_003)
+    x = (first + rank).requires_grad_()
+    one, everyone, copied = dac.reduce(x, 1), dac.all_reduce(x), dac.broadcast(x, 1)
+    total = size * first + sum(range(size))
+    torch.testing.assert_close(one, total if rank == 1 else torch.zeros(length), rtol=0, atol=0)
+    torch.testing.assert_close(everyone, total, rtol=0, atol=0)
+    torch.testing.assert_close(copied, first + 1, rtol=0, atol=0)
+    torch.testing.assert_close(x, first + rank, rtol=0, atol=0)
+    (2 * one + 3 * everyone + 5 * copied).sum().backward()
+    return x.grad.unique().tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_large_sums_and_broadcasts(size):
+    gradients = [[2.0 + 3 * size + (5 * size if rank == 1 else 0)] for rank in range(size)]
+    assert run_ranks(_large, size, 1_500_001) == gradients
+
+
+CONVENTIONS = {
+    "all_reduce": (dac.all_reduce, sum),
+    "avg": (lambda x, grad: dac.all_reduce(x, "avg", grad=grad), lambda xs: sum(xs) / len(xs)),
+    "max": (lambda x, grad: dac.all_reduce(x, "max", grad=grad), lambda xs: torch.stack(xs).amax(0)),
+    "all_gather": (lambda x, grad: sum(dac.all_gather(x, grad=grad)), sum),
+    "broadcast": (lambda x, grad: dac.broadcast(x, 1, grad=grad), lambda xs: xs[1] + 0 * xs[0]),
+}
+WEIGHT = torch.tensor([1.0, 2.0, 3.0])
+
+
+def _input(rank):
+    return (torch.arange(3.0) + 1 + rank).requires_grad_()
+
+
+def _conventions(rank):
+    """Every rank computes the same loss: its gradient counted once, and W times."""
+    seen = {}
+    for grad in ("sum", "replicated"):
+        for name, (call, _) in CONVENTIONS.items():
+            x = _input(rank)
+            (first,) = torch.autograd.grad((WEIGHT * call(x, grad=grad) ** 2).sum(), x, create_graph=True)
+            # Replicated, too: the squared norm of all ranks' gradients.
+            norm = dac.all_reduce((first**2).sum(), grad=grad)
+            (second,) = torch.autograd.grad(norm, x)
+            seen[grad, name] = first.tolist(), second.tolist()
+    return seen
+
+
+def test_the_replicated_convention_counts_the_loss_once():
+    size, xs = 2, [_input(0), _input(1)]
+    found = run_ranks(_conventions, size)
+    for name, (_, simulate) in CONVENTIONS.items():
+        first = torch.autograd.grad((WEIGHT * simulate(xs) ** 2).sum(), xs, create_graph=True)
+        norm = sum((gradient**2).sum() for gradient in first)
+        second = torch.autograd.grad(norm, xs)
+        for rank in range(size):
+            once, twice = found[rank]["replicated", name]
+            # A few sums and products of float32.
+            assert once == pytest.approx(first[rank].tolist(), rel=1e-6), name
+            assert twice == pytest.approx(second[rank].tolist(), rel=1e-6), name
+            assert found[rank]["sum", name][0] == pytest.approx((size * first[rank]).tolist(), rel=1e-6)
+
+
+def _tensor_parallel(rank):
+    """Two layers, the first split by columns and the second by rows, against the unsplit layers."""
+    random = torch.Generator().manual_seed(0)
+    x, first, second = (
+        torch.randn(shape, generator=random, dtype=torch.float64, requires_grad=True)
+        for shape in ((3, 4), (4, 6), (6, 2))
+    )
+    whole = ((x @ first).relu() @ second).square().sum()
+    right = torch.autograd.grad(whole, (x, first, second))
+    mine = slice(3 * rank, 3 * rank + 3)
+    hidden = (dac.copy_to_group(x) @ first[:, mine]).relu()
+    loss = dac.all_reduce(hidden @ second[mine], grad="replicated").square().sum()
+    found = torch.autograd.grad(loss, (x, first, second))
+    pairs = {"loss": (loss, whole), "x": (found[0], right[0])}
+    pairs["columns"] = found[1][:, mine], right[1][:, mine]
+    pairs["rows"] = found[2][mine], right[2][mine]
+    return {name: (one - other).abs().max().item() for name, (one, other) in pairs.items()}
+
+
+def test_a_tensor_parallel_layer_has_the_gradients_of_the_whole():
+    for found in run_ranks(_tensor_parallel, 2):
+        # Sums of 24 products of numbers up to 100, in a different order.
+        assert max(found.values()) < 1e-11, found
+
+
+def _own_messages(rank):
+    """A user's own message is pending while a collective runs."""
+    theirs = torch.zeros(2)
+    work = dist.irecv(theirs, 0) if rank else dist.isend(torch.full((2,), 7.0), 1)
+    gathered = dac.all_gather_stack(torch.full((2,), float(rank)))
+    work.wait()
+    return gathered.tolist(), theirs.tolist()
+
+
+def test_a_users_own_messages_do_not_get_mixed_up():
+    first, second = run_ranks(_own_messages, 2)
+    assert first == ([[0, 0], [1, 1]], [0, 0])
+    assert second == ([[0, 0], [1, 1]], [7, 7])
+
+
+def _under_autocast(rank):
+    """One rank pads its part, and torch refuses to concatenate float16 under autocast to bfloat16."""
+    x = torch.ones(1 + rank, 2, dtype=torch.float16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        whole = dac.all_gather_cat(x, sizes=[1, 2], check=True)
+        waited = dac.start(dac.all_gather_cat, x, sizes=[1, 2]).wait()
+        parts = dac.reduce_scatter_dim(whole, sizes=[1, 2])
+    return {whole.dtype, waited.dtype, parts.dtype}, parts.tolist()
+
+
+def test_autocast_leaves_dtypes_alone():
+    halves = {torch.float16}
+    assert run_ranks(_under_autocast, 2, group_timeout=20) == [(halves, [[2, 2]]), (halves, [[2, 2]] * 2)]
+
+
+def _ranges(rank):
+    """What a profiler shows of a collective that is started, of its backward, and of what runs in between."""
+    x = torch.full((4,), float(rank), requires_grad=True)
+    with torch.profiler.profile() as profiler:
+        (gradient,) = torch.autograd.grad(dac.all_reduce(x).square().sum(), x, create_graph=True)
+        gradient.sum().backward()
+        dac.start(dac.all_gather_cat, x).wait().sum().backward()
+        torch.func.grad(lambda y: dac.all_reduce(y, "max").sum())(x.detach())
+    events = [event for event in profiler.events() if event.name.startswith("dist_autograd_collectives::")]
+    events.sort(key=lambda event: event.time_range.start)
+    return [event.name.partition("::")[2] for event in events if not event.name.endswith("::linear")]
+
+
+def test_a_profiler_shows_the_function_that_was_called():
+    sums = ["", ":backward", ":backward:backward"]
+    for seen in run_ranks(_ranges, 2):
+        assert seen[:3] == [f"all_reduce(SUM){order}" for order in sums]
+        stages = [name.partition("all_gather_cat")[2] for name in seen if "all_gather_cat" in name]
+        assert stages == [":start", ":wait", ":backward:start", ":backward:wait"]
+        assert {"all_reduce(MAX)", "all_reduce(MAX):backward"} == {name for name in seen if "MAX" in name}

@@ -1,0 +1,245 @@
+"""Collectives under ``torch.func``, ``torch.compile`` and in recorded graphs: as in plain autograd."""
+
+import itertools
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import dist_autograd_collectives as dac
+from dist_utils.testing import run_ranks
+
+SWAP = [(0, 1), (1, 0)]
+# Every kind of linear collective, and collectives composed of several.
+COLLECTIVES = {
+    "all_reduce": dac.all_reduce,
+    "all_reduce max": lambda x: dac.all_reduce(x, "max") * x,
+    "all_reduce product, replicated": lambda x: dac.all_reduce(x, "product", grad="replicated"),
+    "reduce": lambda x: dac.reduce(x, 1),
+    "reduce_scatter_dim min": lambda x: dac.reduce_scatter_dim(x, "min"),
+    "reduce_scatter_dim, uneven": lambda x: dac.reduce_scatter_dim(x, "avg", sizes=[1, x.shape[0] - 1]),
+    "broadcast": lambda x: dac.broadcast(x, 1) * x,
+    "gather": lambda x: torch.stack(dac.gather(x, 0)),
+    "scatter": lambda x: dac.scatter([x, 2 * x], 1),
+    "all_gather": lambda x: torch.cat(dac.all_gather(x)),
+    "all_gather_cat": lambda x: dac.all_gather_cat(dac.all_reduce(x).sin()),
+    "all_gather_cat, replicated": lambda x: dac.all_gather_cat(x, grad="replicated"),
+    "all_to_all_dim": lambda x: dac.all_to_all_dim(x, 0, 0),
+    "permute": lambda x: dac.permute(x, SWAP),
+    "permute, one way": lambda x: dac.permute(x, [(0, 1)]),
+    "coalesced": lambda x: sum(part.sum() for part in dac.all_gather_cat_coalesced([x, x.sin()])) * x,
+    "started": lambda x: dac.start(dac.all_gather_stack, x).wait(),
+    "copy_to_group": dac.copy_to_group,
+}
+
+
+def _grad(f):
+    return torch.func.grad(lambda x: (f(x) ** 3).sum())
+
+
+def _plain_grad(f):
+    def gradient(x):
+        leaf = x if x.requires_grad else x.clone().requires_grad_()
+        (found,) = torch.autograd.grad((f(leaf) ** 3).sum(), leaf, create_graph=True)
+        return found
+
+    return gradient
+
+
+def _tangent(f):
+    return lambda x: torch.func.jvp(f, (x,), (x.cos(),))[1]
+
+
+def _plain_tangent(f):
+    """By two backward passes."""
+    return lambda x: torch.autograd.functional.jvp(f, x, x.cos().detach())[1]
+
+
+def _rows(f):
+    return lambda x: torch.stack([f(row) for row in x])
+
+
+def _plain_jacrev(f):
+    return lambda x: torch.autograd.functional.jacobian(f, x)
+
+
+def _plain_jacfwd(f):
+    """All ranks move the same element."""
+    return lambda x: torch.stack(
+        [torch.autograd.functional.jvp(f, x, e)[1] for e in torch.eye(len(x)).to(x)], -1
+    )
+
+
+# Each with the same by plain autograd.
+TRANSFORMS = {
+    "grad": (_grad, _plain_grad),
+    "grad of grad": (lambda f: _grad(_grad(f)), lambda f: _plain_grad(_plain_grad(f))),
+    "vmap": (torch.func.vmap, _rows),
+    "vmap of grad": (lambda f: torch.func.vmap(_grad(f)), lambda f: _rows(_plain_grad(f))),
+    "grad of vmap": (lambda f: _grad(torch.func.vmap(f)), lambda f: _plain_grad(_rows(f))),
+    "jvp": (_tangent, _plain_tangent),
+    "jvp of grad": (lambda f: _tangent(_grad(f)), lambda f: _plain_tangent(_plain_grad(f))),
+    "jacfwd": (torch.func.jacfwd, _plain_jacfwd),
+    "jacrev": (torch.func.jacrev, _plain_jacrev),
+}
+
+
+def _input(rank, *shape):
+    random = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(shape, generator=random, dtype=torch.float64)
+
+
+def _largest_error(function, x, right, runs=1):
+    return max((function(x) - right).abs().max().item() for _ in range(runs))
+
+
+def _compiled(function, backend="aot_eager", **options):
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend, **{"fullgraph": True, **options})
+
+
+def _transformed(rank, pairs):
+    found = {}
+    for name, how in pairs:
+        # Two dimensions of length 4: one to map over, and one that two ranks can share.
+        x = _input(rank, 4) if how in ("jacrev", "jacfwd") else _input(rank, 4, 4)
+        transform, plain = TRANSFORMS[how]
+        right, function = plain(COLLECTIVES[name])(x).detach(), transform(COLLECTIVES[name])
+        found[name, how, "eager"] = _largest_error(function, x, right)
+        # Several runs, because garbage may be right once.
+        found[name, how, "compiled"] = _largest_error(_compiled(function), x, right, runs=3)
+    # Products of about ten numbers up to 100.
+    return {case: error for case, error in found.items() if not error < 1e-10}
+
+
+def test_every_transform_and_every_collective():
+    pairs = list(zip(COLLECTIVES, itertools.cycle(TRANSFORMS), strict=False))
+    # Ranks whose results have different lengths have Jacobians, and so batches, of different lengths.
+    assert not {how for name, how in pairs if "uneven" in name} & {"jacrev", "jacfwd"}
+    assert run_ranks(_transformed, 2, pairs, timeout=600) == [{}, {}]
+
+
+def _cubed(x):
+    return dac.all_reduce(x) ** 3
+
+
+def _dual(x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(_cubed(forward_ad.make_dual(x, x.cos()))).tangent
+
+
+def _plain_leaf_grad(function, x):
+    leaf = x.clone().requires_grad_()
+    return torch.autograd.grad(function(leaf).sum(), leaf)[0]
+
+
+def _around_graphs(rank):
+    x, large = _input(rank, 4, 3), torch.arange(50_001.0) + rank
+    mapped, hessian = torch.func.vmap(_cubed)(x), torch.func.hessian(lambda x: _cubed(x).sum())
+    broken = lambda x: torch.func.vmap(_cubed)(torch._dynamo.graph_break() or x)  # noqa: E731
+    root = _compiled(lambda x: dac.reduce(x, 1))(large)
+    gather = lambda x: dac.all_gather_cat(x[: 1 + rank], sizes=[1, 2]) ** 2  # noqa: E731
+    return {
+        "forward mode": _largest_error(_compiled(_dual), x, _dual(x)),
+        "forward mode is right": _largest_error(_dual, x, _plain_tangent(_cubed)(x)),
+        "three levels": _largest_error(_compiled(hessian), x, hessian(x)),
+        "a break in the graph": _largest_error(_compiled(broken, fullgraph=False), x, mapped),
+        "vmap of what is compiled": _largest_error(
+            torch.func.vmap(_compiled(_cubed, "eager", fullgraph=False)), x, mapped
+        ),
+        "backward through a compiled transform": _largest_error(
+            lambda x: _plain_leaf_grad(_compiled(_grad(dac.all_reduce)), x),
+            x,
+            _plain_leaf_grad(_plain_grad(dac.all_reduce), x),
+        ),
+        "a large sum for one rank": (root - (2 * torch.arange(50_001.0) + 1) * rank).abs().max().item(),
+        "inductor": _largest_error(_compiled(_grad(gather), "inductor"), x, _plain_grad(gather)(x)),
+    }
+
+
+def test_transforms_around_and_beside_a_graph():
+    for found in run_ranks(_around_graphs, 2, timeout=240):
+        assert max(found.values()) < 1e-10, found
+
+
+def _several_shapes(rank):
+    found = {}
+    for name in ("reduce", "broadcast", "all_reduce max", "permute, one way", "all_gather", "gather"):
+        compiled = _compiled(COLLECTIVES[name])
+        for rows in (4, 6, 8):  # the second one makes the shape symbolic
+            x = _input(rank, rows, 2)
+            right = _plain_leaf_grad(COLLECTIVES[name], x)
+            found[name, rows] = _largest_error(lambda x, of=compiled: _plain_leaf_grad(of, x), x, right)
+    return {case: error for case, error in found.items() if not error < 1e-12}
+
+
+def test_a_compiled_backward_for_several_shapes():
+    assert run_ranks(_several_shapes, 2, timeout=120) == [{}, {}]
+
+
+def _of_one(call):
+    """A function of one argument: make_fx counts those of a signature."""
+
+    def of_one(x):
+        return call(x)
+
+    return of_one
+
+
+def _recorded(rank, length):
+    """A recorded graph communicates, also for what ``linearize`` computes beforehand."""
+    wrong = {}
+    x, tangent = _input(rank, length), _input(rank + 7, length)
+    for name, call in COLLECTIVES.items():
+        value, derivative = call(tangent), torch.func.jvp(call, (x,), (tangent,))[1]
+        gradient = _plain_grad(call)(tangent).detach()
+        recorded = make_fx(_of_one(call))(x)
+        ways = {
+            "linearize": (torch.func.linearize(call, x)[1], derivative),
+            "make_fx": (recorded, value),
+            "symbolic": (make_fx(_of_one(call), tracing_mode="symbolic")(x), value),
+            "functionalize": (torch.func.functionalize(call), value),
+            "gradient": (make_fx(_of_one(_grad(call)))(x), gradient),
+        }
+        for way, (function, right) in ways.items():
+            error = _largest_error(function, tangent, right, runs=2)
+            if not error <= 1e-12 * right.abs().max().clamp(min=1).item():
+                wrong[name, way] = error
+    return wrong, dac.all_reduce(torch.ones(2)).tolist()
+
+
+@pytest.mark.parametrize("length", [4, 50_000])
+def test_a_recorded_graph_communicates_and_so_does_the_next_call(length):
+    assert run_ranks(_recorded, 2, length, timeout=120, group_timeout=20) == [({}, [2, 2])] * 2
+
+
+def _refused(rank):
+    """What needs shapes that only another rank knows has no graph; nothing is sent."""
+    for call, text in (
+        (lambda x: dac.scatter(None, 1 - rank), "every rank needs a list of tensors, or like="),
+        (lambda x: dac.all_gather_cat(x, sizes="auto"), "'auto' cannot be traced"),
+        (lambda x: dac.all_reduce(x, anchor=True), "anchor=True works neither"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make_fx(call)(torch.ones(2))
+    return dac.all_reduce(torch.ones(1)).item()
+
+
+def test_what_cannot_be_recorded_is_refused():
+    assert run_ranks(_refused, 2, group_timeout=20) == [2, 2]
+
+
+def _batched(rank):
+    x, wrong = torch.tensor([1.0, 2.0]).mul(rank + 1).requires_grad_(), {}
+    for name in ("all_reduce", "all_reduce max", "all_gather_cat", "started"):
+        y = COLLECTIVES[name](x).flatten()
+        rows = [torch.autograd.grad(y, x, row, retain_graph=True)[0] for row in torch.eye(len(y))]
+        (at_once,) = torch.autograd.grad(y, x, torch.eye(len(y)), is_grads_batched=True, retain_graph=True)
+        if not torch.equal(at_once, torch.stack(rows)):
+            wrong[name] = at_once, rows
+    return wrong
+
+
+def test_batches_of_gradients():
+    assert run_ranks(_batched, 2, group_timeout=30) == [{}, {}]
