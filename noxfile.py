@@ -74,10 +74,10 @@ def third_party(package: str) -> list[str]:
     return [need for need in needs if Requirement(need).name not in {"torch", *PACKAGES}]
 
 
-def tracked(session: nox.Session, *patterns: str) -> list[str]:
-    """Return the files under version control: a checkout may hold virtual environments and other clones."""
-    listed = session.run("git", "ls-files", "-z", *patterns, external=True, silent=True)
-    return [name for name in str(listed).split("\0") if name and (ROOT / name).exists()]
+def tracked(session: nox.Session) -> list[str]:
+    """Return the files and folders under version control: a checkout may hold virtual environments, too."""
+    listed = str(session.run("git", "ls-tree", "--name-only", "HEAD", external=True, silent=True))
+    return [name for name in listed.splitlines() if (ROOT / name).exists()]
 
 
 def torches(versions: list[str]) -> list[nox.param]:
@@ -89,9 +89,9 @@ def torches(versions: list[str]) -> list[nox.param]:
 def lint(session: nox.Session) -> None:
     """Check ruff's rules and format."""
     session.install(*GROUPS["lint"], env=ENV)
-    files = tracked(session, "*.py", "*.pyi")
-    session.run("ruff", "check", *session.posargs, *files)
-    session.run("ruff", "format", "--check", *files)
+    places = [name for name in tracked(session) if (ROOT / name).is_dir() or name.endswith(".py")]
+    session.run("ruff", "check", *session.posargs, *places)
+    session.run("ruff", "format", "--check", *places)
 
 
 @nox.session
