@@ -240,7 +240,7 @@ def build(session: nox.Session) -> None:
     pinned = ["--build-constraint", "releasing/build-requirements.txt"]
     for package in session.posargs or PACKAGES:
         session.run("uv", "build", *pinned, "--out-dir", "dist", f"packages/{package}", env=ENV)
-    session.run("twine", "check", "--strict", *map(str, sorted(ROOT.glob("dist/*"))))
+    session.run("twine", "check", "--strict", *map(str, sorted(ROOT.glob("dist/*-*"))))
 
 
 @nox.session(default=False)

@@ -64,6 +64,8 @@ def next_version(root: Path, name: str, part: str) -> Version:
         version = Version(".".join(map(str, fields)))
     if version in released:
         raise ReleaseError(f"{name} {version} was released already")
+    if run(["git", "tag", "--list", f"{name}-v{version}"], root):
+        raise ReleaseError(f"the tag {name}-v{version} exists, but {RELEASES} has no such release")
     _require_ranges(root, known[name], version)
     return version
 

@@ -2,7 +2,8 @@
 
 Every package of the checkout, and the newest release of each, is installed from wheels with the siblings that
 its metadata admit: once all as old, once all as new as possible. There its short suite runs (tests
-marked ``short``; those of a release are taken from its commit). Without names: all packages.
+marked ``short``; those of a release are taken from its commit). With names: only these packages and
+those that need them.
 """
 
 from __future__ import annotations
@@ -81,10 +82,20 @@ def build_wheels(sources: Sequence[Source], wheels: Path) -> None:
 
 
 def sources_to_test(sources: Sequence[Source], names: Sequence[str]) -> list[Source]:
-    """Return the checkout's sources of the named packages, and those of their newest releases."""
+    """Return the sources of the checkout and of the newest releases.
+
+    With names, only those of the named packages and of packages that need one of them.
+    """
     newest = {source.package.name: source for source in sources if not source.in_checkout}
     chosen = [source for source in sources if source.in_checkout or source is newest[source.package.name]]
-    return [source for source in chosen if not names or source.package.name in names]
+    if not names:
+        return chosen
+    wanted = set(names)
+    return [
+        source
+        for source in chosen
+        if wanted & {source.package.name, *(need.name for need in source.package.needs())}
+    ]
 
 
 def install(source: Source, wheels: Path, resolution: str, names: Sequence[str]) -> dict[str, Version]:
@@ -140,7 +151,7 @@ def try_all(root: Path, names: Sequence[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return 1 if a pair is broken."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="packages; by default all")
+    parser.add_argument("names", nargs="*", help="packages, with those that need them; by default all")
     return bool(try_all(ROOT, parser.parse_args(arguments).names))
 
 

@@ -76,6 +76,10 @@ def write_a_strange_note(repository):
     repository.commit("a strange note")
 
 
+def leave_a_tag(repository):
+    repository.git("tag", "lower-v1.0.0")
+
+
 def exclude_it(repository):
     repository.package("upper", "1.0.0.dev0", "lower>=0.5,<1")
     repository.commit("an old range")
@@ -93,6 +97,7 @@ def need_what_nobody_has(repository):
         (detach, "no branch"),
         (leave_no_note, "no note"),
         (write_a_strange_note, r"\+new.feature.md: .* one of added"),
+        (leave_a_tag, "the tag lower-v1.0.0 exists"),
         (exclude_it, "upper needs lower.* excludes 1.0.0"),
         (need_what_nobody_has, "lower needs upper>=1, of which none was released"),
     ],

@@ -34,6 +34,17 @@ def environment(tmp_path, monkeypatch):
     monkeypatch.setattr(siblings, "UV_PIP", [*siblings.UV_PIP[:-1], str(python)])
 
 
+def test_a_named_package_is_tried_with_those_that_need_it(repository, tmp_path):
+    repository.released("upper", "1.0.0.dev0")
+    sources = siblings.gather(repository.root, tmp_path / "sources")
+    tried = {
+        name: [f"{one.package.name} {one.version}" for one in siblings.sources_to_test(sources, [name])]
+        for name in ("lower", "upper")
+    }
+    upper = ["upper 1.0.0.dev0", "upper 1.0.0.dev0+tree"]
+    assert tried == {"lower": [upper[0], "lower 1.0.0.dev0+tree", upper[1]], "upper": upper}
+
+
 @pytest.mark.usefixtures("environment")
 def test_the_ends_of_every_range_are_tried(repository, capfd):
     for version in ("1.0.0", "1.1.0", "1.2.0"):
