@@ -261,7 +261,7 @@ def demo(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
-    """Run all benchmarks, or ``-- NAME ...``: hours; ``-- --quick``: the documents' claims, ten minutes."""
+    """Run all benchmarks, or ``-- NAME ... [OPTION ...]``: hours; ``-- --quick``: ten minutes."""
     install(session, *GROUPS["demo"], *GROUPS["examples"], *GROUPS["bench"])
     env = {**ENV, "OMP_NUM_THREADS": "1"}
     if "--quick" in session.posargs:
@@ -269,8 +269,10 @@ def bench(session: nox.Session) -> None:
         session.run("python", "benchmarks/repeat_claims.py", *chosen, env=env)
         return
     scripts = {path.stem.removeprefix("bench_"): path for path in sorted(ROOT.glob("benchmarks/bench_*.py"))}
-    for name in session.posargs or scripts:
-        session.run("python", str(scripts[name]), env=env)
+    names = [name for name in session.posargs if name in scripts]
+    options = [option for option in session.posargs if option not in names]
+    for name in names or scripts:
+        session.run("python", str(scripts[name]), *options, env=env)
 
 
 @nox.session

@@ -125,8 +125,8 @@ class Benchmark:
             draw(results.found, options.output.with_suffix(".png"))
         if results.stored:
             print(f"\nwritten: {options.output}")
-        if skipped and options.parts:
-            sys.exit(1)
+        if skipped:
+            sys.exit(f"not measured here, and no longer in the file: {', '.join(skipped)}")
 
     def _everything(self, options: argparse.Namespace) -> bool:
         usual = vars(self.parser.parse_args([])) | {"output": options.output}

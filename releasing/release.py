@@ -127,7 +127,9 @@ def _write_address(root: Path, package: Package) -> None:
     text = re.sub(r"\[project\.urls\]\n(?:\S.*\n)*\n", "", file.read_text())
     if settings["repository"]:
         address = f"{settings['repository']}/tree/main/packages/{package.name}"
-        text = text.replace("[tool.", f'[project.urls]\nSource = "{address}"\n\n[tool.', 1)
+        text = re.sub(
+            r"^(?=\[tool\.)", f'[project.urls]\nSource = "{address}"\n\n', text, count=1, flags=re.MULTILINE
+        )
     file.write_text(text)
 
 

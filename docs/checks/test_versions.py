@@ -1,4 +1,4 @@
-"""The workflow and the compatibility page have the versions that the noxfile and the packages have."""
+"""Versions and names that stand in several places are the same, or differ where they must."""
 
 import re
 import sys
@@ -50,3 +50,10 @@ def test_packages_have_the_root_s_settings_of_pytest(package):
 
     root = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert settings(PROJECTS[package]) == settings(root)
+
+
+def test_names_of_test_files_are_unique():
+    """Otherwise pytest can collect all of them only one folder at a time."""
+    folders = [*ROOT.glob("packages/*/tests"), ROOT / "integration_tests"]
+    names = [path.name for folder in folders for path in folder.glob("*.py")]
+    assert sorted(names) == sorted(set(names))
