@@ -10,19 +10,15 @@ from overlap_runs import (
     backward,
     batches,
     ends,
-    make_ddp,
     on_ranks,
     paused,
     snapshot,
     start,
 )
 
-from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
     ConfigError,
-    OptimizerHookState,
     StepError,
-    hook_then_optimizer,
 )
 
 
@@ -114,21 +110,6 @@ def check_paused(how, *, overlapped):
     if handle is not None:
         handle.remove()
     optimizer.step(_closure(ddp, optimizer, third, calls))
-    return ends(ddp, optimizer), calls
-
-
-@as_ordinary()
-def check_drop_in(*, overlapped):
-    ddp = make_ddp()
-    optimizer = adamw(ddp)
-    if overlapped:
-        hook = hook_then_optimizer(allreduce_hook, OptimizerHookState(optimizer))
-        ddp.register_comm_hook(None, hook)
-    else:
-        ddp.register_comm_hook(None, allreduce_hook)
-    calls = []
-    for x in batches(3):
-        optimizer.step(_closure(ddp, optimizer, x, calls))
     return ends(ddp, optimizer), calls
 
 

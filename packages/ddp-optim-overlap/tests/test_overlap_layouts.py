@@ -1,9 +1,6 @@
-"""The memory of parameters: unusual and changed strides, shared memory; and that of models that are gone."""
+"""The memory of parameters: unusual and changed strides, and shared memory."""
 
-import gc
 import itertools
-import time
-import weakref
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from overlap_runs import (
     backward,
     batches,
     begin_overlap,
-    make_ddp,
     on_ranks,
     snapshot,
     train_on,
@@ -48,8 +44,6 @@ def _plain():
 NETS = {
     "3x3": _plain,
     "1x1": lambda: torch.nn.Sequential(Conv(4, 6, 1), Conv(6, 4, 1)),
-    "depthwise": lambda: torch.nn.Sequential(Conv(4, 4, 3, groups=4), Conv(4, 8, 3, groups=4)),
-    "of one channel": lambda: torch.nn.Sequential(Conv(4, 1, 3), Conv(1, 4, 3)),
 }
 
 
@@ -96,7 +90,7 @@ class _SomeUsed(torch.nn.Module):
 
 
 @as_ordinary(
-    *itertools.product(((2, 3), (0, 1, 2), (0, 2)), (0.0005, 1), (None, PoisonedPages)),
+    *itertools.product(((0, 2),), (0.0005, 1), (None, PoisonedPages)),
 )
 def check_unused_on_one_rank(unused, cap, memory, *, overlapped):
     """A gradient has its layout in its bucket, though this rank has no gradient that shows it."""
@@ -108,7 +102,7 @@ def check_unused_on_one_rank(unused, cap, memory, *, overlapped):
     return train_on(ddp, optimizer, _inputs(last=5))
 
 
-@as_ordinary(*itertools.product(CHANGES, (0, 1, 3), VIEWS, (None, PoisonedPages)))
+@as_ordinary(*itertools.product(CHANGES, (0, 3), (True,), (None, PoisonedPages)))
 def check_changed_afterwards(change, when, view, memory, *, overlapped):
     """Refused before anything is stepped: DDP itself would permute gradients. A new DDP model takes it."""
     torch.manual_seed(0)
@@ -154,29 +148,6 @@ def check_shared_memory():
         return train_on(ddp, optimizer, [x.flatten()[:8] for x in batches(3)])
 
     assert_ordinary(run)
-
-
-def check_models_that_are_gone():
-    """The memory of buckets is freed with the model, even if the handle is kept."""
-    ddp = make_ddp()
-    optimizer = adamw(ddp)
-    buffers = []
-
-    def hook(group, bucket):
-        buffers.append(weakref.ref(bucket.buffer()))
-        work = dist.all_reduce(bucket.buffer().div_(group.size()), group=group, async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-
-    handle = overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=dist.group.WORLD)
-    train_on(ddp, optimizer, batches(4))
-    assert all(one() is not None for one in buffers[-2:])
-    handle.wait()
-    del ddp
-    deadline = time.monotonic() + 20  # one of Gloo's threads may still hold a callback
-    while any(buffer() is not None for buffer in buffers):
-        assert time.monotonic() < deadline
-        gc.collect()
-        time.sleep(0.01)
 
 
 check = on_ranks(__name__, timeout=120, group_timeout=20)

@@ -4,7 +4,6 @@ import contextlib
 
 import pytest
 import torch
-import torch.distributed as dist
 from overlap_runs import (
     adamw,
     as_ordinary,
@@ -16,7 +15,6 @@ from overlap_runs import (
     make_ddp,
     on_ranks,
     paused,
-    snapshot,
     start,
     train_on,
 )
@@ -43,13 +41,6 @@ def check_calls_of_step(*, overlapped):
         backward(ddp, batches(1)[0])
     optimizer.step()
     return ends(ddp, optimizer), calls
-
-
-def check_a_closure_that_does_nothing():
-    ddp, optimizer, _ = start()
-    backward(ddp, batches(1)[0])
-    before = snapshot(ddp)
-    assert_same((optimizer.step(lambda: 0.5), snapshot(ddp)), (0.5, before))
 
 
 @as_ordinary()
@@ -156,44 +147,6 @@ def check_removed_before_step(*, overlapped):
             optimizer.step()
     optimizer.zero_grad()
     return train_on(ddp, optimizer, [third])  # the step that was pending is over
-
-
-@as_ordinary()
-def check_subnormal_numbers(*, overlapped):
-    """The worker treats subnormal numbers as the loop's thread does, from any step on."""
-    ddp = make_ddp()
-    with torch.no_grad():
-        for parameter in ddp.parameters():
-            parameter.mul_(1e-38)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.1)
-    if overlapped:
-        overlap_optimizer(ddp, optimizer)
-    kept = []
-    for number, x in enumerate(batches(6)):
-        torch.set_flush_denormal(number in (2, 3))
-        optimizer.zero_grad()
-        (ddp(x) * 1e-30).square().sum().backward()
-        optimizer.step()
-        torch.set_flush_denormal(False)
-        kept.append(snapshot(ddp))
-    assert any(bool(((p != 0) & (p.abs() < 1e-38)).any()) for p in kept[1])
-    return kept
-
-
-def check_default_dtype():
-    """Ranks with different default dtypes must send messages of one size, or Gloo ends the process."""
-    ddp, optimizer, handle = start()
-    for x in batches(3):
-        loss = ddp(x).square().sum()
-        torch.set_default_dtype(torch.float64 if dist.get_rank() else torch.float32)
-        try:
-            loss.backward()
-            optimizer.step()
-            handle.wait()
-        finally:
-            torch.set_default_dtype(torch.float32)
-        optimizer.zero_grad()
-    assert_same(handle.wait().number, 3)
 
 
 check = on_ranks(__name__, timeout=120)

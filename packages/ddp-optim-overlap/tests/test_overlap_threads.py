@@ -30,7 +30,6 @@ from overlap_runs import (
     start,
     train_on,
 )
-from parity_cases import ADAMW
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -47,27 +46,15 @@ from dist_utils.testing import call_in_backward, run_ranks
 from dist_utils.torch_compat import default_store
 
 
-class OnThread(torch.optim.SGD):
-    """Records the thread that steps; if told to, delays one parameter until a peer has waited."""
+class Delays(torch.optim.SGD):
+    """If told to, delays one parameter until a peer has waited."""
 
-    names = None
     late = None
 
     def step(self, closure=None):
-        if self.names is not None:
-            self.names.add(threading.current_thread().name)
         if any(parameter is self.late for group in self.param_groups for parameter in group["params"]):
             default_store().wait(["waited"])
         return super().step(closure)
-
-
-def check_who_steps():
-    ddp = make_ddp()
-    optimizer = OnThread(ddp.parameters(), lr=0.1)
-    overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
-    optimizer.names = set()  # without those of the trial
-    train_on(ddp, optimizer, batches(2))
-    assert_same(optimizer.names, {"ddp-optim-overlap"})
 
 
 def check_backward_does_not_wait_for_an_average():
@@ -159,7 +146,7 @@ def check_what_was_hidden():
 
 def check_a_slow_peer():
     ddp = make_ddp()
-    optimizer = OnThread(ddp.parameters(), lr=0.1)
+    optimizer = Delays(ddp.parameters(), lr=0.1)
     handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
     backward(ddp, batches(1)[0])
     handle.wait()
@@ -262,10 +249,6 @@ def check_overlapped_inside_backward():
     net.call = partial(overlap_optimizer, ddp, adamw(ddp))
     with pytest.raises(ConfigError, match=r"inside backward\(\)"):
         ddp(torch.ones(2, 4)).sum().backward()
-
-
-def check_check():
-    assert_same(differences(ADAMW, options={"check": True}), [])
 
 
 check = on_ranks(__name__, timeout=60, group_timeout=20)

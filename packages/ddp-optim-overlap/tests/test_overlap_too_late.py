@@ -196,11 +196,9 @@ def check_too_late():
 
 
 def check_a_few_values_changed():
-    """One bit of one gradient is a change, and so are values that only swap places, or return."""
+    """One bit of one gradient is a change, and so are values that return."""
     ways = {
         "one value": lambda gradient: gradient[7, 7:8].copy_(gradient[7, 7].nextafter(torch.tensor(9.0))),
-        "swapped": lambda gradient: gradient.copy_(gradient.flip(0)),
-        "negated": torch.Tensor.neg_,
         "there and back": lambda gradient: gradient.mul_(2).div_(2),
     }
     for view in (False, True):
