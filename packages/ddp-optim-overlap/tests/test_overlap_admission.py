@@ -1,5 +1,7 @@
 """Which optimizers are taken: torch's reviewed ones, and declared ones that pass a short trial."""
 
+import threading
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -189,6 +191,21 @@ class Prodigy(Steps):
         return gradient.sign() * group["distance"]
 
 
+class LambOfAll(Lamb):
+    """Limits the norm of all gradients first."""
+
+    def before(self):
+        torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+
+
+class LimitsGroups(Steps):
+    def before_group(self, group, gradients):
+        if gradients and group["limit"]:
+            torch._foreach_mul_(
+                gradients, (group["limit"] / torch.stack(torch._foreach_norm(gradients)).norm()).clamp(max=1)
+            )
+
+
 class Skips(Steps):
     """Steps only if a condition on all gradients holds."""
 
@@ -204,9 +221,25 @@ class SkipsNaN(Skips):
         return any(gradient.isnan().any() for gradient in gradients)
 
 
+class SkipsLargeNorm(Skips):
+    def skips(self, gradients, count):
+        return torch.nn.utils.get_total_norm(gradients) > 1e18
+
+
+class SkipsZeros(Skips):
+    def skips(self, gradients, count):
+        return not any(gradient.any() for gradient in gradients)
+
+
 class SkipsUnlessAll(Skips):
     def skips(self, gradients, count):
         return len(gradients) < count
+
+
+class SkipsGroupsWithNaN(Steps):
+    def before_group(self, group, gradients):
+        if any(gradient.isnan().any() for gradient in gradients):
+            torch._foreach_zero_(gradients)
 
 
 class CountsCalls(Steps):
@@ -236,6 +269,12 @@ class ReadsOthers(Steps):
         return gradient * len([one for one in self.everything if one.grad is not None])
 
 
+class WritesOthers(ReadsOthers):
+    def before(self):
+        for one in self.everything:
+            one.mul_(0.99)
+
+
 class MovesNothing(Steps):
     def step(self, closure=None):
         pass
@@ -260,18 +299,29 @@ class Lookahead(Steps):
         self.fast = {"all": [torch.optim.SGD(params, lr=0.1)]}
 
 
+class HasLock(Steps):
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.lock = threading.Lock()
+
+
 REFUSED = {
     Prodigy: "option 'distance'",
+    LambOfAll: "differs if parameters are stepped one by one",
     SkipsNaN: "one of them with a gradient of NaN",
+    SkipsLargeNorm: "one of them with an infinite gradient",
+    SkipsZeros: "one of them with a gradient of zeros",
     SkipsUnlessAll: "one of them without a gradient",
     CountsCalls: "attribute 'calls'",
     Draws: "draws random numbers",
     KeepsInState: "keeps a gradient itself",
     ReadsOthers: "does not step per parameter",
+    WritesOthers: "does not step per parameter",
     MovesNothing: "does not move",
     Fails: "ValueError: of parameters like these",
     Sharpness: "needs a closure",
     Lookahead: "another optimizer in its attribute 'fast'",
+    HasLock: "cannot be copied",
 }
 
 
@@ -280,6 +330,23 @@ def test_what_is_plainly_coupled_is_refused(kind):
     match = f"{kind.__name__}.*{REFUSED[kind]}.*: use the ordinary loop with the same communication hook"
     with pytest.raises(UnsupportedOptimizerError, match=f"(?s){match}"):
         declared(kind(make_parameters()))
+
+
+def test_coupling_in_one_of_many_groups_is_refused():
+    parameters = [make_parameters()[:4] for _ in range(5)]
+    groups = [{"params": some, "limit": 0.0} for some in parameters]
+    declared(LimitsGroups(groups))
+    groups[3]["limit"] = 0.1
+    for rate in (0.1, 0.0):  # at 0 nothing would be seen
+        groups[3]["lr"] = rate
+        with pytest.raises(UnsupportedOptimizerError, match="a parameter or its state differs"):
+            declared(LimitsGroups(groups))
+
+
+def test_a_gradient_that_is_not_finite_is_tried_beside_others_of_its_group():
+    parameters = make_parameters()
+    with pytest.raises(UnsupportedOptimizerError, match="with a gradient of NaN"):
+        declared(SkipsGroupsWithNaN([{"params": parameters[:1]}, {"params": parameters[1:]}]))
 
 
 class DecaysAll(Steps):

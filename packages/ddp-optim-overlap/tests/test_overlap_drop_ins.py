@@ -112,6 +112,19 @@ def check_step_left_in_the_loop(call_step, *, overlapped):
     return ends(ddp, optimizer)
 
 
+def check_pytorchs_functional():
+    """PyTorch's own functional optimizers work, too, with their deprecation warnings."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.optim.utils import as_functional_optim  # noqa: PLC0415
+
+        functional = as_functional_optim(torch.optim.AdamW, 0.01, weight_decay=0.1)
+    ddp = make_ddp()
+    _register(ddp, functional)
+    options = {"lr": 0.01, "weight_decay": 0.1, "foreach": False}
+    assert_same(_train(ddp), _ordinary(torch.optim.AdamW, options))
+
+
 def check_register_fused_optim():
     ddp = make_ddp()
     handle = register_fused_optim(ddp, torch.optim.Adam, 0.01, betas=(0.8, 0.9))

@@ -15,6 +15,7 @@ from overlap_runs import (
     make_ddp,
     on_ranks,
     paused,
+    snapshot,
     start,
     train_on,
 )
@@ -41,6 +42,13 @@ def check_calls_of_step(*, overlapped):
         backward(ddp, batches(1)[0])
     optimizer.step()
     return ends(ddp, optimizer), calls
+
+
+def check_a_closure_that_does_nothing():
+    ddp, optimizer, _ = start()
+    backward(ddp, batches(1)[0])
+    before = snapshot(ddp)
+    assert_same((optimizer.step(lambda: 0.5), snapshot(ddp)), (0.5, before))
 
 
 @as_ordinary()
@@ -147,6 +155,28 @@ def check_removed_before_step(*, overlapped):
             optimizer.step()
     optimizer.zero_grad()
     return train_on(ddp, optimizer, [third])  # the step that was pending is over
+
+
+@as_ordinary()
+def check_subnormal_numbers(*, overlapped):
+    """The worker treats subnormal numbers as the loop's thread does, from any step on."""
+    ddp = make_ddp()
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.mul_(1e-38)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.1)
+    if overlapped:
+        overlap_optimizer(ddp, optimizer)
+    kept = []
+    for number, x in enumerate(batches(6)):
+        torch.set_flush_denormal(number in (2, 3))
+        optimizer.zero_grad()
+        (ddp(x) * 1e-30).square().sum().backward()
+        optimizer.step()
+        torch.set_flush_denormal(False)
+        kept.append(snapshot(ddp))
+    assert any(bool(((p != 0) & (p.abs() < 1e-38)).any()) for p in kept[1])
+    return kept
 
 
 check = on_ranks(__name__, timeout=120)

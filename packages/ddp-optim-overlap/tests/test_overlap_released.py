@@ -32,6 +32,7 @@ from overlap_runs import (
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_compress_hooks import bf16_compress_hook
 from ddp_optim_overlap import (
     ByValue,
     ConfigError,
@@ -80,9 +81,13 @@ def check_gradients_that_are_left():
 
 OPTIONS = {
     "by value": lambda: {"clip": ByValue(0.01)},
+    "per bucket": lambda: {"clip": PerBucketNorm(0.02)},
     "previous": lambda: {"clip": PreviousStepNorm(0.02)},
     "check": lambda: {"check": True},
+    "step": lambda: {"unused": "step"},
     "fp16": lambda: {"comm_hook": fp16_compress_hook},
+    "bf16": lambda: {"comm_hook": bf16_compress_hook},
+    "a new tensor": lambda: {"comm_hook": _new_tensor},
     "two buckets late": lambda: {"comm_hook": _Late(2)},
 }
 
@@ -114,6 +119,11 @@ def check_as_with_gradients():
     for way, (memory, view) in itertools.product(("pause", "again"), BOTH_VIEWS):
         kept, released = (run(one, view=view, **{way: True}) for one in (None, memory))
         assert_same(released, kept, f"with {way}, {memory.__name__}, {view}, the value")
+
+
+def _new_tensor(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    mean = bucket.buffer() / dist.get_world_size()
+    return dist.all_reduce(mean, async_op=True).get_future().then(lambda done: done.value()[0])
 
 
 class _Late:
@@ -202,6 +212,49 @@ def check_refused_at_the_call():
     ddp.module.conv.requires_grad_(False)  # needs no step
     some = torch.optim.SGD(ddp.module.layers.parameters(), lr=0.1)
     overlap_optimizer(ddp, some, release_gradients=True)
+
+
+def check_refused_later():
+    for how in ("unowned", "static graph"):
+        ddp = make_ddp()
+        groups = [{"params": list(part.parameters())} for part in (ddp.module.conv, ddp.module.layers)]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        if how == "static graph":
+            begin_overlap(ddp, optimizer, memory=StorageMemory)
+            ddp._set_static_graph()
+        else:
+            overlap_optimizer(ddp, optimizer, release_gradients=True)
+            backward(ddp, batches(1)[0])
+            optimizer.step()
+            del optimizer.param_groups[0]
+        before = snapshot(ddp)
+        with pytest.raises(RuntimeError, match="release_gradients"):
+            backward(ddp, batches(1)[0])
+        with pytest.raises(ConfigError, match="release_gradients"):
+            optimizer.step()
+        assert_same(snapshot(ddp), before)
+
+
+def check_too_late():
+    def put_one(ddp, _):
+        next(ddp.parameters()).grad = torch.ones_like(next(ddp.parameters()))
+
+    changes = {
+        "gradients were changed": put_one,
+        "lr of parameter group 0": lambda _, optimizer: optimizer.param_groups[0].update(lr=1.0),
+        "once more": lambda _, optimizer: optimizer.step(),
+    }
+    for match, change in changes.items():
+        ddp = make_ddp()
+        optimizer = adamw(ddp)
+        overlap_optimizer(ddp, optimizer, release_gradients=True)
+        backward(ddp, batches(1)[0])
+        change(ddp, optimizer)
+        before = snapshot(ddp)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=match):
+                optimizer.step()
+        assert_same(snapshot(ddp), before)
 
 
 def check_errors():

@@ -21,10 +21,11 @@ from overlap_runs import (
     start,
     train_on,
 )
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_optim_overlap import ConfigError, OptimizerHookState, overlap_optimizer
+from ddp_optim_overlap import ConfigError, OptimizerHookState, hook_then_optimizer, overlap_optimizer
 
 
 def _wraps():
@@ -49,6 +50,21 @@ def check_one_optimizer_in_two_overlaps(*, overlapped):
             with pytest.raises(ConfigError, match=r"AdamW .*overlapped"):
                 overlap_again()
     return train_on(ddp, optimizer, batches(2))
+
+
+def check_one_hook_state_in_two_models():
+    models = _wraps()
+    optimizer = adamw(models[0])
+    state = OptimizerHookState(optimizer)
+    for ddp in models:
+        ddp.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
+
+    def train_in_turns():
+        for ddp in (*models, *models):
+            train_on(ddp, optimizer, batches(1))
+
+    with pytest.raises(RuntimeError, match=r"AdamW .*overlapped"):
+        train_in_turns()
 
 
 @as_ordinary(("removed",), ("gone",))
@@ -134,6 +150,25 @@ def check_hooks_of_all_optimizers():
         hook.remove()
 
 
+@as_ordinary()
+def check_a_compiled_end_of_the_loop(*, overlapped):
+    """An overlapped step is never compiled, and has the bits of an uncompiled step."""
+    ddp = make_ddp()
+    optimizer = adamw(ddp)
+
+    def step():
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if overlapped:
+        overlap_optimizer(ddp, optimizer)
+        step = torch.compile(step, backend="eager")
+    for x in batches(2):
+        backward(ddp, x)
+        step()
+    return ends(ddp, optimizer)
+
+
 # Loops in which not every backward pass is a step
 
 
@@ -155,6 +190,17 @@ def _sharpness_aware(ddp, optimizer, data):
     _pass(ddp, x)
     _pass(ddp, x)
     optimizer.step()
+
+
+def _takes_turns(ddp, optimizers, data):
+    for optimizer in optimizers:
+        _pass(ddp, next(data))
+        optimizer.step()
+    _pass(ddp, next(data))
+
+
+def _halves(ddp):
+    return [torch.optim.SGD(list(ddp.parameters())[part::2], lr=0.1) for part in range(2)]
 
 
 def _two_passes_in_closure(ddp, optimizer, data):
@@ -179,6 +225,7 @@ def check_left_out_steps():
     for match, loop, make in (
         ("was not called", _guard, adamw),
         ("several backward passes", _sharpness_aware, adamw),
+        ("was not called", _takes_turns, _halves),
         ("was not called", _two_passes_in_closure, adamw),
         ("in common", _other_order, _two_that_share),
     ):
