@@ -147,7 +147,7 @@ def _finite_differences(rank):
                 if rank == mover:
                     numeric[element] = (above - below) / (2 * STEP)
         error = (gradient - numeric).abs().max().item()
-        if error > TOLERANCE * max(1, numeric.abs().max().item()):
+        if not error <= TOLERANCE * max(1, numeric.abs().max().item()):  # NaN is wrong, too
             wrong[name] = error, gradient.tolist(), numeric.tolist()
     return wrong
 

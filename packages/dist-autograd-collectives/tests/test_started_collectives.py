@@ -2,14 +2,20 @@
 
 import gc
 import itertools
+import traceback
+import weakref
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import dist_autograd_collectives as dac
-from dist_utils.testing import run_ranks
+from dist_utils.testing import patience, run_ranks
 from dist_utils.torch_compat import default_store
+
+TIMEOUT = patience(2.0)
 
 
 def _order(rank):
@@ -60,6 +66,36 @@ def _dropped(rank):
 
 def test_a_dropped_handle_never_waits_and_leaves_nothing_to_the_next_call():
     assert run_ranks(_dropped, 2, timeout=30, group_timeout=20) == [[[0, 0], [1, 1]]] * 2
+
+
+def _failed(rank):
+    """A handle whose peer never comes: its error is raised again, and no handle is kept."""
+    group, gone = dist.new_group(timeout=timedelta(seconds=TIMEOUT)), []
+    dac.all_reduce(torch.ones(1), group=group)  # connects
+    if rank:
+        dist.barrier()
+        return []
+    for _ in range(2):  # the second one is dropped
+        handle = dac.start(dac.all_gather_cat, torch.ones(2), group=group)
+        gone.append(weakref.ref(handle))
+    texts, depths = [], []
+    handle = gone[0]() or handle
+    for _ in range(3):
+        with pytest.raises(dac.CollectiveError, match="all_gather_cat failed on rank 0") as caught:
+            handle.wait()
+        texts.append(str(caught.value))
+        depths.append(len(traceback.extract_tb(caught.value.__traceback__)))
+        del caught
+    assert texts[1:] == texts[:1] * 2
+    assert depths[1] == depths[2]
+    dist.barrier()
+    gc.disable()
+    del handle
+    return [one() for one in gone]
+
+
+def test_an_error_of_a_handle_is_raised_again_and_holds_nothing():
+    assert run_ranks(_failed, 2) == [[None, None], []]
 
 
 def _several(rank):

@@ -12,6 +12,7 @@ rose to 210 ms, so they are not requested.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 import zlib
@@ -36,14 +37,14 @@ class CollectiveError(RuntimeError):
 
 
 _SHORT_BYTES = 64 << 10
-"""Up to this size Gloo's sums take longer than sending every rank's tensor to where the sum is needed.
+"""Up to this size every rank's tensor is sent to where a sum is needed; larger ones go in Gloo's ring.
 
 And messages are sent before receives are posted if none of them is longer, as in
 :func:`dist_utils.start_messages`, whose tags tell lengths apart, but no shapes, dtypes and calls.
 """
 
 _FEW_RANKS = 8
-"""Up to this many ranks a small broadcast is one message to each rank; Gloo's broadcast is a tree."""
+"""Up to this many ranks a small tensor is one message to each rank; among more, rings and trees send less."""
 
 _UNFILLED = bytes.fromhex("b1c6f9a2d75e0384")
 """A receiver of a large broadcast writes this at the end of its tensor beforehand. The same on all ranks,
@@ -59,7 +60,15 @@ def begin(tensors: Tensors, linear_map: Map) -> Wait:
     if not linear_map.needs_others:
         results = local_result(inputs, linear_map)
         return lambda: results
-    return choose(inputs, linear_map)
+    wait = choose(inputs, linear_map)
+
+    def wait_for_all() -> Tensors:
+        received = wait()
+        if _abandoned:
+            _wait_for_abandoned(linear_map)
+        return received
+
+    return wait_for_all
 
 
 def choose(inputs: Tensors, linear_map: Map) -> Wait:
@@ -67,10 +76,11 @@ def choose(inputs: Tensors, linear_map: Map) -> Wait:
     x, size = inputs[0], linear_map.call.who.size
     if not (x.is_cpu and "cpu:gloo" in _backends(linear_map)):
         return native(inputs, linear_map)
-    if linear_map.kind == "broadcast" and (x.nbytes > _SHORT_BYTES or size > _FEW_RANKS):
+    is_small = x.nbytes <= _SHORT_BYTES and size <= _FEW_RANKS
+    if linear_map.kind == "broadcast" and not is_small:
         return _large_broadcast(x, linear_map)
     # Two ranks exchange as many bytes in a ring, in two rounds.
-    sums_of_gloo = size > 2 and x.nbytes > _SHORT_BYTES and x.dtype in GLOO_DTYPES
+    sums_of_gloo = size > 2 and not is_small and x.dtype in GLOO_DTYPES
     if sums_of_gloo and linear_map.kind in ("all_reduce", "reduce"):
         return native(inputs, linear_map)
     return by_messages(inputs, linear_map)
@@ -286,6 +296,16 @@ def _exchange_buffers(x: torch.Tensor, linear_map: Map) -> tuple[Sequence[torch.
 
 _abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[list[dist.Work], Any]]]
 _abandoned = weakref.WeakKeyDictionary()
+
+
+def _wait_for_abandoned(linear_map: Map) -> None:
+    """Wait for the messages of dropped handles of this group, whose errors are nobody's any more."""
+    for works, _ in _abandoned.pop(cast("dist.ProcessGroup", linear_map.call.who.group), []):
+        for work in works:
+            with contextlib.suppress(RuntimeError):
+                work.wait()
+
+
 """Messages that nobody waited for: Gloo needs their memory until they are there."""
 
 
@@ -347,10 +367,6 @@ class _Messages:
         try:
             for work in works:
                 work.wait()
-            if _abandoned:
-                for left, _ in _abandoned.pop(cast("dist.ProcessGroup", self._map.call.who.group), []):
-                    for work in left:
-                        work.wait()
         except RuntimeError as error:
             raise CollectiveError(self._explanation(error)) from error
         return self._results()

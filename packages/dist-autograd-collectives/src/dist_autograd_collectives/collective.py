@@ -23,7 +23,7 @@ from dist_autograd_collectives.calls import Call, Convention, Map, Members, Tens
 from dist_autograd_collectives.linear import Flight, linear
 from dist_autograd_collectives.transforms import is_recorded, is_traced, outside_function_transforms
 from dist_utils import AgreementError, TensorMismatchError, resolve_group
-from dist_utils.process_groups import TensorClaim, all_gather_plain, require_same_tensors
+from dist_utils.process_groups import TensorClaim, all_gather_plain, require_same_tensors, same_error
 from dist_utils.torch_compat import transformed_as
 
 P = ParamSpec("P")
@@ -218,6 +218,8 @@ def collective(function: Callable[P, T]) -> Callable[P, T]:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         check = kwargs.get("check")
+        if check is not None and not isinstance(check, bool):
+            raise TypeError(f"check must be True, False or None, got {type(check).__name__}")
         if check is None:  # the environment is read once per call
             check = os.environ.get(_VARIABLE, "") not in ("", "0")
         options: dict[str, Any] = {**kwargs, "check": check}
@@ -294,7 +296,7 @@ class Handle(Generic[T]):
                 them: the gradient of its tensors would be lost.
         """
         if self._error is not None:
-            raise self._error
+            raise same_error(self._error)
         if self._loses_gradients and torch.is_grad_enabled():
             raise RuntimeError(
                 f"{self._title} was started without gradients (in torch.no_grad, or in a checkpoint with "
@@ -305,7 +307,7 @@ class Handle(Generic[T]):
             try:
                 self._result.append(self._finished())
             except Exception as error:
-                self._error = error
+                self._error = same_error(error)  # without the frames, which hold this handle
                 raise
         return self._result[0]
 

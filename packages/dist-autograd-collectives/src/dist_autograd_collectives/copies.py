@@ -30,7 +30,7 @@ from dist_autograd_collectives.collective import (
 )
 from dist_autograd_collectives.linear import begin_plain
 from dist_autograd_collectives.reductions import zeros_after
-from dist_autograd_collectives.transforms import is_recorded, outside_function_transforms
+from dist_autograd_collectives.transforms import is_traced, outside_function_transforms
 from dist_utils import GroupLike, resolve_group
 from dist_utils.process_groups import collective_device, device_types
 
@@ -220,8 +220,8 @@ def scatter(
         group: As for :func:`all_reduce`.
         group_src: The source's rank in the group, instead of ``src``.
         like: A tensor with the shape and dtype that each rank gets. If given, it must be given on all
-            ranks; otherwise the source sends a description first (``torch.compile`` cannot trace that: there
-            every rank needs a list or ``like``).
+            ranks; otherwise the source sends a description first (not under ``torch.compile`` and
+            ``torch.func``: there every rank needs a list or ``like``).
         grad: Both conventions agree here.
         anchor: As for :func:`all_reduce`.
         check: As for :func:`all_reduce`.
@@ -244,9 +244,10 @@ def scatter(
     given = [] if tensors is None else one_for_each("tensors", tensors, who, like=like)
     terms = f" from {root}{' with like=' if like is not None else ''}"
     unread: list[Wait] = []
-    if like is None and is_recorded():  # a graph cannot depend on shapes that only another rank knows
+    # A graph cannot depend on shapes that only another rank knows, and vmap hides a part of them.
+    if like is None and is_traced():
         if not given:
-            raise ValueError("under torch.compile every rank needs a list of tensors, or like=")
+            raise ValueError("under torch.compile and torch.func every rank needs a list, or like=")
     elif like is None:
         header = _description(given[0] if who.rank == root else None, who)
         # Ranks without like= would wait for the description in vain if the source has like=.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from functools import reduce
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.distributed import ReduceOp
@@ -89,9 +89,13 @@ class Reduction(NamedTuple):
         return torch.where(anywhere, from_invalid, extremum(torch.where(anywhere, 0, stacked), 0))
 
 
-def _name(op: object) -> str:
+def _name(op: Any) -> str:
     """Return the name in torch's spelling; raises if it is no operation."""
+    if isinstance(op, ReduceOp):  # an object around one of the operations
+        op = next(kind for kind in ReduceOp.RedOpType.__members__.values() if op == kind)
     name = op.upper() if isinstance(op, str) else op.name if isinstance(op, ReduceOp.RedOpType) else ""
+    if name == "PREMUL_SUM":
+        raise TypeError("op is PREMUL_SUM: multiply the tensor by its factor, and take SUM")
     if name not in _NAMES:
         raise TypeError(f"op must be a ReduceOp or one of {', '.join(_NAMES)} as a string, got {op!r}")
     return name

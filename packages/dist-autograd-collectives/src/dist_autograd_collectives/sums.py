@@ -256,7 +256,7 @@ def copy_to_group(
         check: As for :func:`all_reduce`.
 
     Raises:
-        ValueError: This rank is not in the group, or ``grad`` is unknown. Before communication.
+        ValueError: This rank is not in the group. Before communication.
 
     Cost:
         Nothing forward; backward an all-reduce.
