@@ -89,10 +89,11 @@ class Reduction(NamedTuple):
         return torch.where(anywhere, from_invalid, extremum(torch.where(anywhere, 0, stacked), 0))
 
 
-def _name(op: Any) -> str:
+def _name(op: object) -> str:
     """Return the name in torch's spelling; raises if it is no operation."""
-    if isinstance(op, ReduceOp):  # an object around one of the operations
-        op = next(kind for kind in ReduceOp.RedOpType.__members__.values() if op == kind)
+    if isinstance(op, ReduceOp):  # an object around one of the operations, which compares as that one
+        wrapped: Any = op
+        op = next(kind for kind in ReduceOp.RedOpType.__members__.values() if wrapped == kind)
     name = op.upper() if isinstance(op, str) else op.name if isinstance(op, ReduceOp.RedOpType) else ""
     if name == "PREMUL_SUM":
         raise TypeError("op is PREMUL_SUM: multiply the tensor by its factor, and take SUM")
