@@ -91,7 +91,8 @@ class Reduction(NamedTuple):
 
 def _name(op: object) -> str:
     """Return the name in torch's spelling; raises if it is no operation."""
-    if isinstance(op, ReduceOp):  # an object around one of the operations, which compares as that one
+    # An object around one of the operations, which compares as that one. The operations are instances, too.
+    if isinstance(op, ReduceOp) and not isinstance(op, ReduceOp.RedOpType):
         wrapped: Any = op
         op = next(kind for kind in ReduceOp.RedOpType.__members__.values() if wrapped == kind)
     name = op.upper() if isinstance(op, str) else op.name if isinstance(op, ReduceOp.RedOpType) else ""
