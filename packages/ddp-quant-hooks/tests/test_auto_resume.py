@@ -1,7 +1,5 @@
 """A choice in checkpoints: a resumed run has the bits of one that continued."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,149 +28,97 @@ def _maker(seconds):
     )
 
 
-def _difference(make_state, **options):
-    """Return the choice, and the step after which a resumed run first differs from one that continues."""
-    options = {"hook": auto_hook, "bucket_cap_mb": 0.012, **options}
-    run = Run(make_state, **options)
-    before = 0
+def _choice_of_resumed(make_state):
+    """Compare a resumed run with one that continues; return the choice."""
+    options = {"hook": auto_hook, "bucket_cap_mb": 0.012}
+    run, before = Run(make_state, **options), 0
     while run.state.choice is None:
         run.step(before)
         before += 1
     run.step(before)
-    checkpoint = run.save()
-    again = resumed(checkpoint, make_state, **options)
-    loaded = again.state.choice == run.state.choice and not again.state.trying
-    after = range(before + 1, before + 5)
-    different = None if loaded else "not loaded"
-    for number in after:
+    again = resumed(run.save(), make_state, **options)
+    assert (again.state.choice, again.state.trying) == (run.state.choice, False)
+    for number in range(before + 1, before + 5):
         run.step(number)
         again.step(number)
-        if not torch.equal(run.weights(), again.weights()):
-            different = different or number - after.start
-    if not same_bits(run.state.state_dict(), again.state.state_dict()):
-        different = different or "saved"
-    choice = run.state.choice
+        assert torch.equal(run.weights(), again.weights()), number
+    assert same_bits(run.state.state_dict(), again.state.state_dict())
     run.state.close()
     again.state.close()
-    return choice, different
+    return run.state.choice.candidate
 
 
-def _resumes(rank, models):
-    return {
-        (name, kind): _difference(_maker(seconds), **options)
-        for name, seconds in CHOSEN.items()
-        for kind, options in models.items()
-        if name == "4 bits" or kind == "plain"
-    }
+def _resumes(rank):
+    del rank
+    return [_choice_of_resumed(_maker(seconds)) for seconds in CHOSEN.values()]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "models"),
-    [
-        pytest.param(2, {"plain": {}, "static graph": {"static_graph": True}}, marks=pytest.mark.exhaustive),
-        pytest.param(
-            3,
-            {"plain": {}, "unused": {"find_unused_parameters": True, "use": False}},
-            marks=pytest.mark.exhaustive,
-        ),
-        (2, {"plain": {}}),
-    ],
-)
-def test_a_resumed_choice_is_the_uninterrupted_run(world_size, models):
-    for found in run_ranks(_resumes, world_size, models, timeout=240):
-        assert {case: different for case, (_, different) in found.items() if different is not None} == {}
-        for (name, _), (choice, _) in found.items():
-            assert name == choice.candidate, choice.why
+def test_a_resumed_choice_is_the_uninterrupted_run():
+    for chosen in run_ranks(_resumes, 2, timeout=240):
+        assert chosen == list(CHOSEN)
 
 
 def _in_the_middle(rank):
-    def make():
-        return AutoState(candidates={"slow": exact(SECONDS), "fast": quantized()})
+    del rank
 
-    run = Training(make())
+    def started():
+        return Training(AutoState(candidates={"slow": exact(SECONDS), "fast": quantized()}))
+
+    run, again, fresh = started(), started(), started()
     for _ in range(9):
         run.step()
     saved = run.state.state_dict()
-    again = Training(make())
     again.state.load_state_dict(saved)
     choice, step = again.until_chosen()
-    fresh = Training(make())
-    _, fresh_step = fresh.until_chosen()
+    fresh_step = fresh.until_chosen()[1]
     # And a run with a choice that loads one without starts over, too.
     fresh.state.load_state_dict(saved)
     before = fresh.state.choice, fresh.state.trying
     fresh.steps = 0
-    _, once_more = fresh.until_chosen()
+    once_more = fresh.until_chosen()[1]
     for one in (run, again, fresh):
         one.state.close()
-    return saved["choice"], choice.candidate, step, fresh_step, before, once_more
+    return saved["choice"], choice.candidate, before, [step, fresh_step, once_more]
 
 
 def test_a_resume_in_the_middle_of_a_trial_tries_again():
-    for saved, candidate, step, fresh_step, before, once_more in run_ranks(_in_the_middle, 2, timeout=60):
-        assert saved is None
-        assert candidate == "fast"
-        assert step == fresh_step == once_more
-        assert before == (None, True)
+    for saved, candidate, before, steps in run_ranks(_in_the_middle, 2, timeout=60):
+        assert (saved, candidate, before) == (None, "fast", (None, True))
+        assert len(set(steps)) == 1, steps
 
 
 def _refusals(rank):
-    candidates = {"slow": exact(SECONDS), "fast": quantized(bits=4)}
-    training = Training(AutoState(candidates=candidates, max_error=None))
+    """Load what does not fit; then load what does on one rank only, which every rank must notice."""
+
+    def started(**candidates):
+        return Training(AutoState(candidates=candidates, max_error=None))
+
+    training = started(slow=exact(SECONDS), fast=quantized(bits=4))
     training.until_chosen()
     training.step()
     saved = training.state.state_dict()
-    fresh = Training(AutoState(candidates={"slow": exact(), "fast": quantized(bits=4)}))
-    other_options = Training(AutoState(candidates={"slow": exact(), "fast": quantized()}))
-    other_names = Training(AutoState(candidates={"slow": exact(), "other": quantized(bits=4)}))
-
-    def changed(**values):
-        return {**copy.deepcopy(saved), **values}
-
+    fresh = started(slow=exact(), fast=quantized(bits=4))
+    residuals = saved["residuals"]
     attempts = {
         "no dict": (fresh, None),
-        "other candidates": (other_names, saved),
-        "other options of a candidate": (other_options, saved),
-        "other rank": (fresh, changed(residuals={**saved["residuals"], "rank": 1 - rank})),
-        "other number of ranks": (fresh, changed(residuals={**saved["residuals"], "world_size": 3})),
-        "other version": (fresh, changed(version=0)),
-        "not whole": (fresh, changed(choice={"candidate": "fast"})),
-        "no residuals": (fresh, changed(residuals=None)),
+        "other candidates": (started(slow=exact(), other=quantized(bits=4)), saved),
+        "other options of a candidate": (started(slow=exact(), fast=quantized()), saved),
+        "other rank": (fresh, {**saved, "residuals": {**residuals, "rank": 1 - rank}}),
+        "other number of ranks": (fresh, {**saved, "residuals": {**residuals, "world_size": 3}}),
+        "other version": (fresh, {**saved, "version": 0}),
+        "not whole": (fresh, {**saved, "choice": {"candidate": "fast"}}),
     }
-    found = {}
-    for name, (model, state) in attempts.items():
-        try:
+    for model, state in attempts.values():
+        with pytest.raises((TypeError, ValueError)):
             model.state.load_state_dict(state)
-        except (TypeError, ValueError) as error:
-            found[name] = type(error).__name__, model.state.choice, model.state.trying
-    training.state.close()
-    return found
-
-
-def test_what_does_not_fit_is_refused_and_nothing_is_changed():
-    for found in run_ranks(_refusals, 2, timeout=60):
-        assert found.pop("no dict") == ("TypeError", None, True)
-        assert len(found) == 7
-        assert set(found.values()) == {("ValueError", None, True)}
-
-
-def _one_rank_has_loaded(rank):
-    training = Training(AutoState(candidates={"slow": exact(SECONDS), "fast": quantized()}))
-    training.until_chosen()
-    training.step()
-    saved = training.state.state_dict()
-    again = Training(AutoState(candidates={"slow": exact(SECONDS), "fast": quantized()}))
+        assert (model.state.choice, model.state.trying) == (None, True)
     if rank == 0:
-        again.state.load_state_dict(saved)
-    try:
-        again.step()
-    except RuntimeError as error:
-        told = str(error)
+        fresh.state.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="choice is"):
+        fresh.step()
     dist.barrier()
     training.state.close()
-    return told
 
 
-def test_ranks_of_which_some_have_loaded_a_choice_raise():
-    for told in run_ranks(_one_rank_has_loaded, 2, timeout=60):
-        assert "choice is" in told
+def test_what_does_not_fit_is_refused_and_changes_nothing():
+    run_ranks(_refusals, 2, timeout=60)

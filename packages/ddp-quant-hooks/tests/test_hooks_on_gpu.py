@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from kernel_cases import differences
 from quant_buckets import STATES, make_state, run_hook, simulate
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +16,7 @@ from ddp_quant_hooks import (
     quantization_pertensor_hook,
     quantized_allreduce_hook,
 )
-from dist_utils.testing import grad_bucket, run_ranks, same_bits
+from dist_utils.testing import grad_bucket, run_ranks
 
 pytestmark = pytest.mark.gpu
 
@@ -42,39 +43,40 @@ def _values(rank, length=300_001, dtype=torch.float32):
 
 def _bits(rank, world_size, backend):
     _start(rank, world_size, backend)
-    bucket, wrong = grad_bucket([torch.ones(3, device="cuda")]), []
+    bucket = grad_bucket([torch.ones(3, device="cuda")])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         inputs = [_values(other, dtype=dtype) for other in range(world_size)]
         for name in STATES:
             state = make_state(name)
             averaged = run_hook(state, bucket, inputs[rank].cuda())
-            if not same_bits(averaged.cpu(), simulate(state, inputs)):
-                wrong.append((name, dtype))
+            assert differences({name: averaged}, {name: simulate(state, inputs)}) == {}, dtype
             state.close()
         for hook in (quantization_pertensor_hook, quantization_perchannel_hook):
             averaged = run_hook(None, bucket, inputs[rank].cuda(), hook).cpu()
             exact = sum(values.float() for values in inputs) / world_size
-            if not (averaged.float() - exact).norm() < 0.02 * exact.norm():
-                wrong.append((hook.__name__, dtype))
-    return wrong
+            assert (averaged.float() - exact).norm() / exact.norm() < 0.02, (hook.__name__, dtype)
 
 
 @pytest.mark.parametrize(
     ("world_size", "backend"), [(2, "gloo"), (3, "gloo"), (4, "gloo"), (2, "nccl"), (3, "nccl")]
 )
 def test_averages_have_the_bits_of_the_cpu(world_size, backend):
-    assert _ranks(_bits, world_size, backend) == [[]] * world_size
+    _ranks(_bits, world_size, backend)
 
 
 def _alone(rank, world_size, backend):
     _start(rank, world_size, backend)
     bucket, values = grad_bucket([torch.ones(3, device="cuda")]), _values(0).cuda()
     before = values.clone()
-    return torch.equal(run_hook(make_state("int8"), bucket, values), before)
+    assert torch.equal(run_hook(make_state("int8"), bucket, values), before)
+    feedback = make_state("feedback both")
+    bucket.set_buffer(values)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="from step to step"):
+        quantized_allreduce_hook(feedback, bucket)
 
 
-def test_one_rank_is_the_identity():
-    assert _ranks(_alone, 1, "nccl") == [True]
+def test_one_rank_is_the_identity_and_error_feedback_is_refused_in_a_graph():
+    _ranks(_alone, 1, "nccl")
 
 
 class _Net(torch.nn.Module):
@@ -142,7 +144,7 @@ def _trains(rank, world_size, backend, mode):
                 continue
             expected = means[id(parameter)].view_as(twin[place])
             if mode != "scaler":  # it unscales in place
-                assert same_bits(gradient.cpu(), expected), (step, place)
+                assert differences({place: gradient}, {place: expected}) == {}, step
             twin[place] -= 0.1 * expected / (scale if mode == "scaler" else 1)
         optimizer.zero_grad()
     # Six steps of one multiplication and one subtraction each, in fp32.
@@ -176,14 +178,13 @@ def _does_not_wait(rank, world_size, backend):
     torch.cuda.set_sync_debug_mode("error")
     torch.cuda._sleep(10**8)
     future = quantized_allreduce_hook(state, bucket)
-    waiting = not torch.cuda.current_stream().query()
+    assert not torch.cuda.current_stream().query(), "the stream has not slept out when the hook returns"
     torch.cuda.set_sync_debug_mode("default")
     future.wait()
-    return waiting
 
 
 def test_with_nccl_the_hook_waits_for_nothing():
-    assert _ranks(_does_not_wait, 2, "nccl") == [True, True]
+    _ranks(_does_not_wait, 2, "nccl")
 
 
 def _captured(rank, world_size, backend):
@@ -204,11 +205,11 @@ def _captured(rank, world_size, backend):
     graph.replay()
     torch.cuda.synchronize()
     inputs = [_values(other) for other in range(world_size)]
-    return same_bits(static.cpu(), simulate(state, inputs))
+    assert differences({"mean": static}, {"mean": simulate(state, inputs)}) == {}
 
 
 def test_the_hook_can_be_captured_in_a_graph():
-    assert _ranks(_captured, 2, "nccl") == [True, True]
+    _ranks(_captured, 2, "nccl")
 
 
 def _feedback(rank, world_size, backend):
@@ -219,7 +220,7 @@ def _feedback(rank, world_size, backend):
     _start(rank, world_size, backend)
     on_host = dist.new_group(backend="gloo")
     bucket, state = grad_bucket([torch.ones(3, device="cuda")]), make_state("feedback both")
-    twin, equal = make_state("feedback both", on_host), []
+    twin = make_state("feedback both", on_host)
     for step in range(4):
         values = _values(10 * step + rank)
         if step == 2:
@@ -227,15 +228,15 @@ def _feedback(rank, world_size, backend):
             poisoned[5] = torch.nan
             assert run_hook(state, bucket, poisoned).isnan().any()
         averaged = run_hook(state, bucket, values.cuda())
-        equal.append(same_bits(averaged.cpu(), run_hook(twin, bucket, values)))
+        expected = run_hook(twin, bucket, values)
+        assert differences({"mean": averaged}, {"mean": expected}) == {}, step
     twin.close()
-    return equal
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_error_feedback_has_the_bits_of_the_cpu_and_forgets_failed_steps(world_size, backend):
-    assert _ranks(_feedback, world_size, backend) == [[True] * 4] * world_size
+    _ranks(_feedback, world_size, backend)
 
 
 def _plain(rank, world_size, backend):
@@ -271,16 +272,3 @@ def test_buckets_without_compression_are_complete_when_ddp_reads_them(backend):
     mean = {"small": [3.0], "fp64": [3.0], "fp16": [1.5], "allreduce": [1.5]}
     mean |= {"sparse": [0, 1]} if backend == "gloo" else {}
     assert _ranks(_plain, 2, backend) == [mean, mean]
-
-
-def _refused_in_a_graph(rank, world_size, backend):
-    _start(rank, world_size, backend)
-    bucket, state = grad_bucket([torch.ones(3, device="cuda")]), make_state("feedback both")
-    bucket.set_buffer(torch.ones(1000, device="cuda"))
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="from step to step"):
-        quantized_allreduce_hook(state, bucket)
-    return True
-
-
-def test_error_feedback_is_refused_in_a_graph():
-    assert _ranks(_refused_in_a_graph, 1, "nccl") == [True]

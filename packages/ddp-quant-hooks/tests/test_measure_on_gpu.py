@@ -22,7 +22,7 @@ def test_links_and_hooks_on_gpus():
     report, other = run_ranks(_measured, 2, 2, backend=None, timeout=180)
     assert report == other
     assert report.device == "cuda"
-    assert any("CUDA" in line for line in report.kernels.splitlines())
+    assert "CUDA" in report.kernels
     assert len(report.links) == 1
-    assert all(exchange.seconds > 0 for exchanges in report.hooks.values() for exchange in exchanges)
+    assert min(exchange.seconds for exchanges in report.hooks.values() for exchange in exchanges) > 0
     assert list(report.hooks) == ["fp32", "bf16", "8 bits", "4 bits"]

@@ -1,5 +1,6 @@
 """Plans of averages: bytes and messages are counted for up to 1,024 ranks, without communication."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -49,7 +50,7 @@ def _busiest(plans, hosts):
 
 @pytest.mark.parametrize(
     "hosts",
-    ["0011", "0101", "001122", "00111", "00001111", "0112", "0112223333", "0" * 8 + "1" * 8, "01234567" * 8],
+    ["0101", "001122", "00111", "0112223333", "0" * 8 + "1" * 8, "01234567" * 8],
 )
 @pytest.mark.parametrize("inside", ["full", "quantized"])
 def test_a_hosts_link_carries_what_it_must(hosts, inside):
@@ -66,9 +67,7 @@ def test_a_hosts_link_carries_what_it_must(hosts, inside):
     assert flat >= 0.99 * most * (1 - most / ranks) / (1 - 1 / count) * _busiest(plans, placement.hosts)
 
 
-@pytest.mark.parametrize(
-    ("hosts", "ranks"), [(2, 8), (16, 8), (17, 4), (32, 8), (64, 16), (128, 8), (256, 4)]
-)
+@pytest.mark.parametrize(("hosts", "ranks"), [(2, 8), (17, 4), (32, 8), (256, 4)])
 def test_many_hosts_average_between_hosts_in_levels(hosts, ranks):
     placement = _hosts(hosts, ranks)
     count = 1 << 22
@@ -80,39 +79,29 @@ def test_many_hosts_average_between_hosts_in_levels(hosts, ranks):
     assert sum(map(len, plans[0].own)) <= count / ranks + 128 * chunks, "only the owner of a shard rounds it"
 
 
-@pytest.mark.parametrize("hosts", ["0", "000", "0011", "00111", "0112223333", "01234567" * 3])
-@pytest.mark.parametrize("inside", ["full", "quantized", "flat"])
-@pytest.mark.parametrize("count", [1, 127, 100_001])
-def test_all_ranks_expect_what_the_others_send(hosts, inside, count):
-    placement = _placement(hosts, inside)
-    for plan in (plan_average, plan_reduce_scatter):
-        plans = _plans(placement, count, plan)
-        assert len({len(one.chunks) for one in plans}) == 1
-        for chunks in zip(*(one.chunks for one in plans), strict=True):
-            stages = [list(_stages(chunk.stage)) for chunk in chunks]
-            by_row = {}
-            for rank, found in enumerate(stages):
-                for stage in found:
-                    assert stage.ranks[stage.place] == rank
-                    alike = (
-                        stage.way,
-                        stage.lengths,
-                        stage.outgoing,
-                        stage.answers,
-                        stage.pieces,
-                        stage.copies,
-                    )
-                    by_row.setdefault((stage.tag, stage.ranks), set()).add(alike)
-            assert all(len(alike) == 1 for alike in by_row.values())
-
-
 def _stages(stage):
-    yield stage
+    """Yield what all ranks of its row must plan alike, for a stage and further ones."""
+    alike = stage.way, stage.lengths, stage.outgoing, stage.answers, stage.pieces, stage.copies
+    yield stage.tag, stage.ranks, alike
     for further in stage.further:
         yield from _stages(further)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16, 17, 18, 24, 25, 31, 32, 64, 96, 97, 256, 509, 1000, 1024])
+@pytest.mark.parametrize("hosts", ["000", "0011", "00111", "0112223333", "01234567" * 3])
+@pytest.mark.parametrize("inside", ["full", "quantized", "flat"])
+def test_all_ranks_of_a_row_expect_what_the_others_send(hosts, inside):
+    for count, plan in itertools.product((1, 127, 100_001), (plan_average, plan_reduce_scatter)):
+        planned = {}
+        for rank, own in enumerate(_plans(_placement(hosts, inside), count, plan)):
+            for number, chunk in enumerate(own.chunks):
+                for tag, ranks, alike in _stages(chunk.stage):
+                    planned.setdefault((number, tag, ranks), {})[rank] = alike
+        for (number, tag, ranks), by_rank in planned.items():
+            assert sorted(by_rank) == sorted(ranks), (count, number, tag)
+            assert len(set(by_rank.values())) == 1, (count, number, tag, by_rank)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 16, 17, 18, 24, 25, 32, 96, 97, 256, 1000, 1024])
 def test_messages_of_ranks_on_their_own_hosts_grow_no_faster_than_a_rings_and_bytes_stay(ranks):
     placement = Placement(tuple(range(ranks)), "flat")
     sizes = choose_levels(ranks, BUCKET)
@@ -150,10 +139,3 @@ def test_buckets_of_64_kib_are_averaged_exactly_and_the_first_of_ddp_never():
     assert sizes == sorted(sizes)
     assert sizes[0] > 1 << 16
     assert sizes[-1] <= 1 << 20
-
-
-def test_levels_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"product of levels \(2, 3\) is not 4, the number of ranks"):
-        plan_average(Placement((0, 1, 2, 3), "flat"), 0, 100, FORMATS, levels=(2, 3))
-    with pytest.raises(ValueError, match=r"product of levels \(4,\) is not 2, the number of hosts"):
-        plan_average(_placement("0011"), 0, 100, FORMATS, levels=(4,))

@@ -38,7 +38,7 @@ def _bytes(rank):
     return sent, counted
 
 
-@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_a_quarter_of_the_bytes_and_the_statistics_know(world_size):
     for sent, counted in run_ranks(_bytes, world_size, timeout=90):
         assert sent["int8"] <= 0.26 * sent["fp32"]
