@@ -11,6 +11,7 @@ from torch.distributed.algorithms.join import Join
 from ddp_compress_hooks import allreduce_hook
 from ddp_quant_hooks import AutoState, QuantizedAllreduceState, quantized_allreduce_hook
 from ddp_quant_hooks.auto.choice import fastest
+from ddp_quant_hooks.auto.trial import largest_of_ranks
 from dist_utils.testing import run_ranks
 
 
@@ -25,6 +26,10 @@ def _trained(candidates, *, late=0.0, **options):
 
 
 def _uniform(rank):
+    state = AutoState()
+    # Exchanges make the steps of all ranks equally long, but the slowest clock counts.
+    assert largest_of_ranks(state.worker, {"a": 1.0 + rank, "b": 2.0 - rank}) == [{"a": 2.0, "b": 2.0}]
+    state.close()
     logs = []
     handler = logging.Handler()
     handler.emit = lambda record: logs.append(record.getMessage())
