@@ -64,7 +64,6 @@ def test_every_kernel_compiles_and_keeps_everything_in_registers(architecture, s
         code = compile_program(program, architecture, logs=logs, use_cache=False)
         return program.call, code[:4], logs.getvalue()
 
-    some = islice(_every_program(), place, None, len(ARCHITECTURES))
     with ThreadPoolExecutor(2) as pool:
         for call, beginning, text in pool.map(report, programs):
             assert beginning == b"\x7fELF", call

@@ -136,6 +136,10 @@ DIFFERENT = [
     ("broadcast from 0", lambda: dac.broadcast(X, dist.get_rank(), check=True)),
     ("all_gather", lambda: _of(dac.all_reduce, dac.all_gather)(X, check=True)),
     ("which needs a gradient.* which needs no gradient", lambda: dac.broadcast(_needs(0), 0, check=True)),
+    (
+        "needs a gradient.* needs no gradient",
+        lambda: dac.scatter(_of([torch.ones(2), _needs(0)], None), 0, check=True),
+    ),
     ("rank 1 of the group sends 2 to rank 0, which expects 1", lambda: _splits(2)),
     (r"shape \(any, 2\)", lambda: dac.all_gather_cat(torch.ones(2, _of(2, 3)), sizes="auto", check=True)),
     ("a batch of 3", lambda: torch.func.vmap(checked_sum, in_dims=1)(torch.ones(3, _of(2, 3)))),

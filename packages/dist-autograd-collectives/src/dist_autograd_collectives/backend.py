@@ -60,15 +60,7 @@ def begin(tensors: Tensors, linear_map: Map) -> Wait:
     if not linear_map.needs_others:
         results = local_result(inputs, linear_map)
         return lambda: results
-    wait = choose(inputs, linear_map)
-
-    def wait_for_all() -> Tensors:
-        received = wait()
-        if _abandoned:
-            _wait_for_abandoned(linear_map)
-        return received
-
-    return wait_for_all
+    return _Running(choose(inputs, linear_map), linear_map)
 
 
 def choose(inputs: Tensors, linear_map: Map) -> Wait:
@@ -294,19 +286,33 @@ def _exchange_buffers(x: torch.Tensor, linear_map: Map) -> tuple[Sequence[torch.
     return whole.split_with_sizes(lengths), (whole,)
 
 
-_abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[tuple[list[dist.Work], Any]]]
-_abandoned = weakref.WeakKeyDictionary()
+_abandoned: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Wait]] = weakref.WeakKeyDictionary()
 
 
-def _wait_for_abandoned(linear_map: Map) -> None:
-    """Wait for the messages of dropped handles of this group, whose errors are nobody's any more."""
-    for works, _ in _abandoned.pop(cast("dist.ProcessGroup", linear_map.call.who.group), []):
-        for work in works:
-            with contextlib.suppress(RuntimeError):
-                work.wait()
+class _Running:
+    """What a map has started. If nobody waits for it, the next wait in its group does."""
 
+    __slots__ = ("_group", "_wait")
 
-"""Messages that nobody waited for: Gloo needs their memory until they are there."""
+    def __init__(self, wait: Wait, linear_map: Map) -> None:
+        self._wait: Wait | None = wait
+        self._group = linear_map.call.who.group
+
+    def __call__(self) -> Tensors:
+        """Wait; return what this rank received."""
+        wait, self._wait = self._wait, None
+        assert wait is not None
+        received = wait()
+        if _abandoned and self._group is not None:
+            for left in _abandoned.pop(self._group, []):
+                with contextlib.suppress(RuntimeError):  # nobody's error any more
+                    left()
+        return received
+
+    def __del__(self) -> None:
+        """Leave it to others; never wait, because nobody knows when this runs."""
+        if self._wait is not None and self._group is not None:
+            _abandoned.setdefault(self._group, []).append(self._wait)
 
 
 class _Messages:
@@ -370,12 +376,6 @@ class _Messages:
         except RuntimeError as error:
             raise CollectiveError(self._explanation(error)) from error
         return self._results()
-
-    def __del__(self) -> None:
-        """Keep what is still on its way; never wait, because nobody knows when this runs."""
-        group = self._map.call.who.group
-        if self._works and group is not None:
-            _abandoned.setdefault(group, []).append((self._works, (self._outgoing, self._incoming)))
 
     def _explanation(self, error: RuntimeError) -> str:
         """Describe this rank's messages, because one of another call never arrives."""

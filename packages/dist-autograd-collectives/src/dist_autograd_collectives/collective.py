@@ -69,13 +69,15 @@ def prepare(
     if uneven_dim is not None:
         forms = [(*form[:uneven_dim], -1, *form[uneven_dim + 1 :]) for form in forms]
     if check and not recorded:
-        described = [_description(*each) for each in zip(tensors, forms, strict=False)]
+        # One form stands for all tensors of a list.
+        needs = [tensor.requires_grad for tensor in tensors] if shape is None else [_any_needs(tensors)]
+        described = [_description(*each) for each in zip(tensors, forms, needs, strict=False)]
         _compare(who, TensorClaim([("", one) for one in described], f"{title}{terms}, {grad}"))
         if splits is not None:
             _compare_splits(who, *splits)
     # Symbolic shapes of a compiler have no hash.
     call = Call(title, who, grad == "replicated", 0 if recorded else hash(tuple(forms)))
-    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    differentiable = torch.is_grad_enabled() and _any_needs(tensors)
     return numbered(call, communicates=communicates, differentiable=differentiable), tensors
 
 
@@ -95,10 +97,14 @@ def _anchored(tensors: Sequence[torch.Tensor], anchor: bool) -> list[torch.Tenso
     ]
 
 
-def _description(tensor: torch.Tensor, form: Sequence[int]) -> str:
+def _any_needs(tensors: Sequence[torch.Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in tensors)
+
+
+def _description(tensor: torch.Tensor, form: Sequence[int], requires_grad: bool) -> str:
     lengths = ", ".join("any" if length < 0 else str(length) for length in form)
-    needs = "needs a gradient" if tensor.requires_grad and torch.is_grad_enabled() else "needs no gradient"
-    what = f"shape ({lengths}), {tensor.dtype} on {tensor.device.type}, which {needs}"
+    needs = "a gradient" if requires_grad and torch.is_grad_enabled() else "no gradient"
+    what = f"shape ({lengths}), {tensor.dtype} on {tensor.device.type}, which needs {needs}"
     transformed = transformed_as(tensor)
     return f"{what}, {transformed}" if transformed else what
 
