@@ -5,9 +5,20 @@ import contextlib
 import pytest
 import torch
 import torch.distributed as dist
-from overlap_runs import assert_same, backward, snapshot, train_on
+from overlap_runs import (
+    assert_same,
+    backward,
+    batches,
+    cases,
+    changed,
+    make_ddp,
+    on_ranks,
+    sgd,
+    snapshot,
+    start,
+    train_on,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook as torchs_hook
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CompressState, bf16_compress_hook, fp16_compress_hook
 from ddp_optim_overlap import (
@@ -30,128 +41,68 @@ class OwnClip(ClipPolicy):
         """Change nothing."""
 
 
-# The options of the first ranks, those of the last one, and what the message must say.
-CASES = [
-    ({"clip": ByValue(1.0)}, {"clip": ByValue(2.0)}, "clip is 'ByValue(max_value=1.0)' on {first}"),
-    ({"clip": ByValue(1.0)}, {"clip": PerBucketNorm(1.0)}, "'PerBucketNorm(max_norm=1.0)' on rank {last}"),
-    ({}, {"clip": OwnClip()}, "clip is None on {first}, 'OwnClip()' on rank {last}"),
-    (
+def _adam(ddp):
+    return torch.optim.Adam(ddp.parameters())
+
+
+# What the last rank does differently, with what the others do, and what the message must say.
+DIFFERENT = {
+    "limits": (
+        {"clip": ByValue(1.0)},
+        {"clip": ByValue(2.0)},
+        r"clip is 'ByValue\(max_value=1.0\)' on ranks 0, 1",
+    ),
+    "policies": (
+        {"clip": ByValue(1.0)},
+        {"clip": PerBucketNorm(1.0)},
+        r"'PerBucketNorm\(max_norm=1.0\)' on rank 2",
+    ),
+    "an own policy": ({}, {"clip": OwnClip()}, r"clip is None on ranks 0, 1, 'OwnClip\(\)' on rank 2"),
+    "hooks": (
         {"comm_hook": fp16_compress_hook},
         {"comm_hook": bf16_compress_hook},
-        "communication hook is 'fp16_compress_hook' on {first}, 'bf16_compress_hook' on rank {last}",
+        "hook is 'fp16_compress_hook' on ranks 0, 1, 'bf16_compress_hook' on rank 2",
     ),
-    ({"clip": PreviousStepNorm(1.0)}, {"clip": PreviousStepNorm(2.0)}, "clip is"),
-]
+    "optimizers": ({}, {}, r"\('SGD', 1\).* on ranks 0, 1.*\('Adam', 1\).* on rank 2"),
+}
 
 
-def _model(optimizer=torch.optim.SGD, **options):
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(torch.nn.Linear(20, 20), **options)
-    return ddp, optimizer(ddp.parameters(), lr=0.1)
-
-
-def _x():
-    return torch.full((1, 20), dist.get_rank() + 1.0)
-
-
-def _different(rank, last):
-    messages = []
-    for usual, other, _ in CASES:
-        ddp, optimizer = _model()
-        handle = overlap_optimizer(ddp, optimizer, **(other if rank == last else usual))
-        before = snapshot(ddp)
-        with pytest.raises(RuntimeError, match="differs between ranks"):
-            backward(ddp, _x())
-        with pytest.raises(OverlapError) as caught:
-            optimizer.step()
-        messages.append(str(caught.value))
-        assert_same(snapshot(ddp), before)
-        handle.remove()
-    ddp, optimizer = _model(torch.optim.AdamW if rank == last else torch.optim.SGD)
-    overlap_optimizer(ddp, optimizer)
-    with pytest.raises(RuntimeError, match=r"\('SGD', 1\).* on rank.*\('AdamW', 1\).* on rank"):
-        backward(ddp, _x())
-    return messages
-
-
-def test_different_overlaps_raise_on_every_rank_and_step_nothing():
-    for messages in run_ranks(_different, 3, 2, timeout=90):
-        for message, (_, _, expected) in zip(messages, CASES, strict=True):
-            assert expected.format(first="ranks 0, 1", last=2) in message
-
-
-def _goes_on(rank):
+@cases({name: (name, *rest) for name, rest in DIFFERENT.items()})
+def check_different(name, usual, other, words):
     """After remove() and a new overlap on all ranks, the model trains as in an ordinary loop."""
-    ddp, optimizer = _model()
-    handle = overlap_optimizer(ddp, optimizer, clip=ByValue(1.0) if rank else None)
-    with pytest.raises(RuntimeError, match="clip is"):
-        backward(ddp, _x())
+    last = dist.get_rank() == 2
+    make = _adam if last and name == "optimizers" else sgd
+    ddp, optimizer, handle = start(make, options=other if last else usual)
+    before = snapshot(ddp)
+    with pytest.raises(RuntimeError, match=words):
+        backward(ddp, batches(1)[0])
+    for call in (optimizer.step, handle.wait):
+        with pytest.raises(OverlapError, match=words):
+            call()
+    assert_same(changed(ddp, before), [])
     handle.remove()
     optimizer.zero_grad()
+    optimizer = sgd(ddp)
     overlap_optimizer(ddp, optimizer, clip=OwnClip())
-    assert_same(train_on(ddp, optimizer, [_x()] * 2), train_on(*_model(), [_x()] * 2))
+    plain, other, _ = start(sgd, overlapped=False)
+    backward(plain, batches(1)[0])  # now both have their final buckets, on which sums of three ranks depend
+    plain.zero_grad()
+    assert_same(train_on(ddp, optimizer, batches(2)), train_on(plain, other, batches(2)))
 
 
-def test_a_model_trains_on_after_a_difference():
-    run_ranks(_goes_on, 2)
+def check_the_kind_of_a_resumed_norm_is_no_difference():
+    """It lies on each rank's own device: it may be a tensor or a number."""
+    runs = []
+    for previous in (7.5, 7.5 if dist.get_rank() else torch.tensor(7.5)):
+        ddp, optimizer, _ = start(sgd, options={"clip": PreviousStepNorm(1.0, previous=previous)})
+        runs.append(train_on(ddp, optimizer, batches(2)))
+    assert_same(*runs)
 
 
-def _wait_and_go_on(handle, ddp, optimizer):
-    handle.wait()
-    optimizer.zero_grad()
-    backward(ddp, _x())
-
-
-def _pauses_alone(rank, unused):
-    ddp, optimizer = _model(find_unused_parameters=unused)
-    handle = overlap_optimizer(ddp, optimizer)
-    train_on(ddp, optimizer, [_x()] * 2)
-    with handle.pause() if rank == 0 else contextlib.nullcontext():
-        backward(ddp, _x())
-    with pytest.raises(RuntimeError, match="pause"):
-        _wait_and_go_on(handle, ddp, optimizer)  # no later than in the next pass
-    with pytest.raises(OverlapError, match="pause"):
-        optimizer.step()
-    handle.remove()
-    if unused:
-        return None  # DDP's own forward pass raises after such an error
-    optimizer.zero_grad()
-    for tensor in ddp.parameters():
-        dist.broadcast(tensor.detach(), 0)
-    train_on(ddp, optimizer, [_x()] * 2)
-    return snapshot(ddp)
-
-
-@pytest.mark.skipif(not GROUPS_END_WITHOUT_GIL, reason="torch 2.6 cannot end a group before its process")
-@pytest.mark.parametrize("unused", [False, True])
-def test_a_pause_on_one_rank_only_is_an_error_on_every_rank(unused):
-    assert_same(*run_ranks(_pauses_alone, 2, unused, group_timeout=patience(20.0)))
-
-
-def _one_rank_alone(rank):
-    ddp, optimizer = _model()
-    if rank == 0:
-        overlap_optimizer(ddp, optimizer)
-        with pytest.raises(RuntimeError) as caught:
-            backward(ddp, _x())
-        return str(caught.value)
-    with pytest.raises(RuntimeError):  # the average: rank 0 does not take part in it
-        backward(ddp, _x())
-    return ""
-
-
-def test_an_overlap_on_one_rank_only_is_an_error_that_says_so():
-    limit = patience(3.0)
-    message, _ = run_ranks(_one_rank_alone, 2, group_timeout=limit)
-    assert f"ranks [0] came within {limit:g} s, ranks [1] did not" in message
-
-
-def _other_ranks(rank):
-    """A hook whose state averages over different ranks than the model is refused at the call."""
-    pairs = [dist.new_group([0, 1]), dist.new_group([2])]
-    pair = pairs[rank == 2]
-    ddp = DistributedDataParallel(torch.nn.Linear(3, 3), process_group=pair)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+def check_a_hook_that_averages_over_other_ranks():
+    """Refused at the call."""
+    pair = [dist.new_group([0, 1]), dist.new_group([2])][dist.get_rank() == 2]
+    ddp, optimizer, _ = start(sgd, overlapped=False, process_group=pair)
     for hook, state in [
         (fp16_compress_hook, None),
         (torchs_hook, None),
@@ -161,9 +112,54 @@ def _other_ranks(rank):
         with pytest.raises(ConfigError, match=r"over ranks \[0, 1, 2\], but the model over ranks \["):
             overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=state)
     overlap_optimizer(ddp, optimizer, comm_hook=fp16_compress_hook, comm_state=CompressState().bind(ddp))
-    ddp(torch.full((1, 3), float(rank))).sum().backward()
-    optimizer.step()
+    train_on(ddp, optimizer, batches(1))
 
 
-def test_a_hook_that_averages_over_other_ranks_is_refused():
-    run_ranks(_other_ranks, 3)
+@cases({"all used": ({},), "unused": ({"find_unused_parameters": True},)} if GROUPS_END_WITHOUT_GIL else {})
+def check_a_pause_on_one_rank_only(options):
+    ddp, optimizer, handle = start(sgd, **options)
+    train_on(ddp, optimizer, batches(2))
+    with handle.pause() if dist.get_rank() == 0 else contextlib.nullcontext():
+        backward(ddp, batches(1)[0])
+
+    def wait_and_go_on():
+        handle.wait()
+        optimizer.zero_grad()
+        backward(ddp, batches(1)[0])  # no later than in the next pass
+
+    with pytest.raises(RuntimeError, match="pause"):
+        wait_and_go_on()
+    with pytest.raises(OverlapError, match="pause"):
+        optimizer.step()
+    handle.remove()
+    if not options:  # else DDP's own forward pass raises after such an error
+        optimizer.zero_grad()
+        for tensor in ddp.parameters():
+            dist.broadcast(tensor.detach(), 0)
+        train_on(ddp, optimizer, batches(2))
+        for tensor in snapshot(ddp):
+            first = tensor.clone()
+            dist.broadcast(first, 0)
+            assert_same(tensor, first)
+
+
+check = on_ranks(__name__, 3, timeout=120, group_timeout=40)
+
+
+def test_differences_raise_on_every_rank_and_step_nothing(check):
+    check()
+
+
+def _one_rank_alone(rank):
+    ddp = make_ddp()
+    if rank == 0:
+        overlap_optimizer(ddp, sgd(ddp))
+    with pytest.raises(RuntimeError) as caught:  # on rank 1 the average: rank 0 does not take part in it
+        backward(ddp, batches(1)[0])
+    return str(caught.value)
+
+
+def test_an_overlap_on_one_rank_only_is_an_error_that_says_so():
+    limit = patience(2.0)
+    message, _ = run_ranks(_one_rank_alone, 2, group_timeout=limit)
+    assert f"ranks [0] came within {limit:g} s, ranks [1] did not" in message

@@ -1,7 +1,5 @@
-"""The functions with PyTorch's names, on CPUs: the bits of the ordinary loop."""
+"""The functions with PyTorch's names: the bits of the ordinary loop."""
 
-import copy
-import functools
 import io
 import warnings
 import weakref
@@ -10,19 +8,24 @@ import pytest
 import torch
 import torch.distributed as dist
 from overlap_runs import (
-    OPTIMIZERS,
+    EVERY,
     Net,
     as_ordinary,
     assert_same,
     backward,
     batches,
+    cases,
     changed,
     ends,
+    gradients,
     make_ddp,
     on_ranks,
+    sgd,
     snapshot,
+    start,
+    train_on,
 )
-from torch.nn.parallel import DistributedDataParallel
+from parity_cases import OPTIMIZERS
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
@@ -35,7 +38,6 @@ from ddp_optim_overlap import (
     declare_steps_per_parameter,
     get_in_backward_optimizers,
     hook_then_optimizer,
-    overlap_optimizer,
     register_fused_optim,
 )
 
@@ -51,135 +53,156 @@ class FunctionalSGD:
             param.add_(grad, alpha=-self.lr)
 
 
-def _train(ddp, optimizer=None, steps=3):
-    for x in batches(steps):
-        ddp.zero_grad()
-        backward(ddp, x)
-        if optimizer is not None:
-            optimizer.step()
-    return snapshot(ddp)
+@declare_steps_per_parameter
+class Declared(torch.optim.SGD):
+    """An optimizer that this package does not know."""
 
 
-def _ordinary(make, options):
-    ddp = make_ddp()
-    return _train(ddp, make(ddp.parameters(), **options))
-
-
-def _register(ddp, optimizer, *params, state=None):
+def _hook(ddp, optimizer, *params, state=None):
     hook_state = OptimizerHookState(optimizer, *params)
     ddp.register_comm_hook(state, hook_then_optimizer(allreduce_hook, hook_state))
     return hook_state
 
 
-def check_hook_then_optimizer():
-    for view in (False, True):
-        ddp = make_ddp(gradient_as_bucket_view=view)
-        _register(ddp, FunctionalSGD(0.1))
-        assert_same(_train(ddp), _ordinary(torch.optim.SGD, {"lr": 0.1}))
-        with pytest.raises(DoubleBackwardError):
-            backward(ddp, batches(1)[0])
-    for name in ("AdamW", "NAdam", "Adafactor"):
-        make, options = OPTIMIZERS[name]
-        ddp = make_ddp()
-        _register(ddp, make(ddp.parameters(), **options), state=dist.group.WORLD)
-        assert_same(_train(ddp), _ordinary(make, options))
-    ddp = make_ddp()
-    chosen = list(ddp.module.layers.parameters())
-    before = snapshot(ddp)
-    assert _register(ddp, FunctionalSGD(0.1), chosen).params_to_optimize == set(chosen)
-    _train(ddp)
-    assert_same(changed(ddp, before), list(range(2, 10)))
-    embeddings = torch.nn.Sequential(*[torch.nn.Embedding(10, 4, sparse=True) for _ in range(2)])
-    OptimizerHookState(torch.optim.SparseAdam(embeddings.parameters()))
+def _functional_of_pytorch(ddp):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are deprecated
+        from torch.distributed.optim.utils import as_functional_optim  # noqa: PLC0415
+
+        return as_functional_optim(torch.optim.AdamW, 0.01, weight_decay=0.1)
 
 
-@as_ordinary((True,), (False,))
+def _in_backward(ddp, kind, options):
+    apply_optimizer_in_backward(kind, ddp.module.parameters(), options)
+
+
+def _hook_in_backward(ddp, state):
+    _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
+    ddp.register_comm_hook(state, apply_optim_in_backward_hook(False))
+
+
+def _of(name):
+    kind, options = OPTIMIZERS[name]
+    return lambda ddp: kind(ddp.parameters(), **options)
+
+
+ADAMW_LOOP = {"lr": 0.01, "weight_decay": 0.1, "foreach": False}
+WAYS = {
+    "hook_then_optimizer": (lambda ddp: _hook(ddp, FunctionalSGD(0.1)), sgd),
+    "PyTorch's functional": (
+        lambda ddp: _hook(ddp, _functional_of_pytorch(ddp)),
+        lambda ddp: torch.optim.AdamW(ddp.parameters(), **ADAMW_LOOP),
+    ),
+    "hook_then_optimizer, NAdam": (
+        lambda ddp: _hook(ddp, _of("NAdam")(ddp), state=dist.group.WORLD),
+        _of("NAdam"),
+    ),
+    "hook_then_optimizer, declared": (lambda ddp: _hook(ddp, Declared(ddp.parameters(), lr=0.1)), sgd),
+    "register_fused_optim": (
+        lambda ddp: register_fused_optim(ddp, torch.optim.Adam, 0.01, betas=(0.8, 0.9)),
+        lambda ddp: torch.optim.Adam(ddp.parameters(), lr=0.01, betas=(0.8, 0.9)),
+    ),
+    "register_fused_optim, declared": (lambda ddp: register_fused_optim(ddp, Declared, 0.1), sgd),
+    "in backward": (lambda ddp: _in_backward(ddp, *OPTIMIZERS["SGD momentum"]), _of("SGD momentum")),
+    "in backward, Adadelta": (lambda ddp: _in_backward(ddp, *OPTIMIZERS["Adadelta"]), _of("Adadelta")),
+    "in backward, declared": (lambda ddp: _in_backward(ddp, Declared, {"lr": 0.1}), sgd),
+    "hook in backward": (lambda ddp: _hook_in_backward(ddp, None), sgd),
+    "hook in backward, group": (lambda ddp: _hook_in_backward(ddp, dist.group.WORLD), sgd),
+    "hook in backward, model": (lambda ddp: _hook_in_backward(ddp, weakref.ref(ddp)), sgd),
+}
+
+
+@cases({name: (*ways, bool(place % 2)) for place, (name, ways) in enumerate(WAYS.items())})
+def check_bits(step_inside, make, view):
+    ddp = make_ddp(gradient_as_bucket_view=view)
+    step_inside(ddp)
+    for x in batches(3):
+        ddp.zero_grad()
+        backward(ddp, x)
+    other, optimizer, _ = start(make, overlapped=False)
+    train_on(other, optimizer, batches(3))
+    assert_same(snapshot(ddp), snapshot(other))
+
+
+@cases({"step() is called": (True,), "not": (False,)})
+@as_ordinary
 def check_step_left_in_the_loop(call_step, *, overlapped):
-    """It finds nothing left to do, and a scheduler does not warn without it."""
+    """It finds nothing left to do, also with a closure, and a scheduler does not warn without it."""
     ddp = make_ddp()
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    optimizer = sgd(ddp)
     if overlapped:
-        _register(ddp, optimizer)
+        _hook(ddp, optimizer)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         for x in batches(3):
             optimizer.zero_grad()
-            backward(ddp, x)
-            if call_step or not overlapped:
-                optimizer.step()
+            if call_step:
+                optimizer.step(lambda x=x: backward(ddp, x))
+            else:
+                backward(ddp, x)
+                if not overlapped:
+                    optimizer.step()
             scheduler.step()
     return ends(ddp, optimizer)
 
 
-def check_pytorchs_functional():
-    """PyTorch's own functional optimizers work, too, with their deprecation warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed.optim.utils import as_functional_optim  # noqa: PLC0415
-
-        functional = as_functional_optim(torch.optim.AdamW, 0.01, weight_decay=0.1)
+def check_a_second_pass():
     ddp = make_ddp()
-    _register(ddp, functional)
-    options = {"lr": 0.01, "weight_decay": 0.1, "foreach": False}
-    assert_same(_train(ddp), _ordinary(torch.optim.AdamW, options))
+    _hook(ddp, FunctionalSGD(0.1))
+    backward(ddp, batches(1)[0])
+    with pytest.raises(DoubleBackwardError):
+        backward(ddp, batches(1)[0])
 
 
-def check_register_fused_optim():
-    ddp = make_ddp()
-    handle = register_fused_optim(ddp, torch.optim.Adam, 0.01, betas=(0.8, 0.9))
-    assert_same(_train(ddp), _ordinary(torch.optim.Adam, {"lr": 0.01, "betas": (0.8, 0.9)}))
-    assert isinstance(handle.optimizers[0], torch.optim.Adam)
+@cases(
+    {
+        "hook": (lambda ddp: _hook(ddp, FunctionalSGD(0.1), list(ddp.module.conv.parameters())), [0, 1]),
+        "fused": (
+            lambda ddp: register_fused_optim(
+                ddp, torch.optim.SGD, 0.1, optim_params=ddp.module.conv.parameters()
+            ),
+            [0, 1],
+        ),
+    }
+)
+def check_some_parameters(step_inside, moved):
     ddp = make_ddp()
     before = snapshot(ddp)
-    register_fused_optim(ddp, torch.optim.SGD, 0.1, optim_params=ddp.module.conv.parameters())
-    _train(ddp)
-    assert_same(changed(ddp, before), [0, 1])
+    step_inside(ddp)
+    backward(ddp, batches(1)[0])
+    assert_same(changed(ddp, before), moved)
 
 
-@declare_steps_per_parameter
-class Own(torch.optim.SGD):
-    """An optimizer that this package does not know."""
+def check_what_is_returned():
+    ddp = make_ddp()
+    handle = register_fused_optim(ddp, torch.optim.Adam, 0.01)
+    assert_same([type(one) for one in handle.optimizers], [torch.optim.Adam])
+    ddp = make_ddp()
+    _in_backward(ddp, torch.optim.SGD, {"lr": 0.1})
+    assert_same([type(one) for one in get_in_backward_optimizers(ddp)], [torch.optim.SGD] * 10)
+    backward(ddp, batches(1)[0])
+    assert_same(gradients(ddp), [None] * 10)
 
 
-def check_declared_class():
-    for step_inside in (
-        lambda ddp: register_fused_optim(ddp, Own, 0.1),
-        lambda ddp: apply_optimizer_in_backward(Own, ddp.module.parameters(), {"lr": 0.1}),
-        lambda ddp: _register(ddp, Own(ddp.parameters(), lr=0.1)),
-    ):
-        ddp = make_ddp()
-        step_inside(ddp)
-        assert_same(_train(ddp), _ordinary(torch.optim.SGD, {"lr": 0.1}))
+def check_unused_is_moved_by_hook_then_optimizer():
+    """As in PyTorch, a parameter that no rank has used is stepped with a zero gradient."""
+    ddp = make_ddp(find_unused_parameters=True)
+    ddp.module.skipped = (1,)
+    _hook(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.5))
+    before = ddp.module.layers[1].weight.detach().clone()
+    backward(ddp, batches(1)[0])
+    assert_same(ddp.module.layers[1].weight.detach(), before.add(before * 0.5, alpha=-0.1))
 
 
-def check_in_backward():
-    for name in ("SGD momentum", "AdamW", "Adadelta"):
-        make, options = OPTIMIZERS[name]
-        for view in (False, True):
-            net = Net()
-            apply_optimizer_in_backward(make, net.parameters(), options)
-            ddp = DistributedDataParallel(net, bucket_cap_mb=0.002, gradient_as_bucket_view=view)
-            assert len(get_in_backward_optimizers(ddp)) == 10
-            assert_same(_train(ddp), _ordinary(make, options))
-            assert all(parameter.grad is None for parameter in net.parameters())
-    for state in (None, dist.group.WORLD, weakref.ref):
-        net = Net()
-        apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-        ddp = DistributedDataParallel(net, bucket_cap_mb=0.002)
-        ddp.register_comm_hook(
-            weakref.ref(ddp) if state is weakref.ref else state, apply_optim_in_backward_hook(False)
-        )
-        assert_same(_train(ddp), _ordinary(torch.optim.SGD, {"lr": 0.1}))
-
-
-@as_ordinary((False,), (True,))
+@cases({"no_sync": (True,), "each pass": (False,)})
+@as_ordinary
 def check_in_backward_unused(accumulates, *, overlapped):
     ddp = make_ddp(find_unused_parameters=True)
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
     optimizer = torch.optim.SGD(ddp.parameters(), **options)
     if overlapped:
-        apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), options)
+        _in_backward(ddp, torch.optim.SGD, options)
     for step, (first, second) in enumerate(zip(batches(4), batches(4, seed=1), strict=True)):
         ddp.module.skipped = (1,) if step == 2 else ()
         if accumulates:
@@ -192,53 +215,48 @@ def check_in_backward_unused(accumulates, *, overlapped):
     return snapshot(ddp)
 
 
-def check_in_backward_wrapped_again():
-    net, ordinary = Net(), Net()
-    apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    optimizer = torch.optim.SGD(ordinary.parameters(), lr=0.1)
+@as_ordinary
+def check_in_backward_wrapped_again(*, overlapped):
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if overlapped:
+        apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
     for _ in range(2):
-        ours = _train(DistributedDataParallel(net, bucket_cap_mb=0.002))
-        theirs = _train(DistributedDataParallel(ordinary, bucket_cap_mb=0.002), optimizer)
-        assert_same(ours, theirs)
+        ddp = make_ddp(net)
+        for x in batches(2):
+            backward(ddp, x)
+            if not overlapped:
+                optimizer.step()
+            ddp.zero_grad()
     torch.save(net, io.BytesIO())
+    return snapshot(net)
 
 
-def check_copies():
-    """A copy of an overlapped model averages, and can be overlapped itself."""
-    ddp = make_ddp()
-    overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
-    _train(ddp)
-    torch.save(ddp, io.BytesIO())
-    one, other = copy.deepcopy(ddp), copy.deepcopy(ddp)
-    before = snapshot(one)
-    assert_same(_train(one), before)
-    overlap_optimizer(one, torch.optim.SGD(one.parameters(), lr=0.1))
-    assert_same(_train(one), _train(other, torch.optim.SGD(other.parameters(), lr=0.1)))
-    with pytest.raises(ConfigError, match="remove"):
-        overlap_optimizer(one, torch.optim.SGD(one.parameters(), lr=0.1))
-
-
-def check_in_backward_refuses():
+def check_refused():
     net = Net()
     with pytest.raises(UnsupportedOptimizerError, match="LBFGS"):
-        apply_optimizer_in_backward(torch.optim.LBFGS, copy.deepcopy(net).parameters(), {})
+        apply_optimizer_in_backward(torch.optim.LBFGS, net.parameters(), {})
+    assert_same(get_in_backward_optimizers(net), [])
     apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    ddp = DistributedDataParallel(net)
+    ddp = make_ddp(net)
     ddp.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ConfigError, match="overlap_optimizer"):
         ddp(batches(1)[0])
-    ddp = DistributedDataParallel(net)
-    partial = functools.partial(allreduce_hook)
-    partial.__name__ = partial.__qualname__ = "optimizers_in_backward_hook"  # still another hook
-    ddp.register_comm_hook(None, partial)
-    with pytest.raises(ConfigError, match="overlap_optimizer"):
-        ddp(batches(1)[0])
+    net = Net()
+    state = OptimizerHookState(sgd(net))  # of one model only
+    models = [make_ddp(net) for _ in range(2)]
+    for model in models:
+        model.register_comm_hook(None, hook_then_optimizer(allreduce_hook, state))
+    backward(models[0], batches(1)[0])
+    net.zero_grad()
+    with pytest.raises(RuntimeError, match=r"SGD .*overlapped"):
+        backward(models[1], batches(1)[0])
 
 
 check = on_ranks(__name__, timeout=120)
 
 
-def test_the_bits_of_the_ordinary_loop(check):
+def test_drop_ins(check):
     check()
 
 
@@ -248,18 +266,16 @@ def test_outside_of_ddp_each_backward_steps():
     optimizer = torch.optim.AdamW(nets[1].parameters(), lr=0.01)
     for x in batches(3, rank=0):
         backward(nets[0], x)
-        assert all(parameter.grad is None for parameter in nets[0].parameters())
-        optimizer.zero_grad()
-        backward(nets[1], x)
-        optimizer.step()
+        assert_same(gradients(nets[0]), [None] * 10)
+        train_on(nets[1], optimizer, [x])
     assert_same(*map(snapshot, nets))
     without = Net()
     apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, False)
     backward(without, batches(1, rank=0)[0])
-    assert_same(snapshot(without), snapshot(Net()))
+    assert_same(changed(without, snapshot(Net())), [])
     apply_optimizer_in_backward(torch.optim.SGD, without.parameters(), {"lr": 0.1}, True)  # now with a hook
     backward(without, batches(1, rank=0)[0])
-    assert len(changed(without, snapshot(Net()))) == 10
+    assert_same(changed(without, snapshot(Net())), EVERY)
 
 
 def test_a_non_optimizer_is_refused():

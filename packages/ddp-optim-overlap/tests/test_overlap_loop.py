@@ -1,16 +1,24 @@
-"""What the training loop may do around an overlapped step, and what is reported to it."""
+"""What a loop may do around an overlapped step: each backward pass steps once, with the same bits."""
 
 import contextlib
+import copy
+import gc
+import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from overlap_runs import (
+    EVERY,
+    Net,
     adamw,
     as_ordinary,
     assert_same,
     assert_stepped,
     backward,
     batches,
+    cases,
+    changed,
     ends,
     make_ddp,
     on_ranks,
@@ -19,11 +27,14 @@ from overlap_runs import (
     start,
     train_on,
 )
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ddp_optim_overlap import ConfigError, overlap_optimizer
+from ddp_optim_overlap import ByValue, ConfigError, StepError, overlap_optimizer
+
+# Calls of step()
 
 
-@as_ordinary()
+@as_ordinary
 def check_calls_of_step(*, overlapped):
     """A second call after the overlapped step is an ordinary step, as is one without a backward pass."""
     ddp = make_ddp()
@@ -44,14 +55,7 @@ def check_calls_of_step(*, overlapped):
     return ends(ddp, optimizer), calls
 
 
-def check_a_closure_that_does_nothing():
-    ddp, optimizer, _ = start()
-    backward(ddp, batches(1)[0])
-    before = snapshot(ddp)
-    assert_same((optimizer.step(lambda: 0.5), snapshot(ddp)), (0.5, before))
-
-
-@as_ordinary()
+@as_ordinary
 def check_pause_and_remove(*, overlapped):
     ddp, optimizer, handle = start(overlapped=overlapped)
     first, second, third, fourth, fifth = batches(5)
@@ -60,7 +64,6 @@ def check_pause_and_remove(*, overlapped):
         backward(ddp, second)  # averages twice, steps once
     train_on(ddp, optimizer, [third])
     if handle is not None:
-        handle.wait()
         handle.remove()
         handle.remove()
         with pytest.raises(ConfigError, match="removed"), handle.pause():
@@ -74,55 +77,206 @@ def check_pause_and_remove(*, overlapped):
     return ends(ddp, optimizer)
 
 
-@as_ordinary(("pause", True), ("no_sync", True), ("autograd.grad", True), ("pause", False))
-def check_ordinary_steps(how, before, *, overlapped):
-    """Behind a loop without step(); torch.autograd.grad is not a backward pass."""
+@cases({how: (how,) for how in ("pause", "no_sync", "autograd.grad")})
+@as_ordinary
+def check_ordinary_steps(how, *, overlapped):
+    """After a loop without step(); torch.autograd.grad is not a backward pass."""
     ddp, optimizer, handle = start(overlapped=overlapped)
     first, second = batches(2)
-    if before:
-        backward(ddp, first)
-        if not overlapped:
-            optimizer.step()
-        if how == "autograd.grad":
-            torch.autograd.grad(ddp.module(first).sum(), list(ddp.module.parameters()))
-        optimizer.zero_grad()
+    backward(ddp, first)
+    if not overlapped:
+        optimizer.step()
+    if how == "autograd.grad":
+        torch.autograd.grad(ddp.module(first).sum(), list(ddp.module.parameters()))
+    optimizer.zero_grad()
     with ddp.no_sync() if how == "no_sync" else paused(handle):
         backward(ddp, second)
         optimizer.step()
     return ends(ddp, optimizer)
 
 
-def check_reports():
-    ddp, optimizer, handle = start()
-    assert handle.optimizers == (optimizer,)
-    reports = []
-    for x in batches(3):
-        backward(ddp, x)
-        reports.append(handle.wait(timeout=30))
+@as_ordinary
+def check_removed_before_step(*, overlapped):
+    ddp = make_ddp()
+    optimizer = adamw(ddp)
+    first, second, third = batches(3)
+    with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext():
+        backward(ddp, first)
+    optimizer.step()
+    optimizer.zero_grad()
+    with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext():
+        backward(ddp, second)
+        if not overlapped:
+            optimizer.step()
+    optimizer.zero_grad()
+    return train_on(ddp, optimizer, [third])  # the step that was pending is over
+
+
+@as_ordinary
+def check_hooks_of_all_optimizers(*, overlapped):
+    """A post-hook of all optimizers runs once a pass, in the loop's step()."""
+
+    @torch.no_grad()
+    def shrink(optimizer, *_):
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.mul_(0.9)
+
+    ddp, optimizer, _ = start(overlapped=overlapped)
+    hook = register_optimizer_step_post_hook(shrink)
+    try:
+        return train_on(ddp, optimizer, batches(3))
+    finally:
+        hook.remove()
+
+
+@as_ordinary
+def check_a_compiled_end_of_the_loop(*, overlapped):
+    """An overlapped step is never compiled, and has the bits of an uncompiled step."""
+    ddp, optimizer, _ = start(overlapped=overlapped)
+
+    def step():
+        optimizer.step()
         optimizer.zero_grad()
-    assert_same([report.number for report in reports], [1, 2, 3])
-    last = assert_stepped(handle)
-    assert last.buckets > 1, last
-    assert 0 <= last.seconds_hidden <= last.seconds < 30, last
+
+    if overlapped:
+        step = torch.compile(step, backend="eager")
+    for x in batches(2):
+        backward(ddp, x)
+        step()
+    return ends(ddp, optimizer)
 
 
-@as_ordinary()
+# Closures
+
+
+def _closure(ddp, optimizer, x, calls):
+    """Return a trainer's closure."""
+
+    def closure():
+        assert torch.is_grad_enabled()
+        calls.append(1)
+        loss = ddp(x).square().sum()
+        optimizer.zero_grad()
+        loss.backward()
+        return loss.detach()
+
+    return closure
+
+
+def _momentum(ddp):
+    return torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
+
+
+@cases(
+    {
+        "positional": (adamw, "", {}),
+        "by name": (_momentum, "closure", {"gradient_as_bucket_view": True}),
+        "unused": (adamw, "", {"find_unused_parameters": True}),
+    }
+)
+@as_ordinary
+def check_closure(make, name, options, *, overlapped):
+    """Train as a trainer with automatic optimization does, with a scheduler."""
+    ddp, optimizer, _ = start(make, overlapped=overlapped, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    losses, calls = [], []
+    for x in batches(5):
+        closure = _closure(ddp, optimizer, x, calls)
+        losses.append(optimizer.step(**{name: closure}) if name else optimizer.step(closure))
+        scheduler.step()
+    return ends(ddp, optimizer), losses, len(calls)
+
+
+@as_ordinary
+def check_closure_after_accumulation(*, overlapped):
+    """Other passes accumulate before the closure's."""
+    ddp, optimizer, _ = start(overlapped=overlapped)
+    calls, data = [], iter(batches(6))
+
+    def closure():
+        calls.append(1)
+        backward(ddp, next(data))
+
+    for _ in range(2):
+        for _ in range(2):
+            with ddp.no_sync():
+                backward(ddp, next(data))
+        optimizer.step(closure)
+        optimizer.zero_grad()
+    return ends(ddp, optimizer), len(calls)
+
+
+@as_ordinary
+def check_closure_that_does_nothing(*, overlapped):
+    """Manual backward(), and a step with an empty closure, as trainers call it."""
+    ddp, optimizer, _ = start(overlapped=overlapped)
+    given = []
+    for x in batches(3):
+        optimizer.zero_grad()
+        backward(ddp, x)
+        given += [optimizer.step(lambda: None), optimizer.step(lambda: 2.0)]  # the second one steps
+    return ends(ddp, optimizer), given
+
+
+@cases({how: (how,) for how in ("pause", "no_sync")})
+@as_ordinary
+def check_closure_of_an_ordinary_step(how, *, overlapped):
+    """Under pause(), after remove() and in no_sync() the closure runs once and the step is ordinary."""
+    ddp, optimizer, handle = start(overlapped=overlapped)
+    calls = []
+    first, second, third = batches(3)
+    optimizer.step(_closure(ddp, optimizer, first, calls))
+    with ddp.no_sync() if how == "no_sync" else paused(handle):
+        optimizer.step(_closure(ddp, optimizer, second, calls))
+    if handle is not None:
+        handle.remove()
+    optimizer.step(_closure(ddp, optimizer, third, calls))
+    return ends(ddp, optimizer), calls
+
+
+def check_closure_that_fails():
+    """An error of the closure itself is raised; an error of its backward pass keeps its type."""
+    ddp, optimizer, _ = start()
+    before = snapshot(ddp)
+
+    def raises():
+        raise RuntimeError("of the loop")
+
+    with pytest.raises(RuntimeError, match="of the loop"):
+        optimizer.step(raises)
+    assert_same(snapshot(ddp), before)
+    calls = []
+    optimizer.step(_closure(ddp, optimizer, batches(1)[0], calls))
+    optimizer.param_groups[0]["betas"] = None
+    with pytest.raises(StepError, match="NoneType"):
+        optimizer.step(_closure(ddp, optimizer, batches(1)[0], calls))
+    dist.barrier()
+    assert_same(calls, [1, 1])
+
+
+# Parameters that come, go, rest or are unused
+
+
+@as_ordinary
 def check_added_group(*, overlapped):
-    """Layers that are unfrozen and added during training."""
+    """Layers that are unfrozen and added during training, and parameters that change their groups."""
     ddp = make_ddp(find_unused_parameters=True)
     layers = ddp.module.layers
     optimizer = torch.optim.AdamW([*ddp.module.conv.parameters(), *layers[:3].parameters()], lr=0.01)
     if overlapped:
         overlap_optimizer(ddp, optimizer)
-    for step, x in enumerate(batches(4)):
+    for step, x in enumerate(batches(5)):
         if step == 2:
             optimizer.add_param_group({"params": list(layers[3].parameters()), "lr": 0.1})
+        if step == 4:
+            one, other = optimizer.param_groups
+            one["params"], other["params"] = other["params"], one["params"]
         train_on(ddp, optimizer, [x])
         ddp.zero_grad()
     return ends(ddp, optimizer)
 
 
-@as_ordinary()
+@as_ordinary
 def check_frozen_layers(*, overlapped):
     """A layer that is frozen at first, and one that is used only by torch.autograd.grad."""
     ddp = make_ddp(find_unused_parameters=True)
@@ -140,46 +294,152 @@ def check_frozen_layers(*, overlapped):
     return ends(ddp, optimizer)
 
 
-@as_ordinary()
-def check_removed_before_step(*, overlapped):
-    ddp = make_ddp()
+@as_ordinary
+def check_begun_while_gradients_accumulate(*, overlapped):
+    """The layer that is unused in the averaging pass got its gradient before the overlap began."""
+    ddp = make_ddp(find_unused_parameters=True)
     optimizer = adamw(ddp)
-    first, second, third = batches(3)
-    with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext():
+    first, second = batches(2)
+    with ddp.no_sync():
         backward(ddp, first)
-    optimizer.step()
-    optimizer.zero_grad()
-    with overlap_optimizer(ddp, optimizer) if overlapped else contextlib.nullcontext():
-        backward(ddp, second)
-        if not overlapped:
-            optimizer.step()
-    optimizer.zero_grad()
-    return train_on(ddp, optimizer, [third])  # the step that was pending is over
-
-
-@as_ordinary()
-def check_subnormal_numbers(*, overlapped):
-    """The worker treats subnormal numbers as the loop's thread does, from any step on."""
-    ddp = make_ddp()
-    with torch.no_grad():
-        for parameter in ddp.parameters():
-            parameter.mul_(1e-38)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, weight_decay=0.1)
     if overlapped:
         overlap_optimizer(ddp, optimizer)
-    kept = []
-    for number, x in enumerate(batches(6)):
-        torch.set_flush_denormal(number in (2, 3))
-        optimizer.zero_grad()
-        (ddp(x) * 1e-30).square().sum().backward()
+    ddp.module.skipped = (1,)
+    backward(ddp, second)
+    optimizer.step()
+    return ends(ddp, optimizer)
+
+
+@cases(
+    {
+        "used by one rank": ((1,), (), {"gradient_as_bucket_view": True}, True),
+        "used by one rank, zeros": ((1,), (), {"gradient_as_bucket_view": True}, False),
+        "used before only": ((), (0, 1), {}, True),
+        "used before only, view, zeros": ((), (0, 1), {"gradient_as_bucket_view": True}, False),
+    }
+)
+@as_ordinary
+def check_accumulation_in_pause(first_skips, second_skips, options, set_to_none, *, overlapped):
+    """Some ranks leave a layer out in the paused pass, or in the next: its gradients are not used ones."""
+    ddp, optimizer, handle = start(overlapped=overlapped, find_unused_parameters=True, **options)
+    data = batches(4)
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        ddp.module.skipped = (1,) if dist.get_rank() in first_skips else ()
+        with paused(handle):
+            backward(ddp, first)
+        ddp.module.skipped = (1,) if dist.get_rank() in second_skips else ()
+        backward(ddp, second)
         optimizer.step()
-        torch.set_flush_denormal(False)
-        kept.append(snapshot(ddp))
-    assert any(bool(((p != 0) & (p.abs() < 1e-38)).any()) for p in kept[1])
-    return kept
+        optimizer.zero_grad(set_to_none=set_to_none)
+    return ends(ddp, optimizer)
 
 
-check = on_ranks(__name__, timeout=120)
+@cases({"skipped": ("skipped",), "frozen": ("frozen",)})
+@as_ordinary
+def check_clipping_a_bucket_without_gradients(how, *, overlapped):
+    ddp = make_ddp(find_unused_parameters=True)
+    optimizer = adamw(ddp)
+    if overlapped:
+        overlap_optimizer(ddp, optimizer, clip=ByValue(0.01))
+    if how == "frozen":
+        ddp.module.layers[3].requires_grad_(False)
+    else:
+        ddp.module.skipped = (1,)
+    for x in batches(3):
+        backward(ddp, x)
+        if not overlapped:
+            torch.nn.utils.clip_grad_value_(ddp.parameters(), 0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+    return ends(ddp, optimizer)
+
+
+@as_ordinary
+def check_fused_momentum_of_some(*, overlapped):
+    """Fused SGD takes no list in which only some parameters have momentum: one is never used."""
+    ddp = make_ddp(find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9, fused=True)
+    ddp.module.skipped = (1,)
+    for step, x in enumerate(batches(4)):
+        if overlapped and step == 2:
+            overlap_optimizer(ddp, optimizer)
+        train_on(ddp, optimizer, [x])
+    return ends(ddp, optimizer)
+
+
+@as_ordinary
+def check_static_later(*, overlapped):
+    """A graph that is made static after the call: weight decay would move unused parameters."""
+    ddp, optimizer, _ = start(overlapped=overlapped)
+    ddp.module.skipped = (1, 2)
+    ddp._set_static_graph()
+    return train_on(ddp, optimizer, batches(3))
+
+
+@cases({"skip": ("skip", [0, 1, 2, 3, 6, 7, 8, 9]), "step": ("step", EVERY)})
+def check_unused(unused, moved):
+    """By default an unused layer is left alone; with unused="step" weight decay moves it."""
+    ddp, optimizer, _ = start(options={"unused": unused}, find_unused_parameters=True)
+    train_on(ddp, optimizer, batches(1))
+    before = snapshot(ddp)
+    ddp.module.skipped = (1,)
+    train_on(ddp, optimizer, batches(1))
+    assert_same(changed(ddp, before), moved)
+
+
+# Several overlaps, one after another
+
+
+def check_nothing_is_left_in_the_optimizer():
+    ddp = make_ddp()
+    optimizer = adamw(ddp)
+    for _ in range(2):
+        with overlap_optimizer(ddp, optimizer):
+            train_on(ddp, optimizer, batches(1))
+        assert "step" not in vars(optimizer)
+    with overlap_optimizer(ddp, optimizer):
+        backward(ddp, batches(1)[0])
+    optimizer.step()  # the one that was still to come
+    assert "step" not in vars(optimizer)
+
+
+@cases({"removed": ("removed",), "gone": ("gone",)})
+@as_ordinary
+def check_a_model_wrapped_anew(how, *, overlapped):
+    """The overlap of the earlier model was removed, or is gone with it."""
+    net, optimizer = Net(), None
+    for _ in range(2):
+        ddp = make_ddp(net)
+        optimizer = adamw(ddp) if optimizer is None else optimizer
+        handle = overlap_optimizer(ddp, optimizer) if overlapped else None
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for x in batches(2):
+            train_on(ddp, optimizer, [x])
+            scheduler.step()
+        if handle is not None and how == "removed":
+            handle.remove()
+        found = ends(ddp, optimizer)
+        del ddp, handle
+        gc.collect()
+    return found
+
+
+def check_copies():
+    """A copy of an overlapped model averages, and can be overlapped itself."""
+    ddp, optimizer, _ = start()
+    train_on(ddp, optimizer, batches(2))
+    torch.save(ddp, io.BytesIO())
+    one, other = copy.deepcopy(ddp), copy.deepcopy(ddp)
+    before = snapshot(one)
+    backward(one, batches(1)[0])
+    assert_same(snapshot(one), before)
+    one.zero_grad()
+    optimizer = adamw(one)
+    overlap_optimizer(one, optimizer)
+    assert_same(train_on(one, optimizer, batches(2)), train_on(other, adamw(other), batches(2)))
+
+
+check = on_ranks(__name__, timeout=120, group_timeout=60)
 
 
 def test_the_loop_around_it(check):

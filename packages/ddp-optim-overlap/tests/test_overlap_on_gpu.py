@@ -6,7 +6,6 @@ With NCCL 2.30 or newer and NCCL_MULTI_RANK_GPU_ENABLE=1, ranks can share GPUs u
 import contextlib
 import os
 import time
-from functools import partial
 
 import pytest
 import torch
@@ -17,13 +16,15 @@ from overlap_runs import (
     backward,
     batches,
     changed,
+    checks_in,
     ends,
     make_ddp,
     rank_device,
+    run_checks,
     snapshot,
     train_on,
 )
-from parity_cases import MODES, every_mode, every_optimizer
+from parity_cases import MODES
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap import (
@@ -38,7 +39,7 @@ from ddp_optim_overlap import (
     register_fused_optim,
 )
 from dist_utils.process_groups import future_of_work
-from dist_utils.testing import run_ranks
+from dist_utils.testing import patience, run_ranks
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
@@ -59,18 +60,15 @@ def _on(backend, world_size, cases, timeout=300):
     return run_ranks(_start, world_size, world_size, backend, cases, backend=None, timeout=timeout)
 
 
+def _parity(rank):
+    return run_checks(rank, "parity_cases")
+
+
 @on_every_backend
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(partial(every_optimizer, modes=("plain", "zeros", "resume")), id="every_optimizer"),
-        pytest.param(every_mode, id="every_mode"),
-    ],
-)
-def test_the_parity_suite(backend, world_size, cases):
-    for rank in _on(backend, world_size, cases, timeout=1200):
-        assert len(rank) > len(MODES)
-        assert not any(rank.values()), {case: different for case, different in rank.items() if different}
+def test_the_parity_suite(backend, world_size):
+    assert len(checks_in("parity_cases", "check_")) > len(MODES)
+    for _, failed in _on(backend, world_size, _parity, timeout=1200):
+        assert failed == {}, "\n".join(failed.values())
 
 
 def _slow_average(_, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -91,7 +89,7 @@ class SlowAdamW(torch.optim.AdamW):
 
 def _train_late(*, overlapped, steps=5, accumulate=1, **ddp_options):
     torch.manual_seed(0)
-    layers = [torch.nn.Flatten(), torch.nn.Linear(32, 256), *[torch.nn.Linear(256, 256) for _ in range(3)]]
+    layers = [torch.nn.Flatten(), torch.nn.Linear(128, 256), *[torch.nn.Linear(256, 256) for _ in range(3)]]
     net = torch.nn.Sequential(*layers).to(rank_device())
     ddp = DistributedDataParallel(net, bucket_cap_mb=0.2, **ddp_options)
     optimizer = SlowAdamW(ddp.parameters(), lr=0.01, fused=True)
@@ -102,7 +100,7 @@ def _train_late(*, overlapped, steps=5, accumulate=1, **ddp_options):
     for step, x in enumerate(batches(steps * accumulate)):
         last = step % accumulate == accumulate - 1
         with contextlib.nullcontext() if last else ddp.no_sync():
-            ddp(x.to(rank_device())).square().mean().backward()
+            ddp(x).square().mean().backward()
         if last:
             optimizer.step()
             optimizer.zero_grad()
@@ -144,7 +142,7 @@ def _train_drop_in(name):
             ddp.register_comm_hook(None, hook_then_optimizer(_slow_average, OptimizerHookState(optimizer)))
     for x in batches(4):
         ddp.zero_grad()
-        backward(ddp, x.to(rank_device()))
+        backward(ddp, x)
         if name == "ordinary":
             optimizer.step()
     torch.cuda.synchronize()
@@ -163,7 +161,7 @@ def test_drop_ins(backend, world_size):
 
 
 def _errors(_):
-    x = batches(1)[0].to(rank_device())
+    x = batches(1)[0]
     ddp = make_ddp()
     handle = overlap_optimizer(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1))
     backward(ddp, x)
@@ -194,7 +192,7 @@ def test_errors_keep_their_type_and_move_nothing(backend, world_size):
 
 def _fails_alone(rank):
     """The other rank learns of it in its next pass at the latest, and nobody waits for the timeout."""
-    x = batches(1)[0].to(rank_device())
+    x = batches(1)[0]
     ddp = make_ddp()
     optimizer = Failing(ddp.parameters(), lr=0.1)
     handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
@@ -213,7 +211,7 @@ def _fails_alone(rank):
             call()
     handle.remove()
     seconds = time.monotonic() - began
-    assert seconds < 30, seconds
+    assert seconds < patience(30.0), seconds
 
 
 @pytest.mark.parametrize(("backend", "world_size"), [one for one in BACKENDS if one[1] > 1])
@@ -248,7 +246,7 @@ def _step_and_go_on(ddp, optimizer, x):
 
 def _foreach_writes(_):
     """Writes by operators on lists of tensors, which raise no versions on a GPU."""
-    x = batches(1)[0].to(rank_device())
+    x = batches(1)[0]
     for change in (_clip, _unscale, _set_to_zero, _decay):
         for first in (0, 2):  # the first step in which the loop does it
             ddp = make_ddp()

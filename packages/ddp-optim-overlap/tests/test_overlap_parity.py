@@ -1,79 +1,214 @@
-"""Every optimizer, every way to run DDP: the bits of ``backward(); optimizer.step()``."""
+"""The bits of ``backward(); optimizer.step()``: every optimizer, way to run DDP, hook and kind of model."""
 
-import pytest
+import itertools
+import types
+
 import torch
-from overlap_runs import FUSED, OPTIMIZERS, PoisonedPages, differences, make_ddp, train
-from parity_cases import ADAMW, MODES, every_mode, every_optimizer
-
-from dist_utils.testing import run_ranks
-
-
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param((("unused, no_sync", "resume"), ("unused, no_sync",)), id="some modes"),
-        pytest.param((tuple(MODES), tuple(MODES)), id="every mode", marks=pytest.mark.exhaustive),
-    ],
+import torch.distributed as dist
+from overlap_runs import (
+    adamw,
+    as_ordinary,
+    assert_same,
+    backward,
+    batches,
+    cases,
+    complex_if_sent,
+    ends,
+    make_ddp,
+    on_ranks,
+    sgd,
+    start,
+    train_on,
 )
-def optimizers(request):
-    modes, released_modes = request.param
-    return run_ranks(every_optimizer, 2, modes, released_modes, timeout=600), len(modes)
+from parity_cases import check_mode, check_optimizer, require_same, two  # noqa: F401 - checks are found by name
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
 
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_in_every_implementation(optimizers, name):
-    ranks, modes = optimizers
-    for rank in ranks:
-        cases = {case: different for case, different in rank.items() if case[0] == name}
-        assert len(cases) == (3 if name in FUSED else 2) * modes
-        assert not any(cases.values()), cases
-
-
-SOME_MODES = [name for name in MODES if not name.endswith(", bucket view")]
-
-
-@pytest.fixture(scope="module")
-def some_modes():
-    return run_ranks(every_mode, 2, SOME_MODES, timeout=240)
-
-
-@pytest.fixture(scope="module")
-def other_modes():
-    return run_ranks(every_mode, 2, [name for name in MODES if name not in SOME_MODES], timeout=240)
-
-
-@pytest.mark.parametrize(
-    ("fixture", "name"),
-    [
-        *(("some_modes", name) for name in [*SOME_MODES, "step does more"]),
-        *(
-            pytest.param("other_modes", name, marks=pytest.mark.exhaustive)
-            for name in MODES
-            if name not in SOME_MODES
-        ),
-    ],
+from ddp_compress_hooks import (
+    CompressState,
+    allreduce_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
 )
-def test_every_way_to_run_ddp(request, fixture, name):
-    for rank in request.getfixturevalue(fixture):
-        cases = {case: different for case, different in rank.items() if case[-1] == name}
-        assert cases
-        assert not any(cases.values()), cases
+from ddp_optim_overlap import OptimizerHookState, hook_then_optimizer, overlap_optimizer
+
+# Communication hooks
 
 
-def _three(_):
-    """With three ranks, dividing and multiplying, before or after the sum, give different bits."""
-    seen = {
-        view: differences(ADAMW, gradient_as_bucket_view=view, released=[PoisonedPages])
-        for view in (False, True)
+def new_tensor_hook(state, bucket):
+    """Average into another tensor and leave the bucket full of nonsense."""
+    other = bucket.buffer().clone()
+    bucket.buffer().fill_(1e6)
+
+    def halve(done):
+        return done.value()[0] / 2
+
+    return dist.all_reduce(other, async_op=True).get_future().then(halve)
+
+
+HOOKS = {
+    "allreduce_hook": lambda: (allreduce_hook, None),
+    "fp16": lambda: (fp16_compress_hook, None),
+    "bf16, sums in fp32": lambda: (bf16_compress_hook, CompressState(accumulate="fp32")),
+    "bf16 wrapper": lambda: (bf16_compress_wrapper(new_tensor_hook), None),
+    "PyTorch's fp16": lambda: (default_hooks.fp16_compress_hook, None),
+    "PyTorch's fp16 wrapper, which sets another buffer": lambda: (
+        default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
+        None,
+    ),
+    "a new tensor": lambda: (new_tensor_hook, None),
+}
+
+
+@cases({name: (hook, bool(place % 2)) for place, (name, hook) in enumerate(HOOKS.items())})
+def check_hook(hook, view):
+    """The value of the hook's future is the gradient that is stepped with."""
+    require_same(two, hook=hook, gradient_as_bucket_view=view)
+
+
+# Models
+
+
+def _channels_last(net):
+    return net.to(memory_format=torch.channels_last)
+
+
+def _columns_first(net):
+    for parameter in net.parameters():
+        parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
+    return net
+
+
+Conv = torch.nn.Conv2d
+# Of a side of 1 torch does not mind the stride, so several strides are called contiguous.
+CONVOLUTIONS = {
+    "3x3": (4, 6, 3),
+    "1x1": (4, 6, 1),
+    "of one channel": (4, 1, 3),
+}
+
+
+@cases(
+    {
+        f"{name}, {change.__name__.strip('_')}": (arguments, change, bool(place % 2))
+        for place, (name, arguments) in enumerate(CONVOLUTIONS.items())
+        for change in (_channels_last, _columns_first)
     }
-    moved = train(ADAMW, overlap=True)["parameters"]
-    start = [parameter.detach() for parameter in make_ddp().parameters()]
-    seen["moved"] = not any(torch.equal(one, other) for one, other in zip(moved, start, strict=True))
-    seen["tensor lr"] = differences(
-        lambda ddp: [torch.optim.SGD(ddp.parameters(), lr=torch.tensor(0.1), foreach=True)]
-    )
-    seen["Muon"] = differences(_muon) if hasattr(torch.optim, "Muon") else []
-    return seen
+)
+@as_ordinary
+def check_memory_layout(arguments, change, view, *, overlapped):
+    torch.manual_seed(0)
+    inputs, outputs, size = arguments
+    net = torch.nn.Sequential(Conv(inputs, outputs, size), Conv(outputs, 4, 1))
+    options = {"net": change(net), "bucket_cap_mb": 0.0001, "gradient_as_bucket_view": view}
+    ddp, optimizer, _ = start(overlapped=overlapped, **options)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return train_on(ddp, optimizer, [torch.randn(2, 4, 5, 5, generator=generator) for _ in range(4)])
+
+
+class SomeUsed(torch.nn.Module):
+    """The middle one of three convolutions is left out by rank 1 in some passes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Conv(4, 4, 3, padding=1) for _ in range(3))
+        self.passes = 0
+
+    def forward(self, x):
+        first, middle, last = self.layers
+        self.passes += 1
+        x = first(x)
+        return last(x if dist.get_rank() == 1 and self.passes in (1, 3) else middle(x).tanh())
+
+
+@cases({"small buckets": (0.0005,), "one bucket": (1,)})
+@as_ordinary
+def check_layout_of_an_unused_gradient(cap, *, overlapped):
+    """A gradient has its layout in its bucket, though this rank has no gradient that shows it."""
+    options = {"find_unused_parameters": True, "gradient_as_bucket_view": True, "bucket_cap_mb": cap}
+    ddp, optimizer, _ = start(overlapped=overlapped, net=_channels_last(SomeUsed()), **options)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return train_on(ddp, optimizer, [torch.randn(2, 4, 5, 5, generator=generator) for _ in range(5)])
+
+
+class Mixed(torch.nn.Module):
+    """Sparse, complex, empty and 0-dimensional parameters of two dtypes, of which one is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(10, 8, sparse=True)
+        self.first, self.second = torch.nn.Linear(8, 700), torch.nn.Linear(700, 4).double()
+        self.turn = torch.nn.Parameter(torch.randn(700, dtype=complex_if_sent()))
+        self.columns = torch.nn.Parameter(torch.randn(4, 700).t())
+        self.scale, self.empty = torch.nn.Parameter(torch.tensor(2.0)), torch.nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        x = self.first(self.embedding(x)) * self.turn
+        x = (x.abs() @ self.columns).sum() * self.scale.exp() + self.second(x.abs().double())
+        return x + self.empty.sum()
+
+
+def sparse_adam(ddp):
+    others = [one for name, one in ddp.module.named_parameters() if "embedding" not in name]
+    return [torch.optim.SparseAdam(ddp.module.embedding.parameters(), lr=0.01), torch.optim.AdamW(others)]
+
+
+@cases(
+    {
+        f"{name}, {released}": (make, released, view)
+        for name, make, view in (
+            ("SGD", lambda ddp: [torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)], True),
+            ("Adagrad", lambda ddp: [torch.optim.Adagrad(ddp.parameters(), lr=0.01)], False),
+            ("SparseAdam and AdamW", sparse_adam, False),
+        )
+        for released in ("kept", "released")
+    }
+)
+@as_ordinary
+def check_all_kinds_of_parameters(make, released, view, *, overlapped):
+    ddp = make_ddp(Mixed(), gradient_as_bucket_view=view)
+    optimizers = make(ddp)
+    if overlapped:
+        overlap_optimizer(ddp, optimizers, release_gradients=released == "released")
+    for step in range(4):
+        backward(ddp, torch.tensor([step + dist.get_rank(), 7]))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    return ends(ddp, *optimizers)
+
+
+@as_ordinary
+def check_large_and_small_buckets(*, overlapped):
+    """Small buckets wait for each other, large ones are stepped alone: the bits do not depend on it."""
+    torch.manual_seed(0)
+    sides = (64, 64, 1100, 1100, 64, 1100, 64)
+    net = torch.nn.Sequential(*[torch.nn.Linear(*pair) for pair in itertools.pairwise(sides)])
+    ddp, optimizer, handle = start(sgd, overlapped=overlapped, net=net)
+    ends_here = train_on(ddp, optimizer, [x.flatten(1)[:, :64] for x in batches(4)])
+    if handle is not None:
+        assert_same(handle.wait().buckets, 6)
+    return ends_here
+
+
+@as_ordinary
+def check_names_of_parameters(*, overlapped):
+    """An optimizer with named parameters keeps their names."""
+    ddp, optimizer, _ = start(lambda ddp: torch.optim.AdamW(ddp.named_parameters()), overlapped=overlapped)
+    return train_on(ddp, optimizer, batches(3))
+
+
+check = on_ranks(__name__, timeout=300, group_timeout=60)
+
+
+def test_two_ranks(check):
+    check()
+
+
+# Three ranks: dividing and multiplying, before or after the sum, give different bits
 
 
 def _muon(ddp):
@@ -82,6 +217,49 @@ def _muon(ddp):
     return [torch.optim.Muon(weights, lr=0.02), torch.optim.AdamW(rest, lr=0.01)]
 
 
-def test_three_ranks():
-    for rank in run_ranks(_three, 3, timeout=120):
-        assert rank == {False: [], True: [], "moved": True, "tensor lr": [], "Muon": []}
+THREE = {
+    "gradients in buckets": (two, {"gradient_as_bucket_view": True}),
+    "tensor lr": (lambda ddp: [torch.optim.SGD(ddp.parameters(), lr=torch.tensor(0.1), foreach=True)], {}),
+}
+if hasattr(torch.optim, "Muon"):
+    THREE["Muon"] = _muon, {}
+
+
+@cases(THREE)
+def three_ranks_as_ordinary(make, options):
+    require_same(make, **options)
+
+
+def _of(state, bucket):
+    """Average over the group that a state of any type stands for."""
+    if isinstance(state, DeviceMesh):
+        return allreduce_hook(state.get_group(), bucket)
+    return allreduce_hook(state.process_group, bucket)
+
+
+def three_ranks_of_which_two_train():
+    """Nothing waits for the third."""
+    mesh, group = DeviceMesh("cpu", [0, 1]), dist.new_group([0, 1])
+    if dist.get_rank() == 2:
+        return
+    require_same(two, process_group=group)
+    unused = {"find_unused_parameters": True, "skip": lambda step: (1,) if step % 2 else ()}
+    require_same(two, process_group=group, **unused)
+
+    def run(kind, *, overlapped):
+        ddp = make_ddp(process_group=group)
+        optimizer = adamw(ddp)
+        state = {"mesh": mesh, "model": ddp}.get(kind, types.SimpleNamespace(process_group=group))
+        hook = hook_then_optimizer(_of, OptimizerHookState(optimizer)) if overlapped else _of
+        ddp.register_comm_hook(state, hook)
+        return train_on(ddp, optimizer, batches(3))
+
+    for kind in ("mesh", "model", "process_group"):
+        assert_same(*[run(kind, overlapped=overlapped) for overlapped in (True, False)])
+
+
+three_ranks = on_ranks(__name__, 3, prefix="three_ranks_", timeout=120, group_timeout=60)
+
+
+def test_three_ranks(three_ranks):
+    three_ranks()

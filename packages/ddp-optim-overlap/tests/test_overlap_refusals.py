@@ -1,67 +1,64 @@
-"""Anything that cannot give right results is refused, with a reason, before any communication."""
+"""What cannot give right results is refused, with a reason: at the call, in backward() or in step()."""
 
+import contextlib
 import copy
-import re
+import types
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from overlap_runs import (
+    EVERY,
     Net,
     adamw,
     as_ordinary,
     assert_same,
-    assert_stepped,
     backward,
     batches,
+    cases,
     changed,
-    complex_if_sent,
-    ends,
     make_ddp,
     on_ranks,
-    one_group,
+    sgd,
     snapshot,
+    start,
     train_on,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddp_compress_hooks import allreduce_hook
 from ddp_optim_overlap import (
     ByValue,
     ConfigError,
     DoubleBackwardError,
+    OptimizerHookState,
+    StepError,
     UnsupportedGradientError,
     UnsupportedOptimizerError,
     apply_optimizer_in_backward,
     overlap_optimizer,
 )
-from dist_utils.testing import run_ranks
+from dist_utils.testing import call_in_backward
+
+# Refused by overlap_optimizer: the model, the optimizer, options, the error and its words
 
 
 class Subclass(torch.optim.SGD):
     """An optimizer that this package does not know."""
 
 
-def _sgd(ddp, kind=torch.optim.SGD, **options):
-    return kind(ddp.parameters(), lr=0.1, **options)
+class TakesWhat(torch.nn.Module):
+    """A sparse embedding."""
 
-
-def _replaced(ddp):
-    optimizer = _sgd(ddp)
-    optimizer.step = lambda: None
-    return optimizer
-
-
-def _compiled(ddp):
-    optimizer = _sgd(ddp)
-    optimizer.step = torch.compile(optimizer.step, backend="eager")
-    return optimizer
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(50, 8, sparse=True)
 
 
 def _with_pre_hook(ddp):
-    optimizer = _sgd(ddp)
+    optimizer = sgd(ddp)
     optimizer.register_step_pre_hook(lambda *_: None)
     return optimizer
 
@@ -70,95 +67,27 @@ def _foreign(ddp):
     return torch.optim.SGD([*ddp.parameters(), torch.nn.Parameter(torch.ones(3))], lr=0.1)
 
 
-def _zero(ddp):
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: PLC0415 - warns, which pytest refuses
-
-    return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
-
-
-REFUSED = {
-    "LBFGS": (lambda ddp: torch.optim.LBFGS(ddp.parameters()), {}, UnsupportedOptimizerError, "LBFGS"),
-    "ZeRO": (_zero, {}, UnsupportedOptimizerError, "ZeroRedundancyOptimizer"),
-    "unknown": (partial(_sgd, kind=Subclass), {}, UnsupportedOptimizerError, "steps_per_parameter"),
-    "differentiable": (partial(_sgd, differentiable=True), {}, UnsupportedOptimizerError, "differentiable"),
-    "compiled step": (_compiled, {}, UnsupportedOptimizerError, "is compiled"),
-    "replaced step": (_replaced, {}, UnsupportedOptimizerError, "replaced"),
-    "pre-hook": (_with_pre_hook, {}, ConfigError, r"pre-hook.*ordinary loop"),
-    "given twice": (lambda ddp: [_sgd(ddp)] * 2, {}, ConfigError, "given twice"),
-    "foreign parameter": (_foreign, {}, ConfigError, "group 0 of SGD"),
-    "no optimizer": (lambda _: [], {}, ConfigError, "no optimizer"),
-    "mode": (_sgd, {"mode": "after_reduce"}, TypeError, "mode"),
-    "clip": (_sgd, {"clip": 1.0}, TypeError, "ClipPolicy"),
-    "unused": (_sgd, {"unused": "zero"}, ValueError, "'skip' or 'step'"),
-    "optimizer": (lambda _: [torch.nn.Linear(2, 2)], {}, TypeError, "Linear"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_a_reason(refused, name):
-    assert refused[name] is None, refused[name]
-
-
-def _refused(name, ddp):
-    """Return what is wrong with a refusal, which must leave nothing behind."""
-    make, options, kind, text = REFUSED[name]
-    optimizer, before = make(ddp), snapshot(ddp)
-    try:
-        overlap_optimizer(ddp, optimizer, **options)
-    except Exception as error:  # noqa: BLE001 - the later ones must be tried, too
-        fits = type(error) is kind and re.search(text, str(error))
-        found = None if fits else f"{type(error).__name__}: {error}"
-    else:
-        found = "not refused"
-    assert_same(snapshot(ddp), before)
-    assert_same(len(getattr(optimizer, "state", ())), 0)
-    return found
-
-
-class WithEmbedding(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = torch.nn.Embedding(50, 8, sparse=True)
-        self.linear = torch.nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.linear(self.embedding(x).mean(1))
-
-
-class Odd(torch.nn.Module):
-    """Parameters without dimensions or elements, complex ones, and one that is not contiguous."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.scale = torch.nn.Parameter(torch.tensor(2.0))
-        self.empty = torch.nn.Parameter(torch.empty(0))
-        dtype = complex_if_sent()
-        self.linear = torch.nn.Linear(8, 8, dtype=dtype)
-        self.turned = torch.nn.Parameter(torch.randn(8, 4, dtype=dtype).t())
-        self.phase = torch.nn.Parameter(torch.randn((), dtype=dtype))
-
-    def forward(self, x):
-        values = self.linear(x.to(self.phase.dtype)) @ self.turned.t() * self.phase
-        return values.abs().sum() * self.scale.exp() + self.empty.sum()
-
-
 def _hooked():
     ddp = make_ddp()
     ddp.register_comm_hook(None, allreduce_hook)
     return ddp
 
 
+def _built_in():
+    ddp = make_ddp()
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    return ddp
+
+
 def _ignoring():
     net = Net()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["layers.0.weight"])
-    return DistributedDataParallel(net)
+    return make_ddp(net)
 
 
 def _overlapped():
     ddp = make_ddp()
-    overlap_optimizer(ddp, _sgd(ddp))
+    overlap_optimizer(ddp, sgd(ddp))
     return ddp
 
 
@@ -169,107 +98,587 @@ def _with_option(name, value):
     return ddp
 
 
-MODELS = (
-    (_hooked, ConfigError, "allreduce_hook"),
-    (_overlapped, ConfigError, "remove"),
-    (_ignoring, ConfigError, "never be stepped"),
-    (partial(_with_option, "mixed_precision", _MixedPrecision()), ConfigError, "mixed_precision"),
-    (partial(_with_option, "skip_all_reduce_unused_params", True), ConfigError, "skip_all_reduce"),
-    (Net, TypeError, "Net"),
-)
+def _static_of_two_dtypes():
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
+    return make_ddp(net, static_graph=True)
 
 
-def _refusals(rank):
-    ddp = make_ddp()
-    seen = {name: _refused(name, ddp) for name in REFUSED}
-    overlap_optimizer(ddp, _sgd(ddp))  # none of the refused calls has left a hook
-    for make, kind, text in MODELS:
-        model = make()
-        with pytest.raises(kind, match=text):
-            overlap_optimizer(model, _sgd(model))
-    _refuses_behind_a_built_in_hook()
-    ddp = DistributedDataParallel(WithEmbedding())
-    with pytest.raises(UnsupportedGradientError, match=r"embedding\.weight"):
-        overlap_optimizer(ddp, torch.optim.AdamW(ddp.parameters()))
-    with pytest.raises(ConfigError, match="sparse"):
-        overlap_optimizer(ddp, _sgd(ddp), clip=ByValue(1.0))
-    frozen = make_ddp()
-    frozen.module.layers[1].weight.requires_grad_(False)
-    overlap_optimizer(frozen, _sgd(frozen))  # a frozen parameter needs no step
-    return seen
+def _sharing_memory():
+    """Two layers that are slices of one tensor."""
+    memory = torch.randn(8, 16)
+    net = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(2)])
+    net[0].weight = torch.nn.Parameter(memory[:, :8].data)
+    net[1].weight = torch.nn.Parameter(memory[:, 7:15].data)
+    return make_ddp(net)
 
 
-@pytest.fixture(scope="module")
-def refused():
-    (found,) = run_ranks(_refusals, 1, timeout=120)
-    return found
+def _some(ddp):
+    return torch.optim.SGD(ddp.module.layers.parameters(), lr=0.1)
 
 
-def _refuses_behind_a_built_in_hook():
-    """A refused overlap leaves nothing in a model with a built-in hook, which trains on."""
-    ddp = make_ddp()
-    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    optimizer = _sgd(ddp)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="built-in"):
-            overlap_optimizer(ddp, optimizer)
-    assert "step" not in optimizer.__dict__
-    assert not any(parameter._backward_hooks for parameter in ddp.parameters())
-    before = snapshot(ddp)
-    backward(ddp, batches(1)[0])
-    assert_same(snapshot(ddp), before)
-    optimizer.step()
-    assert changed(ddp, before)
-    in_backward = make_ddp()
-    in_backward._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
-    apply_optimizer_in_backward(torch.optim.SGD, in_backward.parameters(), {"lr": 0.1})
-    for _ in range(2):
-        with pytest.raises(ConfigError, match="built-in"):
-            in_backward(batches(1)[0])
-
-
-@as_ordinary(
-    (one_group(torch.optim.SGD, {"lr": 0.1}),),
-    (one_group(torch.optim.Adagrad, {"lr": 0.1}),),
-    (
-        lambda ddp: [
-            torch.optim.SparseAdam(ddp.module.embedding.parameters(), lr=0.01),
-            torch.optim.AdamW(ddp.module.linear.parameters(), lr=0.01),
-        ],
+REFUSED = {
+    "LBFGS": (
+        make_ddp,
+        lambda ddp: torch.optim.LBFGS(ddp.parameters()),
+        {},
+        UnsupportedOptimizerError,
+        "LBFGS",
     ),
-)
-def check_sparse(make_optimizers, *, overlapped):
-    ddp = DistributedDataParallel(WithEmbedding(), bucket_cap_mb=0.0001)
-    optimizers = make_optimizers(ddp)
-    handle = overlap_optimizer(ddp, optimizers) if overlapped else None
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    for _ in range(4):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        backward(ddp, torch.randint(50, (4, 3), generator=generator))
-        for optimizer in optimizers:
-            optimizer.step()
-    result = copy.deepcopy(ends(ddp, *optimizers))
-    if handle is not None:
-        assert_stepped(handle)
-        ddp.module.linear.zero_grad()  # the sparse gradient is still there
-        with pytest.raises(DoubleBackwardError, match="zero_grad"):
-            backward(ddp, torch.randint(50, (4, 3), generator=generator))
-    return result
+    "not declared": (
+        make_ddp,
+        lambda ddp: Subclass(ddp.parameters(), lr=0.1),
+        {},
+        UnsupportedOptimizerError,
+        "steps_per_parameter",
+    ),
+    "pre-hook": (make_ddp, _with_pre_hook, {}, ConfigError, r"pre-hook.*ordinary loop"),
+    "given twice": (make_ddp, lambda ddp: [sgd(ddp)] * 2, {}, ConfigError, "given twice"),
+    "foreign parameter": (make_ddp, _foreign, {}, ConfigError, "group 0 of SGD"),
+    "no optimizer": (make_ddp, lambda _: [], {}, ConfigError, "no optimizer"),
+    "no optimizer's class": (make_ddp, lambda _: [torch.nn.Linear(2, 2)], {}, TypeError, "Linear"),
+    "clip": (make_ddp, sgd, {"clip": 1.0}, TypeError, "ClipPolicy"),
+    "unused": (make_ddp, sgd, {"unused": "zero"}, ValueError, "'skip' or 'step'"),
+    "another hook": (_hooked, sgd, {}, ConfigError, "allreduce_hook"),
+    "built-in hook": (_built_in, sgd, {}, ConfigError, "built-in"),
+    "second overlap": (_overlapped, sgd, {}, ConfigError, "remove"),
+    "ignored parameter": (_ignoring, sgd, {}, ConfigError, "never be stepped"),
+    "mixed precision": (
+        partial(_with_option, "mixed_precision", types.SimpleNamespace()),
+        sgd,
+        {},
+        ConfigError,
+        "mixed_precision",
+    ),
+    "skip_all_reduce": (
+        partial(_with_option, "skip_all_reduce_unused_params", True),
+        sgd,
+        {},
+        ConfigError,
+        "skip_all_reduce",
+    ),
+    "static, dtypes": (_static_of_two_dtypes, sgd, {}, ConfigError, "buckets of its first pass apart"),
+    "shared memory": (_sharing_memory, sgd, {}, ConfigError, "share memory"),
+    "no DDP": (Net, sgd, {}, TypeError, "Net"),
+    "compiled DDP": (lambda: torch.compile(make_ddp()), sgd, {}, TypeError, "got OptimizedModule"),
+    "sparse": (
+        lambda: make_ddp(TakesWhat()),
+        adamw,
+        {},
+        UnsupportedGradientError,
+        r"embedding\.weight",
+    ),
+    "sparse, clip": (lambda: make_ddp(TakesWhat()), sgd, {"clip": ByValue(1.0)}, ConfigError, "sparse"),
+    "released, not stepped": (make_ddp, _some, {"release_gradients": True}, ConfigError, r"\(4, 2, 3, 3\)"),
+}
 
 
-@as_ordinary((False,), (True,))
-def check_odd_parameters(view, *, overlapped):
-    ddp = DistributedDataParallel(Odd(), bucket_cap_mb=0.0001, gradient_as_bucket_view=view)
+@cases(REFUSED)
+def check_call(make_model, make, options, kind, words):
+    """Nothing is left behind."""
+    ddp = make_model()
+    optimizer, before = make(ddp), snapshot(ddp)
+    for _ in range(2):
+        with pytest.raises(kind, match=words):
+            overlap_optimizer(ddp, optimizer, **options)
+    assert_same(snapshot(ddp), before)
+    if isinstance(optimizer, torch.optim.Optimizer):
+        assert_same(optimizer.state_dict()["state"], {})
+        assert "step" not in vars(optimizer)
+    if make_model is make_ddp:
+        other = sgd(ddp)
+        overlap_optimizer(ddp, other)
+        train_on(ddp, other, batches(1))
+        assert_same(changed(ddp, before), EVERY)
+
+
+def check_frozen_parameters_need_no_step():
+    net = Net()
+    net.conv.requires_grad_(False)
+    ddp, optimizer, _ = start(_some, net=net, options={"release_gradients": True})
+    before = snapshot(ddp)
+    train_on(ddp, optimizer, batches(2))
+    assert_same(changed(ddp, before), EVERY[2:])
+
+
+@as_ordinary
+def check_one_optimizer_in_two_overlaps(*, overlapped):
+    """Refused at the call, and the first overlap goes on."""
+    net = Net()
+    ddp, other = make_ddp(net), make_ddp(net)
     optimizer = adamw(ddp)
     if overlapped:
         overlap_optimizer(ddp, optimizer)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    return train_on(ddp, optimizer, [torch.randn(2, 8, generator=generator) for _ in range(4)])
+    train_on(ddp, optimizer, batches(1))
+    if overlapped:
+        for overlap_again in (
+            partial(overlap_optimizer, other, [sgd(other), optimizer]),
+            partial(OptimizerHookState, optimizer),
+        ):
+            with pytest.raises(ConfigError, match=r"AdamW .*overlapped"):
+                overlap_again()
+    return train_on(ddp, optimizer, batches(2))
 
 
-check = on_ranks(__name__, timeout=120)
+def check_built_in_hook_in_backward():
+    """A refused model of apply_optimizer_in_backward stays refused."""
+    ddp = _built_in()
+    apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), {"lr": 0.1})
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="built-in"):
+            ddp(batches(1)[0])
 
 
-def test_sparse_and_odd_parameters_are_stepped(check):
+def check_inside_backward():
+    ddp = make_ddp(torch.nn.Linear(4, 4))
+    x = call_in_backward(torch.ones(2, 4, requires_grad=True), lambda: overlap_optimizer(ddp, adamw(ddp)))
+    with pytest.raises(ConfigError, match=r"inside backward\(\)"):
+        ddp(x).sum().backward()
+
+
+# Refused by step(): what was changed after backward(), and the words
+
+
+@torch.no_grad()
+def _edit_one(ddp, _):
+    next(ddp.parameters()).mul_(0.9)
+
+
+def _clamp_all(ddp, _):
+    for parameter in ddp.parameters():
+        parameter.data.clamp_(-0.05, 0.05)
+
+
+def _clamp_gradients(ddp, _):
+    for parameter in ddp.parameters():
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def _nudge(ddp, _):
+    gradient = ddp.module.layers[2].weight.grad
+    gradient[7, 7:8].copy_(gradient[7, 7].nextafter(torch.tensor(9.0)))
+
+
+def _drop_some(ddp, _):
+    for parameter in ddp.module.layers[3].parameters():
+        parameter.grad = None
+
+
+def _unscale(_, optimizer):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+def _load(_, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _forget(_, optimizer):
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+def _put_one(ddp, _):
+    next(ddp.parameters()).grad = torch.ones_like(next(ddp.parameters()))
+
+
+def _add_group(_, optimizer):
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+
+
+TOO_LATE = {
+    "a rate": (lambda _, optimizer: optimizer.param_groups[0].update(lr=0.1), "lr of parameter group 0"),
+    "a group": (_add_group, "parameter groups were added"),
+    "a parameter": (_edit_one, "parameters were changed"),
+    "all parameters behind torch's back": (_clamp_all, "parameters were changed"),
+    "norm clipped": (
+        lambda ddp, _: torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3),
+        r"gradients were changed.*clip=.*ordinary loop.*get_total_norm",
+    ),
+    "norm clipped without a limit": (
+        lambda ddp, _: torch.nn.utils.clip_grad_norm_(ddp.parameters(), float("inf")),
+        "gradients were changed",
+    ),
+    "one bit of a gradient": (_nudge, "gradients were changed"),
+    "all gradients behind torch's back": (_clamp_gradients, "gradients were changed"),
+    "some gradients": (_drop_some, "set to None"),
+    "all gradients": (lambda _, optimizer: optimizer.zero_grad(), "set to None"),
+    "unscaled": (_unscale, "unscaled"),
+    "loaded": (_load, "state was loaded"),
+    "state": (_forget, "state was changed"),
+    "no state": (lambda _, optimizer: optimizer.state.clear(), "state was changed"),
+}
+OF_RELEASED = {
+    "a gradient": (_put_one, "gradients were changed"),
+    "a rate": TOO_LATE["a rate"],
+    "a second step()": (lambda _, optimizer: optimizer.step(), "once more"),
+}
+
+
+@cases(
+    {
+        **{name: (*case, False) for name, case in TOO_LATE.items()},
+        **{f"{name}, released": (*case, True) for name, case in OF_RELEASED.items()},
+    }
+)
+def check_too_late(change, words, released):
+    """The inputs and results of a step must not change before the loop calls step()."""
+    for view in (False, True):
+        options = {"release_gradients": released}
+        ddp, optimizer, _ = start(gradient_as_bucket_view=view, options=options)
+        train_on(ddp, optimizer, batches(1))
+        backward(ddp, batches(1)[0])
+        change(ddp, optimizer)
+        now = snapshot(ddp)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match=words):
+                optimizer.step()
+        assert_same(snapshot(ddp), now)
+
+
+def check_looking_is_allowed():
+    """A norm of gradients, and gradients by torch.autograd.grad; options that do not equal themselves."""
+    ddp, optimizer, handle = start(find_unused_parameters=True)
+    optimizer.param_groups[0].update(best=float("nan"), mask=np.ones(3), tags=[torch.ones(3)])
+    for number, x in enumerate(batches(4), start=1):
+        ddp.module.skipped = (3,) if number == 2 else ()
+        backward(ddp, x)
+        grads = [one.grad for one in ddp.parameters() if one.grad is not None]
+        assert torch.nn.utils.get_total_norm(grads) > 0
+        optimizer.step()
+        torch.autograd.grad(ddp.module(x).sum(), list(ddp.parameters()), allow_unused=True)
+        optimizer.zero_grad()
+        assert_same(handle.wait().number, number)
+
+
+@cases({"a state": ("state was loaded",), "a rate": ("lr of parameter group 0 was changed",)})
+def check_changed_inside_backward(words):
+    """A hook changes it after the first bucket was handed over."""
+    ddp, optimizer, _ = start(find_unused_parameters=True)  # with several buckets from the beginning
+    train_on(ddp, optimizer, batches(1))
+    saved = copy.deepcopy(optimizer.state_dict())
+
+    def change(_):
+        if "loaded" in words:
+            optimizer.load_state_dict(saved)
+        else:
+            optimizer.param_groups[0]["lr"] *= 0.5
+
+    ddp.module.conv.bias.register_hook(change)
+    backward(ddp, batches(1)[0])
+    with pytest.raises(ConfigError, match=words):
+        optimizer.step()
+
+
+class TwoHeads(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x, head):
+        return getattr(self, head)(x)
+
+
+@cases({"local": ("local",), "no_sync": ("no_sync",)})
+def check_gradients_that_come_after_the_step(how):
+    """An ordinary step would use the gradients that were stepped with once more."""
+    ddp, optimizer, _ = start(sgd, net=TwoHeads(), find_unused_parameters=True)
+    x = torch.ones(2, 4)
+    ddp(x, "a").square().mean().backward()
+    after = snapshot(ddp)
+    if how == "local":
+        ddp.module.b.weight.square().sum().backward()
+    else:
+        with ddp.no_sync():
+            ddp(x, "b").square().mean().backward()
+    with pytest.raises(ConfigError, match="gradients have come between"):
+        optimizer.step()
+    assert_same(snapshot(ddp), after)
+
+
+def check_arguments_and_closures_that_come_too_late():
+    class TakesMore(torch.optim.SGD):
+        def step(self, closure=None, *, flag=None):
+            return super().step(closure)
+
+    ran = []
+    options = {"steps_per_parameter": True}
+    ddp, optimizer, handle = start(lambda ddp: TakesMore(ddp.parameters(), lr=0.1), options=options)
+    backward(ddp, batches(1)[0])
+    after = snapshot(ddp)
+    with pytest.raises(ConfigError, match="flag"):
+        optimizer.step(flag=True)
+    with handle.pause(), pytest.raises(ConfigError, match="closure would come too late"):
+        optimizer.step(lambda: ran.append(1))
+    with pytest.raises(ConfigError, match=r"step\(closure\)"):  # its pass would step again
+        optimizer.step(lambda: _pass(ddp, batches(1)[0]))
+    assert_same((ran, snapshot(ddp)), ([], after))
+
+
+def check_steps_that_are_not_replaced():
+    """A step from before the overlap, and that of the class, would step again."""
+    ddp = make_ddp()
+    optimizer = adamw(ddp)
+    step = optimizer.step
+    handle = overlap_optimizer(ddp, optimizer)
+    for call in (step, lambda: type(optimizer).step(optimizer)):
+        backward(ddp, batches(1)[0])
+        after = snapshot(ddp)
+        with pytest.raises(ConfigError, match="would step again"):
+            call()
+        assert_same(snapshot(ddp), after)
+        optimizer.step()
+        optimizer.zero_grad()
+    with handle.pause():
+        backward(ddp, batches(1)[0])
+        step()
+    assert_same(changed(ddp, after), EVERY)
+
+
+# Refused by backward(): what comes before it, around it, the error and its words; nothing moves
+
+
+def _used(ddp, optimizer, _, *, zeros=False):
+    if zeros:
+        backward(ddp, batches(1)[0])
+        optimizer.zero_grad(set_to_none=False)
+    backward(ddp, batches(1)[0])
+
+
+def _used_and_clipped(ddp, *_):
+    backward(ddp, batches(1)[0])
+    torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1e-3)
+
+
+def _one_is_left(ddp, optimizer, _):
+    """Of a parameter that is not the first to get a gradient in the next pass."""
+    backward(ddp, batches(1)[0])
+    optimizer.step()
+    for name, parameter in ddp.module.named_parameters():
+        parameter.grad = parameter.grad.mul_(0.5) if name == "layers.2.bias" else None
+    ddp.module.skipped = (3,)
+
+
+def _left_the_optimizer(ddp, optimizer, _):
+    train_on(ddp, optimizer, batches(1))
+    backward(ddp, batches(1)[0])
+    optimizer.step()
+    del optimizer.param_groups[0]
+    optimizer.zero_grad()
+
+
+def _post_hook(ddp, optimizer, _):
+    backward(ddp, batches(1)[0])
+    optimizer.register_step_post_hook(lambda *_: None)
+    optimizer.zero_grad()
+
+
+def _added_foreign(ddp, optimizer, _):
+    train_on(ddp, optimizer, batches(1))
+    _add_group(ddp, optimizer)
+
+
+def _unfreeze(ddp, *_):
+    ddp.module.layers[1].requires_grad_(True)
+
+
+def _unfrozen(ddp, optimizer, _):
+    train_on(ddp, optimizer, batches(1))
+    _unfreeze(ddp)
+
+
+def _gradient_by_hand(ddp, optimizer, _):
+    train_on(ddp, optimizer, batches(1))
+    ddp.module.layers[1].weight.grad = torch.ones(64, 64)
+
+
+def _left_out_step(ddp, optimizer, _):
+    train_on(ddp, optimizer, batches(1))
+    backward(ddp, batches(1)[0])
+    optimizer.zero_grad()
+
+
+def _columns_first(ddp, optimizer, _):
+    train_on(ddp, optimizer, batches(1))
+    for parameter in ddp.parameters():
+        parameter.data = parameter.data.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def _no_longer_owned(ddp, optimizer, _):
+    train_on(ddp, optimizer, batches(1))
+    del optimizer.param_groups[0]
+
+
+def _frozen_layer():
+    net = Net()
+    net.layers[1].requires_grad_(False)
+    return net
+
+
+def _two_groups(ddp):
+    parts = ddp.module.conv, ddp.module.layers
+    return torch.optim.SGD([{"params": list(part.parameters())} for part in parts], lr=0.1)
+
+
+def _of(before, kind, words, *, make=adamw, around="", net=None, options=None, **ddp_options):
+    return before, kind, words, make, around, net, options, ddp_options
+
+
+IN_BACKWARD = {
+    "again": _of(_used, DoubleBackwardError, "zero_grad"),
+    "again, view": _of(
+        partial(_used, zeros=True), DoubleBackwardError, "zero_grad", gradient_as_bucket_view=True
+    ),
+    "again in no_sync": _of(_used, DoubleBackwardError, "zero_grad", around="no_sync"),
+    "again in pause": _of(_used, DoubleBackwardError, "zero_grad", around="pause"),
+    "again after clipping": _of(_used_and_clipped, DoubleBackwardError, "zero_grad"),
+    "one is left": _of(_one_is_left, DoubleBackwardError, "zero_grad", find_unused_parameters=True),
+    "of a parameter that has left": _of(
+        _left_the_optimizer, DoubleBackwardError, r"zero_grad\(\) of the model", make=_two_groups
+    ),
+    "pre-hook": _of(lambda _, optimizer, __: _pre_hook(optimizer), ConfigError, "pre-hook"),
+    "post-hook without step()": _of(_post_hook, ConfigError, "AdamW has a step post-hook"),
+    "step() left out": _of(_left_out_step, ConfigError, "was not called"),
+    "added": _of(_added_foreign, ConfigError, "does not average"),
+    "unfrozen": _of(_unfrozen, ConfigError, "does not average", net=_frozen_layer),
+    "unfrozen before the first pass": _of(_unfreeze, ConfigError, "does not average", net=_frozen_layer),
+    "a gradient by hand": _of(_gradient_by_hand, ConfigError, "does not average", net=_frozen_layer),
+    "layout": _of(_columns_first, ConfigError, "layout"),
+    "layout, view, released": _of(
+        _columns_first,
+        ConfigError,
+        "layout",
+        gradient_as_bucket_view=True,
+        options={"release_gradients": True},
+    ),
+    "released, not stepped": _of(
+        _no_longer_owned,
+        ConfigError,
+        "release_gradients",
+        make=_two_groups,
+        options={"release_gradients": True},
+    ),
+}
+
+
+def _pre_hook(optimizer):
+    optimizer.register_step_pre_hook(lambda *_: None)
+
+
+@cases(IN_BACKWARD)
+def check_backward(before, kind, words, make, around, net, options, ddp_options):
+    ddp, optimizer, handle = start(make, net=net and net(), options=options, **ddp_options)
+    before(ddp, optimizer, handle)
+    after = snapshot(ddp)
+    around = {"no_sync": ddp.no_sync, "pause": handle.pause}.get(around, contextlib.nullcontext)
+    with around(), pytest.raises(RuntimeError, match=words) as caught:
+        backward(ddp, batches(2)[1])
+    if kind is DoubleBackwardError:
+        assert type(caught.value) is DoubleBackwardError, repr(caught.value)
+    else:
+        for call in (optimizer.step, handle.wait):
+            with pytest.raises(kind, match=words):
+                call()
+    assert_same(snapshot(ddp), after)
+
+
+def check_static_later_with_two_dtypes():
+    """DDP hands over all buckets as bucket 0 and none as the last one: an error, and no hang."""
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8).double())
+    net[0].register_forward_hook(lambda *arguments: arguments[2].double())
+    ddp, optimizer, _ = start(sgd, net=net)
+    ddp._set_static_graph()
+    before = snapshot(ddp)
+    with pytest.raises(RuntimeError, match="static_graph"):
+        ddp(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(ConfigError, match="static_graph"):
+        optimizer.step()
+    assert_same(snapshot(ddp), before)
+
+
+def check_incomplete_backward():
+    """A layer without gradients that DDP was not told of: some buckets never come."""
+    ddp, optimizer, _ = start(options={"check": True})  # each bucket is stepped by itself
+    train_on(ddp, optimizer, batches(2))
+    ddp.module.skipped = (0,)
+    backward(ddp, batches(1)[0])
+    with pytest.raises(StepError, match="find_unused_parameters") as caught:
+        optimizer.step()
+    assert 0 < len(caught.value.report.stepped) < caught.value.report.buckets + 1, caught.value
+
+
+# Loops in which not every backward pass is a step
+
+
+def _pass(ddp, x):
+    for parameter in ddp.parameters():
+        parameter.grad = None
+    backward(ddp, x)
+
+
+def _sharpness_aware(ddp, optimizer, data):
+    _pass(ddp, next(data))
+    _pass(ddp, next(data))
+    optimizer.step()
+
+
+def _takes_turns(ddp, optimizers, data):
+    for optimizer in optimizers:
+        _pass(ddp, next(data))
+        optimizer.step()
+    _pass(ddp, next(data))
+
+
+def _two_passes_in_closure(ddp, optimizer, data):
+    optimizer.step(lambda: [_pass(ddp, next(data)) for _ in range(2)])
+
+
+def _other_order(ddp, optimizers, data):
+    _pass(ddp, next(data))
+    for optimizer in reversed(optimizers):
+        optimizer.step()
+
+
+def _ordinary_after_a_left_out_step(ddp, optimizer, data):
+    _pass(ddp, next(data))
+    optimizer.step()
+    _pass(ddp, next(data))  # and no step, as after a loss that is not finite
+    with ddp.no_sync():
+        _pass(ddp, next(data))
+    optimizer.step()
+
+
+def _halves(ddp):
+    return [torch.optim.SGD(list(ddp.parameters())[part::2], lr=0.1) for part in range(2)]
+
+
+def _two_that_share(ddp):
+    return [sgd(ddp), adamw(ddp)]
+
+
+LOOPS = {
+    "sharpness-aware": (_sharpness_aware, "several backward passes", adamw),
+    "takes turns": (_takes_turns, "was not called", _halves),
+    "two passes in a closure": (_two_passes_in_closure, "was not called", adamw),
+    "an ordinary step after one that was left out": (
+        _ordinary_after_a_left_out_step,
+        "was not called",
+        adamw,
+    ),
+    "another order": (_other_order, "in common", _two_that_share),
+}
+
+
+@cases(LOOPS)
+def check_loop(loop, words, make):
+    ddp, optimizers, _ = start(make)
+    with pytest.raises((ConfigError, RuntimeError), match=words):
+        loop(ddp, optimizers, iter(batches(8)))
+
+
+check = on_ranks(__name__, 1, timeout=120)  # every rank refuses by itself
+
+
+def test_refused_with_a_reason(check):
     check()

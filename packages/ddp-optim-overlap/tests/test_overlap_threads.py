@@ -1,156 +1,134 @@
-"""Which thread steps, who waits for whom, what the report says of it, and which ranks take part."""
+"""Who steps and who waits for whom, what reports and profilers show, and weights that are read too late."""
 
-import gc
 import itertools
 import threading
 import time
-import types
-import weakref
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from overlap_runs import (
-    Net,
-    PoisonedPages,
     adamw,
     as_ordinary,
-    assert_ordinary,
     assert_same,
     assert_stepped,
     backward,
     batches,
-    begin_overlap,
-    differences,
-    ends,
+    cases,
     make_ddp,
     on_ranks,
-    one_group,
+    snapshot,
     start,
     train_on,
 )
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from ddp_compress_hooks import allreduce_hook
-from ddp_optim_overlap import (
-    ConfigError,
-    DoubleBackwardError,
-    OptimizerHookState,
-    hook_then_optimizer,
-    overlap_optimizer,
-)
-from dist_utils.testing import call_in_backward, run_ranks
-from dist_utils.torch_compat import default_store
+from ddp_optim_overlap import ConfigError, StepReport, WeightReuseError, overlap_optimizer
+from dist_utils.testing import call_in_backward
+from dist_utils.torch_compat import default_store, every_thread
 
 
-class Delays(torch.optim.SGD):
-    """If told to, delays one parameter until a peer has waited."""
+class Watched(torch.optim.SGD):
+    """Records threads and numbers of parameters; waits for a peer in a chosen parameter's step."""
 
-    late = None
+    threads, sizes, late, stepped = set(), [], None, threading.Event()
 
     def step(self, closure=None):
-        if any(parameter is self.late for group in self.param_groups for parameter in group["params"]):
+        parameters = [one for group in self.param_groups for one in group["params"]]
+        self.threads.add(threading.get_ident())
+        self.sizes.append(len(parameters))
+        if any(one is self.late for one in parameters):
             default_store().wait(["waited"])
-        return super().step(closure)
-
-
-def check_backward_does_not_wait_for_an_average():
-    """The first bucket's average does not complete before the first layer's gradients are computed."""
-    in_time = []
-
-    def run(*, overlapped):
-        ddp = make_ddp()
-        optimizer = adamw(ddp)
-        computed = threading.Event()
-        ddp.module.conv.weight.register_hook(lambda _: computed.set())
-
-        def hook(_, bucket):
-            average = allreduce_hook(None, bucket)
-            if bucket.index() > 0:
-                return average
-            late = torch.futures.Future()
-
-            def finish():
-                in_time.append(computed.wait(10))
-                late.set_result(average.wait())
-
-            threading.Thread(target=finish).start()
-            return late.then(lambda done: done.value())
-
-        if overlapped:
-            overlap_optimizer(ddp, optimizer, comm_hook=hook)
-        for x in batches(3):
-            computed.clear()
-            train_on(ddp, optimizer, [x])
-        return ends(ddp, optimizer)
-
-    assert_ordinary(run)
-    assert_same(in_time, [True] * 3)
-
-
-class Checkpoint(torch.nn.Module):
-    """A layer whose backward is a nested backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = torch.nn.Linear(16, 16)
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=True)
-
-
-STEPPED = threading.Event()
-
-
-class Tells(torch.optim.AdamW):
-    """Signals when a bucket was stepped."""
-
-    def step(self, closure=None):
         super().step(closure)
-        STEPPED.set()
+        self.stepped.set()
 
 
-def check_what_was_hidden():
-    """The steps before the last, if the last average is slow; none, if there is only one bucket."""
-    for cap in (0.002, 25):
-        ddp = make_ddp(bucket_cap_mb=cap)
-        optimizer = Tells(ddp.parameters(), lr=0.01)
+def watched(ddp):
+    Watched.threads, Watched.sizes = set(), []
+    return Watched(ddp.parameters(), lr=0.1)
 
-        def hook(_, bucket):
-            if bucket.index() == 0:
-                STEPPED.clear()
 
-            averaged = allreduce_hook(None, bucket)
-            if not bucket.is_last():
-                return averaged
-            # On a thread: if the future is complete, a callback would run before then() returns.
-            later, index = torch.futures.Future(), bucket.index()
+DECLARED = {"steps_per_parameter": True}
 
-            def slow():
-                assert index == 0 or STEPPED.wait(20)
-                time.sleep(1.0)  # time for the checks that follow a step, also on a busy machine
-                later.set_result(averaged.wait())
 
-            threading.Thread(target=slow).start()
-            return later
-
-        handle = overlap_optimizer(ddp, optimizer, comm_hook=hook, steps_per_parameter=True)
+def check_who_steps_what():
+    """Another thread than the loop's steps; small buckets wait for each other, with check=True none does."""
+    for check, fewest, most in ((False, 1, 2), (True, 5, 5)):
+        ddp, optimizer, _ = start(watched, options={**DECLARED, "check": check})
         train_on(ddp, optimizer, batches(2))
-        report = handle.wait()
-        assert 0 <= report.seconds_hidden < report.seconds, report
-        assert (report.buckets > 1) == (report.seconds_hidden > 0) == (cap < 1), report
+        Watched.threads.clear()
+        Watched.sizes.clear()
+        train_on(ddp, optimizer, batches(1))
+        assert threading.get_ident() not in Watched.threads
+        assert_same((len(Watched.threads), sum(Watched.sizes)), (1, 10))
+        assert fewest <= len(Watched.sizes) <= most, Watched.sizes
+
+
+@as_ordinary
+def check_backward_does_not_wait_for_an_average(*, overlapped):
+    """The first bucket's average does not complete before the first layer's gradients are computed."""
+    ddp, in_time = make_ddp(), []
+    optimizer, computed = adamw(ddp), threading.Event()
+    ddp.module.conv.weight.register_hook(lambda _: computed.set())
+
+    def hook(_, bucket):
+        average = allreduce_hook(None, bucket)
+        if bucket.index() > 0:
+            return average
+        late = torch.futures.Future()
+
+        def finish():
+            in_time.append(computed.wait(10))
+            late.set_result(average.wait())
+
+        threading.Thread(target=finish).start()
+        return late.then(lambda done: done.value())
+
+    if overlapped:
+        overlap_optimizer(ddp, optimizer, comm_hook=hook)
+    for x in batches(3):
+        computed.clear()
+        found = train_on(ddp, optimizer, [x])
+    assert_same(in_time, [True] * 3 if overlapped else [])
+    return found
+
+
+@cases({"several buckets": (0.01,), "one bucket": (25,)})
+def check_what_was_hidden(cap):
+    """The steps before the last, if the last average is slow; none, if there is only one bucket."""
+
+    def hook(_, bucket):
+        if bucket.index() == 0:
+            Watched.stepped.clear()
+        averaged = allreduce_hook(None, bucket)
+        if not bucket.is_last():
+            return averaged
+        # On a thread: if the future is complete, a callback would run before then() returns.
+        later, several = torch.futures.Future(), bucket.index() > 0
+
+        def slow():
+            assert not several or Watched.stepped.wait(20)
+            time.sleep(0.5)  # time for the checks that follow a step, also on a busy machine
+            later.set_result(averaged.wait())
+
+        threading.Thread(target=slow).start()
+        return later
+
+    options = {**DECLARED, "comm_hook": hook}
+    ddp, optimizer, handle = start(watched, options=options, bucket_cap_mb=cap)
+    train_on(ddp, optimizer, batches(2))
+    report = handle.wait()
+    assert 0 <= report.seconds_hidden < report.seconds, report
+    assert (report.buckets > 1) == (report.seconds_hidden > 0) == (cap < 1), report
 
 
 def check_a_slow_peer():
-    ddp = make_ddp()
-    optimizer = Delays(ddp.parameters(), lr=0.1)
-    handle = overlap_optimizer(ddp, optimizer, steps_per_parameter=True)
-    backward(ddp, batches(1)[0])
+    ddp, optimizer, handle = start(watched, options=DECLARED)
+    train_on(ddp, optimizer, batches(1))
     handle.wait()
-    optimizer.zero_grad()
     if dist.get_rank() == 1:
         optimizer.late = ddp.module.conv.weight  # in the last bucket
     backward(ddp, batches(1)[0])
@@ -161,6 +139,8 @@ def check_a_slow_peer():
     assert_same(handle.wait(timeout=30).number, 2)
 
 
+# Calls in the middle of a pass
+
 ASKS = {
     "wait": lambda handle, _: handle.wait(),
     "step": lambda _, optimizer: optimizer.step(),
@@ -168,42 +148,18 @@ ASKS = {
 }
 
 
-def _refusing(name, handle, optimizer, refused):
-    """Return what asks inside a pass, and records the refusal."""
+class Reentrant(torch.nn.Module):
+    """A layer whose backward is a nested backward pass."""
 
-    def ask(*_):
-        try:
-            ASKS[name](handle, optimizer)
-        except ConfigError as error:
-            refused.append(str(error))
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16)
 
-    return ask
-
-
-@as_ordinary(*itertools.product(ASKS, ("thread", "hook"), (None, PoisonedPages)))
-def check_asked_in_the_middle(name, where, memory, *, overlapped):
-    """In the middle of a backward pass, from a thread or a hook: refused, and nothing is lost."""
-    ddp, optimizer, handle = start(overlapped=overlapped, options={"memory": memory})
-    refused = []
-    ask = _refusing(name, handle, optimizer, refused)
-
-    def ask_elsewhere(_):
-        other = threading.Thread(target=ask)
-        other.start()
-        other.join()
-
-    for step, x in enumerate(batches(3)):
-        if overlapped and step == 1:  # the first pass has one bucket, at its end
-            weight = ddp.module.layers[1].weight
-            weight.register_post_accumulate_grad_hook(ask_elsewhere if where == "thread" else ask)
-        found = train_on(ddp, optimizer, [x])
-    if overlapped:
-        assert len(refused) == 2, refused
-        assert all("backward()" in text for text in refused), refused
-    return found
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=True)
 
 
-class CallsInside(torch.nn.Sequential):
+class Calls(torch.nn.Sequential):
     """Calls something in the middle of backward()."""
 
     call = None
@@ -211,9 +167,61 @@ class CallsInside(torch.nn.Sequential):
     def forward(self, x):
         for number, layer in enumerate(self, start=1):
             x = layer(x)
-            if number == len(self) // 2 and self.call is not None:
+            if number == 2 and self.call is not None:
                 x = call_in_backward(x, self.call)
         return x
+
+
+def _on_a_thread(ask):
+    other = threading.Thread(target=ask)
+    other.start()
+    other.join()
+
+
+WHERE = {
+    "from a thread": lambda net, ask: net[1].inner.weight.register_post_accumulate_grad_hook(
+        lambda _: _on_a_thread(ask)
+    ),
+    "in a hook": lambda net, ask: net[1].inner.weight.register_post_accumulate_grad_hook(lambda _: ask()),
+    "between nested parts": lambda net, ask: setattr(net, "call", ask),
+}
+
+
+@cases(
+    {
+        f"{name} {where}, {'reentrant' if nested else 'plain'}": (name, where, nested, bool(place % 2))
+        for place, (name, where, nested) in enumerate(itertools.product(ASKS, WHERE, (False, True)))
+        if not (nested and where == "from a thread")  # a documented limit
+    }
+)
+@as_ordinary
+def check_asked_in_the_middle(name, where, nested, released, *, overlapped):
+    """Refused, and nothing is lost."""
+    torch.manual_seed(0)
+    net = Calls(*[Reentrant() for _ in range(4)])
+    if not nested:
+        for layer in net:
+            layer.forward = layer.inner.forward
+    options = {"release_gradients": released}
+    ddp, optimizer, handle = start(overlapped=overlapped, net=net, options=options, bucket_cap_mb=0.0005)
+    refused = []
+
+    def ask():
+        try:
+            ASKS[name](handle, optimizer)
+        except ConfigError as error:
+            refused.append(str(error))
+
+    for step in range(3):
+        if overlapped and step == 1:  # the first pass has one bucket, at its end
+            WHERE[where](net, ask)
+        x = torch.full((3, 16), 1.0 + step + dist.get_rank(), requires_grad=True)
+        found = train_on(ddp, optimizer, [x])
+    if overlapped:
+        assert len(refused) == 2, refused
+        assert "while backward() runs" in refused[0], refused
+        assert_stepped(handle)
+    return found
 
 
 class CheckpointInside(torch.nn.Module):
@@ -222,112 +230,114 @@ class CheckpointInside(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.before, self.inner, self.after = (torch.nn.Linear(16, 16) for _ in range(3))
+        self.before, self.inner, self.after = (torch.nn.Linear(64, 64) for _ in range(3))
 
     def forward(self, x):
-        return self.after(checkpoint(self.inner, self.before(x), use_reentrant=True))
+        return self.after(checkpoint(self.inner, self.before(x.flatten(1)[:, :64]), use_reentrant=True))
 
 
-@as_ordinary(*itertools.product((None, PoisonedPages), (False, True)))
-def check_a_nested_pass_between_buckets(memory, view, *, overlapped):
-    ddp = DistributedDataParallel(CheckpointInside(), bucket_cap_mb=0.0005, gradient_as_bucket_view=view)
-    optimizer = adamw(ddp)
-    handle = begin_overlap(ddp, optimizer, memory=memory) if overlapped else None
-    for seed in range(4):
-        x = torch.randn(3, 16, generator=torch.Generator().manual_seed(seed + dist.get_rank()))
-        backward(ddp, x)
-        optimizer.step()
-        optimizer.zero_grad()
+@cases({"kept": (False,), "released": (True,)})
+@as_ordinary
+def check_a_nested_pass_between_buckets(released, *, overlapped):
+    options = {"release_gradients": released}
+    ddp, optimizer, handle = start(overlapped=overlapped, net=CheckpointInside(), options=options)
+    found = train_on(ddp, optimizer, batches(4))
     if handle is not None:
         assert_stepped(handle)
-    return ends(ddp, optimizer)
+    return found
 
 
-def check_overlapped_inside_backward():
-    net = CallsInside(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.00001)
-    net.call = partial(overlap_optimizer, ddp, adamw(ddp))
-    with pytest.raises(ConfigError, match=r"inside backward\(\)"):
-        ddp(torch.ones(2, 4)).sum().backward()
+# Reports and profilers
 
 
-check = on_ranks(__name__, timeout=60, group_timeout=20)
+def check_reports_and_ranges():
+    """Every step has a range by name, on one thread; reports are plain numbers."""
+    ddp, optimizer, handle = start(options={"check": True})  # every bucket is stepped by itself
+    assert_same(handle.optimizers == (optimizer,), True)
+    train_on(ddp, optimizer, batches(1))  # after this one DDP forms its final buckets
+    handle.wait()
+    with profile(experimental_config=every_thread()) as profiler:
+        backward(ddp, batches(1)[0])
+        report = handle.wait(timeout=30)
+    names = ("overlapped step", "ddp-optim-overlap")
+    shown = {event.name: event.thread for event in profiler.events() if event.name.startswith(names)}
+    if every_thread() is not None:  # torch 2.6 shows only the caller's thread
+        steps = [f"{name}:bucket_{index}" for name in names for index in range(5)]
+        assert_same(sorted(shown), sorted([*steps, "ddp-optim-overlap:meet_peers"]))
+        assert_same(len(set(shown.values())), 1)
+    found = report.as_dict()
+    assert {type(value) for value in found.values()} == {int, float}, found
+    assert_same([found[name] for name in ("number", "buckets", "stepped")], [2, 5, 5])
+    assert 0 <= found["seconds_hidden"] <= found["seconds"], found
+
+
+# A stepped weight that the same backward pass reads again
+
+
+class Reuses(torch.nn.Module):
+    """A checkpointed block that uses a later layer's weight without its gradient."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.how = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8), how
+        self.goes_on = lambda: True
+
+    def block(self, x):
+        if self.how == "no_grad":
+            with torch.no_grad():
+                target = self.last(x)
+            return torch.tanh(x * target)
+        weight = self.last.weight.detach() if self.how == "detach" else torch.eye(8)
+        return torch.tanh(x @ weight)
+
+    def forward(self, x):
+        x = checkpoint(self.block, self.first(x), use_reentrant=False)
+        return self.last(call_in_backward(x, partial(_wait_until, self.goes_on)))
+
+
+def _wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+@cases({how: (how,) for how in ("detach", "no_grad", "harmless")})
+def check_weight_reuse(how):
+    """The hazard is a race, so the recomputation here waits until the last layer is stepped."""
+    options = {"net": Reuses(how), "bucket_cap_mb": 0.0001, "options": {"check": True}}
+    ddp, optimizer, _ = start(lambda ddp: torch.optim.SGD(ddp.parameters(), lr=1.0), **options)
+    train_on(ddp, optimizer, [torch.ones(2, 8)])  # after it there are several buckets
+    last = ddp.module.last
+    # Made here, because reading the parameter inside raises. The step is later than the last value moves.
+    now, before = last.weight.detach(), snapshot(last)[0]
+    ddp.module.goes_on = lambda: bool((now != before).any()) and type(last.weight) is not torch.nn.Parameter
+    if how == "harmless":
+        backward(ddp, torch.ones(2, 8))
+    else:
+        with pytest.raises(WeightReuseError, match="ordinary loop, or no checkpoint"):
+            backward(ddp, torch.ones(2, 8))
+        last.weight.sum()  # outside of backward: allowed
+    assert_same({type(parameter) for parameter in ddp.parameters()}, {torch.nn.Parameter})
+
+
+check = on_ranks(__name__, timeout=120, group_timeout=60)
 
 
 def test_threads(check):
     check()
 
 
-def _of(state, bucket):
-    """Average over the group that a state of any type stands for."""
-    if isinstance(state, DeviceMesh):
-        return allreduce_hook(state.get_group(), bucket)
-    return allreduce_hook(state.process_group, bucket)
-
-
-def _subgroup(rank):
-    """Two of three ranks train: nothing may wait for the third."""
-    mesh = DeviceMesh("cpu", [0, 1])
-    group = dist.new_group([0, 1])
-    if rank == 2:
-        return
-    make = one_group(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9})
-    seen = [
-        differences(
-            make,
-            process_group=group,
-            find_unused_parameters=unused,
-            skip=lambda step, unused=unused: (1,) if unused and step % 2 else (),
-        )
-        for unused in (False, True)
-    ]
-    assert_same(seen, [[], []])
-
-    def run(kind, *, overlapped):
-        ddp = make_ddp(process_group=group)
-        optimizer = adamw(ddp)
-        state = {"mesh": mesh, "model": ddp}.get(kind, types.SimpleNamespace(process_group=group))
-        hook = hook_then_optimizer(_of, OptimizerHookState(optimizer)) if overlapped else _of
-        ddp.register_comm_hook(state, hook)
-        return train_on(ddp, optimizer, batches(3))
-
-    for kind in ("mesh", "model", "process_group"):
-        assert_ordinary(run, kind)
-
-
-def test_a_part_of_the_ranks():
-    run_ranks(_subgroup, 3, timeout=60, group_timeout=20)
-
-
-def _threads(_):
-    """However the overlap ends, its thread ends, too."""
-    names = []
-    for how in ("remove", "garbage", "error", "destroyed"):
-        ddp = DistributedDataParallel(Net())
-        optimizer = adamw(ddp)
-        handle = overlap_optimizer(ddp, optimizer)
-        backward(ddp, batches(1)[0])
-        alive = sum(thread.name == "ddp-optim-overlap" for thread in threading.enumerate())
-        names.append(alive)
-        gone = weakref.ref(ddp)
-        if how == "remove":
-            handle.remove()
-        elif how == "error":
-            with pytest.raises(DoubleBackwardError):
-                backward(ddp, batches(1)[0])
-        elif how == "destroyed":
-            dist.destroy_process_group()
-        del ddp, handle
-        gc.collect()
-        assert gone() is None
-        deadline = time.monotonic() + 60
-        while any(thread.name == "ddp-optim-overlap" for thread in threading.enumerate()):
-            assert time.monotonic() < deadline, how
-            time.sleep(0.01)
-        optimizer.step()  # an ordinary step: nothing is left of the overlap
-    return names
-
-
-def test_no_thread_is_left():
-    for names in run_ranks(_threads, 2, timeout=90):
-        assert names == [1, 1, 1, 1]
+def test_reports_leave_out_what_they_do_not_know():
+    assert StepReport(7, 4, (0, 2), (3,), 0.5, 0.25, torch.tensor(1.5)).as_dict() == {
+        "number": 7,
+        "buckets": 4,
+        "stepped": 2,
+        "partial": 1,
+        "seconds": 0.5,
+        "seconds_hidden": 0.25,
+        "hidden_ratio": 0.5,
+        "norm": 1.5,
+    }
+    assert not {"hidden_ratio", "norm"} & set(StepReport().as_dict())

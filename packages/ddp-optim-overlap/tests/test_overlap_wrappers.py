@@ -2,14 +2,22 @@
 
 import pytest
 import torch
-import torch.distributed as dist
-from overlap_runs import Net, assert_same, batches, snapshot
+from overlap_runs import (
+    Net,
+    adamw,
+    as_ordinary,
+    assert_same,
+    backward,
+    batches,
+    cases,
+    ends,
+    make_ddp,
+    on_ranks,
+)
 from torch.distributed._composable.replicate import replicate
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_compress_hooks import CompressState, bf16_compress_hook
 from ddp_optim_overlap import ConfigError, UnsupportedOptimizerError, overlap_optimizer
-from dist_utils.testing import run_ranks
 
 
 class Delegates(torch.optim.Optimizer):
@@ -40,40 +48,19 @@ class Masks(Delegates):
     __module__ = __name__
 
     def step(self, closure=None):
-        before = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
         super().step(closure)
-        self.param_groups[0]["params"][0].data.copy_(before[0])
+        self.param_groups[0]["params"][0].data.zero_()
 
 
-class Averages(torch.optim.SGD):
-    """Wraps an optimizer, and steps parameters of its own besides."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, lr=lr)
-        self.optimizer = torch.optim.SGD(self.param_groups[0]["params"], lr=lr)
+HOOK = {"comm_hook": bf16_compress_hook, "comm_state": CompressState()}
 
 
-def _run(model, optimizer, step=None):
-    for number, batch in enumerate(batches(6)):
-        syncs = number % 2 == 1
-        if hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(syncs)
-        else:
-            model.require_backward_grad_sync = syncs
-        model(batch).square().mean().backward()
-        if syncs:
-            (step or optimizer).step()
-            (step or optimizer).zero_grad()
-    return snapshot(model)
-
-
-def _adamw(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01)
-
-
-def _replicated(*, overlapped, begun=False, **options):
+@cases({"at once": (False, {}), "after a forward pass": (True, {}), "with a hook": (False, HOOK)})
+@as_ordinary
+def check_replicated(begun, options, *, overlapped):
+    """A module that was given to replicate(), which averages every other pass."""
     model = replicate(Net(), bucket_cap_mb=0.001)
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     if begun:
         with torch.no_grad():
             model(batches(1)[0])
@@ -81,59 +68,59 @@ def _replicated(*, overlapped, begun=False, **options):
         overlap_optimizer(model, optimizer, **options)
     elif options:
         model.register_comm_hook(options["comm_state"], options["comm_hook"])
-    return _run(model, optimizer)
+    for number, batch in enumerate(batches(6)):
+        model.set_requires_gradient_sync(number % 2 == 1)
+        backward(model, batch)
+        if number % 2 == 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return ends(model, optimizer)
 
 
-def _wrapped(_):
-    ordinary = _replicated(overlapped=False)
-    assert_same(_replicated(overlapped=True), ordinary)
-    assert_same(_replicated(overlapped=True, begun=True), ordinary)
-    hook = {"comm_hook": bf16_compress_hook, "comm_state": CompressState()}
-    assert_same(_replicated(overlapped=True, **hook), _replicated(overlapped=False, **hook))
-
-    runs = []
-    for overlapped in (False, True):
-        ddp = DistributedDataParallel(Net(), bucket_cap_mb=0.001)
-        inner = _adamw(ddp)
-        wrapper = Delegates(Delegates(inner), scaler=torch.amp.GradScaler("cpu", enabled=False))
-        if overlapped:
-            handle = overlap_optimizer(ddp, wrapper)
-            assert handle.optimizers == (inner,)
-        runs.append(_run(ddp, inner, wrapper))
-        assert wrapper.calls == 3
-        assert all(state["step"] == 3 for state in inner.state.values())
-    assert_same(*runs)
-    handle.remove()
-
-    with pytest.raises(ConfigError, match="Delegates calls its own GradScaler"):
-        overlap_optimizer(ddp, Delegates(inner, scaler=torch.amp.GradScaler("cpu")))
-    with pytest.raises(ConfigError, match="given twice"):
-        overlap_optimizer(ddp, [inner, Delegates(inner)])
-    for declared in (False, True):
-        with pytest.raises(UnsupportedOptimizerError, match="Masks"):
-            overlap_optimizer(ddp, Masks(inner), steps_per_parameter=declared)
-    with pytest.raises(UnsupportedOptimizerError, match="Averages has another optimizer"):
-        overlap_optimizer(ddp, Averages(ddp.parameters(), lr=0.1), steps_per_parameter=True)
-    for model, text in (
-        (ddp.module, "got Net"),
-        (torch.compile(ddp), "got OptimizedModule"),
-    ):
-        with pytest.raises(TypeError, match=text):
-            overlap_optimizer(model, inner)
-    dist.barrier()
+@as_ordinary
+def check_wrapped_optimizer(*, overlapped):
+    """Its wrappers are opened; they count calls and decide whether to step."""
+    ddp = make_ddp()
+    inner = adamw(ddp)
+    wrapper = Delegates(Delegates(inner), scaler=torch.amp.GradScaler("cpu", enabled=False))
+    if overlapped:
+        assert_same(overlap_optimizer(ddp, wrapper).optimizers == (inner,), True)
+    for x in batches(3):
+        backward(ddp, x)
+        wrapper.step()
+        wrapper.zero_grad()
+    assert_same(wrapper.calls, 3)
+    return ends(ddp, inner)
 
 
-def test_the_wrapped_objects_are_overlapped():
-    run_ranks(_wrapped, 2)
+REFUSED = {
+    "own GradScaler": (
+        lambda inner: Delegates(inner, scaler=torch.amp.GradScaler("cpu")),
+        ConfigError,
+        "Delegates calls its own GradScaler",
+    ),
+    "given twice": (lambda inner: [inner, Delegates(inner)], ConfigError, "given twice"),
+    "does more": (Masks, UnsupportedOptimizerError, "Masks has another optimizer"),
+}
 
 
-def _fully_sharded(_):
+@cases(REFUSED)
+def check_refused(wrap, kind, words):
+    ddp = make_ddp()
+    with pytest.raises(kind, match=words):
+        overlap_optimizer(ddp, wrap(adamw(ddp)), steps_per_parameter=True)
+
+
+def check_module_of_fsdp():
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415 - slow to import
 
     model = fully_shard(torch.nn.Linear(4, 4))
     with pytest.raises(TypeError, match="which FSDP averages: wrap the module in DDP"):
-        overlap_optimizer(model, _adamw(model))
+        overlap_optimizer(model, adamw(model))
 
 
-def test_a_module_of_fsdp_is_refused():
-    run_ranks(_fully_sharded, 2)
+check = on_ranks(__name__, timeout=60)
+
+
+def test_wrapped_objects(check):
+    check()
