@@ -193,12 +193,14 @@ def _counted(rank):
 
 
 def test_each_collective_is_in_the_graph_once():
+    # torch 2.6 sends for a MIN again in backward instead of keeping what it received.
+    exchanges = 2 if torch.__version__ < "2.7" else 1
     for found in run_ranks(_counted, 2, timeout=120):
         assert found == {
             "all_reduce": [["all_reduce"], ["all_reduce"]],
             "all_gather": [["all_gather_into_tensor"], ["reduce_scatter_tensor"]],
             "broadcast": [["broadcast"], ["all_reduce"]],
-            "reduce_scatter_dim min": [["all_to_all_single"], ["all_to_all_single"]],
+            "reduce_scatter_dim min": [["all_to_all_single"], ["all_to_all_single"] * exchanges],
         }
 
 
