@@ -1,6 +1,5 @@
 """Every collective twice: as a call on each rank, and simulated in one process with all ranks' inputs."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,22 +41,32 @@ def _reduced(stacked, op):
     return (stacked.amax if op == "MAX" else stacked.amin)(0)
 
 
-def _all_reduce(op):
+def _at_once(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+def _start_and_wait(function, *args, **kwargs):
+    handle = dac.start(function, *args, **kwargs)
+    assert handle.wait() is handle.wait()
+    return handle.wait()
+
+
+def _all_reduce(op, run=_at_once):
     return Case(
-        call=lambda x, group, ranks: [dac.all_reduce(x, getattr(ReduceOp, op), group)],
+        call=lambda x, group, ranks: [run(dac.all_reduce, x, getattr(ReduceOp, op), group)],
         simulate=lambda xs: [[_reduced(torch.stack(xs), op)] for _ in xs],
         linear=op in ("SUM", "AVG"),
     )
 
 
-def _reduce(op, root):
+def _reduce(op, root, run=_at_once):
     def simulate(xs):
         outputs = [[torch.zeros_like(x)] for x in xs]
         outputs[root] = [_reduced(torch.stack(xs), op)]
         return outputs
 
     return Case(
-        call=lambda x, group, ranks: [dac.reduce(x, ranks[root], getattr(ReduceOp, op), group)],
+        call=lambda x, group, ranks: [run(dac.reduce, x, ranks[root], getattr(ReduceOp, op), group)],
         simulate=simulate,
         linear=op in ("SUM", "AVG"),
     )
@@ -89,15 +98,21 @@ def _gather(root):
     return Case(call=lambda x, group, ranks: list(dac.gather(x, ranks[root], group)), simulate=simulate)
 
 
-def _scatter(root, receivers):
+def _scatter(root, receivers, run=_at_once):
     def call(x, group, ranks):
         mine = ranks.index(dist.get_rank())
         is_source = mine == root % len(ranks)
         entries = _entries(x, len(ranks)) if is_source or receivers == "list" else None
-        return [dac.scatter(entries, ranks[root], group, anchor=receivers is None)]
+        return [run(dac.scatter, entries, ranks[root], group, anchor=receivers is None)]
 
     simulate = lambda xs: [[entry] for entry in _entries(xs[root], len(xs))]  # noqa: E731
     return Case(call, simulate, second_order=receivers == "list")
+
+
+def _all_gather(run=_at_once):
+    return Case(
+        lambda x, group, ranks: list(run(dac.all_gather, x, group)), lambda xs: [list(xs) for _ in xs]
+    )
 
 
 def _all_to_all(xs):
@@ -168,6 +183,15 @@ def _simulate_all_to_all_dim(xs):
     return [[torch.cat([parts[rank] for parts in sent], 0)] for rank in range(len(xs))]
 
 
+def _all_to_all_dim(run=_at_once):
+    return Case(
+        lambda x, group, ranks: [
+            run(dac.all_to_all_dim, _last_stacked(x, 2 * len(ranks)), -1, 0, group=group)
+        ],
+        _simulate_all_to_all_dim,
+    )
+
+
 def _call_uneven_dim(x, group, ranks):
     sent = _uneven(ranks.index(dist.get_rank()), len(ranks))
     y = _last_stacked(x, sum(sent))
@@ -232,29 +256,6 @@ def _simulate_scatter_coalesced(xs):
     return [list(parts) for parts in zip(*totals, strict=True)]
 
 
-def _started(case):
-    """The same case with every collective started first and waited for later."""
-
-    def call(x, group, ranks):
-        originals = {name: getattr(dac, name) for name in ("all_reduce", "all_gather", "reduce", "scatter")}
-        originals["all_to_all_dim"] = dac.all_to_all_dim
-        try:
-            for name, function in originals.items():
-                setattr(dac, name, functools.partial(_start_and_wait, function))
-            return case.call(x, group, ranks)
-        finally:
-            for name, function in originals.items():
-                setattr(dac, name, function)
-
-    return Case(call, case.simulate, case.linear, case.second_order)
-
-
-def _start_and_wait(function, *args, **kwargs):
-    handle = dac.start(function, *args, **kwargs)
-    assert handle.wait() is handle.wait()
-    return handle.wait()
-
-
 CASES = {
     **{f"all_reduce {op}": _all_reduce(op) for op in OPERATIONS},
     **{f"reduce {op}": _reduce(op, LAST) for op in OPERATIONS},
@@ -269,9 +270,7 @@ CASES = {
     "gather last": _gather(LAST),
     "scatter first": _scatter(0, "list"),
     "scatter last, None elsewhere": _scatter(LAST, None),
-    "all_gather": Case(
-        lambda x, group, ranks: list(dac.all_gather(x, group)), lambda xs: [list(xs) for _ in xs]
-    ),
+    "all_gather": _all_gather(),
     "all_gather_base": Case(
         lambda x, group, ranks: [dac.all_gather_base(x.new_empty(len(ranks) * x.numel()), x, group)],
         lambda xs: [[torch.cat([x.flatten() for x in xs])] for _ in xs],
@@ -311,10 +310,7 @@ CASES = {
     **{f"reduce_scatter_dim {op}": _reduce_scatter_dim(op, None) for op in OPERATIONS},
     "reduce_scatter_dim, uneven": _reduce_scatter_dim("SUM", _sizes),
     "reduce_scatter_dim MAX, uneven": _reduce_scatter_dim("MAX", _sizes),
-    "all_to_all_dim": Case(
-        lambda x, group, ranks: [dac.all_to_all_dim(_last_stacked(x, 2 * len(ranks)), -1, 0, group=group)],
-        _simulate_all_to_all_dim,
-    ),
+    "all_to_all_dim": _all_to_all_dim(),
     "all_to_all_dim, uneven": Case(_call_uneven_dim, _simulate_uneven_dim),
     "all_to_all_dim, lengths differ": Case(_call_lengths_differ, _simulate_lengths_differ),
     "permute ring": _permute(lambda size: [(rank, (rank + 1) % size) for rank in range(size)]),
@@ -326,10 +322,13 @@ CASES = {
         _simulate_gather_coalesced,
     ),
     "reduce_scatter_dim_coalesced": Case(_call_scatter_coalesced, _simulate_scatter_coalesced),
+    "started all_reduce SUM": _all_reduce("SUM", _start_and_wait),
+    "started all_reduce MAX": _all_reduce("MAX", _start_and_wait),
+    "started all_gather": _all_gather(_start_and_wait),
+    "started reduce SUM": _reduce("SUM", LAST, _start_and_wait),
+    "started scatter last, None elsewhere": _scatter(LAST, None, _start_and_wait),
+    "started all_to_all_dim": _all_to_all_dim(_start_and_wait),
 }
-for _name in ("all_reduce SUM", "all_reduce MAX", "all_gather", "reduce SUM", "scatter last, None elsewhere"):
-    CASES[f"started {_name}"] = _started(CASES[_name])
-CASES["started all_to_all_dim"] = _started(CASES["all_to_all_dim"])
 
 
 def inputs(rank, shape, dtype, *, ties=True):

@@ -88,6 +88,23 @@ def test_large_sums_and_broadcasts(size):
     assert run_ranks(_large, size, 1_500_001) == gradients
 
 
+def _ways(rank, lengths):
+    """Return which of Gloo's operations sums of these lengths are made of."""
+    seen = {}
+    for length in lengths:
+        with torch.profiler.profile() as profiler:
+            assert dac.all_reduce(torch.ones(length)).unique().tolist() == [6]
+        seen[length] = {event.name for event in profiler.events() if event.name.startswith("c10d::")}
+    return seen
+
+
+def test_a_small_sum_is_sent_to_each_rank_while_these_are_few():
+    """48 KiB for each of five others are 240 KiB, 64 KiB are 320; a ring sends 107 of them."""
+    messages, ring = {"c10d::send", "c10d::recv_"}, {"c10d::allreduce_"}
+    right = {1: messages, 12 << 10: messages, 16 << 10: ring}
+    assert run_ranks(_ways, 6, list(right), timeout=100) == [right] * 6
+
+
 CONVENTIONS = {
     "all_reduce": (dac.all_reduce, sum),
     "avg": (lambda x, grad: dac.all_reduce(x, "avg", grad=grad), lambda xs: sum(xs) / len(xs)),

@@ -4,6 +4,8 @@ import itertools
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -172,6 +174,34 @@ def _around_graphs(rank):
 def test_transforms_around_and_beside_a_graph():
     for found in run_ranks(_around_graphs, 2, timeout=240):
         assert {name: error for name, error in found.items() if not error < 1e-10} == {}
+
+
+def _counted(rank):
+    """Return the collectives in the graphs of forward and backward."""
+    found = {}
+    for name in ("all_reduce", "all_gather", "broadcast", "reduce_scatter_dim min"):
+        graphs = found[name] = []
+
+        def keep(graph, _, graphs=graphs):
+            names = [str(node.target) for node in graph.graph.nodes]
+            graphs.append(sorted(n.split(".")[1] for n in names if "c10d" in n and "wait" not in n))
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+        _plain_leaf_grad(_compiled(COLLECTIVES[name], backend), _input(rank, 4))
+    return found
+
+
+def test_each_collective_is_in_the_graph_once():
+    # torch 2.6 sends for a MIN again in backward instead of keeping what it received.
+    exchanges = 2 if torch.__version__ < "2.7" else 1
+    for found in run_ranks(_counted, 2, timeout=120):
+        assert found == {
+            "all_reduce": [["all_reduce"], ["all_reduce"]],
+            "all_gather": [["all_gather_into_tensor"], ["reduce_scatter_tensor"]],
+            "broadcast": [["broadcast"], ["all_reduce"]],
+            "reduce_scatter_dim min": [["all_to_all_single"], ["all_to_all_single"] * exchanges],
+        }
 
 
 def _several_shapes(rank):

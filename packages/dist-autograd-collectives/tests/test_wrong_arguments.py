@@ -23,6 +23,7 @@ REFUSED = [
     (ValueError, "grad must be 'sum' or 'replicated', got 'mean'", lambda: dac.all_reduce(X, grad="mean")),
     (ValueError, "'mean'", lambda: dac.permute(X, [(0, 1)], grad="mean")),
     (TypeError, "anchor must be True or False", lambda: dac.all_reduce(X, anchor=X)),
+    (TypeError, "multiply the tensor by its factor", lambda: dac.all_reduce(X, dist.ReduceOp.PREMUL_SUM)),
     (TypeError, "check must be True, False or None", lambda: dac.all_reduce(X, check="no")),
     (TypeError, "a tensor, got None", lambda: dac.all_reduce(None)),
     (TypeError, "must be a list or tuple of tensors", lambda: dac.reduce_scatter(X, X)),

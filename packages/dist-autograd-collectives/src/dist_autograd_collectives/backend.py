@@ -43,8 +43,11 @@ And messages are sent before receives are posted if none of them is longer, as i
 :func:`dist_utils.start_messages`, whose tags tell lengths apart, but no shapes, dtypes and calls.
 """
 
-_FEW_RANKS = 8
-"""Up to this many ranks a small tensor is one message to each rank; among more, rings and trees send less."""
+_SENT_BYTES = 256 << 10
+"""A small tensor is a message to each rank while a rank sends no more than this; rings and trees send less.
+
+So sums of up to five ranks go by messages up to 64 KiB, and those of 64 ranks up to 4 KiB.
+"""
 
 _UNFILLED = bytes.fromhex("b1c6f9a2d75e0384")
 """A receiver of a large broadcast writes this at the end of its tensor beforehand. The same on all ranks,
@@ -68,7 +71,7 @@ def choose(inputs: Tensors, linear_map: Map) -> Wait:
     x, size = inputs[0], linear_map.call.who.size
     if not (x.is_cpu and "cpu:gloo" in _backends(linear_map)):
         return native(inputs, linear_map)
-    is_small = x.nbytes <= _SHORT_BYTES and size <= _FEW_RANKS
+    is_small = x.nbytes <= _SHORT_BYTES and x.nbytes * (size - 1) <= _SENT_BYTES
     if linear_map.kind == "broadcast" and not is_small:
         return _large_broadcast(x, linear_map)
     # Two ranks exchange as many bytes in a ring, in two rounds.
