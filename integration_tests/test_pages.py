@@ -171,7 +171,7 @@ def test_the_page_of_resume_goes_on_with_the_same_bits_or_with_another_number_of
     assert resumed == train("through", 12)
     assert len(set(resumed.values())) == 1
     shutil.copytree(tmp_path / "interrupted", tmp_path / "more ranks")
-    assert len(train("more ranks", 15, ranks=3)) == 3
+    assert len(set(train("more ranks", 15, ranks=3).values())) == 1
 
 
 def _find_the_limit(_):

@@ -61,7 +61,8 @@ def _restarts(found: list[dict[str, Any]]) -> str:
 def _growth(found: list[dict[str, Any]]) -> str:
     ours = [outcome for outcome in found if outcome["verdict"] != "torch's own"]
     grew = sum(outcome["verdict"] != "right" for outcome in ours)
+    steps = max((outcome["count"] for outcome in ours), default=0)
     return ours and (
-        f"Of {len(ours)} long runs, of up to {max(outcome['count'] for outcome in ours):,} steps, {grew} needed "
-        "ever more memory, descriptors, threads or time."
+        f"Of {len(ours)} long runs, of up to {steps:,} steps, {grew} needed ever more memory, descriptors, "
+        "threads or time."
     )
