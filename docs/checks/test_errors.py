@@ -2,8 +2,8 @@
 
 Errors of wrong arguments (``TypeError``, ``ValueError`` and the like) name the argument and what is allowed.
 The page must have the first words of all other messages: of the packages' own error classes, of
-``RuntimeError``, ``OSError``, ``MemoryError`` and the like, of warnings, and of all errors of loading
-residuals. Where it does not have them, a new message was written: explain it there.
+``RuntimeError``, ``OSError``, ``MemoryError`` and the like, of warnings, and of all errors of residuals that
+are loaded and of FSDP2. Where it does not have them, a new message was written: explain it there.
 """
 
 import ast
@@ -20,8 +20,8 @@ SOURCES = {
     for path in sorted(root.rglob("*.py"))
 }
 EXPLAINED_BY_THEMSELVES = {"IndexError", "KeyError", "NotImplementedError", "TypeError", "ValueError"}
-LOADING = "ddp_quant_hooks/feedback/checkpoint.py"
-"""The module whose messages must all be on the page, because a job that resumes meets them."""
+IN_JOBS = ("ddp_quant_hooks/feedback/checkpoint.py", "ddp_quant_hooks/fsdp/")
+"""Modules whose values are wrong when a job resumes or uses FSDP2, not when a program is written."""
 WARNINGS = {"warn", "warning"}
 GAP = "…"
 """Stands on the page for what a message fills in."""
@@ -100,7 +100,8 @@ MESSAGES = list(_messages())
 
 
 def _needs_explanation(message):
-    return message.kind not in EXPLAINED_BY_THEMSELVES or message.place.startswith(LOADING)
+    wrong_in_a_job = message.kind == "ValueError" and message.place.startswith(IN_JOBS)
+    return message.kind not in EXPLAINED_BY_THEMSELVES or wrong_in_a_job
 
 
 @pytest.fixture(scope="module")
