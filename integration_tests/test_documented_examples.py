@@ -89,7 +89,9 @@ def test_a_quantized_hook_an_overlapped_step_a_schedule_and_a_restart(launch):
 
 
 def _checkpoint(folder):
-    return torch.load(folder / "checkpoint.pt", weights_only=True)
+    """Return all files of the last checkpoint of train_ddp.py."""
+    files = sorted((folder / (folder / "latest").read_text()).iterdir())
+    return {file.name: torch.load(file, weights_only=True) for file in files}
 
 
 @pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.exhaustive)])
@@ -106,7 +108,8 @@ def test_the_program_to_copy_goes_on_from_its_checkpoint_with_the_same_bits(bits
     assert len(losses) == 4
     assert losses[-1] < 0.5 * losses[0]
     resumed, through = _checkpoint(tmp_path / "resumed"), _checkpoint(tmp_path / "through")
-    assert through["steps"] == 40
+    assert list(through) == [*(f"rank-{rank}.pt" for rank in range(launch.world_size)), "shared.pt"]
+    assert through["shared.pt"]["steps"] == 40
     assert same_bits(resumed, through), "the checkpoints differ"
 
 
