@@ -66,7 +66,6 @@ ms
 GPU_ROWS = {
     "`tensor.copy_`": "tensor.copy_",
     "encode": "ours: encode",
-    "encode, error feedback": "ours: encode, error feedback",
     "decode": "ours: decode",
     "mean of 2": "ours: mean of 2",
     "reduce a shard of 2": "ours: reduce, W = 2",
