@@ -71,25 +71,34 @@ class Training:
         self.optimizer.step()
         return loss.detach()
 
-    def save(self, path: Path, steps: int) -> None:
-        """Let rank 0 write a checkpoint; call it on every rank."""
-        residuals = self.gradients.gather_state_dict()  # of error feedback, the default of 4 bits
-        if dist.get_rank() == 0:
+    def save(self, folder: Path, steps: int) -> None:
+        """Write a checkpoint; call it on every rank."""
+        rank, place = dist.get_rank(), folder / f"step-{steps}"
+        place.mkdir(parents=True, exist_ok=True)
+        # The residuals of error feedback, the default of 4 bits, are this rank's own.
+        torch.save(self.gradients.state_dict(), place / f"rank-{rank}.pt")
+        if rank == 0:
             parts = {"model": self.ddp.module.state_dict(), "optimizer": self.optimizer.state_dict()}
-            torch.save({**parts, "residuals": residuals, "steps": steps}, path.with_suffix(".new"))
-            path.with_suffix(".new").replace(path)  # complete, or not there at all
+            torch.save({**parts, "steps": steps, "world_size": dist.get_world_size()}, place / "shared.pt")
+        dist.barrier()  # all files are there
+        if rank == 0:
+            (folder / "latest.new").write_text(place.name)
+            (folder / "latest.new").replace(folder / "latest")  # at once, or not at all
 
-    def resume(self, path: Path) -> int:
-        """Load the checkpoint, if there is one, and return how many steps were done."""
-        if not path.exists():
+    def resume(self, folder: Path) -> int:
+        """Load the last checkpoint, if there is one, and return how many steps were done."""
+        if not (folder / "latest").exists():
             return 0
+        place = folder / (folder / "latest").read_text()
         # Which values share a scale depends on DDP's final buckets, which it makes after a first pass.
         self.ddp(batch(0, self.device)).sum().backward()
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        self.ddp.module.load_state_dict(checkpoint["model"])
-        self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.gradients.scatter_state_dict(checkpoint["residuals"] if dist.get_rank() == 0 else None)
-        return int(checkpoint["steps"])
+        shared = torch.load(place / "shared.pt", map_location="cpu", weights_only=True)
+        self.ddp.module.load_state_dict(shared["model"])
+        self.optimizer.load_state_dict(shared["optimizer"])
+        if shared["world_size"] == dist.get_world_size():  # residuals of other ranks do not fit
+            residuals = place / f"rank-{dist.get_rank()}.pt"
+            self.gradients.load_state_dict(torch.load(residuals, map_location="cpu", weights_only=True))
+        return int(shared["steps"])
 
 
 def main() -> None:
@@ -100,15 +109,14 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="steps from one checkpoint to the next")
     parser.add_argument("--bits", type=int, choices=(8, 4), default=8)
     options = parser.parse_args()
-    options.folder.mkdir(parents=True, exist_ok=True)
     training = Training(join_ranks(), options.bits)
-    first = training.resume(options.folder / "checkpoint.pt")
+    first = training.resume(options.folder)
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} ranks with {dist.get_backend()}, from step {first}", flush=True)
     for number in range(first, options.steps):
         loss = training.step(number)
         if (number + 1) % options.every == 0:
-            training.save(options.folder / "checkpoint.pt", number + 1)
+            training.save(options.folder, number + 1)
             if dist.get_rank() == 0:
                 mib = training.gradients.statistics.bytes_sent / 2**20
                 print(f"step {number + 1}: loss {loss:.4f}, {mib:.1f} MiB sent", flush=True)
