@@ -112,7 +112,7 @@ def main() -> None:
     training = Training(join_ranks(), options.bits)
     first = training.resume(options.folder)
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} ranks with {dist.get_backend()}, from step {first}", flush=True)
+        print(f"world size {dist.get_world_size()}, {dist.get_backend()}, from step {first}", flush=True)
     for number in range(first, options.steps):
         loss = training.step(number)
         if (number + 1) % options.every == 0:
