@@ -9,7 +9,7 @@ from typing import Any
 from drawing import BLUE, GRAY, VERMILION, name_ends, save, subplots
 from whole_steps.losses import LABEL, THIN
 from whole_steps.sides import label
-from whole_steps.tables import MAIN
+from whole_steps.tables import DETAILED
 
 SHOWN = {"plain": GRAY, "fp16": VERMILION, "8bits": BLUE}
 """Few enough to be told apart."""
@@ -17,7 +17,7 @@ SHOWN = {"plain": GRAY, "fp16": VERMILION, "8bits": BLUE}
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the losses of the first main cell, if there are any, and write the picture."""
-    (cell, *_) = MAIN
+    (cell, *_) = DETAILED
     entry = results.get("losses", {}).get(cell.split(",")[0])
     sides = results.get("cells", {}).get(cell, {}).get("sides", {})
     if entry is None or not sides:
