@@ -192,7 +192,7 @@ def _step(side: str, label: str, model: str, cell: str, documents: Sequence[str]
         sentence=f"A training step, {case}, is {{value:.2f}} times as fast as plain DDP's with {label}.",
         places=(
             *(Place(document, "({value:.2f}x)", case, label) for document in documents),
-            Place(WHOLE_STEPS, "{value:.2f}x", row, "faster"),
+            Place(WHOLE_STEPS, "({value:.2f}x)", row, cell),
         ),
         results="whole_steps.json",
         one=("cells", case, "sides", side, "faster_than_plain"),

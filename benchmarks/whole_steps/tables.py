@@ -114,36 +114,18 @@ def _failures(cells: dict[str, Any]) -> Iterator[str]:
 
 
 def details(title: str, cell: dict[str, Any]) -> str:
-    """Return all figures of one cell: the times of steps, and what is sent in them."""
-    sides = {
-        name: cell["sides"][name]
-        for name in [COMPUTE, *ALL]
-        if name in cell["sides"] and "failed" not in cell["sides"][name]
-    }
-    steps = [[label(name), f"{side['median_ms']:.0f}", *_spread(side)] for name, side in sides.items()]
-    sent = [
+    """Return what is sent in the steps of one cell, and what each side gains of what it could."""
+    rows = [
         [
             label(name),
             f"{side['exposed']['median_ms']:.0f} {_range(side['exposed']['quartiles_ms'])}",
-            f"{side['last_bucket_ms']:.1f}",
             f"{side.get('mib_on_wire', side['mib_sent']):.2f}",
-            f"{side['fraction_of_possible']:.2f}",
+            f"{side['gain_of_possible']:.2f}" if "gain_of_possible" in side else "",
         ]
-        for name, side in sides.items()
-        if name != COMPUTE
+        for name in ALL
+        if (side := cell["sides"].get(name, {"failed": ""})) and "failed" not in side
     ]
-    heads = [f"{title}, emulated: on the wire", "exposed, ms", "last bucket, ms", "MiB sent by a host"]
-    return "\n\n".join(
-        [
-            table([f"{title}, emulated: a step", "ms", "quartiles", "faster"], steps),
-            table([*heads, "of the possible"], sent),
-        ]
-    )
-
-
-def _spread(side: dict[str, Any]) -> tuple[str, str]:
-    faster = side.get("faster_than_plain")
-    return _range(side["quartiles_ms"]), f"{faster['median']:.2f}x" if faster else ""
+    return table([f"{title}, emulated", "exposed, ms", "MiB on a host's link", "of the possible gain"], rows)
 
 
 def losses(model: str, entry: dict[str, Any], cells: dict[str, Any]) -> str:
