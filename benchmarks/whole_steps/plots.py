@@ -22,7 +22,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
     sides = results.get("cells", {}).get(cell, {}).get("sides", {})
     if entry is None or not sides:
         return
-    title = f"Training loss over time, mean of {entry['seeds']} seeds: {cell}, emulated"
+    title = (
+        f"Training loss against time, mean of {entry['seeds']} seeds: {cell}, emulated. "
+        "The losses after each step are of two ranks on loopback, the times of steps of these hosts."
+    )
     figure, (axis,) = subplots([2.6], title)
     ends = {}
     for name, color in SHOWN.items():
@@ -32,7 +35,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.plot(seconds, means, color=color, linewidth=1.2)
         axis.plot(seconds[-1], means[-1], "o", color=color, markersize=4)
         ends[f"{_short(name)}:\n{seconds[-1]:.0f} s"] = (seconds[-1], means[-1], color)
-    axis.set(xlabel="seconds")
+    axis.set(xlabel="seconds of training", ylabel="training loss")
     name_ends(axis, ends, gap=0.16)
     save(figure, path)
 
