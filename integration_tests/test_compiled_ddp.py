@@ -5,7 +5,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from whole_jobs import rank_device
+from trainings import rank_device
 
 from ddp_compress_hooks import fp16_compress_hook
 from ddp_optim_overlap import overlap_optimizer

@@ -4,17 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from whole_jobs import rank_device
+from trainings import HOOKS, rank_device
 
 from ddp_compress_hooks import CompressState, bf16_compress_hook, compress_hook, fp16_compress_hook
 from ddp_quant_hooks import (
     AutoState,
     QuantizedAllreduceState,
     auto_hook,
-    quantization_perchannel_hook,
     quantized_allreduce_hook,
 )
-from dist_utils import OrderedWorker
+from dist_utils import OrderedWorker, resolve_group
 from dist_utils.testing import same_on_all_ranks
 
 
@@ -40,23 +39,20 @@ def _regression(state, hook, steps=60):
     return sum(losses[-5:]) / sum(losses[:5])
 
 
-HOOKS = {
-    "fp16": lambda: (CompressState(), fp16_compress_hook),
-    "bf16, fp32 sums": lambda: (CompressState(accumulate="fp32"), bf16_compress_hook),
-    "saturated": lambda: (CompressState(saturate=True, wire_dtype=torch.float16), compress_hook),
-    "8 bits": lambda: (QuantizedAllreduceState(min_bytes=0), quantized_allreduce_hook),
-    "4 bits": lambda: (QuantizedAllreduceState(min_bytes=0, bits=4), quantized_allreduce_hook),
-    "8 bits, fp16": lambda: (
-        QuantizedAllreduceState(min_bytes=0, gather="fp16", error_feedback="shard", exact_1d=True),
+# Options that change how much is lost.
+MORE_HOOKS = {
+    "saturated": lambda group: (CompressState(group, saturate=True, wire_dtype=torch.float16), compress_hook),
+    "8 bits, fp16": lambda group: (
+        QuantizedAllreduceState(group, min_bytes=0, gather="fp16", error_feedback="shard", exact_1d=True),
         quantized_allreduce_hook,
     ),
-    "per channel": lambda: (None, quantization_perchannel_hook),
-    "auto": lambda: (AutoState(), auto_hook),
+    "auto, all": lambda group: (AutoState(group), auto_hook),
 }
 
 
 def _train(_):
-    return {name: _regression(*make()) for name, make in HOOKS.items()}
+    group = resolve_group()
+    return {name: _regression(*make(group)) for name, make in {**HOOKS, **MORE_HOOKS}.items()}
 
 
 def test_training_converges_and_ranks_stay_equal(launch):
