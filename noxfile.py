@@ -145,7 +145,7 @@ def integration(session: nox.Session, torch: str) -> None:
 def frameworks(session: nox.Session) -> None:
     """Test Lightning, Accelerate and Transformers, and every snippet of docs/frameworks.md."""
     install(session, *GROUPS["frameworks"], *GROUPS["side-by-side"])
-    tests = session.posargs or ["integration_tests/frameworks", *SIDE_BY_SIDE]
+    tests = session.posargs or ["integration_tests/test_frameworks.py", *SIDE_BY_SIDE]
     session.run("pytest", *tests, env=ENV)
 
 

@@ -1,37 +1,15 @@
 """The documentation's examples, run as a reader would: they end, and print what the pages say."""
 
 import importlib.util
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
+import pages
 import pytest
-import torch
-
-from dist_utils.testing import same_bits
-
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-
-
-def _start(script, *arguments, ranks=2, options=(), folder=None, **environment):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options]
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def _run(script, *arguments, **options):
-    process = _start(script, *arguments, **options)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, output + errors
-    return output, errors
+    return pages.run_program(pages.DOCS / "examples" / script, *arguments, **options)
 
 
 def _numbers(pattern, text):
@@ -85,21 +63,6 @@ def test_a_quantized_hook_an_overlapped_step_a_schedule_and_a_restart(launch):
     stepped, buckets = _numbers(r"(\d+) of (\d+) buckets stepped", output)
     assert stepped == buckets > 1
     assert "the same bits" in output
-
-
-@pytest.mark.exhaustive
-def test_a_job_with_a_dead_rank_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
-    options = ["--max-restarts=1", "--monitor-interval=0.1"]
-    jobs = [
-        _start("restarted_training.py", tmp_path / "killed", "--fail-at=7", options=options),
-        _start("restarted_training.py", tmp_path / "through", options=options),
-    ]
-    outputs = [job.communicate(timeout=300) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], outputs
-    assert [printed for printed, _ in outputs] == ["attempt 1: steps 6 to 12\n", "attempt 0: steps 0 to 12\n"]
-    killed, through = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("killed", "through"))
-    assert through["step"] == 12
-    assert same_bits(killed, through), "the checkpoints differ"
 
 
 @pytest.mark.parametrize(

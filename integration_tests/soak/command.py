@@ -15,6 +15,9 @@ from typing import Any
 from trainings import BASELINES
 
 from soak import page, wall_clock
+from soak.growth import measure_growth
+from soak.injected import inject
+from soak.restarts import restart
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -46,17 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         began = time.monotonic()
         if options.faults:
-            from soak.injected import inject  # noqa: PLC0415 - not before the clock
-
             found["skipped"] = inject(options, lambda outcome: write("outcomes", outcome))
             head["seconds of faults"] = round(time.monotonic() - began)
         if options.restarts:
-            from soak.restarts import restart  # noqa: PLC0415
-
             restart(options, lambda outcome: write("restarts", outcome))
         if options.steps:
-            from soak.growth import measure_growth  # noqa: PLC0415
-
             measure_growth(options, lambda outcome: write("growth", outcome))
     _save(options.output, {"head": head, **found})
     faults = [outcome for outcome in found["outcomes"] if outcome["training"] not in BASELINES]

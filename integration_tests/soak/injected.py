@@ -9,7 +9,6 @@ from typing import Any
 
 from trainings import TRAININGS
 
-from soak import memory_limit
 from soak.faults import FAULTS, Job, draw
 from soak.jobs import Runner
 from soak.network import Network, network
@@ -63,6 +62,6 @@ def run(runner: Runner, job: Job, references: dict[tuple[str, int], Reference]) 
 
 def why_skipped(fault: str, hosts: Network | str) -> str:
     """Return why a fault cannot be injected on this machine, or nothing."""
-    if FAULTS[fault].where == "link" and isinstance(hosts, str):
+    if FAULTS[fault].on_hosts and isinstance(hosts, str):
         return hosts
-    return memory_limit.why_not() if "killed" in fault else ""
+    return FAULTS[fault].why_not()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from emulated_hosts import EmulationUnavailableError, Host, address, emulated_hosts, holder
+import emulated_hosts
 
-__all__ = ["Network", "network"]
+__all__ = ["Network", "emulated_hosts", "network"]
 
 RATE = "1gbit"
 
@@ -20,17 +20,9 @@ RATE = "1gbit"
 class Network:
     """Emulated hosts with faulty links."""
 
-    def __init__(self, hosts: list[Host]) -> None:
+    def __init__(self, hosts: list[emulated_hosts.Host]) -> None:
         self.hosts = hosts
         self.loss = self._how_to_lose()
-
-    def holder(self, index: int) -> int:
-        """Return the process that holds a host's network."""
-        return holder(self.hosts[index])
-
-    def address(self, index: int) -> str:
-        """Return a host's address."""
-        return address(index)
 
     def cut(self, index: int) -> None:
         """Take a host's interface down."""
@@ -74,8 +66,8 @@ def network(count: int) -> Iterator[Network | str]:
     """Set up hosts and yield them, or yield the reason why that is not possible."""
     with contextlib.ExitStack() as stack:
         try:
-            hosts = stack.enter_context(emulated_hosts(count, rate=RATE))
-        except EmulationUnavailableError as error:
+            hosts = stack.enter_context(emulated_hosts.emulated_hosts(count, rate=RATE))
+        except emulated_hosts.EmulationUnavailableError as error:
             found: Network | str = str(error)
         else:
             found = Network(hosts)

@@ -8,6 +8,8 @@ from typing import Any
 
 from trainings import BASELINES
 
+from soak.faults import FAULTS, STEADY
+
 __all__ = ["PAGE", "with_figures"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
@@ -55,8 +57,8 @@ def _faults(outcomes: list[dict[str, Any]], skipped: dict[str, str]) -> str:
 
 def _kind(outcome: dict[str, Any]) -> str:
     """Return the fault; those in the first steps apart, where peers cannot yet know that a rank is gone."""
-    gone = outcome["fault"].startswith(("kill", "raises", "no more", "disk"))
-    return outcome["fault"] + (", in the first three steps" if gone and outcome["step"] < 3 else "")
+    early = FAULTS[outcome["fault"]].gone and outcome["step"] < STEADY
+    return outcome["fault"] + (", in the first three steps" if early else "")
 
 
 def _restarts(found: list[dict[str, Any]]) -> str:
@@ -70,7 +72,7 @@ def _restarts(found: list[dict[str, Any]]) -> str:
 def _growth(found: list[dict[str, Any]]) -> str:
     rows = []
     for outcome in found:
-        memory = outcome.get("heap", outcome["kibibytes"])
+        memory = outcome.get("heap") or outcome["kibibytes"]  # in runs that did not record the first
         rows.append(
             [
                 f"{outcome['count']} x {outcome['what']}",

@@ -36,6 +36,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+def first(events: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """Return the first event of a name, if there is one."""
+    return next((event for event in events if event["event"] == name), None)
+
+
 def digests(tensors: Iterable[torch.Tensor]) -> list[str]:
     """Return a digest of each tensor's bits."""
     as_bytes = (tensor.detach().flatten().view(torch.uint8) for tensor in tensors)  # NumPy has no bf16
@@ -43,20 +48,17 @@ def digests(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 
 def resources() -> dict[str, int]:
-    """Return the number of descriptors and threads and the KiB of memory of this process.
+    """Return the number of descriptors and threads of this process, and its KiB of memory in use.
 
-    ``kibibytes`` are resident. ``heap`` are those in use that the C library has allocated, which
-    fragmentation does not change; left out where the library cannot tell.
+    These are what the C library has allocated, which fragmentation does not change; left out where it cannot
+    tell.
     """
     open_files = list(Path("/proc/self/fd").iterdir())
-    with Path("/proc/self/status").open() as file:
-        status = dict(line.split(":", 1) for line in file)
     return {
         "descriptors": len(open_files) - 1,  # without the descriptor of this listing
         "sockets": sum(map(_is_socket, open_files)),
         "threads": threading.active_count(),
-        "kernel_threads": int(status["Threads"]),
-        "kibibytes": int(status["VmRSS"].split()[0]),
+        "kernel_threads": len(list(Path("/proc/self/task").iterdir())),
         **_heap(),
     }
 
