@@ -237,10 +237,6 @@ def _collective(call: Callable[..., torch.Tensor], title: str, waiting: tuple[in
     return Case(begin, dac.CollectiveError, f"^the backward of {text}", f"^{text}", waiting=waiting)
 
 
-def _into(size: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(size)
-
-
 RING = [(0, 1), (1, 2), (2, 0)]
 COLLECTIVES = {
     "all_reduce": _collective(dac.all_reduce, r"all_reduce\(SUM\)"),

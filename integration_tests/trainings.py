@@ -132,19 +132,22 @@ class Training:
         self._parameters = list(net.parameters())  # after an error FSDP may return different ones
         self._average = average
 
-    def backward(self, number: int) -> None:
-        """Make a pass with a batch that depends only on the step and the rank in the group."""
+    def backward(self, number: int) -> torch.Tensor:
+        """Make a pass with a batch of this step and of the rank in the group; return the loss."""
         generator = torch.Generator().manual_seed(1000 * number + self._rank)
         x = torch.randn(8, WIDTH, generator=generator).to(rank_device())
-        (self.model(x) - x).square().mean().backward()
+        loss = (self.model(x) - x).square().mean()
+        loss.backward()
+        return loss.detach()
 
-    def step(self, number: int) -> None:
-        """Train on one batch."""
+    def step(self, number: int) -> torch.Tensor:
+        """Train on one batch; return the loss."""
         self.places.begin(number)
         self.optimizer.zero_grad()
-        self.backward(number)
+        loss = self.backward(number)
         self._average()
         self.optimizer.step()
+        return loss
 
     def train(self, steps: Iterable[int]) -> "Training":
         """Make steps; return the training."""
