@@ -100,9 +100,3 @@ def test_no_process_is_left(tmp_path, how):
         assert errors.strip().splitlines()[-1].endswith("stopped"), output + errors
         assert "Traceback" not in errors
     _wait_for_processes(tmp_path, lambda lines: not lines, process)
-
-
-def test_bad_arguments_say_what_is_wrong(tmp_path):
-    process = _start(tmp_path, "--steps=1")
-    assert "--steps must be at least 2" in process.communicate(timeout=60)[1]
-    assert process.returncode == 2

@@ -54,14 +54,3 @@ def test_a_rate_that_limits_nothing_or_everything_is_refused(rate):
         emulation.emulated_hosts(2, rate=rate),
     ):
         pass
-
-
-def test_a_missing_program_is_named(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    with (
-        pytest.raises(
-            emulation.EmulationUnavailableError, match=r"needs the program ip \(package iproute2\)"
-        ),
-        emulation.emulated_hosts(2),
-    ):
-        pass

@@ -1,7 +1,6 @@
-"""Programs and snippets of the READMEs and of the site run unchanged, and tables are up to date."""
+"""Programs and snippets of the READMEs and of the site run unchanged."""
 
 import itertools
-import json
 import os
 import re
 import subprocess
@@ -10,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from pages import DOCS, PAGES, ROOT, run, run_program, snippets
+from pages import DOCS, PAGES, run, run_program, snippets
 from torch.distributed import fsdp
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,22 +39,9 @@ def test_programs_end_alike_on_all_ranks(program, tmp_path):
     assert told["0"] == told["1"]
 
 
-def _anchors(page):
-    """Return the anchors of a page's headings, as GitHub and the site create them."""
-    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    headings = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-@pytest.mark.parametrize("readme", PAGES[:6], ids=lambda readme: readme.parent.name)
-def test_readmes_are_short_and_their_links_have_a_target(readme):
-    assert len(readme.read_text().splitlines()) <= 160
-    # Sphinx checks those of the site.
-    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", readme.read_text()):
-        path, _, anchor = link.partition("#")
-        target = (readme.parent / path).resolve() if path else readme
-        assert target.exists(), link
-        assert not anchor or anchor in _anchors(target), link
+def test_readmes_are_short():
+    lengths = {readme: len(readme.read_text().splitlines()) for readme in PAGES[:6]}
+    assert {readme: length for readme, length in lengths.items() if length > 160} == {}
 
 
 def test_pages_have_no_directives_that_a_code_host_shows_as_they_are():
@@ -148,18 +134,3 @@ def _run_the_page_of_fsdp2(_):
 )
 def test_the_page_of_fsdp2_runs():
     assert max(run_ranks(_run_the_page_of_fsdp2, 4, timeout=100)) < 0.3
-
-
-def test_tables_of_whole_steps_are_those_of_the_results():
-    results = json.loads((ROOT / "benchmarks/results/whole_steps.json").read_text())
-    program = "import json, sys; from whole_steps.tables import tables; print(tables(json.load(sys.stdin)))"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT / "benchmarks",
-        input=json.dumps(results),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    page = (DOCS / "benchmarks" / "whole-steps.md").read_text().splitlines()
-    assert [line for line in done.stdout.splitlines() if line not in page] == []

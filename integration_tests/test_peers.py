@@ -114,7 +114,9 @@ def _go_on(part, case, group):
     """Make steps again, if that is possible; return the parameters by what was kept of the failed step."""
     found = {}
     if case.goes_on and hasattr(part.net, "reset_iter_state"):
-        part.make_fresh_start()
+        part.state.close()
+        part.optimizer.zero_grad()
+        part.net.reset_iter_state()  # of fully_shard
         found["the model"] = _two_steps(part)
     else:
         part.close()

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from trainings import HOOKS, no_hook, rank_device, with_hook
+from trainings import HOOKS, WIDTH, no_hook, rank_device, with_hook
 
-from ddp_compress_hooks import CompressState, bf16_compress_hook, compress_hook, fp16_compress_hook
+from ddp_compress_hooks import CompressState, compress_hook, fp16_compress_hook
 from ddp_quant_hooks import (
     AutoState,
     QuantizedAllreduceState,
@@ -46,14 +46,9 @@ def test_training_converges_as_without_a_hook_and_ranks_stay_equal(launch):
 
 
 def _two_models(rank):
-    """Two models that step in turns, each with its own worker, and a third worker of the user."""
-    device = rank_device()
-    nets = [torch.nn.Linear(200, 200).to(device) for _ in range(2)]
-    models = [DistributedDataParallel(net, bucket_cap_mb=0.05) for net in nets]
-    models[0].register_comm_hook(CompressState(accumulate="fp32"), bf16_compress_hook)
-    models[1].register_comm_hook(QuantizedAllreduceState(min_bytes=0), quantized_allreduce_hook)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-3) for model in models]
-    worker = OrderedWorker()
+    """Two models in one backward pass, each with its own worker, and a third worker of the user."""
+    trainings = [with_hook(resolve_group(), HOOKS[hook]) for hook in ("bf16, fp32 sums", "8 bits")]
+    device, worker = rank_device(), OrderedWorker()
     total = torch.zeros(1, device=device)
 
     def count(group):
@@ -62,15 +57,14 @@ def _two_models(rank):
         return total.add_(one)
 
     for step in range(40):
-        generator = torch.Generator(device).manual_seed(100 * rank + step)
-        x = torch.randn(8, 200, device=device, generator=generator)
         counted = worker.submit(count, device=device)
-        models[1](models[0](x)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step)).to(device)
+        trainings[1].model(trainings[0].model(x)).square().mean().backward()
+        for training in trainings:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
     counted.wait()
-    assert same_on_all_ranks([list(model.parameters()) for model in models])
+    assert same_on_all_ranks([training.parameters() for training in trainings])
     return total.item()
 
 

@@ -16,24 +16,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compress_hooks import (
-    CompressState,
-    allreduce_hook,
-    bf16_compress_hook,
-    bf16_compress_wrapper,
-    fp16_compress_hook,
-)
+import ddp_compress_hooks as compress
+import ddp_quant_hooks as quant
+from ddp_compress_hooks import CompressState, allreduce_hook
 from ddp_optim_overlap import OptimizerHookState, hook_then_optimizer, overlap_optimizer
-from ddp_quant_hooks import (
-    AutoState,
-    HierarchicalAllreduceState,
-    QuantizedAllreduceState,
-    all_reduce,
-    auto_hook,
-    quantization_perchannel_hook,
-    quantization_pertensor_hook,
-    quantized_allreduce_hook,
-)
+from ddp_quant_hooks import AutoState, HierarchicalAllreduceState, QuantizedAllreduceState
 from dist_utils.testing import call_in_backward
 from dist_utils.torch_compat import group_timeout
 
@@ -181,12 +168,6 @@ class Training:
         torch.save({**parts, "residuals": residuals, "step": step}, new)
         new.replace(path)
 
-    def make_fresh_start(self) -> None:
-        """Go on after a failed step, with FSDP2."""
-        self.state.close()
-        self.optimizer.zero_grad()
-        self.net.reset_iter_state()  # type: ignore[operator] # fully_shard adds it
-
     def close(self) -> None:
         """Close what the training has started, as a program does in its ``finally``."""
         if self.handle is not None:
@@ -199,7 +180,10 @@ class Training:
 
 
 def _quantized(**options: Any) -> Callable[[dist.ProcessGroup], tuple[Any, Any]]:
-    return lambda group: (QuantizedAllreduceState(group, min_bytes=0, **options), quantized_allreduce_hook)
+    return lambda group: (
+        QuantizedAllreduceState(group, min_bytes=0, **options),
+        quant.quantized_allreduce_hook,
+    )
 
 
 def rows_of(group: dist.ProcessGroup, ranks: list[list[int]]) -> dist.ProcessGroup:
@@ -220,28 +204,28 @@ def mesh_of(group: dist.ProcessGroup, shards: int) -> dist.device_mesh.DeviceMes
 def _hierarchical(group: dist.ProcessGroup) -> tuple[Any, Any]:
     ranks = dist.get_process_group_ranks(group)
     node = rows_of(group, [ranks[first : first + 2] for first in range(0, len(ranks), 2)])
-    return HierarchicalAllreduceState(group, intra_group=node, min_bytes=0), quantized_allreduce_hook
+    return HierarchicalAllreduceState(group, intra_group=node, min_bytes=0), quant.quantized_allreduce_hook
 
 
 def _auto(group: dist.ProcessGroup) -> tuple[Any, Any]:
     # Every choice gives the same bits.
     same = {"fp32": (group, allreduce_hook), "again": (CompressState(group), allreduce_hook)}
-    return AutoState(group, candidates=same), auto_hook
+    return AutoState(group, candidates=same), quant.auto_hook
 
 
 Hook = Callable[[dist.ProcessGroup], tuple[Any, Any]]
 HOOKS: dict[str, Hook] = {
     "allreduce": lambda group: (group, allreduce_hook),
-    "fp16": lambda group: (group, fp16_compress_hook),
-    "bf16, fp32 sums": lambda group: (CompressState(group, accumulate="fp32"), bf16_compress_hook),
-    "bf16 wrapper": lambda group: (group, bf16_compress_wrapper(allreduce_hook)),
+    "fp16": lambda group: (group, compress.fp16_compress_hook),
+    "bf16, fp32 sums": lambda group: (CompressState(group, accumulate="fp32"), compress.bf16_compress_hook),
+    "bf16 wrapper": lambda group: (group, compress.bf16_compress_wrapper(allreduce_hook)),
     "8 bits": _quantized(),
     "8 bits, feedback": _quantized(error_feedback="both"),
     "4 bits, feedback": _quantized(bits=4),
     "hierarchical": _hierarchical,
     "auto": _auto,
-    "per tensor": lambda group: (group, quantization_pertensor_hook),
-    "per channel": lambda group: (group, quantization_perchannel_hook),
+    "per tensor": lambda group: (group, quant.quantization_pertensor_hook),
+    "per channel": lambda group: (group, quant.quantization_perchannel_hook),
 }
 OVERLAPS: dict[str, dict[str, Any] | None] = {
     "": None,
@@ -345,7 +329,7 @@ def _tensors(group: dist.ProcessGroup, places: Places) -> Training:
     def average() -> None:
         with state.step():
             gradients = [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
-            all_reduce(gradients, dist.ReduceOp.AVG, state, key="gradients")
+            quant.all_reduce(gradients, dist.ReduceOp.AVG, state, key="gradients")
 
     return Training(group, places, net, average=average, state=state)
 

@@ -1,7 +1,5 @@
 """The faults, their moments and trainings: drawn from a seed, so that a job can be repeated."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +8,6 @@ from typing import Any, Literal
 from trainings import TRAININGS
 
 from soak import memory_limit, trouble, wall_clock
-
-__all__ = ["FAULTS", "Fault", "Job", "draw"]
 
 STEPS, LAST, EVERY = 60, 40, 4
 """A training's number of steps, its last step for a fault, and the steps between checkpoints."""

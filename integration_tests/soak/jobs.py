@@ -1,7 +1,5 @@
 """Run a job: start its ranks, inject its fault at its moment, and collect every rank's record."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -19,8 +17,6 @@ from soak import memory_limit, records
 from soak.faults import Job
 from soak.network import Network, emulated_hosts
 from soak.rank import Place, be_rank, keep_store
-
-__all__ = ["Ended", "Runner", "Watch"]
 
 _LOOK_SECONDS = 0.004
 _START_SECONDS = 120.0

@@ -1,7 +1,5 @@
 """A control group whose memory limit ends a process, if this program may make one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Hosts with links that can be cut, slowed down and made to lose packets."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys
@@ -11,8 +9,6 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import emulated_hosts
-
-__all__ = ["Network", "emulated_hosts", "network"]
 
 RATE = "1gbit"
 

@@ -1,7 +1,5 @@
 """The figures of docs/reliability.md, from the file that the soak run writes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,8 +7,6 @@ from typing import Any
 from trainings import BASELINES
 
 from soak.faults import FAULTS, STEADY
-
-__all__ = ["PAGE", "with_figures"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- figures: written by `nox -s soak -- --page` -->\n", "<!-- end of figures -->\n"

@@ -1,7 +1,5 @@
 """One rank of a job: train, record the parameters after each step, and how it ended."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import functools
@@ -19,8 +17,6 @@ from trainings import TRAININGS, Places, Training
 from dist_utils import resolve_group
 from soak.faults import EVERY, Job
 from soak.records import Record, digests, resources
-
-__all__ = ["Place", "be_rank", "keep_store"]
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _PR_SET_PDEATHSIG = 1

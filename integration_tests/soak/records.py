@@ -1,7 +1,5 @@
 """The record of a rank: one line per event, which survives the death of the rank."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json
@@ -13,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-__all__ = ["Record", "digests", "read", "resources"]
 
 
 class Record:
@@ -66,13 +62,7 @@ def resources() -> dict[str, int]:
 class _MallocInfo(ctypes.Structure):
     """The C library's ``struct mallinfo2``."""
 
-    _fields_ = [
-        ("skipped", ctypes.c_size_t * 4),
-        ("hblkhd", ctypes.c_size_t),  # bytes in blocks of their own
-        ("also_skipped", ctypes.c_size_t * 2),
-        ("uordblks", ctypes.c_size_t),  # bytes in use elsewhere
-        ("rest", ctypes.c_size_t * 2),
-    ]
+    _fields_ = [("sizes", ctypes.c_size_t * 10)]
 
 
 _mallinfo2: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33 on
@@ -83,8 +73,10 @@ if _mallinfo2 is not None:
 def _heap() -> dict[str, int]:
     if _mallinfo2 is None:
         return {}
-    info = _mallinfo2()
-    return {"heap": (info.uordblks + info.hblkhd) // 1024}
+    sizes = _mallinfo2().sizes
+    return {
+        "heap": (sizes[4] + sizes[7]) // 1024
+    }  # hblkhd and uordblks: in blocks of their own, and elsewhere
 
 
 def _is_socket(path: Path) -> bool:

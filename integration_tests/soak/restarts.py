@@ -1,11 +1,9 @@
 """Jobs that torchrun restarts after a rank was killed: bitwise equal to uninterrupted jobs."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +12,14 @@ from pages import DOCS, run_program
 
 from dist_utils.testing import same_bits
 
-__all__ = ["kill_and_restart", "restart"]
-
 EXAMPLE, STEPS = DOCS / "examples" / "restarted_training.py", 12
 
 
-def restart(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
-    """Restart as many jobs as the options say, and write each outcome.
-
-    Args:
-        options: The options of the command line.
-        write: Called with each outcome.
-    """
+def restart(options: Any) -> Iterator[dict[str, Any]]:
+    """Restart as many jobs as the options of the command line say, and yield each outcome."""
     chance = random.Random(f"restarts/{options.seed}")
     for _ in range(options.restarts):
-        write(kill_and_restart(chance.choice([2, 3, 4]), chance.randrange(1, STEPS)))
+        yield kill_and_restart(chance.choice([2, 3, 4]), chance.randrange(1, STEPS))
 
 
 def kill_and_restart(ranks: int, step: int) -> dict[str, Any]:

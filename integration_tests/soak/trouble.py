@@ -1,7 +1,5 @@
 """What happens to a rank: inside it, where user code runs, or from outside."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

@@ -1,11 +1,10 @@
 """The outcome of a job: right, wrong or hung, and why."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import statistics
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from trainings import TRAININGS
@@ -14,8 +13,6 @@ from dist_utils.testing import patience
 from soak.faults import STEADY, Job
 from soak.jobs import Ended
 from soak.records import first
-
-__all__ = ["Reference", "judge"]
 
 GONE_SECONDS, GRACE_SECONDS = 1.0, 5.0
 """Seconds for a rank to raise once a connection is gone, or after the timeout if it cannot know.
@@ -71,9 +68,8 @@ def judge(job: Job, ended: Ended, reference: Reference) -> dict[str, Any]:
     void = ended.injected is None and not ended.stacks and bool(timed_out)
     if ended.injected is None:
         problems.append("the fault was not injected")
-    names = ("number", "fault", "training", "world_size", "victim", "step", "moment", "length", "store")
     outcome = {
-        **{name: getattr(job, name) for name in names},
+        **asdict(job),
         "verdict": "hung" if ended.stacks else "void" if void else "wrong" if problems else "right",
         "seconds": seconds,
         "late": sum(took > soon for took in seconds),

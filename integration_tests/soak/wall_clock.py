@@ -3,8 +3,6 @@
 A small preloaded library replaces functions of the C library, so torch and Gloo see the jump, too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
