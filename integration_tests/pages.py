@@ -33,10 +33,6 @@ class Snippet(NamedTuple):
     line: int
     text: str
 
-    def run(self, names: dict[str, Any]) -> None:
-        """Run the snippet with these names; errors show the lines of the page."""
-        exec(compile("\n" * self.line + self.text, self.place, "exec"), names)
-
 
 def snippets(page: Path) -> list[Snippet]:
     """Return the snippets of a page."""
@@ -50,10 +46,13 @@ def snippets(page: Path) -> list[Snippet]:
 
 
 def run(chosen: Iterable[Snippet], **names: Any) -> dict[str, Any]:
-    """Run snippets one after another, with names from the program around them; return all names."""
+    """Run snippets one after another, with names from the program around them; return all names.
+
+    Errors show the lines of the page.
+    """
     names["__name__"] = "__main__"
     for snippet in chosen:
-        snippet.run(names)
+        exec(compile("\n" * snippet.line + snippet.text, snippet.place, "exec"), names)
     return names
 
 

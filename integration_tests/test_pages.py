@@ -61,7 +61,6 @@ def _names(folder):
         "model": net,
         "optimizer": optimizer,
         "inner": optimizer,
-        "scaler": torch.amp.GradScaler("cpu"),
         "batch": batch,
         "batches": [batch] * 3,
         "loss": net(batch).mean(),

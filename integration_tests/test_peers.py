@@ -101,6 +101,13 @@ def _see(part, number, allowed):
     return Seen(type(error), str(error), seconds, moved, [type(_error_of(call)) for call in after])
 
 
+def _see_all(parts, number, allowed):
+    """Make a step of every part at once."""
+    with ThreadPoolExecutor(len(parts)) as pool:
+        steps = {name: pool.submit(_see, part, number, allowed[name]) for name, part in parts.items()}
+        return {name: step.result() for name, step in steps.items()}
+
+
 def _two_steps(part):
     """Make two steps; return the parameters."""
     for number in range(2):
@@ -142,22 +149,15 @@ def _peers(_, fault, number, limit):
         for name, one in places.items():
             one.arm("backward" if number else "forward" if name in TRAINED else "begin", number, trouble)
     dist.barrier()
-    with ThreadPoolExecutor(len(cases)) as pool:
-        steps = {name: pool.submit(_see, part, number, allowed[name]) for name, part in parts.items()}
-        seen = {name: step.result() for name, step in steps.items()}
+    seen = _see_all(parts, number, allowed)
     if fault != "raises":
         return seen, {}
     dist.barrier()  # until then the victim has its connections, and the others hear nothing of its error
-    anew = {}
     if dist.get_rank() == VICTIM:
-        trainings = {name: parts[name] for name in LATE}
-        with ThreadPoolExecutor(len(trainings)) as pool:
-            steps = {name: pool.submit(_see, part, 0, allowed[name]) for name, part in trainings.items()}
-            seen |= {f"{name}, late": step.result() for name, step in steps.items()}
+        late = _see_all({name: parts[name] for name in LATE}, 0, allowed)
+        seen |= {f"{name}, late": one for name, one in late.items()}
     dist.barrier()
-    for name, part in parts.items():
-        anew[name] = _go_on(part, cases[name], groups[name])
-    return seen, anew
+    return seen, {name: _go_on(part, cases[name], groups[name]) for name, part in parts.items()}
 
 
 class Outcome(NamedTuple):

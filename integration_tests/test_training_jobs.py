@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from trainings import HOOKS, WIDTH, no_hook, rank_device, with_hook
 
 from ddp_compress_hooks import CompressState, compress_hook, fp16_compress_hook
@@ -74,20 +73,18 @@ def test_two_models_and_a_worker_share_the_ranks(launch):
 
 def _overflow(rank, accumulate):
     """An infinity on the last rank alone: every rank must skip the step and halve the scale."""
-    device = rank_device()
-    model = DistributedDataParallel(torch.nn.Linear(8, 8).to(device))
-    model.register_comm_hook(CompressState(accumulate=accumulate), fp16_compress_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    x = torch.ones(4, 8, device=device)
+    training = with_hook(
+        resolve_group(), lambda group: (CompressState(group, accumulate=accumulate), fp16_compress_hook)
+    )
+    scaler = torch.amp.GradScaler(rank_device().type, init_scale=1024.0)
+    before = [parameter.clone() for parameter in training.parameters()]
+    x = torch.ones(4, WIDTH, device=rank_device())
     if rank == dist.get_world_size() - 1:
         x[0, 0] = float("inf")
-    scaler.scale(model(x).sum()).backward()
-    scaler.step(optimizer)
+    scaler.scale(training.model(x).sum()).backward()
+    scaler.step(training.optimizer)
     scaler.update()
-    after = [parameter.detach() for parameter in model.parameters()]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    torch.testing.assert_close(training.parameters(), before, rtol=0, atol=0)
     return scaler.get_scale()
 
 

@@ -78,8 +78,6 @@ def _options(arguments: Sequence[str] | None) -> Any:
     add("--minutes", type=float, default=float("inf"), help="start no fault after this many minutes")
     add("--seed", type=int, default=0)
     add("--first", type=int, default=0, help="number of the first fault, to repeat one")
-    add("--only", default="", help="only faults whose names contain this")
-    add("--training", default="", help="only trainings whose names contain this")
     add("--restarts", type=int, default=10, help="how many jobs to restart")
     add("--steps", type=int, default=10_000, help="steps of long runs; a tenth as many states, and so on")
     add("--page", action="store_true", help="only write the file's figures into docs/reliability.md")

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from trainings import TRAININGS
@@ -43,11 +44,6 @@ class Fault:
     on_hosts: bool = False
     why_not: Callable[[], str] = str
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether peers learn of it only by waiting."""
-        return bool(self.ends) and not self.gone
-
 
 _SHORT, _LONG = (0.1, 0.5), (1.1, 1.3)
 _CLOCK: dict[str, Any] = {"ends": False, "place": "backward", "why_not": wall_clock.why_not}
@@ -79,8 +75,8 @@ FAULTS = {
             **_GONE,
         ),
         Fault("disk full in a checkpoint", trouble.fill_disk, place="begin", **_GONE),
-        Fault("clock an hour forwards", wall_clock.jump_forwards, **_CLOCK),
-        Fault("clock an hour back", wall_clock.jump_back, **_CLOCK),
+        Fault("clock an hour forwards", partial(wall_clock.jump, 3600), **_CLOCK),
+        Fault("clock an hour back", partial(wall_clock.jump, -3600), **_CLOCK),
         *(
             Fault(f"raises in {place}", trouble.raise_here, place=place, **_GONE)
             for place in ("forward", "backward", "hook", "optimizer", "checkpoint")
@@ -113,19 +109,18 @@ class Job:
         return FAULTS[self.fault]
 
 
-def draw(seed: int, number: int, faults: list[str], trainings: list[str]) -> Job:
+def draw(seed: int, number: int, faults: list[str]) -> Job:
     """Return the job with a number; the same arguments give the same job.
 
     Args:
         seed: The seed of the whole run.
         number: The number of the job. Faults take turns, so that all are equally frequent.
         faults: The faults that this machine can inject.
-        trainings: The names of trainings.
     """
     chance = random.Random(f"{seed}/{number}")
     fault = FAULTS[faults[number % len(faults)]]
-    with_hooks = [name for name in trainings if TRAININGS[name].has_hook]
-    training = chance.choice(with_hooks if fault.place == "hook" else trainings)
+    trainings = [name for name, kind in TRAININGS.items() if kind.has_hook or fault.place != "hook"]
+    training = chance.choice(trainings)
     size = chance.choice(TRAININGS[training].world_sizes)
     steps = range(STEADY) if chance.random() < 0.25 else range(STEADY, LAST)
     if fault.place == "checkpoint":

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from trainings import TRAININGS
-
 from soak.faults import FAULTS, Job, draw
 from soak.jobs import Runner
 from soak.network import Network
@@ -20,12 +18,11 @@ def inject(options: Any, hosts: Network | str) -> Iterator[dict[str, Any]]:
     """Inject as many faults as the options of the command line say, and yield each outcome."""
     began, runner = time.monotonic(), Runner(hosts)
     references: dict[tuple[str, int], Reference] = {}
-    faults = [name for name in FAULTS if options.only in name and not why_skipped(name, hosts)]
-    trainings = [name for name in TRAININGS if options.training in name]
+    faults = [name for name in FAULTS if not why_skipped(name, hosts)]
     for number in range(options.first, options.first + options.faults):
         if time.monotonic() - began > 60 * options.minutes:
             break
-        yield run(runner, draw(options.seed, number, faults, trainings), references)
+        yield run(runner, draw(options.seed, number, faults), references)
 
 
 def run(runner: Runner, job: Job, references: dict[tuple[str, int], Reference]) -> dict[str, Any]:

@@ -68,15 +68,14 @@ def _restarts(found: list[dict[str, Any]]) -> str:
 def _growth(found: list[dict[str, Any]]) -> str:
     rows = []
     for outcome in found:
+        growth, error, mean = (1000 * outcome["seconds"][name] for name in ("growth", "error", "mean"))
         memory = outcome.get("heap") or outcome["kibibytes"]  # in runs that did not record the first
         rows.append(
             [
                 f"{outcome['count']} x {outcome['what']}",
                 f"{memory['growth']:.0f} ± {memory['error']:.0f}",
                 *(f"{outcome[what]['growth']:.0f}" for what in ("descriptors", "kernel_threads")),
-                "{growth:.1f} ± {error:.1f} of {mean:.1f}".format(
-                    **{name: 1000 * value for name, value in outcome["seconds"].items()}
-                ),
+                f"{growth:.1f} ± {error:.1f} of {mean:.1f}",
                 outcome["verdict"],
             ]
         )

@@ -9,6 +9,7 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,17 +23,18 @@ _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _PR_SET_PDEATHSIG = 1
 
 
-class Place:
+class Place(NamedTuple):
     """Where a process runs: on an emulated host or on this machine.
 
-    Args:
+    Attributes:
         holder: A process of the emulated host; 0 for this machine.
         store: Address and port of the store.
         interface: The name of its network interface.
     """
 
-    def __init__(self, holder: int, store: tuple[str, int], interface: str) -> None:
-        self.holder, self.store, self.interface = holder, store, interface
+    holder: int
+    store: tuple[str, int]
+    interface: str
 
     def enter(self) -> None:
         """Move this process, which has only one thread yet, there; it ends with the server that made it."""

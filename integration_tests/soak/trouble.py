@@ -43,19 +43,19 @@ def stop(watch: Any) -> None:
 
 def cut_link(watch: Any) -> None:
     """Take the host's interface down."""
-    watch.network.cut(watch.job.victim)
+    watch.network.run(watch.job.victim, "ip link set eth0 down")
 
 
 def slow_link(watch: Any) -> None:
-    """Reduce the link's rate for a while."""
-    watch.network.slow(watch.job.victim)
+    """Reduce the link to 1 % of its rate for a while."""
+    watch.network.set_queue(watch.job.victim, "tbf rate 10mbit burst 16kb latency 200ms")
     watch.let_pass()
     watch.network.repair(watch.job.victim)
 
 
 def lose_packets(watch: Any) -> None:
     """Let the link lose packets for a while."""
-    watch.network.lose(watch.job.victim)
+    watch.network.set_queue(watch.job.victim, watch.network.loss)
     watch.let_pass()
     watch.note = f"{watch.network.lost(watch.job.victim)} packets lost"
     watch.network.repair(watch.job.victim)

@@ -115,8 +115,8 @@ def _remains(job: Job, ended: Ended, survivors: list[int]) -> Iterator[str]:
         yield f"processes left behind: {len(ended.left)}"
     yield from (f"checkpoint: {text}" for text in ended.broken)
     # A rank that still waits for a store that does not answer keeps a connection to it.
-    has_store = job.kind.on_hosts or (job.store, job.victim) == ("rank 0", 0)
-    allowed = int(job.kind.is_silent and has_store)
+    loses_store = job.kind.on_hosts or (job.store, job.victim) == ("rank 0", 0)
+    allowed = int(loses_store and bool(job.kind.ends) and not job.kind.gone)
     for rank in survivors:
         if (code := ended.exit_codes[rank]) not in {0, None}:
             yield f"rank {rank} ended with exit code {code} after {_last(ended, rank)}"

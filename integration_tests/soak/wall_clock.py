@@ -9,8 +9,6 @@ import shutil
 import subprocess
 from pathlib import Path
 
-_HOUR = 3600
-
 
 def preload(folder: Path) -> str:
     """Give processes that are started from now on such a clock; return how."""
@@ -27,11 +25,6 @@ def why_not() -> str:
     return "" if "wall_clock.so" in os.environ.get("LD_PRELOAD", "") else "there is no C compiler"
 
 
-def jump_forwards(folder: Path, rank: int) -> None:
-    """Set this process's wall clock forwards by an hour."""
-    ctypes.CDLL(None).soak_jump(ctypes.c_long(_HOUR))
-
-
-def jump_back(folder: Path, rank: int) -> None:
-    """Set this process's wall clock back by an hour."""
-    ctypes.CDLL(None).soak_jump(ctypes.c_long(-_HOUR))
+def jump(seconds: int, *_: object) -> None:
+    """Set this process's wall clock forwards or back."""
+    ctypes.CDLL(None).soak_jump(ctypes.c_long(seconds))
