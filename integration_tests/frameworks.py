@@ -162,23 +162,20 @@ class Transformers:
         words = torch.randint(50, (48, 8), generator=torch.Generator().manual_seed(1))
         data = [{"input_ids": one, "labels": int(one.sum()) % 3} for one in words]
         arguments = self.page["TrainingArguments"](
-            **{
-                "output_dir": saves or "output",
-                "use_cpu": True,
-                "max_steps": STEPS,
-                "max_grad_norm": 0,
-                "learning_rate": 1e-2,
-                "warmup_steps": 2,
-                "lr_scheduler_type": "cosine",
-                "per_device_train_batch_size": 4,
-                "save_strategy": "steps" if saves else "no",
-                "save_steps": STEPS // 2,
-                "ddp_bucket_cap_mb": 1,
-                "logging_steps": 1,
-                "report_to": "none",
-                "disable_tqdm": True,
-                **dict(options),
-            }
+            output_dir=saves or "output",
+            use_cpu=True,
+            max_steps=STEPS,
+            learning_rate=1e-2,
+            warmup_steps=2,
+            lr_scheduler_type="cosine",
+            per_device_train_batch_size=4,
+            save_strategy="steps" if saves else "no",
+            save_steps=STEPS // 2,
+            ddp_bucket_cap_mb=1,
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            **{"max_grad_norm": 0, **dict(options)},
         )
         trainer, callback = self.page["Trainer"](net, arguments, train_dataset=data), None
         checkpoint = f"{resumes}/checkpoint-{STEPS // 2}" if resumes else None

@@ -15,7 +15,6 @@ from trainings import (
     Net,
     Places,
     Training,
-    drop_in,
     mesh_of,
     no_hook,
     rows_of,
@@ -92,8 +91,7 @@ class Case(NamedTuple):
         text_at_first: Likewise before its first step.
         steps_parts: Buckets are stepped one by one: some may be stepped before the error.
         waiting: The other ranks that wait for the victim.
-        starts_anew: After ``close()`` on all ranks the group can be used again.
-        goes_on: The model can make the failed step again.
+        starts_anew: After ``close()`` on all ranks the group can be used again, and with FSDP2 the model.
     """
 
     begin: Begin
@@ -103,7 +101,6 @@ class Case(NamedTuple):
     steps_parts: bool = False
     waiting: tuple[int, ...] = (0, 2)
     starts_anew: bool = False
-    goes_on: bool = False
 
 
 def _trained(hook: Hook, overlap: dict[str, Any] | None = None, **options: Any) -> Begin:
@@ -118,8 +115,7 @@ def _training(name: str) -> Case:
         kind.begin,
         text_at_first=text,
         steps_parts=kind.steps_parts,
-        starts_anew=name not in {*stateless, "FSDP2 across shards"},
-        goes_on=name == "FSDP2 between nodes",
+        starts_anew=name not in {*stateless, "hook_then_optimizer", "FSDP2 across shards"},
     )
 
 
@@ -132,16 +128,12 @@ def _own_mean(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.future
 
 _wrapped = _trained(lambda group: (group, compress.fp16_compress_wrapper(_own_mean)))
 _unused_parameters = _trained(HOOKS["allreduce"], {}, find_unused_parameters=True)
-FSDP = ["FSDP2 between nodes", "FSDP2 across shards"]
 _has_fsdp = hasattr(getattr(fsdp, "FSDPModule", None), "set_all_reduce_hook")
-OVERLAPPED = ["allreduce, overlap", "auto, overlap", "8 bits, released"]
-TRAINED = {
-    name: _training(name)
-    for name in TRAININGS
-    if name in {*HOOKS, *OVERLAPPED, "plain tensors, 4 bits, feedback"} or (_has_fsdp and name in FSDP)
-}
+NAMES = [*HOOKS, "plain tensors, 4 bits, feedback", "hook_then_optimizer"]
+NAMES += ["allreduce, overlap", "auto, overlap", "8 bits, released"]
+NAMES += ["FSDP2 between nodes", "FSDP2 across shards"] if _has_fsdp else []
+TRAINED = {name: _training(name) for name in NAMES}
 TRAINED |= {
-    "hook_then_optimizer": Case(drop_in, text_at_first=NOT_THERE, steps_parts=True),
     "wrapper of a user's hook": Case(_wrapped, text_at_first=NOT_THERE),
     "overlap, unused parameters": Case(_unused_parameters, text_at_first=NOT_THERE, steps_parts=True),
 }

@@ -1,15 +1,10 @@
 """The benchmarks' hosts: links have the given rate, and refusals are one line."""
 
-import importlib.util
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-FILE = Path(__file__).parents[1] / "benchmarks" / "emulated_hosts.py"
-emulation = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location(FILE.stem, FILE))
-spec.loader.exec_module(emulation)
+from soak.network import emulated_hosts as emulation
 
 RECEIVE = """
 import socket, time

@@ -39,17 +39,6 @@ def test_programs_end_alike_on_all_ranks(program, tmp_path):
     assert told["0"] == told["1"]
 
 
-def test_readmes_are_short():
-    lengths = {readme: len(readme.read_text().splitlines()) for readme in PAGES[:6]}
-    assert {readme: length for readme, length in lengths.items() if length > 160} == {}
-
-
-def test_pages_have_no_directives_that_a_code_host_shows_as_they_are():
-    directive = re.compile(r"(^```\{(?!eval-rst)|\{[\w:]+\}`)", re.MULTILINE)
-    shown = {page: re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL) for page in PAGES}
-    assert [page for page, text in shown.items() if directive.search(text)] == []
-
-
 def _names(folder):
     """Return the names that a snippet uses from the program around it."""
     net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))

@@ -120,7 +120,7 @@ def _two_steps(part):
 def _go_on(part, case, group):
     """Make steps again, if that is possible; return the parameters by what was kept of the failed step."""
     found = {}
-    if case.goes_on and hasattr(part.net, "reset_iter_state"):
+    if case.starts_anew and hasattr(getattr(part, "net", None), "reset_iter_state"):
         part.state.close()
         part.optimizer.zero_grad()
         part.net.reset_iter_state()  # of fully_shard

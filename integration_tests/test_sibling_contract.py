@@ -1,7 +1,5 @@
 """A package imports from a sibling only promised names: CONTRIBUTING.md, "Between packages"."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re

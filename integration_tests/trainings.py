@@ -295,7 +295,7 @@ def with_hook(
     return Training(group, at, net, ddp, optimizer=optimizer, handle=handle, state=state)
 
 
-def drop_in(group: dist.ProcessGroup, places: Places) -> Training:
+def _drop_in(group: dist.ProcessGroup, places: Places) -> Training:
     """Return a training with the counterpart of torch's hook that steps."""
     net = Net(places)
     ddp, optimizer = _ddp(group, net), UserAdamW(net.parameters(), places)
@@ -364,6 +364,7 @@ TRAININGS = {
 _reduced = functools.partial(_fsdp, ours="quantize_all_reduce")
 _scattered = functools.partial(_fsdp, ours="quantize_reduce_scatter")
 TRAININGS |= {
+    "hook_then_optimizer": Kind(_drop_in, has_hook=True, steps_parts=True),
     "FSDP2 between nodes": Kind(_reduced, (3, 4), torch_keeps_groups=True),
     "FSDP2 across shards": Kind(_scattered, (2, 3), torch_keeps_groups=True),
     "plain tensors, 4 bits, feedback": Kind(_tensors),

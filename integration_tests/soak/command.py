@@ -2,13 +2,13 @@
 
 import argparse
 import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from machine import describe_machine, describe_tree
 from trainings import BASELINES
 
 from soak import page, wall_clock
@@ -17,10 +17,6 @@ from soak.growth import measure_growth
 from soak.injected import inject, why_skipped
 from soak.network import network
 from soak.restarts import restart
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from machine import describe_machine, describe_tree
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "soak.json"
 HOSTS = 4

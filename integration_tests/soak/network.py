@@ -2,11 +2,7 @@
 
 import contextlib
 import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 import emulated_hosts
 
@@ -18,13 +14,12 @@ class Network:
 
     def __init__(self, hosts: list[emulated_hosts.Host]) -> None:
         self.hosts = hosts
+        self.loss = "netem loss 2%"
         try:
-            self.set_queue(0, "netem loss 2%")
+            self.set_queue(0, self.loss)
         except subprocess.CalledProcessError:  # the kernel has none
             # A packet of Gloo has up to 64 KiB before it is cut; the last of several in a row find no room.
             self.loss = "tbf rate 100mbit burst 5kb limit 8kb"
-        else:
-            self.loss = "netem loss 2%"
         self.repair(0)
 
     def run(self, index: int, command: str) -> str:
@@ -52,9 +47,9 @@ def network(count: int) -> Iterator[Network | str]:
     """Set up hosts and yield them, or yield the reason why that is not possible."""
     with contextlib.ExitStack() as stack:
         try:
-            hosts = stack.enter_context(emulated_hosts.emulated_hosts(count, rate=RATE))
+            found: Network | str = Network(
+                stack.enter_context(emulated_hosts.emulated_hosts(count, rate=RATE))
+            )
         except emulated_hosts.EmulationUnavailableError as error:
-            found: Network | str = str(error)
-        else:
-            found = Network(hosts)
+            found = str(error)
         yield found
