@@ -174,7 +174,7 @@ def fuzz(session: nox.Session) -> None:
     options, others = parser.parse_known_args(session.posargs)
     end = time.monotonic() + 60 * options.minutes
     while time.monotonic() < end:
-        session.run("pytest", "-m", "hypothesis", "--hypothesis-profile=fuzz", *(others or TESTS), env=ENV)
+        session.run("pytest", "-m", "hypothesis", "--hypothesis-profile=default", *(others or TESTS), env=ENV)
 
 
 @nox.session(default=False)
