@@ -122,7 +122,9 @@ def draw(seed: int, number: int, faults: list[str]) -> Job:
     trainings = [name for name, kind in TRAININGS.items() if kind.has_hook or fault.place != "hook"]
     training = chance.choice(trainings)
     size = chance.choice(TRAININGS[training].world_sizes)
-    steps = range(STEADY) if chance.random() < 0.25 else range(STEADY, LAST)
+    # While ranks compare their options, one without a link to the store waits until TCP gives up.
+    cut = fault.on_hosts and fault.ends
+    steps = range(STEADY) if chance.random() < 0.25 and not cut else range(STEADY, LAST)
     if fault.place == "checkpoint":
         steps = range(EVERY - 1, LAST, EVERY)
     return Job(
