@@ -1,30 +1,17 @@
 """The program of docs/resume.md goes on where it ended: with the same bits, or with more ranks."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
-PAGE = Path(__file__).parents[1] / "docs" / "resume.md"
+from pages import DOCS, run_program, snippets
 
 
 def _train(folder, steps, ranks=2):
     """Run the program up to a step, from its last checkpoint; return what each rank has printed."""
     folder.mkdir(exist_ok=True)
-    (program,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
-    (folder / "example.py").write_text(program)
-    launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "example.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", *launcher],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "STEPS": str(steps)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return dict(re.findall(r"rank (\d): (-?[\d.]+)", done.stdout))
+    (program,) = snippets(DOCS / "resume.md")
+    (folder / "example.py").write_text(program.text)
+    output, _ = run_program(folder / "example.py", ranks=ranks, folder=folder, STEPS=str(steps))
+    return dict(re.findall(r"rank (\d): (-?[\d.]+)", output))
 
 
 def test_a_job_that_ended_goes_on(tmp_path):
