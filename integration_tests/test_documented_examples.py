@@ -8,31 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pages
 import pytest
 import torch
 
 from dist_utils.testing import same_bits
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-
-
-def _start(script, *arguments, ranks=2, options=(), folder=None, **environment):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options]
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
 
 def _run(script, *arguments, **options):
-    process = _start(script, *arguments, **options)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, output + errors
-    return output, errors
+    return pages.run_program(pages.DOCS / "examples" / script, *arguments, **options)
 
 
 def _numbers(pattern, text):
@@ -130,8 +114,15 @@ def test_the_program_to_copy_goes_on_with_another_number_of_ranks(launch, tmp_pa
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_the_program_to_copy_survives_a_killed_rank(tmp_path):
     folder, options = tmp_path / "killed", ["--steps", "300", "--every", "10"]
-    restarts = ["--max-restarts=1", "--monitor-interval=0.1"]
-    job = _start("train_ddp.py", folder, *options, options=restarts)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    program = [pages.DOCS / "examples" / "train_ddp.py", folder, *options]
+    job = subprocess.Popen(
+        [*torchrun, "--max-restarts=1", "--monitor-interval=0.1", *map(str, program)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     printed = [job.stdout.readline() for _ in range(3)]  # two checkpoints are written
     assert "step 20" in printed[-1], printed
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
@@ -142,21 +133,6 @@ def test_the_program_to_copy_survives_a_killed_rank(tmp_path):
     assert 20 <= first < 300
     _run("train_ddp.py", tmp_path / "through", *options)
     assert same_bits(_checkpoint(folder), _checkpoint(tmp_path / "through")), "the checkpoints differ"
-
-
-@pytest.mark.exhaustive
-def test_a_job_with_a_dead_rank_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
-    options = ["--max-restarts=1", "--monitor-interval=0.1"]
-    jobs = [
-        _start("restarted_training.py", tmp_path / "killed", "--fail-at=7", options=options),
-        _start("restarted_training.py", tmp_path / "through", options=options),
-    ]
-    outputs = [job.communicate(timeout=300) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], outputs
-    assert [printed for printed, _ in outputs] == ["attempt 1: steps 6 to 12\n", "attempt 0: steps 0 to 12\n"]
-    killed, through = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("killed", "through"))
-    assert through["step"] == 12
-    assert same_bits(killed, through), "the checkpoints differ"
 
 
 @pytest.mark.parametrize(

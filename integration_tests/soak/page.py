@@ -8,8 +8,6 @@ from typing import Any
 
 from trainings import BASELINES
 
-__all__ = ["PAGE", "with_figures"]
-
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- figures: written by `nox -s soak -- --page` -->\n", "<!-- end of figures -->\n"
 
