@@ -1,5 +1,6 @@
 """Everything that communicates, as cases for test_peers.py: hooks, overlaps, FSDP2, tensors, collectives."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,31 +9,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed import fsdp
 from trainings import (
-    BASELINES,
     HOOKS,
     TRAININGS,
     Hook,
     Net,
     Places,
     Training,
-    drop_in,
     mesh_of,
+    no_hook,
     rows_of,
     with_hook,
 )
 
-import ddp_compress_hooks
-import ddp_quant_hooks
+import ddp_compress_hooks as compress
+import ddp_quant_hooks as quant
 import dist_autograd_collectives as dac
-from ddp_compress_hooks import CompressState, allreduce_hook, fp16_compress_hook, fp16_compress_wrapper
-from ddp_optim_overlap import ByValue, overlap_optimizer
-from ddp_quant_hooks import (
-    AutoState,
-    HierarchicalAllreduceState,
-    QuantizedAllreduceState,
-    auto_hook,
-    quantized_allreduce_hook,
-)
+from ddp_compress_hooks import CompressState
+from ddp_optim_overlap import ByValue
+from ddp_quant_hooks import AutoState, HierarchicalAllreduceState, QuantizedAllreduceState
 from dist_utils import (
     AgreementError,
     OrderedWorker,
@@ -46,10 +40,12 @@ from dist_utils.process_groups import all_gather_plain
 
 RANKS, VICTIM = 3, 1
 AVG = dist.ReduceOp.AVG
+X = torch.ones(2)
 NOT_THERE = r"ranks \[0, 2\] came within {limit:g} s, ranks \[1\] did not"
 """What errors say if a rank does not come to a comparison in the store."""
 
 Trouble = Callable[[], None]
+Begin = Callable[[dist.ProcessGroup, Places], "Part | Training"]
 
 
 class Part:
@@ -63,17 +59,21 @@ class Part:
 
     handle = None
 
-    def __init__(self, places: Places, call: Callable[[Trouble], object], state: Any = None) -> None:
+    def __init__(
+        self, places: Places, call: Callable[[Trouble], torch.Tensor | None], state: Any = None
+    ) -> None:
         self._places, self._call, self._state = places, call, state
+        self._results: list[torch.Tensor] = []
 
     def step(self, number: int) -> None:
         """Make a step."""
         self._places.begin(number)
-        self._call(lambda: self._places.at("backward"))
+        result = self._call(lambda: self._places.at("backward"))
+        self._results = [] if result is None else [result]
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return what a step moves: nothing."""
-        return []
+        """Return the result of the last step, if it has one."""
+        return self._results
 
     def close(self) -> None:
         """Close the state."""
@@ -91,16 +91,20 @@ class Case(NamedTuple):
         text_at_first: Likewise before its first step.
         steps_parts: Buckets are stepped one by one: some may be stepped before the error.
         waiting: The other ranks that wait for the victim.
-        starts_anew: After ``close()`` on all ranks the group can be used again.
+        starts_anew: After ``close()`` on all ranks the group can be used again, and with FSDP2 the model.
     """
 
-    begin: Callable[[dist.ProcessGroup, Places], Part | Training]
+    begin: Begin
     error: type[Exception] = RuntimeError
     text: str = ""
     text_at_first: str = ""
     steps_parts: bool = False
     waiting: tuple[int, ...] = (0, 2)
     starts_anew: bool = False
+
+
+def _trained(hook: Hook, overlap: dict[str, Any] | None = None, **options: Any) -> Begin:
+    return lambda group, places: with_hook(group, hook, overlap, **{"places": places, **options})
 
 
 def _training(name: str) -> Case:
@@ -111,7 +115,7 @@ def _training(name: str) -> Case:
         kind.begin,
         text_at_first=text,
         steps_parts=kind.steps_parts,
-        starts_anew=name not in {*stateless, "FSDP2 across shards"},
+        starts_anew=name not in {*stateless, "hook_then_optimizer", "FSDP2 across shards"},
     )
 
 
@@ -122,26 +126,14 @@ def _own_mean(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.future
     return done.then(lambda future: future.value()[0])
 
 
-def _wrapped(group: dist.ProcessGroup, places: Places) -> Training:
-    return with_hook(group, places, lambda group: (group, fp16_compress_wrapper(_own_mean)))
-
-
-def _unused_parameters(group: dist.ProcessGroup, places: Places) -> Training:
-    return with_hook(group, places, HOOKS["allreduce"], {}, find_unused_parameters=True)
-
-
+_wrapped = _trained(lambda group: (group, compress.fp16_compress_wrapper(_own_mean)))
+_unused_parameters = _trained(HOOKS["allreduce"], {}, find_unused_parameters=True)
 _has_fsdp = hasattr(getattr(fsdp, "FSDPModule", None), "set_all_reduce_hook")
-TRAINED = {
-    name: _training(name)
-    for name in TRAININGS
-    if (_has_fsdp or "FSDP2" not in name)
-    and "overlap" not in name
-    and "released" not in name
-    and name not in BASELINES
-}
-TRAINED |= {name: _training(name) for name in ("allreduce, overlap", "auto, overlap", "8 bits, released")}
+NAMES = [*HOOKS, "plain tensors, 4 bits, feedback", "hook_then_optimizer"]
+NAMES += ["allreduce, overlap", "auto, overlap", "8 bits, released"]
+NAMES += ["FSDP2 between nodes", "FSDP2 across shards"] if _has_fsdp else []
+TRAINED = {name: _training(name) for name in NAMES}
 TRAINED |= {
-    "hook_then_optimizer": Case(drop_in, text_at_first=NOT_THERE, steps_parts=True),
     "wrapper of a user's hook": Case(_wrapped, text_at_first=NOT_THERE),
     "overlap, unused parameters": Case(_unused_parameters, text_at_first=NOT_THERE, steps_parts=True),
 }
@@ -154,18 +146,18 @@ def _counts(state: Any) -> Any:
     return None
 
 
-def _on_tensors(make_state: Callable[..., Any], call: Callable[[Any, str], object]) -> Case:
+def _on_tensors(make_state: Callable[..., Any], call: Callable[[Any, str], torch.Tensor]) -> Case:
     """Return a case of a step of two calls, between which a rank gets into trouble."""
 
     def begin(group: dist.ProcessGroup, places: Places) -> Part:
         state = make_state(group)
 
-        def step(trouble: Trouble) -> None:
+        def step(trouble: Trouble) -> torch.Tensor:
             call(state, "first")
             counted = _counts(state)
             trouble()
             try:
-                call(state, "second")
+                return call(state, "second")
             except RuntimeError:
                 assert _counts(state) == counted, "the failed call is counted"
                 call(state, "third")  # fails, too
@@ -176,20 +168,26 @@ def _on_tensors(make_state: Callable[..., Any], call: Callable[[Any, str], objec
     return Case(begin, text_at_first=NOT_THERE, starts_anew=True)
 
 
-def _in_16_bits(state: CompressState, key: str) -> None:
+def _own_values() -> torch.Tensor:
+    return torch.arange(600.0) * (1 + dist.get_rank())
+
+
+def _in_16_bits(state: CompressState, key: str) -> torch.Tensor:
     del key
-    ddp_compress_hooks.all_reduce(torch.ones(500), AVG, state)
+    compress.all_reduce(values := _own_values(), AVG, state)
+    return values
 
 
-def _in_8_bits(state: QuantizedAllreduceState, key: str) -> None:
-    ddp_quant_hooks.all_reduce(torch.ones(500), AVG, state, key=key)
+def _in_8_bits(state: QuantizedAllreduceState, key: str) -> torch.Tensor:
+    quant.all_reduce(values := _own_values(), AVG, state, key=key)
+    return values
 
 
-def _scattered(state: QuantizedAllreduceState, key: str) -> None:
-    started = ddp_quant_hooks.reduce_scatter_tensor(
-        torch.empty(200), torch.ones(600), AVG, state, async_op=True, key=key
-    )
+def _scattered(state: QuantizedAllreduceState, key: str) -> torch.Tensor:
+    shard = torch.empty(200)
+    started = quant.reduce_scatter_tensor(shard, _own_values(), AVG, state, async_op=True, key=key)
     started.wait()
+    return shard
 
 
 _state_of_8_bits = functools.partial(QuantizedAllreduceState, min_bytes=0)
@@ -220,10 +218,6 @@ def _collective(call: Callable[..., torch.Tensor], title: str, waiting: tuple[in
 
     text = rf"{title} failed on rank \d of 3 in its group"
     return Case(begin, dac.CollectiveError, f"^the backward of {text}", f"^{text}", waiting=waiting)
-
-
-def _into(size: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(size)
 
 
 RING = [(0, 1), (1, 2), (2, 0)]
@@ -263,28 +257,38 @@ COLLECTIVES = {
 def _in_worker(group: dist.ProcessGroup, places: Places) -> Part:
     worker = OrderedWorker(group)
 
-    def step(trouble: Trouble) -> None:
-        def job(private: dist.ProcessGroup) -> None:
-            dist.all_reduce(torch.ones(1), group=private)
+    def step(trouble: Trouble) -> torch.Tensor:
+        def job(private: dist.ProcessGroup) -> torch.Tensor:
+            total = torch.ones(1)
+            dist.all_reduce(total, group=private)
             trouble()
-            dist.all_reduce(torch.ones(1), group=private)
+            dist.all_reduce(total, group=private)
+            return total
 
-        worker.submit(job).wait()
+        return worker.submit(job).wait()
 
     return Part(places, step, worker)
 
 
-def _call(call: Callable[..., object], error: type[Exception] = RuntimeError, text: str = "") -> Case:
-    """Return a case in which a rank gets into trouble before a call."""
+def _calls(call: Callable[..., object], *arguments: Any, **options: Any) -> Begin:
+    """Return how to begin a case in which a rank gets into trouble before a call."""
 
     def begin(group: dist.ProcessGroup, places: Places) -> Part:
         def step(trouble: Trouble) -> None:
             trouble()
-            call(group=group)
+            call(*arguments, group=group, **options)
 
         return Part(places, step)
 
-    return Case(begin, error, text, text)
+    return begin
+
+
+def _agree(group: dist.ProcessGroup, bits: int) -> None:
+    require_same_terms(group, "a step", {"bits": bits})
+
+
+def _synchronize(width: int, group: dist.ProcessGroup) -> None:
+    sync_module_states(torch.nn.Linear(2, width), group, 100, 0, ())
 
 
 def _exchange(group: dist.ProcessGroup) -> None:
@@ -294,21 +298,19 @@ def _exchange(group: dist.ProcessGroup) -> None:
         work.wait()
 
 
+NOT_COMPARED = r"comparison of check=True failed on rank \d of 3 in the group of all_reduce\(SUM\)"
+NO_TERMS = f"a step: {NOT_THERE}"
 CALLS = {
-    "a collective with check=True": _call(
-        lambda group: dac.all_reduce(torch.ones(2), group=group, check=True),
-        dac.CollectiveError,
-        r"comparison of check=True failed on rank \d of 3 in the group of all_reduce\(SUM\)",
+    "a collective with check=True": Case(
+        _calls(dac.all_reduce, X, check=True), dac.CollectiveError, NOT_COMPARED, NOT_COMPARED
     ),
     "OrderedWorker": Case(_in_worker, text_at_first=NOT_THERE, starts_anew=True),
-    "require_same_terms": _call(
-        lambda group: require_same_terms(group, "a step"), AgreementError, f"a step: {NOT_THERE}"
-    ),
-    "start_messages": _call(_exchange),
-    "all_gather_plain": _call(lambda group: all_gather_plain(group, 1)),
-    "sync_module_states": _call(lambda group: sync_module_states(torch.nn.Linear(50, 50), group, 100, 0, ())),
-    "verify_param_shape_across_processes": _call(
-        lambda group: verify_param_shape_across_processes(group, [torch.ones(2)])
+    "require_same_terms": Case(_calls(_agree, bits=8), AgreementError, NO_TERMS, NO_TERMS),
+    "start_messages": Case(_calls(_exchange)),
+    "all_gather_plain": Case(_calls(lambda group: all_gather_plain(group, 1))),
+    "sync_module_states": Case(_calls(_synchronize, 3)),
+    "verify_param_shape_across_processes": Case(
+        _calls(lambda group: verify_param_shape_across_processes(group, [X]))
     ),
 }
 CASES = {**TRAINED, **ON_TENSORS, **COLLECTIVES, **CALLS}
@@ -318,50 +320,26 @@ def _is_victim() -> bool:
     return dist.get_rank() == VICTIM
 
 
-def _differs(
-    usual: Callable[[dist.ProcessGroup], object],
-    other: Callable[[dist.ProcessGroup], object],
-    text: str,
-    error: type[Exception] = RuntimeError,
-) -> Case:
-    """Return a case in which the victim makes another call than the other ranks."""
+def _differs(usual: Begin, other: Begin, text: str, error: type[Exception] = RuntimeError) -> Case:
+    """Return a case in which the victim does something else than the other ranks."""
 
-    def begin(group: dist.ProcessGroup, places: Places) -> Part:
-        return Part(places, lambda _: (other if _is_victim() else usual)(group))
+    def begin(group: dist.ProcessGroup, places: Places) -> Part | Training:
+        return (other if _is_victim() else usual)(group, places)
 
     return Case(begin, error, text)
 
 
-def _hooks_differ(
-    usual: Hook, other: Hook, text: str, overlaps: tuple[dict[str, Any] | None, ...] = (None, None)
-) -> Case:
-    """Return a case of trainings with two hooks, or with two overlaps."""
-
-    def begin(group: dist.ProcessGroup, places: Places) -> Training:
-        hook = other if _is_victim() else usual
-        return with_hook(group, places, hook, overlaps[_is_victim()])
-
-    return Case(begin, text=text)
+def _with_state(make: Callable[..., Any], hook: Callable[..., Any], **options: Any) -> Begin:
+    return _trained(lambda group: (make(group, **options), hook))
 
 
-def _no_hook(_: dist.ProcessGroup) -> tuple[None, None]:
-    return None, None
+def _on_8_bits(call: Callable[..., object], *arguments: Any, **options: Any) -> Begin:
+    return _calls(lambda group: call(*arguments, AVG, _state_of_8_bits(group), **options))
 
 
-def _states_differ(make: Callable[..., Any], hook: Any, usual: Any, other: Any, text: str) -> Case:
-    return _hooks_differ(
-        lambda group: (make(group, **usual), hook), lambda group: (make(group, **other), hook), text
-    )
-
-
-def _nodes_differ(group: dist.ProcessGroup, places: Places) -> Part:
+def _own_nodes(group: dist.ProcessGroup) -> tuple[Any, Any]:
     nodes = rows_of(group, [[0, 1], [2]]), rows_of(group, [[0], [1, 2]])
-    state = HierarchicalAllreduceState(group, intra_group=nodes[_is_victim()])
-
-    def step(_: Trouble) -> None:
-        with_hook(group, places, lambda _: (state, quantized_allreduce_hook)).step(0)
-
-    return Part(places, step)
+    return HierarchicalAllreduceState(group, intra_group=nodes[_is_victim()]), quant.quantized_allreduce_hook
 
 
 def _sharded_modules_differ(group: dist.ProcessGroup, places: Places) -> Part:
@@ -375,14 +353,11 @@ def _sharded_modules_differ(group: dist.ProcessGroup, places: Places) -> Part:
 
 
 def _paused_alone(group: dist.ProcessGroup, places: Places) -> Part:
-    training = with_hook(group, places, HOOKS["allreduce"], {})
+    training = with_hook(group, HOOKS["allreduce"], {})
     training.step(0)
 
     def step(_: Trouble) -> None:
-        if _is_victim():
-            with training.handle.pause():
-                training.step(1)
-        else:
+        with training.handle.pause() if _is_victim() else contextlib.nullcontext():
             training.step(1)
         training.handle.wait()
         training.step(2)  # no later than in the next pass
@@ -390,135 +365,118 @@ def _paused_alone(group: dist.ProcessGroup, places: Places) -> Part:
     return Part(places, step)
 
 
-def _with_other_optimizers(group: dist.ProcessGroup, places: Places) -> Part:
-    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 3), process_group=group)
-    make = torch.optim.SGD if _is_victim() else torch.optim.AdamW
-    overlap_optimizer(ddp, make(ddp.parameters(), lr=0.1), comm_hook=allreduce_hook, comm_state=group)
-    return Part(places, lambda _: ddp(torch.ones(1, 3)).sum().backward())
-
-
 def _with_other_buckets(group: dist.ProcessGroup, places: Places) -> Part:
     sparse = torch.nn.Embedding(4, 3, sparse=_is_victim())
     ddp = torch.nn.parallel.DistributedDataParallel(sparse, process_group=group)
-    ddp.register_comm_hook(group, fp16_compress_hook)
+    ddp.register_comm_hook(group, compress.fp16_compress_hook)
     return Part(places, lambda _: ddp(torch.tensor([1])).sum().backward())
 
 
-def _tensors_differ(usual: Callable[..., object], other: Callable[..., object], text: str) -> Case:
-    return _differs(
-        lambda group: usual(_state_of_8_bits(group)), lambda group: other(_state_of_8_bits(group)), text
-    )
-
-
-def _checked(usual: Callable[..., object], other: Callable[..., object], text: str) -> Case:
-    def checked(call: Callable[..., object]) -> Callable[[dist.ProcessGroup], object]:
-        return lambda group: call(group=group, check=True)
-
-    return _differs(checked(usual), checked(other), text, TensorMismatchError)
-
-
-X = torch.ones(2)
 _alone = r"ranks \[1\] came within {limit:g} s, ranks \[0, 2\] did not|Timed out|Connection (closed|reset)"
 """What the error says where the hook is, and those of the others, which take part in torch's average."""
-_all_reduce_8 = ddp_quant_hooks.all_reduce
+_fp16, _8_bits, _allreduce = (HOOKS[name] for name in ("fp16", "8 bits", "allreduce"))
+_all_reduce_8, _scatter_8 = quant.all_reduce, quant.reduce_scatter_tensor
+_all_reduce_checked = functools.partial(_calls, dac.all_reduce, check=True)
+_untrained = _trained(no_hook)
+
+
+def _apart(usual: str, other: str) -> str:
+    """Return what errors say of a difference."""
+    return f"{usual} on ranks 0, 2, {other} on rank 1"
+
+
 DIFFERENCES = {
-    "hooks": _hooks_differ(
-        HOOKS["fp16"],
-        HOOKS["bf16 wrapper"],
-        "fp16_compress_hook on ranks 0, 2, bf16_compress_hook on rank 1",
+    "hooks": _differs(
+        _trained(_fp16), _trained(HOOKS["bf16 wrapper"]), _apart("fp16_compress_hook", "bf16_compress_hook")
     ),
-    "hooks of two packages": _hooks_differ(
-        HOOKS["bf16, fp32 sums"],
-        HOOKS["8 bits"],
-        "CompressState on ranks 0, 2, QuantizedAllreduceState on rank 1",
+    "hooks of two packages": _differs(
+        _trained(HOOKS["bf16, fp32 sums"]),
+        _trained(_8_bits),
+        _apart("CompressState", "QuantizedAllreduceState"),
     ),
-    "torch's hooks": _hooks_differ(
-        HOOKS["per tensor"],
-        HOOKS["per channel"],
-        "quantization_pertensor_hook on ranks 0, 2, quantization_perchannel_hook on rank 1",
+    "torch's hooks": _differs(
+        _trained(HOOKS["per tensor"]),
+        _trained(HOOKS["per channel"]),
+        _apart("quantization_pertensor_hook", "quantization_perchannel_hook"),
     ),
-    "kinds of buckets": Case(_with_other_buckets, text="sparse is False on ranks 0, 2, True on rank 1"),
-    "options in 16 bits": _states_differ(
-        CompressState,
-        fp16_compress_hook,
-        {"accumulate": "fp32"},
-        {},
-        "accumulate is 'fp32' on ranks 0, 2, 'wire' on rank 1",
+    "kinds of buckets": Case(_with_other_buckets, text=_apart("sparse is False", "True")),
+    "options in 16 bits": _differs(
+        _with_state(CompressState, compress.fp16_compress_hook, accumulate="fp32"),
+        _with_state(CompressState, compress.fp16_compress_hook),
+        _apart("accumulate is 'fp32'", "'wire'"),
     ),
-    "options in 8 bits": _states_differ(
-        QuantizedAllreduceState,
-        quantized_allreduce_hook,
-        {},
-        {"block_size": 256},
-        "QuantizedAllreduceState differs between ranks: block_size is 128 on ranks 0, 2, 256 on rank 1",
+    "options in 8 bits": _differs(
+        _trained(_8_bits),
+        _with_state(QuantizedAllreduceState, quant.quantized_allreduce_hook, min_bytes=0, block_size=256),
+        _apart("QuantizedAllreduceState differs between ranks: block_size is 128", "256"),
+    ),
+    "options of AutoState": _differs(
+        _with_state(AutoState, quant.auto_hook),
+        _with_state(AutoState, quant.auto_hook, max_error=0.5),
+        _apart("max_error is .*", "0.5"),
     ),
     "nodes": Case(
-        _nodes_differ, text=r"rank 0 of the process group has intra_group \[0, 1\], and rank 1 \[1, 2\]"
+        _trained(_own_nodes),
+        text=r"rank 0 of the process group has intra_group \[0, 1\], and rank 1 \[1, 2\]",
     ),
-    "options of AutoState": _states_differ(
-        AutoState, auto_hook, {}, {"max_error": 0.5}, "max_error is .* on ranks 0, 2, 0.5 on rank 1"
+    "a hook on one rank": _differs(_untrained, _trained(_8_bits), _alone),
+    "a hook without a state on one rank": _differs(_untrained, _trained(_fp16), _alone),
+    "an overlap on one rank": _differs(_untrained, _trained(_allreduce, {}), _alone),
+    "hooks of overlaps": _differs(
+        _trained(_fp16, {}), _trained(_8_bits, {}), _apart("fp16_compress_hook", "QuantizedAllreduceState")
     ),
-    "a hook on one rank": _hooks_differ(_no_hook, HOOKS["8 bits"], _alone),
-    "a hook without a state on one rank": _hooks_differ(_no_hook, HOOKS["fp16"], _alone),
-    "clipping": _hooks_differ(
-        HOOKS["fp16"],
-        HOOKS["fp16"],
-        r"clip is None on ranks 0, 2, 'ByValue\(max_value=2.0\)' on rank 1",
-        ({}, {"clip": ByValue(2.0)}),
+    "clipping": _differs(
+        _trained(_fp16, {}),
+        _trained(_fp16, {"clip": ByValue(2.0)}),
+        _apart("clip is None", r"'ByValue\(max_value=2.0\)'"),
     ),
-    "hooks of overlaps": _hooks_differ(
-        HOOKS["fp16"],
-        HOOKS["8 bits"],
-        "fp16_compress_hook on ranks 0, 2, QuantizedAllreduceState on rank 1",
-        ({}, {}),
-    ),
-    "an overlap on one rank": _hooks_differ(_no_hook, HOOKS["allreduce"], _alone, (None, {})),
     "a pause on one rank": Case(_paused_alone, text="pause"),
-    "optimizers": Case(_with_other_optimizers, text=r"\('AdamW', 1\).* on rank.*\('SGD', 1\).* on rank"),
+    "optimizers": _differs(
+        _trained(_allreduce, {}, places=None),
+        _trained(_allreduce, {}, places=None, make_optimizer=torch.optim.SGD),
+        r"\('AdamW', 1\).* on rank.*\('SGD', 1\).* on rank",
+    ),
     "sharded modules": Case(
         _sharded_modules_differ, AgreementError, r"module 'layers\.0' is .* not there on rank 1"
     ),
-    "keys": _tensors_differ(
-        lambda state: _all_reduce_8(torch.ones(9), AVG, state, key="a"),
-        lambda state: _all_reduce_8(torch.ones(9), AVG, state, key="b"),
-        "key is 'a' on ranks 0, 2, 'b' on rank 1",
+    "keys": _differs(
+        _on_8_bits(_all_reduce_8, X, key="a"),
+        _on_8_bits(_all_reduce_8, X, key="b"),
+        _apart("key is 'a'", "'b'"),
     ),
-    "lengths of tensors": _tensors_differ(
-        lambda state: _all_reduce_8(torch.ones(9), AVG, state, async_op=True).wait(),
-        lambda state: _all_reduce_8(torch.ones(10), AVG, state, async_op=True).wait(),
-        r"tensors is \[\(9, .* on ranks 0, 2, \[\(10, .* on rank 1",
+    "lengths of tensors": _differs(
+        _on_8_bits(_all_reduce_8, X),
+        _on_8_bits(_all_reduce_8, X[:1]),
+        _apart(r"tensors is \[\(2, .*", r"\[\(1, .*"),
     ),
-    "functions on tensors": _tensors_differ(
-        lambda state: _all_reduce_8(torch.ones(9), AVG, state),
-        lambda state: ddp_quant_hooks.reduce_scatter_tensor(torch.empty(3), torch.ones(9), AVG, state),
-        "about to do different things: .*all_reduce on ranks 0, 2, .*reduce_scatter_tensor on rank 1",
+    "functions on tensors": _differs(
+        _on_8_bits(_all_reduce_8, torch.ones(9)),
+        _on_8_bits(_scatter_8, torch.empty(3), torch.ones(9)),
+        _apart("about to do different things: .*all_reduce", ".*reduce_scatter_tensor"),
     ),
-    "collectives": _checked(
-        functools.partial(dac.all_reduce, X),
-        functools.partial(dac.all_gather, X),
+    "collectives": _differs(
+        _all_reduce_checked(X),
+        _calls(dac.all_gather, X, check=True),
         r"rank 0 was called with all_reduce\(SUM\), sum, rank 1 with all_gather",
+        TensorMismatchError,
     ),
-    "reductions": _checked(
-        functools.partial(dac.all_reduce, X),
-        functools.partial(dac.all_reduce, X, "max"),
+    "reductions": _differs(
+        _all_reduce_checked(X),
+        _all_reduce_checked(X, "max"),
         r"rank 0 was called with all_reduce\(SUM\), sum, rank 1 with all_reduce\(MAX\)",
+        TensorMismatchError,
     ),
-    "shapes": _checked(
-        functools.partial(dac.all_reduce, X),
-        functools.partial(dac.all_reduce, X[:1]),
-        r"shape \(2\).*shape \(1\)",
+    "shapes": _differs(
+        _all_reduce_checked(X), _all_reduce_checked(X[:1]), r"shape \(2\).*shape \(1\)", TensorMismatchError
     ),
     "terms": _differs(
-        lambda group: require_same_terms(group, "a step", {"bits": 8}),
-        lambda group: require_same_terms(group, "a step", {"bits": 4}),
-        "a step differs between ranks: bits is 8 on ranks 0, 2, 4 on rank 1",
+        _calls(_agree, bits=8),
+        _calls(_agree, bits=4),
+        _apart("a step differs between ranks: bits is 8", "4"),
         AgreementError,
     ),
     "modules": _differs(
-        lambda group: sync_module_states(torch.nn.Linear(2, 2), group, 100, 0, ()),
-        lambda group: sync_module_states(torch.nn.Linear(2, 3), group, 100, 0, ()),
-        r"rank 1 .*\(3, 2\)",
-        TensorMismatchError,
+        _calls(_synchronize, 2), _calls(_synchronize, 3), r"rank 1 .*\(3, 2\)", TensorMismatchError
     ),
 }
 if not _has_fsdp:

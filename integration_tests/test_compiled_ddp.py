@@ -1,68 +1,36 @@
 """DDP under ``torch.compile``, with both reducers: hooks and overlapped steps work, or say why not."""
 
+import itertools
+
 import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from whole_jobs import rank_device
+from trainings import HOOKS, WIDTH, rank_device, with_hook
 
-from ddp_compress_hooks import fp16_compress_hook
-from ddp_optim_overlap import overlap_optimizer
-from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
-
-HOOKS = {
-    "quantized": lambda: (
-        QuantizedAllreduceState(min_bytes=0, error_feedback="both"),
-        quantized_allreduce_hook,
-    ),
-    "fp16": lambda: (None, fp16_compress_hook),
-}
+from dist_utils import resolve_group
 
 
-def _model(hook, *, overlapped):
-    """Return a model with several buckets, its optimizer, and the overlap, if any."""
+def _begin(hook, overlap=None, *, compiled=True):
+    torch._dynamo.reset()
     torch.manual_seed(0)
-    net = torch.nn.Sequential(*[torch.nn.Linear(520, 520) for _ in range(3)]).to(rank_device())
-    ddp = DistributedDataParallel(net, bucket_cap_mb=1)  # the minimum for DDPOptimizer
-    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
-    state, function = HOOKS[hook]()
-    if overlapped:
-        return ddp, optimizer, overlap_optimizer(ddp, optimizer, comm_hook=function, comm_state=state)
-    ddp.register_comm_hook(state, function)
-    return ddp, optimizer, None
+    sizes = itertools.pairwise([WIDTH, 600, 600, WIDTH])
+    net = torch.nn.Sequential(*[torch.nn.Linear(*size) for size in sizes]).to(rank_device())
+    # The minimum for DDPOptimizer.
+    training = with_hook(resolve_group(), HOOKS[hook], overlap, net=net, bucket_cap_mb=1)
+    if compiled:
+        training.model = torch.compile(training.model, backend="aot_eager")
+    return training
 
 
-def _loss(model, step):
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return model(torch.randn(4, 520, generator=generator).to(rank_device())).square().mean()
-
-
-def _train(model, ddp, optimizer, steps=4):
-    for step in range(steps):
-        optimizer.zero_grad()
-        _loss(model, step).backward()
-        optimizer.step()
-    return _values(ddp)
-
-
-def _values(ddp):
-    return torch.cat([parameter.detach().flatten().cpu() for parameter in ddp.parameters()])
-
-
-def _with_ddp_optimizer(rank):
-    del rank
+def _with_ddp_optimizer(_):
     torch._dynamo.config.optimize_ddp = "ddp_optimizer"
-    for hook in HOOKS:
-        runs = []
-        for compiled, overlapped in ((False, False), (True, False), (True, True)):
-            torch._dynamo.reset()
-            ddp, optimizer, handle = _model(hook, overlapped=overlapped)
-            model = torch.compile(ddp, backend="aot_eager") if compiled else ddp
-            runs.append(_train(model, ddp, optimizer))
-        for run in runs[1:]:
-            torch.testing.assert_close(run, runs[0], rtol=0, atol=0)
-        report = handle.wait()
+    for hook in ("8 bits, feedback", "fp16"):
+        expected = _begin(hook, compiled=False).train(range(4)).parameters()
+        for overlap in (None, {}):
+            training = _begin(hook, overlap).train(range(4))
+            torch.testing.assert_close(training.parameters(), expected, rtol=0, atol=0)
+        report = training.handle.wait()
         assert report.buckets == len(report.stepped) > 1
 
 
@@ -70,24 +38,20 @@ def test_ddp_optimizer_hands_over_buckets(launch):
     launch(_with_ddp_optimizer, timeout=300)
 
 
-def _with_python_reducer(rank):
+def _with_python_reducer(_):
     """Return the error of each combination."""
-    del rank
     torch._dynamo.config.optimize_ddp = "python_reducer"
     torch._dynamo.config.compiled_autograd = True
     raised = {}
-    for hook, overlapped in (("quantized", False), ("fp16", True)):
-        torch._dynamo.reset()
-        ddp, optimizer, _ = _model(hook, overlapped=overlapped)
-        before = _values(ddp)
-        compiled = torch.compile(ddp, backend="aot_eager")
-        error = None
+    for hook, overlap in (("8 bits, feedback", None), ("fp16", {})):
+        training = _begin(hook, overlap)
+        before = [parameter.clone() for parameter in training.parameters()]
         try:
             with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
-                _train(compiled, ddp, optimizer, steps=2)
+                training.train(range(2))
         except Exception as failure:  # noqa: BLE001 - the test shows any error
-            error = f"{type(failure).__name__}: {failure}"
-        raised[hook] = error, torch.equal(before, _values(ddp))
+            raised[hook] = f"{type(failure).__name__}: {failure}"
+        torch.testing.assert_close(training.parameters(), before, rtol=0, atol=0)
         dist.barrier()
     return raised
 
@@ -95,8 +59,7 @@ def _with_python_reducer(rank):
 @pytest.mark.exhaustive
 def test_hooks_that_need_buckets_refuse_the_python_reducer(launch):
     for raised in launch(_with_python_reducer, timeout=300):
-        assert raised["quantized"][0].startswith("TypeError: quantized_allreduce_hook averages buckets")
-        assert raised["fp16"][0].startswith("ConfigError: the overlapped step needs buckets")
-        for error, unchanged in raised.values():
+        assert raised["8 bits, feedback"].startswith("TypeError: quantized_allreduce_hook averages buckets")
+        assert raised["fp16"].startswith("ConfigError: the overlapped step needs buckets")
+        for error in raised.values():
             assert "Python reducer has none: set torch._dynamo.config.optimize_ddp to True" in error
-            assert unchanged

@@ -16,7 +16,6 @@ SCRIPT = Path(__file__).parents[1] / "benchmarks" / "demo.py"
 for needed in ("matplotlib", "tqdm"):
     pytest.importorskip(needed, reason=f"the demo needs {needed}")
 
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 ROW = re.compile(
     r"^(plain DDP|\d+ bits(?: \+ overlap)?) +\d+ \[\d+, \d+] +-?\d+"  # the step, and its exposed part
     r" +(\d+\.\d+)x +(\S+|not counted) +(\d+\.\d+)$",
@@ -72,10 +71,6 @@ def _processes_of(folder):
     return found
 
 
-def _are_both_ranks(lines):
-    return sum("demo_training.py" in line for line in lines) == 2
-
-
 def _wait_for_processes(folder, are_right, demo):
     """Wait until ``are_right`` holds for the command lines; a failure shows the demo's output."""
     # Attempts are counted instead of time, because a suspended machine makes no progress.
@@ -88,11 +83,13 @@ def _wait_for_processes(folder, are_right, demo):
     pytest.fail(f"{ended=}, {lines=}, {demo.communicate(timeout=60)}")
 
 
-@needs_linux
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_no_process_is_left(tmp_path, how):
     process = _start(tmp_path)
-    _wait_for_processes(tmp_path, _are_both_ranks, process)
+    _wait_for_processes(
+        tmp_path, lambda lines: sum("demo_training.py" in line for line in lines) == 2, process
+    )
     process.send_signal(how)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == (1 if how == signal.SIGINT else -how)
@@ -100,9 +97,3 @@ def test_no_process_is_left(tmp_path, how):
         assert errors.strip().splitlines()[-1].endswith("stopped"), output + errors
         assert "Traceback" not in errors
     _wait_for_processes(tmp_path, lambda lines: not lines, process)
-
-
-def test_bad_arguments_say_what_is_wrong(tmp_path):
-    process = _start(tmp_path, "--steps=1")
-    assert "--steps must be at least 2" in process.communicate(timeout=60)[1]
-    assert process.returncode == 2

@@ -4,35 +4,20 @@ import importlib.util
 import os
 import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
+import pages
 import pytest
 import torch
 
 from dist_utils.testing import same_bits
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
-
-
-def _start(script, *arguments, ranks=2, options=(), folder=None, **environment):
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *options]
-    return subprocess.Popen(
-        [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+EXAMPLES = pages.DOCS / "examples"
 
 
 def _run(script, *arguments, **options):
-    process = _start(script, *arguments, **options)
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, output + errors
-    return output, errors
+    return pages.run_program(EXAMPLES / script, *arguments, **options)
 
 
 def _numbers(pattern, text):
@@ -120,33 +105,16 @@ def test_the_program_to_copy_goes_on_from_its_checkpoint_with_the_same_bits(bits
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_the_program_to_copy_survives_a_killed_rank(tmp_path):
     folder, options = tmp_path / "killed", ["--steps", "300", "--every", "10"]
-    restarts = ["--max-restarts=1", "--monitor-interval=0.1"]
-    job = _start("train_ddp.py", folder, *options, options=restarts)
+    job = pages.start_program(EXAMPLES / "train_ddp.py", folder, *options, restarts=1)
     printed = [job.stdout.readline() for _ in range(3)]  # two checkpoints are written
     assert "step 20" in printed[-1], printed
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
     os.kill(int(children[-1]), signal.SIGKILL)
-    output, errors = job.communicate(timeout=300)
-    assert job.returncode == 0, output + errors
+    output, _ = pages.end_of(job)
     (first,) = _numbers(r"from step (\d+)", output)
     assert 20 <= first < 300
     _run("train_ddp.py", tmp_path / "through", *options)
     assert same_bits(_checkpoint(folder), _checkpoint(tmp_path / "through")), "the checkpoints differ"
-
-
-@pytest.mark.exhaustive
-def test_a_job_with_a_dead_rank_ends_with_the_bits_of_an_uninterrupted_one(tmp_path):
-    options = ["--max-restarts=1", "--monitor-interval=0.1"]
-    jobs = [
-        _start("restarted_training.py", tmp_path / "killed", "--fail-at=7", options=options),
-        _start("restarted_training.py", tmp_path / "through", options=options),
-    ]
-    outputs = [job.communicate(timeout=300) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], outputs
-    assert [printed for printed, _ in outputs] == ["attempt 1: steps 6 to 12\n", "attempt 0: steps 0 to 12\n"]
-    killed, through = (torch.load(tmp_path / name / "checkpoint.pt") for name in ("killed", "through"))
-    assert through["step"] == 12
-    assert same_bits(killed, through), "the checkpoints differ"
 
 
 @pytest.mark.parametrize(
@@ -169,16 +137,11 @@ def test_rare_synchronization_learns_and_sends_little(script, options, share):
     assert 0.9 * share < sent / (4 * parameters * rounds) < 1.05 * share
 
 
-needs_digits = pytest.mark.skipif(
-    None in (importlib.util.find_spec("sklearn"), importlib.util.find_spec("tqdm")),
-    reason="needs scikit-learn and tqdm",
-)
 ROW = re.compile(
     r"^(\S+(?: \S+)*) +(\S+) +(\S+) +(\d+\.\d+) +(\d\.\d+) +(\d\.\de[+-]\d+) +(yes|NO)$", re.MULTILINE
 )
 
 
-@needs_digits
 @pytest.mark.parametrize(
     ("hooks", "count"),
     [
@@ -187,6 +150,8 @@ ROW = re.compile(
     ],
 )
 def test_every_hook_learns_digits_and_sends_what_it_says(tmp_path, hooks, count):
+    for needed in ("sklearn", "tqdm"):
+        pytest.importorskip(needed)
     output, errors = _run("train_digits.py", "--epochs=6", *hooks, folder=tmp_path, CUDA_VISIBLE_DEVICES="")
     rows = {row[0]: row[1:] for row in ROW.findall(output)}
     assert len(rows) == count, output + errors

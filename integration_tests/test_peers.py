@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peer_cases import CASES, COLLECTIVES, DIFFERENCES, RANKS, TRAINED, VICTIM
+from soak.trouble import raise_here
 from trainings import Places
 
 from ddp_optim_overlap import CommunicationError
@@ -30,18 +31,9 @@ TIMEOUT_SECONDS, GRACE_SECONDS = 3.0, 5.0
 """The timeout of the groups, and how much later an error may come: docs/reliability.md."""
 
 
-class UserError(Exception):
-    """The error of user code."""
-
-
-def _raise():
-    raise UserError("user code failed")
-
-
 LATE = [name for name in TRAINED if TRAINED[name].text_at_first and "FSDP2" not in name]
 """The cases in which the victim comes to the step when the others have given up."""
-FSDP = "FSDP2 between nodes"
-FAULTS = {"exits": lambda: os._exit(3), "hangs": stop_process, "raises": _raise}
+FAULTS = {"exits": lambda: os._exit(3), "hangs": stop_process, "raises": raise_here}
 
 
 class Seen(NamedTuple):
@@ -102,9 +94,15 @@ def _see(part, number, allowed):
     return Seen(type(error), str(error), seconds, moved, [type(_error_of(call)) for call in after])
 
 
-def _start_anew(case, group):
-    """Make two steps in the group of a case that has failed; return the parameters."""
-    part = case.begin(group, Places())
+def _see_all(parts, number, allowed):
+    """Make a step of every part at once."""
+    with ThreadPoolExecutor(len(parts)) as pool:
+        steps = {name: pool.submit(_see, part, number, allowed[name]) for name, part in parts.items()}
+        return {name: step.result() for name, step in steps.items()}
+
+
+def _two_steps(part):
+    """Make two steps; return the parameters."""
     for number in range(2):
         part.step(number)
     parameters = _copies(part)
@@ -112,13 +110,20 @@ def _start_anew(case, group):
     return parameters
 
 
-def _step_again(part, case, group):
-    """Make the step that has failed again; return the parameters, and those of another model."""
-    part.make_fresh_start()
-    other = case.begin(group, Places())
-    for training in (part, other):
-        training.step(0)
-    return [_copies(training) for training in (part, other)]
+def _go_on(part, case, group):
+    """Make steps again, if that is possible; return the parameters by what was kept of the failed step."""
+    found = {}
+    if case.starts_anew and hasattr(getattr(part, "net", None), "reset_iter_state"):
+        part.state.close()
+        part.optimizer.zero_grad()
+        part.net.reset_iter_state()  # of fully_shard
+        found["the model"] = _two_steps(part)
+    else:
+        part.close()
+    if case.starts_anew:
+        found["the group"] = _two_steps(case.begin(group, Places()))
+        found["nothing"] = _two_steps(case.begin(dist.new_group(), Places()))
+    return found
 
 
 def _peers(_, fault, number, limit):
@@ -137,26 +142,15 @@ def _peers(_, fault, number, limit):
         for name, one in places.items():
             one.arm("backward" if number else "forward" if name in TRAINED else "begin", number, trouble)
     dist.barrier()
-    with ThreadPoolExecutor(len(cases)) as pool:
-        steps = {name: pool.submit(_see, part, number, allowed[name]) for name, part in parts.items()}
-        seen = {name: step.result() for name, step in steps.items()}
+    seen = _see_all(parts, number, allowed)
     if fault != "raises":
         return seen, {}
     dist.barrier()  # until then the victim has its connections, and the others hear nothing of its error
-    anew = {}
     if dist.get_rank() == VICTIM:
-        trainings = {name: parts[name] for name in LATE}
-        with ThreadPoolExecutor(len(trainings)) as pool:
-            steps = {name: pool.submit(_see, part, 0, allowed[name]) for name, part in trainings.items()}
-            seen |= {f"{name}, late": step.result() for name, step in steps.items()}
+        late = _see_all({name: parts[name] for name in LATE}, 0, allowed)
+        seen |= {f"{name}, late": one for name, one in late.items()}
     dist.barrier()
-    for name, part in parts.items():
-        if name == FSDP and hasattr(part.net, "reset_iter_state"):
-            anew[f"{name}, again"] = _step_again(part, cases[name], groups[name])
-        part.close()
-        if cases[name].starts_anew:
-            anew[name] = _start_anew(cases[name], groups[name])
-    return seen, anew
+    return seen, {name: _go_on(part, cases[name], groups[name]) for name, part in parts.items()}
 
 
 class Outcome(NamedTuple):
@@ -165,7 +159,7 @@ class Outcome(NamedTuple):
     fault: str
     limit: float
     seen: dict[int, dict[str, Seen]]
-    anew: dict[int, dict[str, list[torch.Tensor]]]
+    anew: dict[int, dict[str, dict[str, list[torch.Tensor]]]]
 
 
 @functools.cache
@@ -231,24 +225,10 @@ def test_a_rank_that_comes_too_late_waits_once_and_gets_an_error(outcome, name):
 
 
 @_each("raises", cases=[name for name, case in CASES.items() if case.starts_anew])
-def test_ranks_that_have_closed_what_failed_start_anew_alike(outcome, name):
-    first, *others = (anew[name] for anew in outcome.anew.values())
-    _assert_alike(first, *others)
-
-
-def _assert_alike(first, *others):
-    for other in others:
-        assert len(other) == len(first)
-        for one, parameter in zip(first, other, strict=True):
-            torch.testing.assert_close(parameter, one, rtol=0, atol=0)
-
-
-@_each("raises", cases=[FSDP] * (FSDP in TRAINED))
-def test_a_failed_step_of_fsdp_can_be_made_again(outcome, name):
+def test_ranks_that_have_closed_what_failed_have_the_bits_of_a_fresh_start(outcome, name):
     for anew in outcome.anew.values():
-        if f"{name}, again" not in anew:
-            pytest.skip("this torch has no FSDPModule.reset_iter_state")
-        _assert_alike(*anew[f"{name}, again"])
+        fresh = dict.fromkeys(anew[name], anew[name]["nothing"])
+        torch.testing.assert_close(anew[name], fresh, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("outcome", ["exits"], indirect=True)

@@ -41,19 +41,10 @@ def _change(parameters, rank, step):
             parameter.add_(change)
 
 
-def _fragments(parameters, state, *, streaming):
-    if streaming:
-        return [DiLoCo(parameters[n : n + 1], state, f"{n}", EVERY, turn=n, delay=2) for n in range(3)]
-    return [DiLoCo(parameters, state, "model", EVERY)]
-
-
-def _trained(rank, options, *, streaming):
-    """Return the final parameters, and the steps after which synchronized ranks differed."""
-    state = QuantizedAllreduceState(**options)
-    parameters = _parameters()
-    fragments = _fragments(parameters, state, streaming=streaming)
+def _train(rank, parameters, fragments, steps):
+    """Train; return the steps after which synchronized ranks differed."""
     unequal = []
-    for step in range(1, STEPS + 1):
+    for step in steps:
         _change(parameters, rank, step)
         agreed = []
         for fragment in fragments:
@@ -62,6 +53,18 @@ def _trained(rank, options, *, streaming):
             agreed += fragment.parameters if has_met else fragment.shared
         if not same_on_all_ranks(agreed):
             unequal.append(step)
+    return unequal
+
+
+def _trained(rank, options, *, streaming):
+    """Return the final parameters, and the steps after which synchronized ranks differed."""
+    state, parameters = QuantizedAllreduceState(**options), _parameters()
+    if streaming:
+        own = [[parameter] for parameter in parameters]
+        fragments = [DiLoCo(own[n], state, f"{n}", EVERY, turn=n, delay=2) for n in range(3)]
+    else:
+        fragments = [DiLoCo(parameters, state, "model", EVERY)]
+    unequal = _train(rank, parameters, fragments, range(1, STEPS + 1))
     for fragment in fragments:
         fragment.finish()
     if not same_on_all_ranks(parameters):
@@ -75,27 +78,19 @@ def _assert_resumed_bitwise(rank):
     states = [QuantizedAllreduceState(bits=4, min_bytes=0) for _ in range(2)]  # with feedback
     parameters = _parameters()
     outer = DiLoCo(parameters, states[0], "model", EVERY)
-    for step in range(1, 3 * EVERY):
-        _change(parameters, rank, step)
-        outer.step()
-        if step == EVERY + 1:
-            saved = copy.deepcopy(
-                (parameters, outer.shared, outer.optimizer.state_dict(), outer.steps, states[0].state_dict())
-            )
-    resumed_parameters, shared, optimizer, steps, residuals = saved
+    _train(rank, parameters, [outer], range(1, EVERY + 2))
+    saved = (parameters, outer.shared, outer.optimizer.state_dict(), outer.steps, states[0].state_dict())
+    resumed_parameters, shared, optimizer, steps, residuals = copy.deepcopy(saved)
     resumed = DiLoCo(resumed_parameters, states[1], "model", EVERY)
     for own, loaded in zip(resumed.shared, shared, strict=True):
         own.copy_(loaded)
     resumed.optimizer.load_state_dict(optimizer)
     resumed.steps = steps
     states[1].load_state_dict(residuals)
-    for step in range(EVERY + 2, 3 * EVERY):
-        _change(resumed_parameters, rank, step)
-        resumed.step()
     for one in (outer, resumed):
+        _train(rank, one.parameters, [one], range(EVERY + 2, 3 * EVERY))
         one.finish()
-    for state in states:
-        state.close()
+        one.state.close()
     torch.testing.assert_close(parameters, resumed_parameters, rtol=0, atol=0)
 
 
@@ -109,55 +104,43 @@ def _many_runs(rank):
     ]
 
 
-class _Reference:
-    """DiLoCo of one parameter for all ranks in one process, by its formula in fp64."""
+def _expected(number, world_size, *, streaming):
+    """Return the end of a parameter by DiLoCo's formula, for all ranks in one process, in fp64."""
+    turn, delay = (number, 2) if streaming else (0, 0)
+    shared, velocity, sent = _parameters()[number].detach().double(), 0.0, None
+    own = [shared] * world_size
 
-    def __init__(self, start, world_size):
-        self.shared = start.detach().double()
-        self.own = [self.shared] * world_size
-        self.velocity = torch.zeros_like(self.shared)
-        self.sent = None
-        self.not_sent = 0
+    def send():
+        nonlocal sent
+        sent = shared - sum(own) / world_size
 
-    def change(self, changes):
-        self.own = [own + change for own, change in zip(self.own, changes, strict=True)]
-        self.not_sent += 1
+    def receive():
+        nonlocal shared, velocity, sent, own
+        if sent is not None:
+            velocity = 0.9 * velocity + sent
+            shared = shared - 0.7 * (sent + 0.9 * velocity)
+            own, sent = [shared] * world_size, None
 
-    def send(self):
-        self.sent = self.shared - sum(self.own) / len(self.own)
-        self.not_sent = 0
-
-    def receive(self):
-        if self.sent is not None:
-            self.velocity = 0.9 * self.velocity + self.sent
-            self.shared = self.shared - 0.7 * (self.sent + 0.9 * self.velocity)
-            self.own, self.sent = [self.shared] * len(self.own), None
-
-
-def _expected(world_size, *, streaming):
-    found = []
-    for number, start in enumerate(_parameters()):
-        reference = _Reference(start, world_size)
-        turn, delay = (number, 2) if streaming else (0, 0)
-        for step in range(1, STEPS + 1):
-            reference.change([_changes(rank, step)[number].double() for rank in range(world_size)])
-            if step in range(turn or EVERY, STEPS + 1, EVERY):
-                reference.send()
-            if step in range((turn or EVERY) + delay, STEPS + 1, EVERY):
-                reference.receive()
-        reference.receive()
-        if reference.not_sent:
-            reference.send()
-            reference.receive()
-        found.append(reference.shared)
-    return found
+    for step in range(1, STEPS + 1):
+        own = [one + _changes(rank, step)[number].double() for rank, one in enumerate(own)]
+        if (step - turn) % EVERY == 0:
+            send()
+        if (step - turn) % EVERY == delay:
+            receive()
+    receive()
+    if (STEPS - turn) % EVERY:
+        send()
+        receive()
+    return shared
 
 
 def test_diloco_follows_its_formula_and_ranks_agree_bitwise_after_each_outer_step():
     ranks = run_ranks(_many_runs, 3, timeout=240)
     for runs in ranks:
         assert [unequal for _, unequal in runs] == [[]] * 4
-    plain, streamed = _expected(3, streaming=False), _expected(3, streaming=True)
+    plain, streamed = (
+        [_expected(number, 3, streaming=streaming) for number in range(3)] for streaming in (False, True)
+    )
     assert (plain[0] - streamed[0]).abs().max() > 0.1
     runs = [parameters for parameters, _ in ranks[0]]
     for found, expected in zip(runs[0] + runs[1], plain + streamed, strict=True):
@@ -174,27 +157,26 @@ def test_diloco_follows_its_formula_and_ranks_agree_bitwise_after_each_outer_ste
 
 
 def _averaged(rank, state):
-    """Average now and then, with ours and with torch's averager, whose mean is exact except for rounding."""
+    """Average now and then, with ours and with torch's averager, whose mean is exact except for rounding.
+
+    Returns the largest difference after each step, and whether the ranks agree.
+    """
     ours, torchs = _parameters(), _parameters()
     schedule = {"period": 2, "warmup_steps": 1}
     averager, torchs_averager = ChangeAverager(ours, state, **schedule), PeriodicModelAverager(**schedule)
     for parameter in torchs:
         parameter.grad = torch.zeros_like(parameter)  # torch averages only those with a gradient
-    differences, agreed_after = [], []
+    found = []
     for step in range(1, 6):
-        for parameter in ours[step < 3 :]:  # ours averages all, whether or not they have a gradient
-            parameter.grad = torch.zeros_like(parameter)
         for parameters, either in ((ours, averager), (torchs, torchs_averager)):
             _change(parameters, rank, step)
             either.average_parameters([{"params": parameters}])
-        differences.append(max((a - b).abs().max().item() for a, b in zip(ours, torchs, strict=True)))
-        if same_on_all_ranks(ours):
-            agreed_after.append(step)
-            with torch.no_grad():
-                for own, other in zip(ours, torchs, strict=True):
-                    other.copy_(own)
+        difference = max((a - b).abs().max().item() for a, b in zip(ours, torchs, strict=True))
+        found.append((difference, same_on_all_ranks(ours)))
+        for own, other in zip(ours, torchs, strict=True):
+            other.data.copy_(own.data)
     state.close()
-    return differences, agreed_after
+    return found
 
 
 def _post_local_sgd(rank, *, restarted):
@@ -230,10 +212,11 @@ def _model_averaging(rank):
 
 def test_model_averaging_is_torchs_except_for_8_bits():
     for runs in run_ranks(_model_averaging, 4, timeout=240):
-        for differences, agreed_after in runs:
-            assert agreed_after == [2, 4]
+        for found in runs:
+            differences, agree = zip(*found, strict=True)
+            assert agree == (False, True, False, True, False)
+            assert differences[::2] == (0, 0, 0)  # no average
             # Two roundings to 1 / 127 of the largest change of a block, each by at most half of that: no
             # change is above 6 / 8 * sqrt(2), six deviations of two steps. Error feedback adds the last one's
             # loss.
             assert 0 < max(differences) < 2 * 6 / 8 * 2**0.5 / 127
-            assert [differences[step - 1] for step in (1, 3, 5)] == [0, 0, 0]  # no average

@@ -1,14 +1,20 @@
 """Hooks, overlapped steps and checkpoints together: bitwise the same training in every composition."""
 
+import copy
 import io
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from whole_jobs import Job
+from trainings import HOOKS, with_hook
 
-from ddp_quant_hooks import AutoState, QuantizedAllreduceState, auto_hook, quantized_allreduce_hook
+from ddp_quant_hooks import AutoState, auto_hook
+from dist_utils import resolve_group
+
+
+def _begin(hook="8 bits, feedback", overlap=None, **options):
+    return with_hook(resolve_group(), HOOKS[hook], overlap, **options)
 
 
 def _assert_same_bits(found, expected):
@@ -16,26 +22,28 @@ def _assert_same_bits(found, expected):
 
 
 def _overlapped(_):
-    ordinary = Job().train(range(10)).values()
+    ordinary = _begin().train(range(10)).parameters()
     for overlap in ({}, {"release_gradients": True}):
-        _assert_same_bits(Job(overlap=overlap).train(range(10)).values(), ordinary)
+        _assert_same_bits(_begin(overlap=overlap).train(range(10)).parameters(), ordinary)
 
 
 def test_the_bits_of_the_ordinary_loop_with_a_quantized_hook(launch):
     launch(_overlapped, timeout=120)
 
 
+def _two_alike(group):
+    return AutoState(group, candidates={name: HOOKS["8 bits"](group) for name in "01"}), auto_hook
+
+
 def _chosen(_):
     """Train with a hook alone, and with a choice between two copies of it, without and with the overlap."""
-    alone = Job(state=QuantizedAllreduceState(min_bytes=0)).train(range(70)).values()
+    alone = _begin("8 bits").train(range(70)).parameters()
     choices = []
     for overlap in (None, {}):
-        alike = [QuantizedAllreduceState(min_bytes=0) for _ in range(2)]
-        candidates = {str(number): (one, quantized_allreduce_hook) for number, one in enumerate(alike)}
-        job = Job(state=AutoState(candidates=candidates), hook=auto_hook, overlap=overlap)
-        _assert_same_bits(job.train(range(70)).values(), alone)  # 31 of which are the trial
-        choices.append(job.state.choice.candidate)
-        job.state.close()
+        training = with_hook(resolve_group(), _two_alike, overlap)
+        _assert_same_bits(training.train(range(70)).parameters(), alone)  # 31 of which are the trial
+        choices.append(training.state.choice.candidate)
+        training.close()
     return choices
 
 
@@ -48,63 +56,48 @@ def _resumed(_):
     """Resume from the residuals of all ranks, which one of them saves."""
     for overlap in (None, {}):
         for options in ({}, {"static_graph": True}):
-            through = Job(overlap=overlap, **options).train(range(3))
+            through = _begin(overlap=overlap, **options).train(range(3))
             everyone = through.state.gather_state_dict()
-            file = io.BytesIO()
-            torch.save(
-                {"model": through.ddp.module.state_dict(), "optimizer": through.optimizer.state_dict()}, file
-            )
-            file.seek(0)
-            checkpoint = torch.load(file, weights_only=True)
-            resumed = Job(overlap=overlap, **options)
+            model, optimizer = copy.deepcopy((through.net.state_dict(), through.optimizer.state_dict()))
+            resumed = _begin(overlap=overlap, **options)
             resumed.make_final_buckets(1 + bool(options))
-            resumed.ddp.module.load_state_dict(checkpoint["model"])
-            resumed.optimizer.load_state_dict(checkpoint["optimizer"])
+            resumed.net.load_state_dict(model)
+            resumed.optimizer.load_state_dict(optimizer)
             resumed.state.scatter_state_dict(everyone)
-            _assert_same_bits(resumed.train(range(3, 6)).values(), through.train(range(3, 6)).values())
+            _assert_same_bits(
+                resumed.train(range(3, 6)).parameters(), through.train(range(3, 6)).parameters()
+            )
 
 
 def test_a_resumed_job_has_the_bits_of_the_uninterrupted_one(launch):
     launch(_resumed, timeout=120)
 
 
-def _parts(job, residuals):
+def _parts(training, residuals):
     """Return what a distributed checkpoint holds; each rank has its own residuals, under its own name."""
-    model, optimizer = get_state_dict(job.ddp, job.optimizer)
+    model, optimizer = get_state_dict(training.model, training.optimizer)
     return {"model": model, "optimizer": optimizer, "residuals": {f"rank {dist.get_rank()}": residuals}}
 
 
-def _four_bits(make_optimizer):
-    state = QuantizedAllreduceState(bits=4, min_bytes=0)
-    return Job(state=state, overlap={}, make_optimizer=make_optimizer)
-
-
-def _momentum(parameters, lr):
-    return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
-
-
 def _distributed_checkpoint(rank, folder):
-    for make_optimizer in (torch.optim.AdamW, _momentum):
-        place = f"{folder}/{make_optimizer.__name__}"
-        through = _four_bits(make_optimizer).train(range(3))
-        through.handle.wait()
-        residuals = io.BytesIO()
-        torch.save(through.state.state_dict(), residuals)
-        dcp.save(_parts(through, residuals.getvalue()), checkpoint_id=place)
-        resumed = _four_bits(make_optimizer)
-        resumed.make_final_buckets()
-        parts = _parts(resumed, b"")
-        dcp.load(parts, checkpoint_id=place)
-        set_state_dict(
-            resumed.ddp,
-            resumed.optimizer,
-            model_state_dict=parts["model"],
-            optim_state_dict=parts["optimizer"],
-        )
-        loaded = io.BytesIO(parts["residuals"][f"rank {rank}"])
-        resumed.state.load_state_dict(torch.load(loaded, weights_only=True))
-        _assert_same_bits(resumed.train(range(3, 6)).values(), through.train(range(3, 6)).values())
-        _assert_same_bits(resumed.optimizer.state_dict(), through.optimizer.state_dict())
+    through, resumed = (_begin("4 bits, feedback", {}) for _ in range(2))
+    through.train(range(3)).handle.wait()
+    residuals = io.BytesIO()
+    torch.save(through.state.state_dict(), residuals)
+    dcp.save(_parts(through, residuals.getvalue()), checkpoint_id=folder)
+    resumed.make_final_buckets()
+    parts = _parts(resumed, b"")
+    dcp.load(parts, checkpoint_id=folder)
+    set_state_dict(
+        resumed.model,
+        resumed.optimizer,
+        model_state_dict=parts["model"],
+        optim_state_dict=parts["optimizer"],
+    )
+    loaded = io.BytesIO(parts["residuals"][f"rank {rank}"])
+    resumed.state.load_state_dict(torch.load(loaded, weights_only=True))
+    _assert_same_bits(resumed.train(range(3, 6)).parameters(), through.train(range(3, 6)).parameters())
+    _assert_same_bits(resumed.optimizer.state_dict(), through.optimizer.state_dict())
 
 
 def test_a_job_resumed_from_a_distributed_checkpoint_has_the_bits_of_the_uninterrupted_one(launch, tmp_path):

@@ -26,7 +26,6 @@ from packaging.version import Version
 from releasing.workspace import ROOT, CommandError, Package, packages, releases, run
 
 RESOLUTIONS = ("lowest", "highest")
-UV_PIP = ["uv", "pip", "install", "--quiet", "--python", sys.executable]
 
 
 @dataclass(frozen=True)
@@ -98,32 +97,41 @@ def sources_to_test(sources: Sequence[Source], names: Sequence[str]) -> list[Sou
     ]
 
 
-def install(source: Source, wheels: Path, resolution: str, names: Sequence[str]) -> dict[str, Version]:
+def install(
+    source: Source, wheels: Path, resolution: str, names: Sequence[str], python: str
+) -> dict[str, Version]:
     """Install one version with the oldest or newest siblings in range; return the versions of all.
 
     Raises:
         CommandError: No versions fit together.
     """
-    run(["uv", "pip", "uninstall", "--quiet", "--python", sys.executable, *names], wheels)
+
+    def uv_pip(command: str, *arguments: str) -> str:
+        return run(["uv", "pip", command, "--quiet", "--python", python, *arguments], wheels)
+
+    uv_pip("uninstall", *names)
     needs = [str(need) for need in source.package.needs() if need.name in names]
     # Siblings come from these wheels alone: an index may have others of the same name.
     options = ["--no-index", "--find-links", str(wheels), "--resolution", resolution, "--prerelease", "allow"]
     # Named by its file: "==1.0.0" also admits 1.0.0+tree.
     (wheel,) = wheels.glob(f"{source.package.name.replace('-', '_')}-{source.version}-*.whl")
-    run([*UV_PIP, *options, str(wheel), *needs], wheels)
-    listed = run(["uv", "pip", "list", "--quiet", "--format", "json", "--python", sys.executable], wheels)
-    return {one["name"]: Version(one["version"]) for one in json.loads(listed) if one["name"] in names}
+    uv_pip("install", *options, str(wheel), *needs)
+    listed = json.loads(uv_pip("list", "--format", "json"))
+    return {one["name"]: Version(one["version"]) for one in listed if one["name"] in names}
 
 
-def run_short_suite(source: Source) -> str:
+def run_short_suite(source: Source, python: str) -> str:
     """Run the short suite of a source against what is installed; return pytest's last line."""
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "short", "tests"]
+    command = [python, "-m", "pytest", "-q", "-m", "short", "tests"]
     return run(command, source.package.folder, env).strip().splitlines()[-1]
 
 
-def try_all(root: Path, names: Sequence[str]) -> list[str]:
-    """Run the short suites of the named packages, or of all, beside their siblings; return what is broken."""
+def try_all(root: Path, names: Sequence[str], python: str = sys.executable) -> list[str]:
+    """Run the short suites of the named packages, or of all, beside their siblings; return what is broken.
+
+    Wheels are installed into the environment of ``python``, which also runs the suites.
+    """
     broken = []
     with tempfile.TemporaryDirectory() as scratch:
         wheels = Path(scratch) / "wheels"
@@ -135,13 +143,13 @@ def try_all(root: Path, names: Sequence[str]) -> list[str]:
             for resolution in RESOLUTIONS:
                 title = f"{source.package.name} {source.version} with the {resolution} siblings"
                 try:
-                    versions = install(source, wheels, resolution, list(packages(root)))
+                    versions = install(source, wheels, resolution, list(packages(root)), python)
                     is_past = all(version.local is None for version in versions.values())
                     if versions in tried or is_past:
                         continue
                     tried.append(versions)
                     title = ", ".join(f"{name} {version}" for name, version in versions.items())
-                    print(f"{title}: {run_short_suite(source)}", flush=True)
+                    print(f"{title}: {run_short_suite(source, python)}", flush=True)
                 except CommandError as error:
                     broken.append(f"{title}: {error}")
                     print(f"BROKEN {broken[-1]}", flush=True)

@@ -3,6 +3,8 @@
 import ast
 import json
 import math
+import subprocess
+import sys
 
 import pytest
 
@@ -139,3 +141,17 @@ def test_the_table_of_many_ranks_is_that_of_the_results():
     machine, torch = results["machine"], results["versions"]["torch"].split("+")[0]
     text = f"({machine['cores']} cores, {machine['cpu']}, Gloo, torch {torch}, {results['date']})"
     assert stands(Place(path, ""), text)
+
+
+def test_the_tables_of_whole_steps_are_those_of_the_results():
+    program = "import json, sys; from whole_steps.tables import tables; print(tables(json.load(sys.stdin)))"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT / "benchmarks",
+        input=(RESULTS / "whole_steps.json").read_text(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    page = (ROOT / "docs/benchmarks/whole-steps.md").read_text().splitlines()
+    assert [line for line in done.stdout.splitlines() if line not in page] == []

@@ -105,3 +105,16 @@ def test_links_of_markdown_files_lead_somewhere():
             if not target.exists() or _lacks(target, parts.fragment):
                 wrong.append(f"{name}: {link}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_readmes_are_short():
+    readmes = [ROOT / "README.md", *ROOT.glob("packages/*/README.md")]
+    lengths = {readme: len(readme.read_text().splitlines()) for readme in readmes}
+    assert {readme: length for readme, length in lengths.items() if length > 160} == {}
+
+
+def test_pages_have_no_directives_that_a_code_host_shows_as_they_are():
+    directive = re.compile(r"(^```\{(?!eval-rst)|\{[\w:]+\}`)", re.MULTILINE)
+    pages = [*ROOT.glob("README.md"), *ROOT.glob("packages/*/README.md"), *ROOT.glob("docs/**/*.md")]
+    shown = {page: re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL) for page in pages}
+    assert [page for page, text in shown.items() if directive.search(text)] == []

@@ -1,28 +1,25 @@
 """The command: inject faults, restart jobs, run long trainings, and write every outcome at once."""
 
-from __future__ import annotations
-
 import argparse
 import json
-import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from machine import describe_machine, describe_tree
 from trainings import BASELINES
 
 from soak import page, wall_clock
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-from machine import describe_machine, describe_tree
-
-__all__ = ["main", "too_many_late"]
+from soak.faults import FAULTS
+from soak.growth import measure_growth
+from soak.injected import inject, why_skipped
+from soak.network import network
+from soak.restarts import restart
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "soak.json"
+HOSTS = 4
 MOST_LATE = 0.05
 """The share of faults after which a rank may be late. On a busy machine Gloo misses a closed connection in 2
 of 100, with plain DDP, too."""
@@ -35,30 +32,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         page.PAGE.write_text(page.with_figures(page.PAGE.read_text(), json.loads(options.output.read_text())))
         return 0
     found: dict[str, Any] = {"outcomes": [], "restarts": [], "growth": []}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, network(HOSTS) as hosts:
         clock = wall_clock.preload(Path(folder))  # before any rank is started
         head = {**describe_machine(), "commit": describe_tree(), "seed": options.seed, "clock": clock}
-
-        def write(part: str, outcome: dict[str, Any]) -> None:
-            found[part].append(outcome)
-            _save(options.output, {"head": head, **found})
-            print(*(f"{name}={value}" for name, value in outcome.items() if name != "stacks"), flush=True)
-
-        began = time.monotonic()
-        if options.faults:
-            from soak.injected import inject  # noqa: PLC0415 - not before the clock
-
-            found["skipped"] = inject(options, lambda outcome: write("outcomes", outcome))
-            head["seconds of faults"] = round(time.monotonic() - began)
-        if options.restarts:
-            from soak.restarts import restart  # noqa: PLC0415
-
-            restart(options, lambda outcome: write("restarts", outcome))
-        if options.steps:
-            from soak.growth import measure_growth  # noqa: PLC0415
-
-            measure_growth(options, lambda outcome: write("growth", outcome))
-    _save(options.output, {"head": head, **found})
+        found["skipped"] = {name: why for name in FAULTS if (why := why_skipped(name, hosts))}
+        parts = (inject(options, hosts), restart(options), measure_growth(options))
+        for name, outcomes in zip(("outcomes", "restarts", "growth"), parts, strict=True):
+            for outcome in outcomes:
+                found[name].append(outcome)
+                _save(options.output, {"head": head, **found})
+                print(*(f"{key}={value}" for key, value in outcome.items() if key != "stacks"), flush=True)
     faults = [outcome for outcome in found["outcomes"] if outcome["training"] not in BASELINES]
     verdicts = Counter(one["verdict"] for one in (*faults, *found["restarts"], *found["growth"]))
     print(", ".join(f"{count} {verdict}" for verdict, count in verdicts.items()))
@@ -68,8 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def too_many_late(outcomes: Sequence[dict[str, Any]]) -> bool:
     """Return whether ranks raise late more often than by what Gloo misses."""
     late = sum(outcome["late"] > 0 for outcome in outcomes)
-    if late:
-        print(f"{late} of {len(outcomes)} late")
+    print(f"{late} of {len(outcomes)} late")
     return late > MOST_LATE * len(outcomes)
 
 
@@ -91,8 +73,6 @@ def _options(arguments: Sequence[str] | None) -> Any:
     add("--minutes", type=float, default=float("inf"), help="start no fault after this many minutes")
     add("--seed", type=int, default=0)
     add("--first", type=int, default=0, help="number of the first fault, to repeat one")
-    add("--only", default="", help="only faults whose names contain this")
-    add("--training", default="", help="only trainings whose names contain this")
     add("--restarts", type=int, default=10, help="how many jobs to restart")
     add("--steps", type=int, default=10_000, help="steps of long runs; a tenth as many states, and so on")
     add("--page", action="store_true", help="only write the file's figures into docs/reliability.md")

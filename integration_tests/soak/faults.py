@@ -1,14 +1,14 @@
 """The faults, their moments and trainings: drawn from a seed, so that a job can be repeated."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 from trainings import TRAININGS
 
-__all__ = ["FAULTS", "Fault", "Job", "draw"]
+from soak import memory_limit, trouble, wall_clock
 
 STEPS, LAST, EVERY = 60, 40, 4
 """A training's number of steps, its last step for a fault, and the steps between checkpoints."""
@@ -23,34 +23,61 @@ class Fault:
 
     Args:
         name: The fault's name in results.
-        where: ``outside``: done to the rank at a moment; ``link``: done to its network; otherwise the place
-            in the user's code where it happens.
+        action: What happens: in the rank, called with the job's folder and the rank; or from outside, called
+            with a :class:`soak.jobs.Watch`.
         ends: Whether the training must end with it; ``None``: it may.
+        place: The place in the user's code where it happens; empty: outside.
+        dies: Whether a signal ends the rank; ``None``: it may.
         gone: Whether the system closes the rank's connections, so that its peers can know at once.
+        lasts: The shortest and the longest time, as parts of the timeout.
+        on_hosts: Whether ranks run on emulated hosts.
+        why_not: Returns why this machine cannot inject it, or an empty string.
     """
 
     name: str
-    where: str
+    action: Callable[..., object]
     ends: bool | None
+    place: str = ""
+    dies: bool | None = False
     gone: bool = False
+    lasts: tuple[float, float] = (0.0, 0.0)
+    on_hosts: bool = False
+    why_not: Callable[[], str] = str
 
 
-FAULTS: dict[str, Fault] = {
+_SHORT, _LONG = (0.1, 0.5), (1.1, 1.3)
+_CLOCK: dict[str, Any] = {"ends": False, "place": "backward", "why_not": wall_clock.why_not}
+_GONE: dict[str, Any] = {"ends": True, "gone": True}
+FAULTS = {
     fault.name: fault
     for fault in (
-        Fault("kill -9", "outside", ends=True, gone=True),
-        Fault("stopped for longer than the timeout", "outside", ends=True),
-        Fault("stopped for less than the timeout", "outside", ends=False),
-        Fault("link cut", "link", ends=True),
-        Fault("link at 1 % of its rate", "link", ends=False),
-        Fault("packets lost", "link", ends=False),
-        Fault("no more memory: an allocation fails", "backward", ends=None, gone=True),
-        Fault("no more memory: killed by the system", "forward", ends=True, gone=True),
-        Fault("disk full in a checkpoint", "begin", ends=True, gone=True),
-        Fault("clock an hour forwards", "backward", ends=False),
-        Fault("clock an hour back", "backward", ends=False),
+        Fault("kill -9", trouble.kill, dies=True, **_GONE),
+        Fault("stopped for longer than the timeout", trouble.stop, ends=True, lasts=_LONG),
+        Fault("stopped for less than the timeout", trouble.stop, ends=False, lasts=_SHORT),
+        Fault("link cut", trouble.cut_link, ends=True, on_hosts=True),
+        Fault("link at 1 % of its rate", trouble.slow_link, ends=False, lasts=_SHORT, on_hosts=True),
+        Fault("packets lost", trouble.lose_packets, ends=False, lasts=_SHORT, on_hosts=True),
+        Fault(
+            "no more memory: an allocation fails",
+            trouble.no_more_memory,
+            ends=None,
+            place="backward",
+            dies=None,
+            gone=True,
+        ),
+        Fault(
+            "no more memory: killed by the system",
+            memory_limit.exceed,
+            place="forward",
+            dies=True,
+            why_not=memory_limit.why_not,
+            **_GONE,
+        ),
+        Fault("disk full in a checkpoint", trouble.fill_disk, place="begin", **_GONE),
+        Fault("clock an hour forwards", partial(wall_clock.jump, 3600), **_CLOCK),
+        Fault("clock an hour back", partial(wall_clock.jump, -3600), **_CLOCK),
         *(
-            Fault(f"raises in {place}", place, ends=True, gone=True)
+            Fault(f"raises in {place}", trouble.raise_here, place=place, **_GONE)
             for place in ("forward", "backward", "hook", "optimizer", "checkpoint")
         ),
     )
@@ -80,35 +107,25 @@ class Job:
         """The injected fault."""
         return FAULTS[self.fault]
 
-    @property
-    def is_killed(self) -> bool:
-        """Whether the victim's process ends by a signal."""
-        return self.fault in {"kill -9", "no more memory: killed by the system"}
 
-    @property
-    def on_hosts(self) -> bool:
-        """Whether the ranks run on emulated hosts."""
-        return bool(self.fault) and self.kind.where == "link"
-
-
-def draw(seed: int, number: int, faults: list[str], trainings: list[str]) -> Job:
+def draw(seed: int, number: int, faults: list[str]) -> Job:
     """Return the job with a number; the same arguments give the same job.
 
     Args:
         seed: The seed of the whole run.
         number: The number of the job. Faults take turns, so that all are equally frequent.
         faults: The faults that this machine can inject.
-        trainings: The names of trainings.
     """
     chance = random.Random(f"{seed}/{number}")
     fault = FAULTS[faults[number % len(faults)]]
-    with_hooks = [name for name in trainings if "hook" in TRAININGS[name].places]
-    training = chance.choice(with_hooks if fault.where == "hook" else trainings)
+    trainings = [name for name, kind in TRAININGS.items() if kind.has_hook or fault.place != "hook"]
+    training = chance.choice(trainings)
     size = chance.choice(TRAININGS[training].world_sizes)
-    steps = range(STEADY) if chance.random() < 0.25 else range(STEADY, LAST)
-    if fault.where == "checkpoint":
+    # While ranks compare their options, one without a link to the store waits until TCP gives up.
+    cut = fault.on_hosts and fault.ends
+    steps = range(STEADY) if chance.random() < 0.25 and not cut else range(STEADY, LAST)
+    if fault.place == "checkpoint":
         steps = range(EVERY - 1, LAST, EVERY)
-    shortest, longest = (1.1, 1.3) if "longer" in fault.name else (0.1, 0.5)
     return Job(
         number=number,
         training=training,
@@ -117,6 +134,6 @@ def draw(seed: int, number: int, faults: list[str], trainings: list[str]) -> Job
         victim=chance.randrange(size),
         step=chance.choice(steps),
         moment=chance.random(),
-        length=round(TIMEOUT * chance.uniform(shortest, longest), 2),
-        store="rank 0" if chance.random() < 0.25 and fault.where != "link" else "apart",
+        length=round(TIMEOUT * chance.uniform(*fault.lasts), 2),
+        store="rank 0" if chance.random() < 0.25 and not fault.on_hosts else "apart",
     )

@@ -1,30 +1,25 @@
-"""Many steps of every training, many states and process groups: what a process holds must not grow."""
-
-from __future__ import annotations
+"""Many steps of every training, many process groups and states: what a process holds must not grow."""
 
 import gc
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from statistics import fmean, linear_regression
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from trainings import BASELINES, TRAININGS, Places
 
-from ddp_quant_hooks import QuantizedAllreduceState, all_reduce
 from dist_utils import resolve_group
 from dist_utils.testing import run_ranks
 from soak.records import resources
 
-__all__ = ["judged", "measure_growth"]
-
 SAMPLES, FEWEST = 200, 8
-ALLOWED = {"heap": 64.0, "kibibytes": 128.0, "kernel_threads": 0.0, "descriptors": 0.0, "seconds": 0.0}
-"""What is compared, and how much may be more at the end than at the beginning. Resident memory, which grows
-also because it is fragmented, counts only where the C library does not tell what is in use."""
+ALLOWED = {"heap": 64.0, "kernel_threads": 0.0, "descriptors": 0.0, "seconds": 0.0}
+"""What is compared, and how much may be more at the end than at the beginning."""
 
 
 class Line(NamedTuple):
@@ -33,12 +28,10 @@ class Line(NamedTuple):
     Args:
         growth: Growth from the first to the last value, along the line.
         error: Standard error of the growth.
-        mean: Mean of the values.
     """
 
     growth: float
     error: float
-    mean: float
 
 
 def fitted(values: Sequence[float]) -> Line:
@@ -48,14 +41,13 @@ def fitted(values: Sequence[float]) -> Line:
     the means of twenty blocks.
     """
     size = max(1, len(values) // 20)
-    blocks = [sum(values[start : start + size]) / size for start in range(0, len(values) - size + 1, size)]
-    count = len(blocks)
-    mean, middle = sum(blocks) / count, (count - 1) / 2
-    spread = sum((index - middle) ** 2 for index in range(count))
-    slope = sum((index - middle) * (value - mean) for index, value in enumerate(blocks)) / spread
-    rest = sum((value - mean - slope * (index - middle)) ** 2 for index, value in enumerate(blocks))
-    error = math.sqrt(rest / max(1, count - 2) / spread)
-    return Line(slope * (count - 1), error * (count - 1), mean)
+    blocks = [fmean(values[start : start + size]) for start in range(0, len(values) - size + 1, size)]
+    places = range(len(blocks))
+    slope, first = linear_regression(places, blocks)
+    rest = sum((value - first - slope * place) ** 2 for place, value in zip(places, blocks, strict=True))
+    spread = sum((place - fmean(places)) ** 2 for place in places)
+    error = math.sqrt(rest / max(1, len(blocks) - 2) / spread)
+    return Line(slope * places[-1], error * places[-1])
 
 
 def judged(ranks: list[list[dict[str, float]]], control: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -76,45 +68,30 @@ def judged(ranks: list[list[dict[str, float]]], control: dict[str, Any] | None =
         worst = max(lines, key=lambda line: line.growth)
         found[what] = {name: round(value, 6) for name, value in worst._asdict().items()}
         growth, error = worst.growth, worst.error
-        if control and what in {"heap", "kibibytes"}:
+        if control and what == "heap":
             growth -= control[what]["growth"]
             error = math.hypot(error, control[what]["error"])
-        if growth > max(3 * error, allowed) and not (what == "kibibytes" and "heap" in found):
+        if growth > max(3 * error, allowed):
             problems.append(f"{what} grow by {growth:.4g} (error {error:.2g})")
     return {**found, "verdict": "wrong" if problems else "right", "problems": problems}
 
 
-def measure_growth(options: Any, write: Callable[[dict[str, Any]], None]) -> None:
-    """Run loops for as many steps as the options say, and write each outcome.
+def measure_growth(options: Any) -> Iterator[dict[str, Any]]:
+    """Run loops for as many steps as the options say, and yield each outcome.
 
     The first of each kind has none of our hooks: what torch and the loop leave behind is allowed for the
     others.
 
     Args:
         options: Of the command line.
-        write: Called with each outcome.
     """
-    names = [name for name in TRAININGS if options.training in name and name not in BASELINES]
-    kinds: list[tuple[int, dict[str, Callable[[], Callable[[int], object]]]]] = [
-        (options.steps, {name: partial(_steps, name) for name in ("plain DDP", *names)}),
-        (
-            options.steps // 10,
-            {
-                "groups of torch": partial(_given, _group),
-                "states made and closed": partial(_given, _state),
-            },
-        ),
-        (
-            options.steps // 100,
-            {
-                "process groups with plain DDP": partial(_given, partial(_job, "plain DDP")),
-                "process groups made and destroyed": partial(
-                    _given, partial(_job, "8 bits, feedback, overlap")
-                ),
-            },
-        ),
-    ]
-    for count, loops in kinds:
+    names = ["plain DDP", *(name for name in TRAININGS if name not in BASELINES)]
+    steps = {name: partial(_steps, name) for name in names}
+    groups = {
+        "process groups with plain DDP": partial(_jobs, "plain DDP"),
+        "process groups made and destroyed": partial(_jobs, "8 bits, feedback, overlap"),
+    }
+    for count, loops in ((options.steps, steps), (options.steps // 100, groups)):
         if count < FEWEST:
             continue
         control = None
@@ -126,7 +103,7 @@ def measure_growth(options: Any, write: Callable[[dict[str, Any]], None]) -> Non
             if control is None:
                 control, outcome = outcome, {**outcome, "verdict": "torch's own", "problems": []}
             took = round(time.monotonic() - began, 1)
-            write({"what": what, "count": count, "world_size": size, **outcome, "took": took})
+            yield {"what": what, "count": count, "world_size": size, **outcome, "took": took}
 
 
 def _loop(rank: int, make: Callable[[], Callable[[int], object]], count: int) -> list[dict[str, float]]:
@@ -151,36 +128,18 @@ def _steps(training: str) -> Callable[[int], object]:
     return TRAININGS[training].begin(resolve_group(), Places()).step
 
 
-def _given(one: Callable[[int], object]) -> Callable[[int], object]:
-    return one
-
-
-def _group(number: int) -> None:
-    del number
-    group = dist.new_group(backend="gloo")
-    dist.all_reduce(torch.ones(300), group=group)
-    dist.barrier()
-    dist.destroy_process_group(group)
-
-
-def _state(number: int) -> None:
-    del number
-    state = QuantizedAllreduceState(min_bytes=0)
-    all_reduce(torch.ones(300), dist.ReduceOp.AVG, state)
-    state.close()
-
-
-def _job(training_name: str, number: int) -> None:
-    if dist.is_initialized():  # the one that run_ranks made
-        dist.destroy_process_group()
+def _jobs(training: str) -> Callable[[int], object]:
+    dist.destroy_process_group()  # the one that run_ranks made
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    store = dist.PrefixStore(f"group {number}", server)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
-    training = TRAININGS[training_name].begin(resolve_group(), Places())
-    for step in range(3):
-        training.step(step)
-    dist.barrier()
-    training.close()
-    del training
-    dist.destroy_process_group()
+
+    def one(number: int) -> None:
+        store = dist.PrefixStore(f"group {number}", server)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        part = TRAININGS[training].begin(resolve_group(), Places()).train(range(3))
+        dist.barrier()
+        part.close()
+        del part
+        dist.destroy_process_group()
+
+    return one

@@ -1,14 +1,10 @@
 """The figures of docs/reliability.md, from the file that the soak run writes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from trainings import BASELINES
-
-__all__ = ["PAGE", "with_figures"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "reliability.md"
 BEGIN, END = "<!-- figures: written by `nox -s soak -- --page` -->\n", "<!-- end of figures -->\n"

@@ -1,7 +1,5 @@
 """One rank of a job: train, record the parameters after each step, and how it ended."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import functools
@@ -11,33 +9,32 @@ import signal
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from trainings import TRAININGS, Places, Training
 
 from dist_utils import resolve_group
-from soak import trouble, wall_clock
 from soak.faults import EVERY, Job
 from soak.records import Record, digests, resources
-
-__all__ = ["Place", "be_rank", "keep_store"]
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _PR_SET_PDEATHSIG = 1
 
 
-class Place:
+class Place(NamedTuple):
     """Where a process runs: on an emulated host or on this machine.
 
-    Args:
+    Attributes:
         holder: A process of the emulated host; 0 for this machine.
         store: Address and port of the store.
         interface: The name of its network interface.
     """
 
-    def __init__(self, holder: int, store: tuple[str, int], interface: str) -> None:
-        self.holder, self.store, self.interface = holder, store, interface
+    holder: int
+    store: tuple[str, int]
+    interface: str
 
     def enter(self) -> None:
         """Move this process, which has only one thread yet, there; it ends with the server that made it."""
@@ -60,11 +57,10 @@ class Place:
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 
-def keep_store(place: Place, ready: Path) -> None:
+def keep_store(place: Place) -> None:
     """Keep the store of a job until this process is killed."""
     place.enter()
     store = dist.TCPStore("0.0.0.0", place.store[1], is_master=True, wait_for_workers=False)
-    ready.touch()
     signal.pause()
     del store
 
@@ -84,8 +80,8 @@ def be_rank(job: Job, rank: int, place: Place, folder: Path) -> None:
             _join(job, rank, place)
             places = Places()
             training = TRAININGS[job.training].begin(resolve_group(), places)
-            if job.fault and rank == job.victim:
-                _arm(places, job, folder, record)
+            if job.fault and job.kind.place and rank == job.victim:
+                places.arm(job.kind.place, job.step, functools.partial(_inject, job, folder, record))
             _train(job, training, folder, record)
         except BaseException as error:  # noqa: BLE001 - any error is an outcome
             text = str(error).splitlines()
@@ -93,8 +89,7 @@ def be_rank(job: Job, rank: int, place: Place, folder: Path) -> None:
         finally:
             _leave(training, record)
             del training
-            after = resources()
-            record.note("left", before=before, after=after)
+            record.note("left", before=before, after=resources())
         os._exit(0)
 
 
@@ -109,35 +104,9 @@ def _join(job: Job, rank: int, place: Place) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=limit)
 
 
-def _arm(places: Places, job: Job, folder: Path, record: Record) -> None:
-    actions = {
-        "no more memory: an allocation fails": trouble.no_more_memory,
-        "no more memory: killed by the system": functools.partial(_wait_for_limit, folder),
-        "disk full in a checkpoint": functools.partial(_fill_disk, folder, job.victim),
-        "clock an hour forwards": functools.partial(wall_clock.jump, 3600),
-        "clock an hour back": functools.partial(wall_clock.jump, -3600),
-    }
-    action = trouble.raise_here if job.fault.startswith("raises") else actions.get(job.fault)
-
-    def now() -> None:
-        record.note("injected")
-        assert action is not None
-        action()
-
-    if action is not None:
-        places.arm(job.kind.where, job.step, now)
-
-
-def _fill_disk(folder: Path, rank: int) -> None:
-    """Let writes to the next checkpoint fail with a full device."""
-    (folder / f"checkpoint-{rank}.new").symlink_to("/dev/full")
-
-
-def _wait_for_limit(folder: Path) -> None:
-    """Allocate memory once a limit is set."""
-    while not (folder / "limited").exists():
-        time.sleep(0.001)
-    trouble.swell()
+def _inject(job: Job, folder: Path, record: Record) -> None:
+    record.note("injected")
+    job.kind.action(folder, job.victim)
 
 
 def _train(job: Job, training: Training, folder: Path, record: Record) -> None:

@@ -1,7 +1,5 @@
 """The record of a rank: one line per event, which survives the death of the rank."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import json
@@ -13,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-__all__ = ["Record", "digests", "read", "resources"]
 
 
 class Record:
@@ -36,6 +32,11 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
+def first(events: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
+    """Return the first event of a name, if there is one."""
+    return next((event for event in events if event["event"] == name), None)
+
+
 def digests(tensors: Iterable[torch.Tensor]) -> list[str]:
     """Return a digest of each tensor's bits."""
     as_bytes = (tensor.detach().flatten().view(torch.uint8) for tensor in tensors)  # NumPy has no bf16
@@ -43,20 +44,17 @@ def digests(tensors: Iterable[torch.Tensor]) -> list[str]:
 
 
 def resources() -> dict[str, int]:
-    """Return the number of descriptors and threads and the KiB of memory of this process.
+    """Return the number of descriptors and threads of this process, and its KiB of memory in use.
 
-    ``kibibytes`` are resident. ``heap`` are those in use that the C library has allocated, which
-    fragmentation does not change; left out where the library cannot tell.
+    These are what the C library has allocated, which fragmentation does not change; left out where it cannot
+    tell.
     """
     open_files = list(Path("/proc/self/fd").iterdir())
-    with Path("/proc/self/status").open() as file:
-        status = dict(line.split(":", 1) for line in file)
     return {
         "descriptors": len(open_files) - 1,  # without the descriptor of this listing
-        "sockets": sum(map(_is_socket, open_files)),
+        "sockets": sum(path.is_socket() for path in open_files),
         "threads": threading.active_count(),
-        "kernel_threads": int(status["Threads"]),
-        "kibibytes": int(status["VmRSS"].split()[0]),
+        "kernel_threads": len(list(Path("/proc/self/task").iterdir())),
         **_heap(),
     }
 
@@ -64,13 +62,7 @@ def resources() -> dict[str, int]:
 class _MallocInfo(ctypes.Structure):
     """The C library's ``struct mallinfo2``."""
 
-    _fields_ = [
-        ("skipped", ctypes.c_size_t * 4),
-        ("hblkhd", ctypes.c_size_t),  # bytes in blocks of their own
-        ("also_skipped", ctypes.c_size_t * 2),
-        ("uordblks", ctypes.c_size_t),  # bytes in use elsewhere
-        ("rest", ctypes.c_size_t * 2),
-    ]
+    _fields_ = [("sizes", ctypes.c_size_t * 10)]
 
 
 _mallinfo2: Any = getattr(ctypes.CDLL(None), "mallinfo2", None)  # glibc from 2.33 on
@@ -81,12 +73,7 @@ if _mallinfo2 is not None:
 def _heap() -> dict[str, int]:
     if _mallinfo2 is None:
         return {}
-    info = _mallinfo2()
-    return {"heap": (info.uordblks + info.hblkhd) // 1024}
-
-
-def _is_socket(path: Path) -> bool:
-    try:
-        return str(path.readlink()).startswith("socket:")
-    except OSError:  # the descriptor of this listing
-        return False
+    sizes = _mallinfo2().sizes
+    return {
+        "heap": (sizes[4] + sizes[7]) // 1024
+    }  # hblkhd and uordblks: in blocks of their own, and elsewhere

@@ -1,11 +1,10 @@
 """The outcome of a job: right, wrong or hung, and why."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import statistics
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from trainings import TRAININGS
@@ -13,8 +12,7 @@ from trainings import TRAININGS
 from dist_utils.testing import patience
 from soak.faults import STEADY, Job
 from soak.jobs import Ended
-
-__all__ = ["Reference", "judge"]
+from soak.records import first
 
 GONE_SECONDS, GRACE_SECONDS = 1.0, 5.0
 """Seconds for a rank to raise once a connection is gone, or after the timeout if it cannot know.
@@ -49,9 +47,9 @@ class Reference:
 
 def judge(job: Job, ended: Ended, reference: Reference) -> dict[str, Any]:
     """Return the outcome of a job, for a line of the results."""
-    dies = job.is_killed or ("allocation" in job.fault and ended.exit_codes[job.victim] != 0)
+    dies = job.kind.dies or (job.kind.dies is None and ended.exit_codes[job.victim] != 0)
     survivors = [rank for rank in range(job.world_size) if rank != job.victim or not dies]
-    raised = {rank: _event(ended.records[rank], "raised") for rank in survivors}
+    raised = {rank: first(ended.records[rank], "raised") for rank in survivors}
     ends = job.kind.ends
     if ends is None:
         ends = any(raised.values()) or any(ended.exit_codes)
@@ -70,9 +68,8 @@ def judge(job: Job, ended: Ended, reference: Reference) -> dict[str, Any]:
     void = ended.injected is None and not ended.stacks and bool(timed_out)
     if ended.injected is None:
         problems.append("the fault was not injected")
-    names = ("number", "fault", "training", "world_size", "victim", "step", "moment", "length", "store")
     outcome = {
-        **{name: getattr(job, name) for name in names},
+        **asdict(job),
         "verdict": "hung" if ended.stacks else "void" if void else "wrong" if problems else "right",
         "seconds": seconds,
         "late": sum(took > soon for took in seconds),
@@ -87,10 +84,10 @@ def judge(job: Job, ended: Ended, reference: Reference) -> dict[str, Any]:
 def _could_know(job: Job, ended: Ended, rank: int) -> float | None:
     """Return when a rank could see the fault, or ``None`` for the rank that raises itself."""
     if rank == job.victim:
-        if ended.injected is None or job.kind.where not in {"outside", "link"}:
+        if ended.injected is None or job.kind.place:
             return None
-        return ended.injected + job.length * job.fault.startswith("stopped")  # when it continued
-    if job.kind.gone and job.fault != "kill -9":
+        return ended.injected + job.length  # when it continued
+    if job.kind.gone:
         return ended.ended[job.victim]  # its connections end with it at the latest
     return ended.injected
 
@@ -102,9 +99,9 @@ def _wrong_bits(job: Job, ended: Ended, reference: Reference) -> Iterator[str]:
             if event["parameters"] != reference.after(rank, event["step"] + 1):
                 yield f"rank {rank}: other bits after step {event['step']}"
                 break
-        kept = _event(events, "kept")
-        if kept is None or ("allocation" in job.fault and rank == job.victim):
-            continue  # in the second case the optimizer raised, anywhere in its step
+        kept = first(events, "kept")
+        if kept is None or (job.kind.dies is None and rank == job.victim):
+            continue  # in the second case the optimizer may have raised, anywhere in its step
         done = stepped[-1]["step"] + 1 if stepped else 0
         before, after = reference.after(rank, done), reference.after(rank, done + 1)
         parts = zip(kept["parameters"], before, after, strict=True)
@@ -118,17 +115,17 @@ def _remains(job: Job, ended: Ended, survivors: list[int]) -> Iterator[str]:
         yield f"processes left behind: {len(ended.left)}"
     yield from (f"checkpoint: {text}" for text in ended.broken)
     # A rank that still waits for a store that does not answer keeps a connection to it.
-    frozen = job.fault == "stopped for longer than the timeout" and (job.store, job.victim) == ("rank 0", 0)
-    allowed = int(frozen or job.fault == "link cut")
+    loses_store = job.kind.on_hosts or (job.store, job.victim) == ("rank 0", 0)
+    allowed = int(loses_store and bool(job.kind.ends) and not job.kind.gone)
     for rank in survivors:
         if (code := ended.exit_codes[rank]) not in {0, None}:
             yield f"rank {rank} ended with exit code {code} after {_last(ended, rank)}"
-        if closed := _event(ended.records[rank], "closed"):
+        if closed := first(ended.records[rank], "closed"):
             if closed["problem"]:
                 yield f"rank {rank}: closing raised {closed['problem']}"
             if closed["seconds"] > patience(CLOSE_SECONDS):
                 yield f"rank {rank}: closing took {closed['seconds']:.1f} s"
-        left = _event(ended.records[rank], "left")
+        left = first(ended.records[rank], "left")
         if left and not TRAININGS[job.training].torch_keeps_groups:
             for what in ("sockets", "threads"):
                 if (more := left["after"][what] - left["before"][what]) > allowed:
@@ -137,16 +134,12 @@ def _remains(job: Job, ended: Ended, survivors: list[int]) -> Iterator[str]:
 
 def _did_not_finish(job: Job, ended: Ended) -> Iterator[str]:
     for rank, events in enumerate(ended.records):
-        if raised := _event(events, "raised"):
+        if raised := first(events, "raised"):
             yield f"rank {rank} raised {raised['type']}: {raised['text']}"
-        elif _event(events, "finished") is None or ended.exit_codes[rank] != 0:
+        elif first(events, "finished") is None or ended.exit_codes[rank] != 0:
             yield f"rank {rank} did not finish: {_last(ended, rank)}, exit code {ended.exit_codes[rank]}"
         elif sum(event["event"] == "stepped" for event in events) != job.steps:
             yield f"rank {rank} did not make all steps"
-
-
-def _event(events: list[dict[str, Any]], name: str) -> dict[str, Any] | None:
-    return next((event for event in events if event["event"] == name), None)
 
 
 def _last(ended: Ended, rank: int) -> str:

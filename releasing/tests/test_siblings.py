@@ -24,14 +24,12 @@ def test_is_not_short():
 
 
 @pytest.fixture
-def environment(tmp_path, monkeypatch):
-    """Let siblings be installed into an environment of their own, with this one's pytest."""
-    python = tmp_path / "venv" / "bin" / "python"
+def python(tmp_path):
+    """Make an environment for siblings, with this one's pytest, and return its Python."""
     subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, str(tmp_path / "venv")], check=True)
     (library,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (library / "these.pth").write_text(f"{Path(pytest.__file__).parents[1]}\n")
-    monkeypatch.setattr(sys, "executable", str(python))
-    monkeypatch.setattr(siblings, "UV_PIP", [*siblings.UV_PIP[:-1], str(python)])
+    return str(tmp_path / "venv" / "bin" / "python")
 
 
 def test_a_named_package_is_tried_with_those_that_need_it(repository, tmp_path):
@@ -45,8 +43,7 @@ def test_a_named_package_is_tried_with_those_that_need_it(repository, tmp_path):
     assert tried == {"lower": [upper[0], "lower 1.0.0.dev0+tree", upper[1]], "upper": upper}
 
 
-@pytest.mark.usefixtures("environment")
-def test_the_ends_of_every_range_are_tried(repository, capfd):
+def test_the_ends_of_every_range_are_tried(repository, python, capfd):
     for version in ("1.0.0", "1.1.0", "1.2.0"):
         repository.package("lower", version, code=f"since_{version[2]} = old = None")
         repository.commit(f"lower {version}")
@@ -55,7 +52,7 @@ def test_the_ends_of_every_range_are_tried(repository, capfd):
     repository.commit("upper 1.0.0")
     repository.released("upper", "1.0.0")
 
-    assert siblings.try_all(repository.root, ["upper"]) == []
+    assert siblings.try_all(repository.root, ["upper"], python) == []
     tried = [line.partition(":")[0] for line in capfd.readouterr().out.splitlines()]
     # The release with its newest sibling; what was released together is the past.
     assert tried == [
@@ -68,7 +65,7 @@ def test_the_ends_of_every_range_are_tried(repository, capfd):
     repository.package("lower", "1.2.0", code="new = None")
     repository.package("upper", "1.1.0", "lower>=1.1,<2", test=USES.format(name="new"))
     repository.commit("a new name")
-    broken = siblings.try_all(repository.root, ["upper"])
+    broken = siblings.try_all(repository.root, ["upper"], python)
     assert [line.partition(":")[0] for line in broken] == [
         "lower 1.2.0+tree, upper 1.0.0",
         "lower 1.1.0, upper 1.1.0+tree",

@@ -61,12 +61,11 @@ def nodes_and_shards(shards=2):
     )
 
 
-def sharded(mesh, *, twice=False, cut=(), **options):
-    """Return the model, sharded by layers over a mesh; ``cut`` has layers that the root takes."""
+def sharded(mesh, *, twice=False, **options):
+    """Return the model, sharded by layers over a mesh."""
     net = Net(twice=twice)
-    for index, layer in enumerate(net.layers):
-        if index not in cut:
-            fsdp.fully_shard(layer, mesh=mesh, **options)
+    for layer in net.layers:
+        fsdp.fully_shard(layer, mesh=mesh, **options)
     return fsdp.fully_shard(net, mesh=mesh, **options)
 
 

@@ -67,7 +67,6 @@ def _differences(rank):
     for name, state in {
         "names": AutoState(candidates={"a": exact(), "bc"[rank]: exact()}),
         "states": AutoState(candidates={"a": exact(), "b": quantized(bits=(8, 4)[rank])}),
-        "max_error": AutoState(candidates=TWO, max_error=(None, 0.1)[rank]),
         "group": AutoState(candidates={"a": exact(), "b": (QuantizedAllreduceState(alone), _raises)}),
     }.items():
         error = _error_of(Training(state, bind=False))
@@ -86,7 +85,6 @@ def differences():
     [
         ("names", "RuntimeError: .*candidates"),
         ("states", "RuntimeError: .*candidates"),
-        ("max_error", "RuntimeError: .*max_error"),
         ("group", "ValueError: .*candidate 'b' averages over ranks"),
     ],
 )

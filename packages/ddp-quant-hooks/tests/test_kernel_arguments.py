@@ -75,30 +75,15 @@ REFUSED = {
         ),
     ),
     "new_residual over values": (SHARE, lambda m: m.encode(new_residual=m.halves(4))),
-    "residual overlaps new_residual": (
-        SHARE,
-        lambda m: m.encode(residual=m.halves(8192), new_residual=m.halves(8320)),
-    ),
-    "message over residual": (
-        f"message and residual {SHARE}",
-        lambda m: m.encode(residual=m.halves(16_388)),
-    ),
     "reduce: new_residual over a message": (
         rf"messages\[1\] and new_residual {SHARE}",
         lambda m: m.reduce(m.message(16_384), new_residual=m.halves(8196)),
     ),
     "reduce: in place in another layout": (SHARE, lambda m: m.reduce(m.message(0, INT4), INT4)),
     "decode over a message": (SHARE, lambda m: m.decode(m.message(4092))),
-    "affine_encode": (SHARE, lambda m: kernels.affine_encode(m.floats(0), m.affine(4000), AFFINE)),
     "affine_decode": (SHARE, lambda m: kernels.affine_decode([m.affine(4000)], AFFINE, m.floats(0))),
     "a message starts at 1": (START, lambda m: m.encode(message=m.message(16_385))),
-    "reduce: a message starts at 2": (START, lambda m: m.reduce(m.message(16_386))),
-    "decode: a message starts at 3": (START, lambda m: m.decode(m.message(8192), m.message(16_387))),
     "values start at 1": (START, lambda m: m.encode(SHIFTED)),
-    "an affine message starts at 1": (
-        START,
-        lambda m: kernels.affine_encode(m.floats(0), m.affine(16_385), AFFINE),
-    ),
     "values of fp64": (
         "values must be of .*, got torch.float64",
         lambda m: m.encode(torch.zeros(COUNT).double()),
@@ -108,10 +93,6 @@ REFUSED = {
         lambda m: m.encode(message=m.message(16_384).view(torch.int8)),
     ),
     "residual of fp32": ("residual must be of torch.bfloat16", lambda m: m.encode(residual=m.floats(8192))),
-    "new_residual of fp16": (
-        "new_residual must be of torch.bfloat16, got torch.float16",
-        lambda m: m.encode(new_residual=m.halves(8192).view(torch.float16)),
-    ),
     "a message on another device": (
         "must be on cpu, got meta",
         lambda m: m.encode(message=m.message(16_384).to("meta")),
@@ -127,10 +108,6 @@ REFUSED = {
     "lengths of other values": ("sum to the number of values", lambda m: m.in_shards([512, 513])),
     "a negative length": ("at least 0", lambda m: m.in_shards([1152, -128])),
     "a length of 512.0": ("must be ints", lambda m: m.in_shards([512.0, 512])),
-    "one length for two shards": (
-        "each shard must have a length, got 1 for 2",
-        lambda m: m.in_shards([1024]),
-    ),
     "no messages": ("at least one message", lambda m: m.decode()),
     "shards with different numbers of messages": (
         "the same number of messages",
@@ -159,7 +136,6 @@ def test_what_is_wrong_is_refused_before_anything_is_written(backend, error, cal
     ("make", "error", "text"),
     [
         (lambda: Layout("int8", 128.0), TypeError, "block_size must be an int, got 128.0"),
-        (lambda: Layout("int8", True), TypeError, "block_size must be an int, got True"),
         (lambda: Layout(8, 128), TypeError, "format must be a str, got 8"),
         (lambda: Layout("int5", 128), ValueError, "format must be one of int8, int4, fp16, got 'int5'"),
         (lambda: Layout("int8", 96), ValueError, "block_size must be one of"),
@@ -172,7 +148,6 @@ def test_what_is_wrong_is_refused_before_anything_is_written(backend, error, cal
         (lambda: QuantizedAllreduceState(rotate="yes"), TypeError, "rotate must be None, True or False"),
         (lambda: AffineLayout(10, 0, torch.float32), ValueError, "channel must be at least 1, got 0"),
         (lambda: AffineLayout(-1, 4, torch.float32), ValueError, "values must be at least 0, got -1"),
-        (lambda: AffineLayout(10.0, 4, torch.float32), TypeError, "values must be an int, got 10.0"),
         (lambda: AffineLayout(10, True, torch.float32), TypeError, "channel must be an int, got True"),
         (lambda: AffineLayout(10, 4, "float32"), TypeError, "dtype must be a torch.dtype"),
         (lambda: AffineLayout(10, 4, torch.float16), ValueError, "dtype must be torch.float32 or"),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from ddp_quant_hooks.exchange.spans import cut, shard_lengths
 from ddp_quant_hooks.kernels import Layout
 
-few = settings(deadline=None, derandomize=True, database=None, max_examples=200)
+few = settings(deadline=None, max_examples=200)
 blocks = st.sampled_from([32, 64, 128, 256, 512, 1024])
 lengths = st.one_of(st.integers(0, 5000), st.integers(0, 1 << 40))
 

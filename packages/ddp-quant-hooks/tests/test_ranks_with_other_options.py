@@ -5,18 +5,14 @@ import torch
 import torch.distributed as dist
 from quant_buckets import make_state, run_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
-from ddp_compress_hooks import allreduce_hook, bf16_compress_hook
 from ddp_quant_hooks import (
     HierarchicalAllreduceState,
     QuantizedAllreduceState,
-    quantization_perchannel_hook,
-    quantization_pertensor_hook,
     quantized_allreduce_hook,
 )
 from dist_utils import torch_compat
-from dist_utils.testing import grad_bucket, patience, run_ranks
+from dist_utils.testing import grad_bucket, run_ranks
 
 OPTIONS = {  # what the last rank has, and what the message must say of it and of the others
     "bits is 8, 4": {"bits": 4, "error_feedback": "none"},
@@ -59,23 +55,12 @@ def test_a_different_option_raises_on_every_rank_and_is_named():
         assert mean == [1.0], "after that all go on"
 
 
-def _different_hooks(rank):
-    """A different hook, bucket dtype or number of values, and flat versus hierarchical."""
+def _different_buckets(rank):
+    """A different number of values or bucket dtype, and flat versus hierarchical."""
     bucket, values = grad_bucket([torch.ones(3)]), torch.arange(3000.0) + rank
-    mesh, one_node = init_device_mesh("cpu", (2, 2)), dist.new_group(range(4))
-    texts = []
-    for left, right in [
-        (quantization_pertensor_hook, quantization_perchannel_hook),
-        (quantized_allreduce_hook, bf16_compress_hook),
-        (allreduce_hook, quantization_pertensor_hook),
-    ]:
-        hook = right if rank == 2 else left
-        group = dist.new_group()  # a group without a state keeps a refusal as long as it exists
-        state = make_state("int8", group) if hook is quantized_allreduce_hook else group
-        texts.append(_error(hook, state, bucket, values))
+    mesh, texts = init_device_mesh("cpu", (2, 2)), []
     for state, different in (
         (make_state("int8") if rank else HierarchicalAllreduceState(mesh=mesh), values),
-        (HierarchicalAllreduceState(**({"mesh": mesh} if rank < 2 else {"intra_group": one_node})), values),
         (make_state("int8"), torch.ones(3000 + 100 * (rank == 3))),
         (make_state("int8"), torch.ones(3000, dtype=torch.float16 if rank == 3 else torch.float32)),
     ):
@@ -85,35 +70,16 @@ def _different_hooks(rank):
     return texts
 
 
-def test_different_hooks_raise_on_every_rank():
+def test_different_states_or_buckets_raise_on_every_rank():
+    """Different hooks are in integration_tests/test_peers.py."""
     expected = [
-        "quantization_pertensor_hook on ranks 0, 1, 3, quantization_perchannel_hook on rank 2",
-        "QuantizedAllreduceState on ranks 0, 1, 3, bf16_compress_hook on rank 2",
-        "allreduce_hook on ranks 0, 1, 3, quantization_pertensor_hook on rank 2",
         "HierarchicalAllreduceState on rank 0, QuantizedAllreduceState on ranks",
-        "rank 2 of the process group has intra_group [0, 1, 2, 3], and rank 0 [0, 1]",
         "values in the bucket is 3000 on ranks 0, 1, 2, 3100 on rank 3",
         "bucket is torch.float32 on ranks 0, 1, 2, torch.float16 on rank 3",
     ]
-    for texts in run_ranks(_different_hooks, 4, timeout=60):
+    for texts in run_ranks(_different_buckets, 4, timeout=60):
         for text, part in zip(texts, expected, strict=True):
             assert part in text
-
-
-def _one_rank_without(rank):
-    """The hook on rank 0 only: its error names the missing ranks; the collective of the others ends."""
-    model = DistributedDataParallel(torch.nn.Linear(200, 200))
-    if rank == 0:
-        model.register_comm_hook(QuantizedAllreduceState(), quantized_allreduce_hook)
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(1, 200)).sum().backward()
-    return str(caught.value)
-
-
-def test_a_hook_on_one_rank_only_is_an_error_that_says_so():
-    limit = patience(2.0)
-    first, _ = run_ranks(_one_rank_without, 2, group_timeout=limit)
-    assert f"ranks [0] came within {limit:g} s, ranks [1] did not" in first
 
 
 @pytest.mark.parametrize(

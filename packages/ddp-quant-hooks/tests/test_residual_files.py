@@ -89,6 +89,7 @@ OTHER_OPTIONS = {
     "gather": {"gather": "fp16"},
     "exact_1d False, but here": {"exact_1d": True},
     "min_bytes 0, but here": {"min_bytes": 9},
+    "levels": {"levels": (2,)},
 }
 
 

@@ -1,0 +1,242 @@
+"""Lightning, Accelerate and Transformers: each trains a small model in the ways of docs/frameworks.md."""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import pages
+import torch
+
+from ddp_optim_overlap import ByValue, overlap_optimizer
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from dist_utils.testing import same_on_all_ranks
+
+PAGE = pages.DOCS / "frameworks.md"
+STEPS = 6
+
+ON_GPUS = {
+    'accelerator="cpu", devices=2': 'accelerator="gpu", devices=1, num_nodes=2',
+    "Accelerator(cpu=True, ": "Accelerator(",
+    "    use_cpu=True,\n": "",
+}
+"""What the snippets say for CPUs, and for two nodes with a GPU each."""
+
+
+def run_page(title, *, definitions=False, on_gpus=False):
+    """Run the snippets of a section after those that are common to all; return the names.
+
+    Args:
+        title: Of the section.
+        definitions: Without the last snippet, which trains.
+        on_gpus: With the changes of ``ON_GPUS``.
+    """
+    chosen = [snippet for snippet in pages.snippets(PAGE) if snippet.section in {"", title}]
+    for old, new in ON_GPUS.items() if on_gpus else ():
+        chosen = [snippet._replace(text=snippet.text.replace(old, new)) for snippet in chosen]
+    return pages.run(chosen[: -1 if definitions else None])
+
+
+class Trained(NamedTuple):
+    """The parameters, what was sent, and the norms of gradients that were logged."""
+
+    parameters: list[torch.Tensor]
+    statistics: Any
+    norms: list[float]
+
+
+def _trained(net, state, handle, norms=()):
+    parameters = [parameter.detach().clone() for parameter in net.parameters()]
+    assert same_on_all_ranks(parameters)
+    if handle is not None:
+        assert len(handle.wait().stepped) > 1
+    return Trained(parameters, getattr(state, "statistics", None), list(norms))
+
+
+def _layers():
+    torch.manual_seed(0)
+    return [layer for _ in range(3) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
+
+
+class Lightning:
+    """Trains with the callbacks of the page."""
+
+    def __init__(self):
+        self.page = page = run_page("Lightning", definitions=True)
+
+        class Model(page["L"].LightningModule):
+            def __init__(self):
+                super().__init__()
+                self.net = torch.nn.Sequential(*_layers())
+
+            def training_step(self, batch, index):
+                return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+            def configure_optimizers(self):
+                optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+                schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+                return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+        self.model = Model
+
+    def train(self, how="", options=(), ours=(), *, saves=None, resumes=None, strategy=(), callback=None):
+        if how:
+            callback = self.page[how](**dict(ours))
+        model = self.model()
+        trainer = self.page["L"].Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=self.page["DDPStrategy"](bucket_cap_mb=0.02, **dict(strategy)),
+            max_epochs=1 if saves else 2,
+            callbacks=[callback] if callback else [],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **dict(options),
+        )
+        batches = torch.utils.data.DataLoader(self.page["data"], batch_size=8)  # 3 per rank
+        trainer.fit(model, batches, ckpt_path=resumes, weights_only=True)
+        if saves:
+            trainer.save_checkpoint(saves)
+        return _trained(model, getattr(callback, "state", None), getattr(callback, "handle", None))
+
+
+class Accelerate:
+    """Trains in a loop of its own, prepared by Accelerate."""
+
+    def __init__(self):
+        self.page = run_page("Accelerate", definitions=True)
+
+    def train(self, how="", options=(), ours=(), *, saves=None, resumes=None):
+        from accelerate import DistributedDataParallelKwargs  # noqa: PLC0415 - it may be missing
+
+        options = dict(options)
+        clip, limit = options.pop("clip", (None, None))
+        handlers = [DistributedDataParallelKwargs(bucket_cap_mb=0.02)]
+        accelerator = self.page["Accelerator"](cpu=True, kwargs_handlers=handlers, **options)
+        net = torch.nn.Sequential(*_layers())
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 2 * STEPS)
+        model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+        state, handle, of_overlap = None, None, dict(ours)
+        if how.startswith("Quantized"):
+            state = QuantizedAllreduceState(**dict(ours)).bind(model)
+            self.page["keep_residuals"](accelerator, state)
+            of_overlap = {"comm_hook": quantized_allreduce_hook, "comm_state": state}
+        if how.endswith("Overlapped"):
+            handle = overlap_optimizer(model, optimizer, **of_overlap)
+        elif state is not None:
+            model.register_comm_hook(state, quantized_allreduce_hook)
+        if resumes:
+            with contextlib.nullcontext() if handle is None else handle.pause():
+                model(torch.ones(8, 64)).sum().backward()
+            optimizer.zero_grad()
+            accelerator.load_state(resumes)
+        for number in range(STEPS // 2 if resumes else 0, STEPS):
+            if saves and number == STEPS // 2:
+                accelerator.save_state(saves)
+            generator = torch.Generator().manual_seed(100 * number + accelerator.process_index)
+            x, y = torch.randn(2, 8, 64, generator=generator)
+            with accelerator.accumulate(model):
+                accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+                if clip and accelerator.sync_gradients:
+                    getattr(accelerator, clip)(model.parameters(), limit)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+        return _trained(model, state, handle)
+
+
+class Transformers:
+    """Trains a small BERT with the callbacks of the page."""
+
+    def __init__(self):
+        self.page = run_page("Transformers", definitions=True)
+
+    def train(self, how="", options=(), ours=(), *, saves=None, resumes=None):
+        from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - may be missing
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4}
+        of_text = {"vocab_size": 50, "max_position_embeddings": 16, "num_attention_heads": 2}
+        net = BertForSequenceClassification(BertConfig(num_labels=3, **sizes, **of_text))
+        words = torch.randint(50, (48, 8), generator=torch.Generator().manual_seed(1))
+        data = [{"input_ids": one, "labels": int(one.sum()) % 3} for one in words]
+        arguments = self.page["TrainingArguments"](
+            output_dir=saves or "output",
+            use_cpu=True,
+            max_steps=STEPS,
+            learning_rate=1e-2,
+            warmup_steps=2,
+            lr_scheduler_type="cosine",
+            per_device_train_batch_size=4,
+            save_strategy="steps" if saves else "no",
+            save_steps=STEPS // 2,
+            ddp_bucket_cap_mb=1,
+            logging_steps=1,
+            report_to="none",
+            disable_tqdm=True,
+            **{"max_grad_norm": 0, **dict(options)},
+        )
+        trainer, callback = self.page["Trainer"](net, arguments, train_dataset=data), None
+        checkpoint = f"{resumes}/checkpoint-{STEPS // 2}" if resumes else None
+        if how:
+            of_run = {"resumed": checkpoint} if checkpoint else {}
+            callback = self.page[how](trainer, **of_run, **dict(ours))
+            trainer.add_callback(callback)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.state.global_step == STEPS
+        norms = [step["grad_norm"] for step in trainer.state.log_history if "grad_norm" in step]
+        assert len(norms) == STEPS
+        return _trained(net, getattr(callback, "quantized", None), getattr(callback, "handle", None), norms)
+
+
+class Framework(NamedTuple):
+    """What can be done with a framework.
+
+    Attributes:
+        make: Makes the object that trains.
+        runs: Options whose results are compared, and those of ``overlap_optimizer`` that replace them.
+        clips_by_norm: Options for that.
+        resumes_bitwise: Whether a resumed run has the bits of an uninterrupted one.
+    """
+
+    make: type[Lightning | Accelerate | Transformers]
+    runs: dict[str, tuple[dict[str, Any], dict[str, Any]]]
+    clips_by_norm: dict[str, Any]
+    resumes_bitwise: bool = False
+
+
+_by_value = {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"}
+_instead = {"clip": ByValue(1e-4)}
+FRAMEWORKS = {
+    "Lightning": Framework(
+        Lightning,
+        {
+            "plain": ({}, {}),
+            "clipping": (_by_value, _instead),
+            "accumulation": ({"accumulate_grad_batches": 3}, {}),
+            "bf16": ({"precision": "bf16-mixed"}, {}),
+        },
+        {"gradient_clip_val": 0.1},
+    ),
+    "Accelerate": Framework(
+        Accelerate,
+        {
+            "plain": ({}, {}),
+            "clipping": ({"clip": ("clip_grad_value_", 1e-4)}, _instead),
+            "accumulation": ({"gradient_accumulation_steps": 3}, {}),
+            "bf16": ({"mixed_precision": "bf16"}, {}),
+        },
+        {"clip": ("clip_grad_norm_", 0.1)},
+        resumes_bitwise=True,
+    ),
+    "Transformers": Framework(
+        Transformers,
+        {
+            "plain": ({}, {}),
+            "accumulation": ({"gradient_accumulation_steps": 3}, {}),
+            "bf16": ({"bf16": True}, {}),
+        },
+        {"max_grad_norm": 0.1},
+    ),
+}

@@ -1,0 +1,175 @@
+"""Frameworks beside hooks and overlapped steps: the snippets of docs/frameworks.md run, and bits stay."""
+
+import functools
+import importlib.util
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from frameworks import FRAMEWORKS, ON_GPUS, PAGE, run_page
+
+from ddp_optim_overlap import ConfigError
+from ddp_quant_hooks import QuantizedAllreduceState, quantized_allreduce_hook
+from dist_utils.testing import nccl_can_run, run_ranks, same_bits, same_on_all_ranks
+
+FEEDBACK = {"error_feedback": "both", "min_bytes": 0}
+NOT_QUANTIZED = {"min_bytes": 2**30}
+
+
+def _needs(name):
+    """Skip a test if a framework is missing."""
+    missing = importlib.util.find_spec(name.lower()) is None
+    return pytest.mark.skipif(missing, reason=f"needs {name}: nox -s frameworks")
+
+
+each_framework = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=_needs(name)) for name in FRAMEWORKS]
+)
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TORCHELASTIC_RUN_ID": "frameworks"}
+ON_CPUS = {"CUDA_VISIBLE_DEVICES": ""}
+ON_TWO_NODES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+
+def _launch(fn, *args, environ=ON_CPUS):
+    """Return what ``fn(*args)`` returns on each of two ranks, started as by ``torchrun``."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(_started, 2, fn, folder, args, OFFLINE | environ, backend=None, timeout=240)
+
+
+def _started(rank, fn, folder, args, environ):
+    os.environ.update(environ)
+    os.chdir(folder)
+    return fn(*args)
+
+
+def _assert_same_bits(found, expected):
+    torch.testing.assert_close(found.parameters, expected.parameters, rtol=0, atol=0)
+
+
+def _overlapped(name, run):
+    """Compare a run with the framework's own; return the parameters."""
+    train = FRAMEWORKS[name].make().train
+    own, instead = FRAMEWORKS[name].runs[run]
+    expected = train(options=own)
+    found = train("Overlapped", {} if instead else own, instead)
+    _assert_same_bits(found, expected)
+    assert found.norms == expected.norms
+    return expected.parameters
+
+
+@functools.cache
+def _parameters(name, run):
+    return _launch(_overlapped, name, run)[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        pytest.param(name, run, marks=_needs(name))
+        for name, framework in FRAMEWORKS.items()
+        for run in framework.runs
+    ],
+)
+def test_an_overlapped_run_has_the_bits_of_the_frameworks_own(name, run):
+    # What has no effect would be no comparison.
+    assert same_bits(_parameters(name, run), _parameters(name, "plain")) == (run == "plain")
+
+
+def _assert_a_quarter(sent):
+    assert 0 < 4 * sent.bytes_sent < 1.1 * sent.bytes_of_allreduce
+
+
+def _quantized(name):
+    framework = FRAMEWORKS[name]
+    train = framework.make().train
+    whole = train("QuantizedGradients", ours=FEEDBACK)
+    for how in ("QuantizedGradients", "QuantizedAndOverlapped"):
+        again = train(how, ours=FEEDBACK)
+        _assert_same_bits(again, whole)
+        _assert_a_quarter(again.statistics)
+        train(how, ours=FEEDBACK, saves=how)
+        dist.barrier()
+        resumed = train(how, ours=FEEDBACK, resumes=how)
+        if framework.resumes_bitwise:
+            _assert_same_bits(resumed, whole)
+
+
+@each_framework
+def test_quantized_gradients_take_a_quarter_of_the_bytes_and_resume(name):
+    _launch(_quantized, name)
+
+
+def _clipped(name):
+    framework = FRAMEWORKS[name]
+    train = framework.make().train
+    with pytest.raises(ConfigError, match="pass clip= to overlap_optimizer"):
+        train("Overlapped", framework.clips_by_norm)
+    own = train(options=framework.clips_by_norm)
+    assert not same_bits(own, train())
+    beside = train("QuantizedGradients", framework.clips_by_norm, NOT_QUANTIZED)
+    assert beside.statistics.plain_buckets > 0
+    _assert_same_bits(beside, own)
+
+
+@each_framework
+def test_clipping_by_the_norm_works_beside_the_hook_and_is_refused_beside_the_overlap(name):
+    _launch(_clipped, name)
+
+
+def _ignored():
+    """Pass the hook to the strategy, which ignores it on CPUs; bind the state once there is a module."""
+    lightning = FRAMEWORKS["Lightning"].make()
+    state = QuantizedAllreduceState(min_bytes=0)
+
+    class Bind(lightning.page["L"].Callback):
+        def on_fit_start(self, trainer, pl_module):
+            state.bind(trainer.strategy.model)
+
+    strategy = {"ddp_comm_state": state, "ddp_comm_hook": quantized_allreduce_hook}
+    with pytest.warns(UserWarning, match="has got no bucket"):
+        lightning.train(strategy=strategy, callback=Bind())
+    assert state.statistics.bytes_sent == 0
+
+
+@_needs("Lightning")
+def test_a_hook_that_lightning_ignores_warns():
+    _launch(_ignored)
+
+
+def _section(title, *, on_gpus=False):
+    found = run_page(title, on_gpus=on_gpus)
+    parameters = list(found["net"].parameters())
+    assert same_on_all_ranks(parameters)
+    _assert_a_quarter(found["sent"])
+    return parameters[0].device.type, dist.get_backend()
+
+
+@each_framework
+def test_the_snippets_of_a_section_run(name):
+    assert [device for device, _ in _launch(_section, name)] == ["cpu", "cpu"]
+
+
+def _on_own_gpu(title):
+    rank = os.environ["RANK"]
+    os.environ["GROUP_RANK"] = rank
+    os.environ["CUDA_VISIBLE_DEVICES"] = str(int(rank) % torch.cuda.device_count())
+    return _section(title, on_gpus=True)
+
+
+@pytest.mark.gpu
+@each_framework
+def test_the_snippets_run_on_two_nodes_with_a_gpu(name):
+    if not nccl_can_run(2):
+        pytest.skip("NCCL needs a GPU for each of 2 ranks, or NCCL_MULTI_RANK_GPU_ENABLE=1")
+    for device, backend in _launch(_on_own_gpu, name, environ=ON_TWO_NODES):
+        assert "nccl" in backend
+        assert device == ("cpu" if name == "Lightning" else "cuda")  # Lightning moves models back
+
+
+def test_what_differs_on_gpus_is_on_the_page():
+    text = PAGE.read_text()
+    assert [change for change in ON_GPUS if change not in text] == []
