@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ _SPARSE_PARTS = {
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
 
-_ORDINARY_DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool}
+_ORDINARY_DTYPES = {torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64}
 _KIND = operator.attrgetter("dtype", "device", "layout", "is_nested")
 
 
@@ -79,61 +80,60 @@ def broadcast_tensors(
     if group.size() == 1:
         return
     most = max(bucket_bytes, _ALONE_BYTES)
-    dense = [tensor for tensor in tensors if tensor.layout is torch.strided and tensor.numel()]
-    small = [tensor for tensor in dense if not _is_sent_alone(tensor)]
+    under_way = []
     # Autograd is off, but versions are counted, and tensors made in this mode can be written.
     with torch.inference_mode():
-        under_way = []
-        for tensor in filter(_is_sent_alone, dense):
-            flat = _flat(tensor)
+        for bucket in _buckets(tensors):
+            flat = _flat(bucket)
             octets = flat.view(torch.uint8)  # which every backend can send
             starts = range(0, octets.numel(), most)
             works = [group.broadcast(octets[start : start + most], src) for start in starts]
-            under_way.append((tensor, flat, works))
-        if small:
-            _broadcast_together(group, small, most, src)
-        for tensor, flat, works in under_way:
+            under_way.append((bucket, flat, works))
+        for bucket, flat, works in under_way:
             for work in works:
                 work.wait()
             if group.rank() != src:
-                _write(tensor, flat)
+                _write(bucket, flat)
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             _broadcast_sparse(group, tensor, bucket_bytes, src)
 
 
-def _is_sent_alone(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is not sent together with others of its kind; the same on all ranks."""
-    return tensor.nbytes >= _ALONE_BYTES or tensor.dtype not in _ORDINARY_DTYPES
+def _buckets(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Group the dense tensors by what all ranks have alike: large ones alone, small ones by their kind."""
+    large: list[list[torch.Tensor]] = []
+    small: defaultdict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.layout is torch.strided and (size := tensor.nbytes):
+            if size >= _ALONE_BYTES:
+                large.append([tensor])
+            else:
+                small[tensor.dtype, tensor.device].append(tensor)
+    return large + list(small.values())
 
 
-def _broadcast_together(
-    group: dist.ProcessGroup, tensors: list[torch.Tensor], bucket_bytes: int, src: int
-) -> None:
-    """Broadcast small tensors in common memory. No public name for it up to torch 2.15."""
-    broadcast = private("torch.distributed", "_broadcast_coalesced", "module sync")
-    resolved = [tensor.resolve_neg() for tensor in tensors]  # the same object, but for a few
-    # It cannot copy a single tensor with unusual strides of dimensions of length 1 into itself.
-    flat = [values.view(-1) if values.is_contiguous() else values for values in resolved]
-    broadcast(group, flat, bucket_bytes, src)
-    for tensor, values in zip(tensors, resolved, strict=True):
-        if values is not tensor:
-            tensor.copy_(values)
+def _flat(bucket: list[torch.Tensor]) -> torch.Tensor:
+    """Return the values of a bucket, one after the other: a single tensor's own memory if possible."""
+    if len(bucket) == 1:
+        flat = bucket[0].resolve_conj().resolve_neg().flatten()
+        # A slice may have gaps between its elements, and a single element any stride.
+        return flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
+    return torch.cat([tensor.flatten() for tensor in bucket])
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's values one after the other, in its own memory if possible."""
-    flat = tensor.resolve_conj().resolve_neg().flatten()
-    # A slice may have gaps between its elements, and a single element any stride.
-    return flat if flat.stride() == (1,) else flat.clone(memory_format=torch.contiguous_format)
-
-
-def _write(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Give a tensor the values that have arrived, and let autograd count that."""
-    if flat.data_ptr() != tensor.data_ptr():
-        tensor.copy_(flat.view(tensor.shape))
-    elif not tensor.is_inference():  # written by the backend, which autograd does not notice
-        torch.autograd.graph.increment_version(tensor)
+def _write(bucket: list[torch.Tensor], flat: torch.Tensor) -> None:
+    """Copy what has arrived into the tensors, and let autograd count the writes."""
+    if flat.data_ptr() == bucket[0].data_ptr():  # written by the backend, which autograd does not notice
+        if not bucket[0].is_inference():
+            torch.autograd.graph.increment_version(bucket[0])
+        return
+    # In two calls for all: a third of the time of one by one. No public names for them up to torch 2.15.
+    parts = private("torch._utils", "_unflatten_dense_tensors", "module sync")(flat, bucket)
+    if any(tensor.is_neg() or tensor.is_conj() for tensor in bucket):
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part)
+    else:
+        private(torch, "_foreach_copy_", "module sync")(bucket, parts)
 
 
 def _broadcast_sparse(group: dist.ProcessGroup, tensor: torch.Tensor, bucket_bytes: int, src: int) -> None:

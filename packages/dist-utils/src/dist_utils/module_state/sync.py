@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dist_utils.module_state.broadcasts import broadcast_tensors, require_sendable
 from dist_utils.process_groups.groups import GroupLike, resolve_group
-from dist_utils.process_groups.matching_tensors import NamedTensors, collect_same_tensors
+from dist_utils.process_groups.matching_tensors import TensorClaim, require_same_tensors
 
 
 def sync_module_states(
@@ -58,7 +58,7 @@ def sync_module_states(
         >>> sync_module_states(module, None, 250 << 20, 0, ())  # doctest: +SKIP
     """
 
-    def collect() -> NamedTensors:
+    def collect() -> tuple[list[str], list[torch.Tensor]]:
         return _held(module, params_and_buffers_to_ignore, broadcast_buffers=broadcast_buffers)
 
     _sync(process_group, collect, broadcast_bucket_size, src, verify=verify)
@@ -94,7 +94,7 @@ def sync_params_and_buffers(
         >>> sync_params_and_buffers(None, list(model.buffers()), 250 << 20, 0)  # doctest: +SKIP
     """
 
-    def collect() -> NamedTensors:
+    def collect() -> tuple[list[str], list[torch.Tensor]]:
         tensors = list(module_states)
         return [f"module_states[{place}]" for place in range(len(tensors))], tensors
 
@@ -103,7 +103,7 @@ def sync_params_and_buffers(
 
 def _sync(
     process_group: GroupLike,
-    collect: Callable[[], NamedTensors],
+    collect: Callable[[], tuple[list[str], list[torch.Tensor]]],
     bucket_bytes: int,
     src: int,
     *,
@@ -111,24 +111,27 @@ def _sync(
 ) -> None:
     """Compare what all ranks have collected, and broadcast it."""
     group = resolve_group(process_group)
-
-    def collect_usable() -> NamedTensors:
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    problem: BaseException | None = None
+    try:
         names, tensors = collect()
         _require_arguments(group, bucket_bytes, src)
         require_sendable(group, names, tensors)
-        return names, tensors
-
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        problem = error
     if verify:
         arguments = f"broadcast_bucket_size {bucket_bytes!r}, src {src!r}"
-        tensors = collect_same_tensors(group, collect_usable, arguments)
-    else:
-        _, tensors = collect_usable()
+        claim = TensorClaim([]) if problem is not None else TensorClaim.of(tensors, names, arguments)
+        require_same_tensors(group, claim, problem)
+    elif problem is not None:
+        raise problem
     broadcast_tensors(group, tensors, bucket_bytes, src)
 
 
 def _held(
     module: torch.nn.Module, params_and_buffers_to_ignore: Container[str], *, broadcast_buffers: bool
-) -> NamedTensors:
+) -> tuple[list[str], list[torch.Tensor]]:
     """Return the names and tensors that a module holds: each tensor once, with all its names."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module is a {type(module).__name__}, not a torch.nn.Module")

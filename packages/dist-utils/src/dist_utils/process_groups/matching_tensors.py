@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,6 @@ import torch.distributed as dist
 from dist_utils.process_groups.agreement import AgreementError, Claim, compare
 from dist_utils.process_groups.groups import GroupLike, collective_device, resolve_group
 from dist_utils.process_groups.messages import gather_rows
-
-NamedTensors: TypeAlias = tuple[Sequence[str], list[torch.Tensor]]
-"""Tensors, and their names in the same order."""
 
 
 class TensorMismatchError(AgreementError):
@@ -76,43 +73,28 @@ def verify_param_shape_across_processes(
     Example:
         >>> verify_param_shape_across_processes(None, list(model.parameters()))  # doctest: +SKIP
     """
-
-    def collect() -> NamedTensors:
-        held = list(tensors)
-        labels = [""] * len(held) if names is None else list(names)
-        for index, tensor in enumerate(held):
-            if not isinstance(tensor, torch.Tensor):
-                raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}, not a tensor")
-        for label in labels:
-            if not isinstance(label, str):
-                raise TypeError(f"names must be strings, got a {type(label).__name__}")
-        if len(labels) != len(held):
-            raise ValueError(f"{len(labels)} names for {len(held)} tensors")
-        return labels, held
-
-    collect_same_tensors(resolve_group(process_group), collect, logger=logger)
-
-
-def collect_same_tensors(
-    group: dist.ProcessGroup, collect: Callable[[], NamedTensors], arguments: str = "", logger: Any = None
-) -> list[torch.Tensor]:
-    """Return a rank's tensors if all ranks have some of the same names and kinds; else raise on every rank.
-
-    Args:
-        group: The ranks.
-        collect: Returns this rank's names and tensors. What it raises, this rank raises, and the others hear.
-        arguments: The arguments of the call, where they must be equal.
-        logger: Is told of a mismatch.
-    """
+    group = resolve_group(process_group)
     claim, problem = TensorClaim([]), None
-    tensors: list[torch.Tensor] = []
     try:
-        names, tensors = collect()
-        claim = TensorClaim.of(tensors, names, arguments)
+        claim = _claim_of(list(tensors), None if names is None else list(names))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         problem = error
     require_same_tensors(group, claim, problem, logger)
-    return tensors
+
+
+def _claim_of(tensors: list[Any], names: list[Any] | None) -> TensorClaim:
+    """Return this rank's claim; raises if the arguments are wrong."""
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensors[{index}] is a {type(tensor).__name__}, not a tensor")
+    if names is None:
+        return TensorClaim.of(tensors, [""] * len(tensors))
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"names must be strings, got a {type(name).__name__}")
+    if len(names) != len(tensors):
+        raise ValueError(f"{len(names)} names for {len(tensors)} tensors")
+    return TensorClaim.of(tensors, names)
 
 
 def require_same_tensors(
