@@ -51,7 +51,7 @@ class Claim(NamedTuple):
     """
 
     title: str
-    body: Any = None
+    body: Any
     problem: str = ""
 
     @property
@@ -125,7 +125,7 @@ def require_same_terms(
     group = resolve_group(process_group)
     return compare(
         group,
-        title if type(title) is str else "",  # else its terms are refused
+        title if type(title) is str else "",
         lambda: (terms_body(title, terms, timeout), ""),
         problem=problem,
         timeout=timeout,
