@@ -283,13 +283,11 @@ def _raise_first_failure(ranks: Sequence[_Rank]) -> NoReturn:
     for rank in ranks:
         rank.listen()
     failed = [rank for rank in ranks if Stage.FAILED in rank.reports]
-    failures: list[Failure] = [rank.reports[Stage.FAILED] for rank in failed]
-    texts = [
-        f"\nrank {rank.number} raised:\n{failure.traceback}"
-        for rank, failure in zip(failed, failures, strict=True)
-    ]
+    texts = [f"\nrank {rank.number} raised:\n{rank.reports[Stage.FAILED].traceback}" for rank in failed]
     dead = [rank for rank in ranks if rank.died and not rank.may_die]
-    error = _death(dead[0], len(ranks)) if dead else _error(min(failures))
+    error = (
+        _death(dead[0], len(ranks)) if dead else _error(min(rank.reports[Stage.FAILED] for rank in failed))
+    )
     raise error from RankTraceback("\n".join(texts)) if texts else None
 
 
