@@ -142,16 +142,22 @@ def _exchange(
     arrivals = start_messages(group, receives=shares, sends=to_peers, tag=tag)
     yield
     _wait(arrivals)
-    total = own.float()
-    for _, share in shares:
-        total += share
-    own.copy_(total if clamp is None else clamp(total, torch.finfo(own.dtype).max))  # rounded once
+    _add(own, [share for _, share in shares], clamp)
+    del shares  # their memory serves other pieces while the sums are under way
     sums = [(peer, own) for peer in peers]
     arrivals = start_messages(group, receives=to_peers, sends=sums, tag=tag + 1)
     yield
     _wait(arrivals)
     if payload is not values:
         values.copy_(clamp_mean(payload, values.dtype))
+
+
+def _add(own: torch.Tensor, shares: Sequence[torch.Tensor], clamp: Clamp | None) -> None:
+    """Add the shares of other ranks to this one's in fp32, and round once."""
+    total = own.float()
+    for share in shares:
+        total += share
+    own.copy_(total if clamp is None else clamp(total, torch.finfo(own.dtype).max))
 
 
 def _wait(arrivals: Sequence[Arrival]) -> None:
