@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Mark"]
-
 
 class Mark:
     """A point in time: now, or when an accelerator's current stream gets there. Making one does not block.

@@ -20,25 +20,21 @@ from ddp_compress_hooks import CompressState, allreduce_hook, bf16_compress_hook
 from ddp_quant_hooks.auto.choice import Choice
 from ddp_quant_hooks.auto.clock import Mark
 from ddp_quant_hooks.auto.trial import Trial, TrialPass, largest_of_ranks
-from ddp_quant_hooks.feedback import Kind, Step
-from ddp_quant_hooks.hook import quantized_allreduce_hook
+from ddp_quant_hooks.feedback.step import Kind, Step
+from ddp_quant_hooks.hook import checked_buffer, quantized_allreduce_hook
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils import GroupLike, resolve_group, torch_compat
 from dist_utils.comm_hooks import (
     HookState,
     buckets_only,
-    check_gradient_dtype,
     completed_future,
     failed_future,
-    is_pair,
     require_same_bucket,
 )
 from dist_utils.torch_compat import GradBucket
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-__all__ = ["AutoState", "Candidate", "CandidateError", "auto_hook", "default_candidates"]
 
 _log = logging.getLogger(__name__)
 
@@ -424,14 +420,8 @@ def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torc
     """
     if not isinstance(state, AutoState):
         raise TypeError(f"auto_hook needs an AutoState as its state, got {type(state).__name__}")
-    if is_pair(bucket):
-        raise TypeError(
-            "auto_hook averages buckets, and DDP's Python reducer has none: set "
-            "torch._dynamo.config.optimize_ddp to True or 'ddp_optimizer'"
-        )
+    buffer = checked_buffer("auto_hook", bucket)
     state.bucket_came()
-    buffer = bucket.buffer()
-    check_gradient_dtype(buffer)
     if state.process_group.size() == 1:
         return completed_future(buffer)
     state.refuse_capture(buffer)

@@ -23,8 +23,6 @@ from ddp_quant_hooks.statistics import relative_error
 from dist_utils import OrderedWorker
 from dist_utils.process_groups import all_gather_plain, collective_device
 
-__all__ = ["Trial", "TrialPass", "largest_of_ranks"]
-
 _WARM_UP = 3
 """Passes before the first turn: DDP rebuilds its buckets after the first one (the second, with a static
 graph)."""

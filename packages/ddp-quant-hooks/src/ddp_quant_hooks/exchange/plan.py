@@ -21,19 +21,6 @@ from ddp_quant_hooks.exchange.placement import Placement
 from ddp_quant_hooks.exchange.spans import Span, cut, shard_lengths
 from ddp_quant_hooks.kernels import Layout
 
-__all__ = [
-    "Chunk",
-    "Delivery",
-    "Formats",
-    "Lost",
-    "Packing",
-    "Plan",
-    "Stage",
-    "Way",
-    "plan_average",
-    "plan_reduce_scatter",
-]
-
 _MOST_SHARDS = 4
 """The most shards for each rank of the largest host: with hosts of unequal size, a shard goes to one rank of
 each host, and all ranks of a host own equally many if the number of shards is a multiple of theirs."""

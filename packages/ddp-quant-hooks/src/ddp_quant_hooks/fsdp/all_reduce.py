@@ -12,8 +12,6 @@ from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.tensors import all_reduce
 from dist_utils.process_groups import record_use
 
-__all__ = ["quantize_all_reduce"]
-
 
 def quantize_all_reduce(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:
     """Average between nodes, with 8 or 4 bits a value, the gradients that FSDP has reduced inside a node.

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ddp_quant_hooks.feedback import value_count
+from ddp_quant_hooks.feedback.step import value_count
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from dist_utils.process_groups import require_same_terms
 from dist_utils.torch_compat import inside_backward, private
-
-__all__ = ["Average", "Handle", "KeyOf", "ShardedModule"]
 
 _PURPOSE = "averaging gradients under fully_shard"
 

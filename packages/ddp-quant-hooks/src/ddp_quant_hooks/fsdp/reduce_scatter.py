@@ -12,8 +12,6 @@ from ddp_quant_hooks.fsdp.checks import Average, Handle, KeyOf, ShardedModule
 from ddp_quant_hooks.states import QuantizedAllreduceState
 from ddp_quant_hooks.tensors import reduce_scatter_tensor
 
-__all__ = ["quantize_reduce_scatter"]
-
 
 def quantize_reduce_scatter(model: torch.nn.Module, state: QuantizedAllreduceState) -> Handle:
     """Reduce and scatter FSDP's gradients with 8 or 4 bits a value: for sharding across slow links.
