@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,21 +44,19 @@ class Averager:
 
     def __init__(self, options: Options, feedback: Feedback, counter: Counter) -> None:
         self._options, self._feedback, self._counter = options, feedback, counter
+        self._layouts = options.scatter_layout, options.gather_layout
         self.placement: Placement | None = None
-        self._plans: dict[tuple[object, ...], Plan] = {}
         self._scratches: dict[torch.device, list[Scratch]] = {}
         self._prepared = 0
 
     def require_fit(self) -> None:
         """Raise ``ValueError`` if the levels that were chosen do not fit the ranks and their hosts."""
         assert self.placement is not None
-        formats = Formats(self._options.scatter_layout, self._options.gather_layout, 4)
-        plan_average(self.placement, 0, 1, formats, levels=self._options.levels)
+        plan_average(self.placement, 0, 1, Formats(*self._layouts, 4), levels=self._options.levels)
 
     def start_over(self) -> None:
         """Free memory, forget where ranks are, and sample the next bucket: ranks may have been at others."""
         self.placement, self._prepared = None, 0
-        self._plans.clear()
         self._scratches.clear()
 
     def quantizes(self, dtype: torch.dtype, nbytes: int, ranks: int) -> bool:
@@ -90,7 +88,7 @@ class Averager:
             like: A tensor of their dtype and on their device.
             label: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
         """
-        plan = self._planned("average", group, count, like)
+        plan = self._planned(plan_average, group, count, like, levels=self._options.levels)
         residuals = self._feedback.residuals(step, owners, plan.own, plan.means, like.device)
         not_finite = step.outcome.not_finite if self._feedback.wanted else None
         every = self._options.sample_every
@@ -118,7 +116,7 @@ class Averager:
             not_finite: Called with flags of this rank's shard only.
             label: See :class:`ddp_quant_hooks.exchange.exchange.Task`.
         """
-        plan = self._planned("reduce_scatter", group, key.count // group.size(), like)
+        plan = self._planned(plan_reduce_scatter, group, key.count // group.size(), like)
         residuals = self._feedback.residuals(step, [key], plan.own, plan.means, like.device)
         return Task(plan, residuals, not_finite, label)
 
@@ -189,27 +187,16 @@ class Averager:
 
     def _planned(
         self,
-        kind: Literal["average", "reduce_scatter"],
+        plan: Callable[..., Plan],
         group: dist.ProcessGroup,
         count: int,
         like: torch.Tensor,
+        **options: Any,
     ) -> Plan:
         assert self.placement is not None, "the ranks have agreed on where they are"
+        formats = Formats(*self._layouts, like.dtype.to_real().itemsize)
         on_streams = not runs_on_host(group, like.device)
-        value_bytes = like.dtype.to_real().itemsize
-        key = (kind, count, value_bytes, on_streams)
-        if key not in self._plans:
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            options = self._options
-            formats = Formats(options.scatter_layout, options.gather_layout, value_bytes)
-            everywhere = (self.placement, group.rank(), count, formats)
-            self._plans[key] = (
-                plan_average(*everywhere, levels=options.levels, on_streams=on_streams)
-                if kind == "average"
-                else plan_reduce_scatter(*everywhere, on_streams=on_streams)
-            )
-        return self._plans[key]
+        return plan(self.placement, group.rank(), count, formats, on_streams=on_streams, **options)
 
     def _scratch(self, device: torch.device) -> list[Scratch]:
         return self._scratches.setdefault(device, [])

@@ -23,8 +23,9 @@ class Statistics:
         bytes_sent: Payload that this rank sent, including exact parameters and samples. (Sparse buckets do
             not count: what their collective sends is not known here.)
         bytes_between_hosts: Those of them that went to ranks on other hosts (other nodes, with a
-            :class:`HierarchicalAllreduceState`); what a host's link carries is the sum over its ranks. What
-            is averaged without compression counts as if ranks were in a ring, in their order.
+            :class:`HierarchicalAllreduceState`); the others stayed inside. What a host's link carries is the
+            sum over its ranks. What is averaged without compression counts as if ranks were in a ring, in
+            their order.
         bytes_of_allreduce: What a ring all-reduce of the same buckets in their own dtype would have sent;
             half of that, a reduce-scatter or an all-gather, where shards were reduced or gathered.
         relative_error: The relative error of the last bucket that was sampled (``sample_every``), in the L2

@@ -6,7 +6,7 @@ import functools
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -40,8 +40,11 @@ class DefaultState(QuantizedAllreduceState):
         self._calls: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
         self._calls_before: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
-    def count_call(self) -> None:
-        """Count a call that all ranks have agreed on."""
+    def require_same_call(
+        self, title: str, terms: Mapping[str, object], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """Do as every state, and count the calls on which all ranks agree."""
+        super().require_same_call(title, terms, tensors)
         self._calls[self.process_group] = self._calls.get(self.process_group, 0) + 1
 
     def close_after_error(self) -> None:
@@ -177,8 +180,6 @@ class Call:
                 if filled and state.process_group.size() > 1:
                     with self.step.outcome.watching():
                         state.require_same_call(self._name, terms, filled)
-                        if isinstance(state, DefaultState):
-                            state.count_call()
                         started = [future.then(self.step.outcome.of) for future in start()]
                 if result is None:
                     for future in started:
