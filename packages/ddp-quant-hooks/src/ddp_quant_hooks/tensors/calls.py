@@ -136,30 +136,32 @@ class Call:
         op: Any,
         key: str | None,
     ) -> None:
+        if key is not None and not isinstance(key, str):
+            raise TypeError(f"{name}: key must be a string, got {type(key).__name__}")
         self.state, self.tensors, self.mean = state, tensors, checked_operation(name, op)
         self.with_feedback = state.feedback.wanted
         self.label = zlib.crc32(f"{name} {self.mean} {key!r}".encode(errors="surrogatepass"))
         self._name, self._key = name, key
-        if key is not None and not isinstance(key, str):
-            raise TypeError(f"{name}: key must be a string, got {type(key).__name__}")
         accelerators = {one.device for one in tensors if one.numel() and one.device.type != "cpu"}
         if len(accelerators) > 1:
             raise ValueError(
                 f"{name}: the tensors are on {sorted(map(str, accelerators))}: call once for each"
             )
+        names: list[str] = []
         if self.with_feedback:
             if key is None:
                 raise ValueError(
                     f"{name}: with error feedback a key must name these values, so that the next step finds "
                     "their residuals"
                 )
-            for number, tensor in enumerate(tensors):
-                state.feedback.require_length(self._name_of(number), value_count(tensor))
+            names = [*map(self._name_of, range(len(tensors)))]
+            for one, tensor in zip(names, tensors, strict=True):
+                state.feedback.require_length(one, value_count(tensor))
+            names.append(key)
         for tensor in tensors:
             state.refuse_capture(tensor)
         self.step = state.feedback.begin_tensors()
-        if self.with_feedback:
-            self.step.use([*{str(key), *map(self._name_of, range(len(tensors)))}])
+        self.step.use([*dict.fromkeys(names)])
 
     def key_of(self, number: int) -> Key:
         """Return what the residuals of a tensor belong to."""
