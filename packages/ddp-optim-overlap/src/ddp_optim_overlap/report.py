@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["StepReport"]
-
 
 @dataclass(frozen=True)
 class StepReport:

@@ -11,8 +11,6 @@ from dist_utils import resolve_group
 from dist_utils.process_groups import GroupLike, future_of_work
 from dist_utils.torch_compat import GradBucket
 
-__all__ = ["average_like_ddp", "numbers_on", "start_all_reduce"]
-
 
 def average_like_ddp(
     process_group: GroupLike, bucket: GradBucket

@@ -11,8 +11,6 @@ import torch
 from ddp_optim_overlap.errors import WeightReuseError
 from dist_utils.torch_compat import inside_backward
 
-__all__ = ["WeightWatch"]
-
 
 class WeightWatch:
     """Makes every use of a stepped parameter in the rest of its backward pass an error.

@@ -9,16 +9,14 @@ import torch
 
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.loop.gradient_watch import GradientWatch
 from ddp_optim_overlap.loop.replaced_step import has_pre_hooks
 from ddp_optim_overlap.loop.step_calls import StepCalls
-from ddp_optim_overlap.loop.step_inputs import Options, StepInputs, options_of
+from ddp_optim_overlap.loop.step_inputs import Options, StepInputs, kept_options, options_of
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
 from ddp_optim_overlap.optimizers.reviewed import is_reviewed, require_step_per_parameter
 from ddp_optim_overlap.optimizers.step_hooks import mark_stepped
-from ddp_optim_overlap.passes.stepping import Stepper
-
-__all__ = ["OverlappedOptimizers"]
+from ddp_optim_overlap.passes.gradient_watch import GradientWatch
+from ddp_optim_overlap.passes.stepper import Stepper
 
 
 class OverlappedOptimizers(Stepper):
@@ -89,9 +87,10 @@ class OverlappedOptimizers(Stepper):
         for parameter in self._not_averaged:
             if parameter.requires_grad or parameter.grad is not None:
                 raise ConfigError(
-                    f"an optimizer has a parameter, of shape {tuple(parameter.shape)}, that this DDP model "
-                    "does not average, as it is not the model's or was frozen when DDP was made: it would "
-                    "never be stepped. Give it an optimizer of its own, or make a new DDP model"
+                    f"parameter {self.parts.place_of(parameter)}, of shape {tuple(parameter.shape)}, is one "
+                    "that this DDP model does not average, as it is not the model's or was frozen when DDP "
+                    "was made: it would never be stepped. Give it an optimizer of its own, which the loop "
+                    "steps, or make a new DDP model"
                 )
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -106,11 +105,10 @@ class OverlappedOptimizers(Stepper):
 
     def finish(self, gradients: GradientWatch) -> None:
         """Clean up after a backward pass that has stepped."""
-        self.parts.finish()
-        for optimizer, groups in zip(self._optimizers, self.parts.options_set, strict=True):
-            read, now = self._read[optimizer][0], options_of(optimizer) if groups else []
-            for number, names in groups.items():
-                read[number].update({name: now[number][name] for name in names})
+        for optimizer, options_set in zip(self._optimizers, self.parts.finish(), strict=True):
+            options, _ = self._read[optimizer]
+            for number, values in options_set.items():
+                options[number].update(kept_options(values))
         stepped = {one: StepInputs(one, *self._read[one]) for one in self._optimizers}
         self._read = {}  # so that a replaced state is freed
         self.calls.finish(stepped)
