@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_optim_overlap.loop.overlapped import OverlappedOptimizers
+from ddp_optim_overlap.loop.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.model import require_separate_memory
 from ddp_optim_overlap.optimizers.reviewed import require_plain_step, require_step_per_parameter
 from ddp_optim_overlap.overlap import OverlapHandle, overlap_optimizer

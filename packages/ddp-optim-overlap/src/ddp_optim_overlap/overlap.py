@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
-from ddp_optim_overlap.loop.overlapped import OverlappedOptimizers
+from ddp_optim_overlap.loop.optimizers import OverlappedOptimizers
 from ddp_optim_overlap.loop.step_calls import StepCalls
 from ddp_optim_overlap.model import (
     another_hook,

@@ -218,7 +218,7 @@ class StepCalls:
         """Match a call of ``step()`` with the step of the last pass; raise if they do not fit."""
         self._refuse_late_call(engine, optimizer)
         inputs = self._pending[optimizer]
-        changed = inputs.changed(optimizer)
+        changed = inputs.find_change(optimizer)
         if changed is None and getattr(optimizer, "found_inf", None) is not None:
             changed = "a GradScaler called step()"
         if changed is not None:

@@ -58,10 +58,10 @@ class StepInputs:
         self._on_device = self._device_values()
 
     def compare_on_device(self) -> Comparison | None:
-        """Start comparing what lies on accelerators, whose memory :meth:`changed` does not read."""
+        """Start comparing what lies on accelerators, whose memory :meth:`find_change` does not read."""
         return Comparison(self._on_device, self._device_values()) if self._on_device else None
 
-    def changed(self, optimizer: torch.optim.Optimizer) -> str | None:
+    def find_change(self, optimizer: torch.optim.Optimizer) -> str | None:
         """Name what was changed since, even if the new bits are the old ones; ``None`` if nothing was.
 
         Args:
@@ -102,10 +102,10 @@ class StepInputs:
 
 def options_of(optimizer: torch.optim.Optimizer) -> Options:
     """Return an optimizer's options, and the number of parameters in each group."""
-    return [kept_options(group) for group in optimizer.param_groups]
+    return [comparable_options(group) for group in optimizer.param_groups]
 
 
-def kept_options(group: Mapping[str, Any]) -> dict[str, Any]:
+def comparable_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of a group as they are kept to be compared later."""
     return {
         name: len(value)

@@ -344,7 +344,7 @@ def _trial(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             torch.no_grad(),
             torch.device("cpu"),  # a step on the worker also creates tensors there
             torch.compiler.set_stance("fail_on_recompile") if compiles else contextlib.nullcontext(),
-            _collectives_refused(type(optimizer).__name__),
+            _refuse_collectives(type(optimizer).__name__),
         ):
             yield
     finally:
@@ -373,7 +373,7 @@ def _random_sources(
     return sources
 
 
-def _collectives_refused(optimizer: str) -> Any:
+def _refuse_collectives(optimizer: str) -> Any:
     """Return a context in which this thread's collectives raise before they run."""
     base: Any = private("torch.utils._python_dispatch", "TorchDispatchMode", "noticing collectives of a step")
 

@@ -292,7 +292,7 @@ class BackwardPass:
         if first.buffer.device.type == "cpu":
             self._maybe_exposed += seconds
         if self.watch is not None:
-            self.watch.stepped(parameters)
+            self.watch.watch(parameters)
         return results
 
     @contextlib.contextmanager

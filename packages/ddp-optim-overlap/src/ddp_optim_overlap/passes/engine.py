@@ -80,8 +80,7 @@ class Engine:
         release: GradientRelease | None = None,
         passes: int = 0,
     ) -> None:
-        restores = release is not None and not release.memory.stays_readable
-        self.gradients = GradientWatch(parameters, release.memory.restore if release and restores else None)
+        self.gradients = GradientWatch(parameters, None if release is None else release.memory.restore)
         self.known_buckets = KnownBuckets(parameters, self.gradients.watch)
         self.release = release
         self.paused = False
@@ -92,7 +91,7 @@ class Engine:
         self._static_graph: bool | None = None  # as last checked
         # DDP looks for buffers once, too; finding none is a walk through the whole model.
         self._has_buffers = model is not None and next(model.module.buffers(), None) is not None
-        self._watch = WeightWatch() if check else None
+        self._check = check
         worker = OrderedWorker(process_group, name=NAME, terms=self._terms)
         self._worker: OrderedWorker | None = worker
         self._peers = Peers(worker)
@@ -180,9 +179,8 @@ class Engine:
         if self.release is not None:
             self.release.require_possible(averaged)
             current.released = ReleasedPass(self.release)
-        if self._watch is not None:
-            self._watch.begin()
-            current.watch = self._watch
+        if self._check:
+            current.watch = WeightWatch()
 
     def _take(self, current: BackwardPass, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if current.kind is PassKind.REFUSED and current.failure is not None:

@@ -57,12 +57,7 @@ class OverlapState:
         return self._phase
 
     def begin(self) -> None:
-        """A pass that steps begins.
-
-        Raises:
-            OverlapError: The first error.
-        """
-        self.raise_error()
+        """A pass that steps begins, after :meth:`raise_error`."""
         self._move("begin")
 
     def finish(self) -> None:
@@ -86,16 +81,16 @@ class OverlapState:
         with self._keeping:
             first = self._first_error()
             if first is None:
-                first = self._error = _copied(error)
+                first = self._error = _copy_of(error)
         if self._worker is not None:
             self._worker.fail(first)
-        return _copied(first)
+        return _copy_of(first)
 
     def raise_error(self) -> None:
         """Raise the first error, if there was one."""
         error = self._first_error()
         if error is not None and self._phase is not Phase.REMOVED:
-            raise _copied(error)
+            raise _copy_of(error)
 
     def _move(self, event: str) -> None:
         allowed, after = _TRANSITIONS[event]
@@ -112,6 +107,6 @@ class OverlapState:
         return error
 
 
-def _copied(error: OverlapError) -> OverlapError:
+def _copy_of(error: OverlapError) -> OverlapError:
     copied = same_error(error)
     return copied if isinstance(copied, OverlapError) else error

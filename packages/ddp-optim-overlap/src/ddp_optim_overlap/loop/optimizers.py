@@ -11,7 +11,7 @@ from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.loop.replaced_step import has_pre_hooks
 from ddp_optim_overlap.loop.step_calls import StepCalls
-from ddp_optim_overlap.loop.step_inputs import Options, StepInputs, kept_options, options_of
+from ddp_optim_overlap.loop.step_inputs import Options, StepInputs, comparable_options, options_of
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
 from ddp_optim_overlap.optimizers.reviewed import is_reviewed, require_step_per_parameter
 from ddp_optim_overlap.optimizers.step_hooks import mark_stepped
@@ -108,7 +108,7 @@ class OverlappedOptimizers(Stepper):
         for optimizer, options_set in zip(self._optimizers, self.parts.finish(), strict=True):
             options, _ = self._read[optimizer]
             for number, values in options_set.items():
-                options[number].update(kept_options(values))
+                options[number].update(comparable_options(values))
         stepped = {one: StepInputs(one, *self._read[one]) for one in self._optimizers}
         self._read = {}  # so that a replaced state is freed
         self.calls.finish(stepped)
