@@ -53,9 +53,9 @@ def declare_steps_per_parameter(optimizer_class: _OptimizerClass) -> _OptimizerC
 
     The declaration says of ``step()``: what it does to a parameter depends only on the value, the gradient
     and the state of that parameter and on the options of its group. It does not depend on other parameters or
-    their gradients, on the loss, on random numbers or on other ranks. It writes nothing but trained parameters
-    and their state, and keeps no gradient there, only copies. Steps may be counted in each parameter's state, or
-    in an option of its group that every call of ``step()`` sets alike.
+    their gradients, on the loss, on random numbers or on other ranks. It writes nothing but trained
+    parameters and their state, and keeps no gradient there, only copies. Steps may be counted in each
+    parameter's state, or in an option of its group that every call of ``step()`` sets alike.
 
     A short trial of every declared optimizer refuses what is plainly otherwise. What it cannot show, for
     example coupling that begins after a thousand steps, leads to wrong steps.

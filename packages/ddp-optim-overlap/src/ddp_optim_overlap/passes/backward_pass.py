@@ -128,7 +128,7 @@ class BackwardPass:
             job = partial(self._step_one, bucket)
             self._newest_job = done = worker.submit(job, device=device, name=f"{NAME}:bucket_{bucket.index}")
             return done
-        done = bucket.done.then(_value)
+        done = bucket.future()
         if last:
             self.announce(worker)
         self._queue.append(bucket)
@@ -160,7 +160,7 @@ class BackwardPass:
                 error = error.with_report(report)
             self.failure = failure = self._state.fail(error)
         for bucket in self._queue[self._announced :]:
-            bucket.fail(failure)
+            bucket.end(failure)
         return failure
 
     def wait(self) -> None:
@@ -226,7 +226,7 @@ class BackwardPass:
         with self._keeping_errors():
             while together := self._take_averaged(count, group):
                 for bucket, average in zip(together, self._step(together), strict=True):
-                    bucket.complete(average)
+                    bucket.end(average)
 
     def _take_averaged(self, count: int, group: dist.ProcessGroup) -> list[Bucket]:
         """Take the next buckets, wait for their averages, and return them, to be stepped together."""
@@ -326,9 +326,4 @@ def _fail_with(buckets: Sequence[Bucket], stepped: torch.futures.Future[None]) -
         stepped.value()
     except Exception as error:  # noqa: BLE001 - backward() must raise any error
         for bucket in list(buckets):
-            bucket.fail(error)
-
-
-def _value(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-    # Only an error raised in a callback, as here, reaches C++ waiters such as DDP's reducer.
-    return done.value()
+            bucket.end(error)

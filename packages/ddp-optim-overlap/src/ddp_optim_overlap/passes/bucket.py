@@ -7,14 +7,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddp_optim_overlap.errors import ConfigError, OverlapError, text_of
+from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.passes.averaging import numbers_on, start_all_reduce
-from dist_utils.process_groups import record_use, runs_on_host, same_error
+from dist_utils.process_groups import record_use, runs_on_host
 from dist_utils.torch_compat import GradBucket
 
 
@@ -27,17 +28,18 @@ class Bucket:
         gradients: The views that will hold its averaged gradients.
         averaged: The future that the communication hook returned.
         used: Which of its parameters got a gradient, first on this rank, then on any rank; ``None`` if all.
-        done: The future that DDP waits for. DDP takes its value for the average.
     """
 
     index: int
     gradients: BucketGradients
     averaged: torch.futures.Future[Any]
     used: list[bool] | None = None
-    done: torch.futures.Future[torch.Tensor] = field(default_factory=torch.futures.Future)
     _used_anywhere: tuple[torch.Tensor, dist.Work] | None = None
     _end: threading.Lock = field(default_factory=threading.Lock)
     """Whoever takes it completes the future; it is never released."""
+    _ended: torch.futures.Future[None] = field(default_factory=torch.futures.Future)
+    _outcomes: list[torch.Tensor | Exception] = field(default_factory=list)
+    """Taken out by the future's callback, which must not hold the bucket: a cycle through C++."""
 
     @property
     def nbytes(self) -> int:
@@ -92,21 +94,26 @@ class Bucket:
             for parameter, view, is_used in zip(gradients.parameters, gradients.views, self.used, strict=True)
         ]
 
-    def complete(self, average: torch.Tensor) -> None:
-        """Complete the future, unless it is complete."""
-        if self._end.acquire(blocking=False):
-            self.done.set_result(average)
+    def future(self) -> torch.futures.Future[torch.Tensor]:
+        """Return the future for DDP, whose value DDP takes for the average."""
+        # Only an error raised in a callback reaches C++ waiters such as DDP's reducer.
+        return self._ended.then(partial(_outcome, self._outcomes))
 
-    def fail(self, error: BaseException) -> None:
-        """Complete the future with an error, unless it is complete."""
+    def end(self, outcome: torch.Tensor | Exception) -> None:
+        """Complete the future with the average or an error, unless it is complete."""
         if self._end.acquire(blocking=False):
-            # The future holds its error, and DDP the future. So the error must not hold frames with the
-            # model, as a raised error does: a cycle through C++ is never collected.
-            plain = str(error) if type(error) is RuntimeError else text_of(error)
-            held = same_error(error if isinstance(error, OverlapError) else RuntimeError(plain))
-            self.done.set_exception(held)  # type: ignore[arg-type] # torch's annotation
-            held.__traceback__ = None
-            self.done = torch.futures.Future()
+            self._outcomes.append(outcome)
+            self._ended.set_result(None)
+
+
+def _outcome(outcomes: list[torch.Tensor | Exception], _: torch.futures.Future[None]) -> torch.Tensor:
+    outcome = outcomes.pop()
+    if isinstance(outcome, torch.Tensor):
+        return outcome
+    try:
+        raise outcome
+    finally:
+        del outcome  # else its own frame would hold it
 
 
 class BucketGradients:
