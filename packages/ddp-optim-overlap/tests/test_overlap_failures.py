@@ -490,6 +490,7 @@ def _recovers_at_another_time(rank, again):
         except RuntimeError as error:
             errors.append(str(error))
             handle.remove()
+            handle.remove()  # as at the end of a ``with`` block
             optimizer.victim = None
             if again:
                 handle = overlap_optimizer(ddp, optimizer, **options)

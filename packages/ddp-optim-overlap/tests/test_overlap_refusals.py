@@ -578,8 +578,9 @@ def check_backward(before, kind, words, make, around, net, options, ddp_options)
         assert type(caught.value) is DoubleBackwardError, repr(caught.value)
     else:
         for call in (optimizer.step, handle.wait):
-            with pytest.raises(kind, match=words):
+            with pytest.raises(kind, match=words) as caught:
                 call()
+            assert caught.value.report.stepped == (), caught.value
     assert_same(snapshot(ddp), after)
 
 

@@ -55,7 +55,4 @@ class WeightReuseError(OverlapError):
 
 def text_of(error: BaseException) -> str:
     """Return an error's class and message."""
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # noqa: BLE001 - a class may fail to format its message
-        return type(error).__name__
+    return f"{type(error).__name__}: {error}"

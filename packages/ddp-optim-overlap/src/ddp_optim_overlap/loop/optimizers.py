@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -11,7 +10,7 @@ from ddp_optim_overlap.clipping import ClipPolicy
 from ddp_optim_overlap.errors import ConfigError
 from ddp_optim_overlap.loop.replaced_step import has_pre_hooks
 from ddp_optim_overlap.loop.step_calls import StepCalls
-from ddp_optim_overlap.loop.step_inputs import Options, StepInputs, comparable_options, options_of
+from ddp_optim_overlap.loop.step_inputs import StepInputs
 from ddp_optim_overlap.optimizers.partial_steps import PartialSteps
 from ddp_optim_overlap.optimizers.reviewed import is_reviewed, require_step_per_parameter
 from ddp_optim_overlap.optimizers.step_hooks import mark_stepped
@@ -47,7 +46,7 @@ class OverlappedOptimizers(Stepper):
         self._only = only
         self.parts = PartialSteps(optimizers, is_reviewed)
         self.calls = StepCalls(optimizers)
-        self._read: dict[torch.optim.Optimizer, tuple[Options, Mapping[torch.Tensor, Any]]] = {}
+        self._inputs: dict[torch.optim.Optimizer, StepInputs] = {}
         self._looked_at = (0, 0)
         self._not_averaged: Sequence[torch.Tensor] = ()
         self._require_no_pre_hooks()
@@ -68,7 +67,7 @@ class OverlappedOptimizers(Stepper):
     def begin(self) -> None:
         """Check the loop and the optimizers before a backward pass that will step."""
         self.calls.begin()
-        self._read = {one: (options_of(one), one.state) for one in self._optimizers}
+        self._inputs = {one: StepInputs(one) for one in self._optimizers}
         renewals = self.parts.renewals
         self.parts.begin()
         if self.parts.renewals != renewals:
@@ -105,19 +104,15 @@ class OverlappedOptimizers(Stepper):
 
     def finish(self, gradients: GradientWatch) -> None:
         """Clean up after a backward pass that has stepped."""
-        for optimizer, options_set in zip(self._optimizers, self.parts.finish(), strict=True):
-            options, _ = self._read[optimizer]
-            for number, values in options_set.items():
-                options[number].update(comparable_options(values))
-        stepped = {one: StepInputs(one, *self._read[one]) for one in self._optimizers}
-        self._read = {}  # so that a replaced state is freed
+        stepped, self._inputs = self._inputs, {}
+        for (optimizer, inputs), options_set in zip(stepped.items(), self.parts.finish(), strict=True):
+            inputs.record(optimizer, options_set)
+            mark_stepped(optimizer)
         self.calls.finish(stepped)
         gradients.take_as_used(
             [parameter for inputs in stepped.values() for parameter in inputs.parameters],
             [mark for inputs in stepped.values() for mark in inputs.marks],
         )
-        for optimizer in self._optimizers:
-            mark_stepped(optimizer)
 
     def _require_no_pre_hooks(self) -> None:
         for optimizer in self._optimizers:

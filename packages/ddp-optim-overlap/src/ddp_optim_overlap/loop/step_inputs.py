@@ -15,11 +15,8 @@ import torch
 
 from ddp_optim_overlap.optimizers.equality import same_value
 from ddp_optim_overlap.optimizers.partial_steps import parameters_of
-from ddp_optim_overlap.passes.gradient_watch import gradient_marks, tensor_versions
+from ddp_optim_overlap.passes.gradient_watch import GradientMark, gradient_marks, tensor_versions
 from dist_utils.torch_compat import tensor_version
-
-Options = list[dict[str, Any]]
-"""The options of every group; for a tensor, such as a learning rate, its identity and version."""
 
 _DeviceValues = dict[tuple[torch.device, torch.dtype], torch.Tensor]
 """Values of tensors on accelerators, put together by device and dtype."""
@@ -33,23 +30,30 @@ class StepInputs:
     sample of states.
 
     Args:
-        optimizer: The optimizer that has just been stepped.
-        options: The options that the step has read.
-        state: The state that the step has read.
+        optimizer: The optimizer that is about to be stepped.
 
     Attributes:
-        parameters: The parameters of all its groups, in order.
+        parameters: The parameters of all its groups, in order, once it is stepped.
         marks: The marks of their gradients.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        options: Options,
-        state: Mapping[torch.Tensor, Any],
-    ) -> None:
-        self._options = options
-        self._state = state
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._options, self._state = _options_of(optimizer), optimizer.state
+        self.parameters: list[torch.Tensor] = []
+        self.marks: list[GradientMark] = []
+        self._versions: list[int] = []
+        self._sample: list[tuple[torch.Tensor, tuple[bytes, list[Any], bytes]]] = []
+        self._on_device: _DeviceValues = {}
+
+    def record(self, optimizer: torch.optim.Optimizer, options_set: dict[int, dict[str, Any]]) -> None:
+        """Record what the step has left.
+
+        Args:
+            optimizer: The same optimizer.
+            options_set: The options that the step itself has set, by group.
+        """
+        for number, values in options_set.items():
+            self._options[number].update(_comparable(values))
         self.parameters = parameters = parameters_of(optimizer)
         self._versions = tensor_versions(parameters)
         self.marks = gradient_marks(parameters)
@@ -67,11 +71,12 @@ class StepInputs:
         Args:
             optimizer: The same optimizer.
         """
+        options = _options_of(optimizer)
         if optimizer.state is not self._state:
             return "the optimizer's state was loaded"
-        if len(optimizer.param_groups) != len(self._options):
+        if len(options) != len(self._options):
             return "parameter groups were added or taken away"
-        for number, (before, now) in enumerate(zip(self._options, options_of(optimizer), strict=True)):
+        for number, (before, now) in enumerate(zip(self._options, options, strict=True)):
             for name, value in before.items():
                 if not same_value(value, now.get(name)):
                     return f"{name} of parameter group {number} was changed"
@@ -100,13 +105,12 @@ class StepInputs:
         return {kind: torch.cat(values) for kind, values in by_kind.items()}
 
 
-def options_of(optimizer: torch.optim.Optimizer) -> Options:
-    """Return an optimizer's options, and the number of parameters in each group."""
-    return [comparable_options(group) for group in optimizer.param_groups]
+def _options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [_comparable(group) for group in optimizer.param_groups]
 
 
-def comparable_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a group as they are kept to be compared later."""
+def _comparable(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options for a later comparison: the number of parameters, identity and version of a tensor."""
     return {
         name: len(value)
         if name == "params"

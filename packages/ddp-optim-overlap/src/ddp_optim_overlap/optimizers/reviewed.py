@@ -29,12 +29,11 @@ PER_PARAMETER = frozenset(
         "SparseAdam",
     }
 )
-"""Classes of ``torch.optim`` that step each parameter by itself, with ``foreach`` and ``fused``, too.
+"""Classes of ``torch.optim`` that step each parameter by itself, with ``foreach`` and ``fused``, too: all
+but LBFGS.
 
 Read in torch 2.6, 2.13 and 2.15. The exceptions are in :func:`require_step_per_parameter`.
 """
-NOT_PER_PARAMETER = frozenset({"LBFGS"})
-"""Classes of ``torch.optim`` that do not."""
 
 _declared: set[type[torch.optim.Optimizer]] = set()
 

@@ -63,15 +63,6 @@ def start_all_reduce(
 
 def numbers_on(device: torch.device, numbers: Sequence[int]) -> torch.Tensor:
     """Return integers in a tensor on a device, without a wait for the device."""
-    pin = _is_accelerator(device)  # a copy from other memory would wait
+    pin = device.type != "cpu"  # a copy to an accelerator from other memory would wait
     host = torch.tensor(numbers, dtype=torch.int64, device="cpu", pin_memory=pin)
     return host.to(device, non_blocking=pin)
-
-
-def _is_accelerator(device: torch.device) -> bool:
-    """Return whether a device is of the machine's kind of accelerator.
-
-    torch 2.6 raises when asked for the current accelerator where there is none.
-    """
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return accelerator is not None and accelerator.type == device.type
