@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -153,14 +153,14 @@ class StepCalls:
         loss, closure = None, call.arguments.get("closure")
         if callable(closure) and self._is_first_to_run_closure(optimizer):
             loss = self._run(closure)
-            call.arguments["closure"] = lambda: loss
+            closure, call.arguments["closure"] = None, lambda: loss
         engine = self._current()  # the closure may have made it
         if engine is None:
             return step_now()
         if engine.state.phase is not Phase.REMOVED:
             engine.require_outside_pass()
         if self._is_pending(optimizer):
-            _refuse_arguments(call)
+            _refuse_arguments({**call.arguments, "closure": closure})
             self._settle(engine, optimizer)
             return loss
         if self._pending:
@@ -196,8 +196,6 @@ class StepCalls:
         if engine is None:
             return self._engine is None  # the closure may make it
         if engine.paused or engine.state.phase is Phase.REMOVED:
-            if self._is_pending(optimizer):
-                raise ConfigError("the parameters are stepped already: a closure would come too late")
             return False
         engine.require_outside_pass()
         self._refuse_late_call(engine, optimizer)
@@ -331,17 +329,15 @@ def _require_ended(instead: weakref.WeakMethod[Callable[..., Any]], optimizer: t
             )
 
 
-def _refuse_arguments(call: inspect.BoundArguments) -> None:
-    """Raise if ``step()`` was given more than a closure, after the step had been done."""
+def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise if ``step()`` was given anything besides its optimizer, after the step had been done."""
     given = [
         name
-        for name, value in list(call.arguments.items())[1:]
-        if name != "closure" and value is not None and not (isinstance(value, (tuple, dict)) and not value)
+        for name, value in list(arguments.items())[1:]
+        if value is not None and not (isinstance(value, (tuple, dict)) and not value)
     ]
     if given:
-        raise ConfigError(
-            f"the parameters are stepped already: {', '.join(given)} for step() would come too late"
-        )
+        raise ConfigError(f"the parameters are stepped already: {', '.join(given)} would come too late")
 
 
 def _require_gradients(optimizer: torch.optim.Optimizer) -> None:
