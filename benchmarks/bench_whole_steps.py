@@ -45,12 +45,7 @@ from whole_steps.tables import tables
 
 def measure_cell(cell: Cell, options: Namespace) -> Iterator[Found]:
     """Run the jobs of a cell, and yield the results of each."""
-    few = cell.ranks_per_host == 1
-    names = [
-        name
-        for name in ALL
-        if name in options.sides and not (name == PLAIN or (few and name.startswith("nodes")))
-    ]
+    names = [name for name in ALL if name in options.sides and name != PLAIN]
     try:
         waiting = list(jobs_of(cell, names, options.repeats, options.memory_gib))
     except MemoryError as error:
@@ -123,7 +118,7 @@ def main() -> None:
     add("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     add("--hosts", type=int, nargs="+", default=[2, 4, 8], help="on loopback: ranks")
     add("--rates", nargs="+", default=[*RATES, LOOPBACK], choices=[*RATES, LOOPBACK])
-    add("--ranks-per-host", type=int, nargs="+", default=[1, 2], choices=[1, 2])
+    add("--ranks-per-host", type=int, nargs="+", default=[1, 2, 4])
     sides = [*ALL, DILOCO]  # DiLoCo has no step to compare, only losses
     add("--sides", nargs="+", default=sides, choices=sides)
     add("--memory-gib", type=float, default=12, help="for the models of all ranks")

@@ -25,6 +25,7 @@ from buckets import time_hooks
 from claims import CLAIMS, Claim
 from emulated_hosts import EmulationUnavailableError
 from harness import load, slowest
+from machine import describe_machine
 from rank_processes import on_ranks
 from whole_steps.cells import RATES, Cell, run
 from whole_steps.ranks import Job
@@ -135,21 +136,33 @@ def measure(name: str) -> dict[str, Any] | str:
 
 def check(claim: Claim, results: dict[str, Any] | str) -> bool:
     """Print the outcome for a claim; return whether it holds, or was not measured."""
-    then, spread = claim.value(claim.stored()), claim.spread(claim.stored())
-    sentence = claim.sentence.format(value=then)
+    stored = claim.stored()
+    then, spread = claim.compared_value(stored), claim.spread(stored)
+    sentence = claim.sentence.format(value=claim.value(stored))
     if isinstance(results, str):
         print(f"not measured  {sentence} ({results})")
         return True
     try:
-        now = claim.value(results)
+        now = claim.compared_value(results)
     except KeyError as error:
         print(f"not measured  {sentence} ({error} is not there)")
         return True
     worse = "less" if claim.better == "more" else "more"
     held = claim.holds(now)
     verdict = "holds" if held else "FAILS"
-    print(f"{verdict}  {sentence} Now {now:.3g}; at most {spread:.0%} {worse} is allowed.")
+    what = f"{claim.compared[-1].replace('_', ' ')} {then:.3g}, now" if claim.compared else "Now"
+    print(f"{verdict}  {sentence} {what} {now:.3g}; at most {spread:.0%} {worse} is allowed.")
+    if not held and (where := _elsewhere(stored)):
+        print(
+            f"       It was measured on {where}. To compare trees, run this at commit {stored['tree']}, too."
+        )
     return held
+
+
+def _elsewhere(stored: dict[str, Any]) -> str:
+    """Return the machine of a result file; nothing if it is of this machine's kind."""
+    machine = stored["machine"]
+    return "" if machine == describe_machine()["machine"] else f"{machine['cores']} cores, {machine['cpu']}"
 
 
 def main() -> None:

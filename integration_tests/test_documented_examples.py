@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,52 @@ def test_a_quantized_hook_an_overlapped_step_a_schedule_and_a_restart(launch):
     stepped, buckets = _numbers(r"(\d+) of (\d+) buckets stepped", output)
     assert stepped == buckets > 1
     assert "the same bits" in output
+
+
+def _checkpoint(folder):
+    """Return all files of the last checkpoint of train_ddp.py."""
+    files = sorted((folder / (folder / "latest").read_text()).iterdir())
+    return {file.name: torch.load(file, weights_only=True) for file in files}
+
+
+@pytest.mark.parametrize("bits", [8, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_the_program_to_copy_goes_on_from_its_checkpoint_with_the_same_bits(bits, launch, tmp_path):
+    def train(folder):
+        options = ["--steps", "40", "--every", "10", "--bits", bits]
+        return _run("train_ddp.py", folder, *options, ranks=launch.world_size)[0]
+
+    output = train(tmp_path / "through")
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss (\S+),", output)]
+    assert "from step 0" in output
+    assert len(losses) == 4
+    assert losses[-1] < 0.6 * losses[0]
+    through = _checkpoint(tmp_path / "through")
+    (tmp_path / "resumed").mkdir()
+    (tmp_path / "through" / "step-20").rename(tmp_path / "resumed" / "step-20")
+    (tmp_path / "resumed" / "latest").write_text("step-20")
+    assert "from step 20" in train(tmp_path / "resumed")
+    resumed = _checkpoint(tmp_path / "resumed")
+    assert list(through) == [*(f"rank-{rank}.pt" for rank in range(launch.world_size)), "shared.pt"]
+    assert through["shared.pt"]["steps"] == 40
+    assert same_bits(resumed, through), "the checkpoints differ"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_the_program_to_copy_survives_a_killed_rank(tmp_path):
+    folder, options = tmp_path / "killed", ["--steps", "300", "--every", "10"]
+    restarts = ["--max-restarts=1", "--monitor-interval=0.1"]
+    job = _start("train_ddp.py", folder, *options, options=restarts)
+    printed = [job.stdout.readline() for _ in range(3)]  # two checkpoints are written
+    assert "step 20" in printed[-1], printed
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    output, errors = job.communicate(timeout=300)
+    assert job.returncode == 0, output + errors
+    (first,) = _numbers(r"from step (\d+)", output)
+    assert 20 <= first < 300
+    _run("train_ddp.py", tmp_path / "through", *options)
+    assert same_bits(_checkpoint(folder), _checkpoint(tmp_path / "through")), "the checkpoints differ"
 
 
 @pytest.mark.exhaustive

@@ -23,7 +23,7 @@ PAGES = [
     *sorted(path for path in DOCS.rglob("*.md") if "_build" not in path.parts),
 ]
 # Snippets that need more than a model: tests below and frameworks/test_page.py run them.
-ELSEWHERE = {DOCS / name for name in ("own-hook.md", "network-limit.md", "fsdp2.md", "frameworks.md")}
+ELSEWHERE = {DOCS / name for name in ("own-hook.md", "fsdp2.md", "frameworks.md")}
 
 
 def _snippets(page):
@@ -150,11 +150,9 @@ def test_the_hook_of_the_page_passes_its_own_test(tmp_path):
 
 
 def _find_the_limit(_):
-    waiting, choosing = _snippets(DOCS / "network-limit.md")
+    (waiting,) = [snippet for snippet in _snippets(DOCS / "choose.md") if "no_sync" in snippet]
     names = {"ddp": DistributedDataParallel(torch.nn.Linear(64, 64)), "batch": torch.randn(8, 64)}
     exec(waiting, names)
-    exec(choosing, names)
-    names["ddp"](names["batch"]).mean().backward()
     return names["alone"], names["together"]
 
 

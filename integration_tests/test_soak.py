@@ -4,8 +4,8 @@ import json
 import math
 
 import pytest
-from soak import verdicts
-from soak.command import too_many_late
+from soak import page, verdicts
+from soak.command import RESULTS, too_many_late
 from soak.faults import Job
 from soak.growth import judged
 from soak.injected import run, why_skipped
@@ -111,3 +111,8 @@ HELD = {"kibibytes": 0.0, "kernel_threads": 9, "descriptors": 20, "seconds": 0.0
 def test_growth_is_seen_in_noise(change, verdict):
     grows = [{**HELD, **change(index)} for index in range(200)]
     assert judged([grows, grows])["verdict"] == verdict
+
+
+def test_the_page_has_the_figures_of_the_results():
+    text = page.PAGE.read_text()
+    assert page.with_figures(text, json.loads(RESULTS.read_text())) == text

@@ -23,7 +23,7 @@ from dist_utils.testing import run_ranks
 RANKS, HOW_LONG, THIN, WARM_UP = 2, 200, 10, 20
 """Ranks, steps, steps per point of a curve, steps in which the learning rate rises."""
 DILOCO = "diloco"
-LEARNERS = [PLAIN, "fp16", "bf16", "8bits", "4bits", "powersgd-one", "perchannel", DILOCO]
+LEARNERS = [PLAIN, "fp16", "bf16", "8bits", "4bits", "powersgd-one", "powersgd4-one", "perchannel", DILOCO]
 LEARNT = ("7M", "conv")
 LABEL = {**LABELS, DILOCO: "DiLoCo, 8 bits every 20 steps"}
 

@@ -9,7 +9,7 @@ from typing import Any
 from drawing import BLUE, GRAY, VERMILION, name_ends, save, subplots
 from whole_steps.losses import LABEL, THIN
 from whole_steps.sides import label
-from whole_steps.tables import MAIN
+from whole_steps.tables import DETAILED
 
 SHOWN = {"plain": GRAY, "fp16": VERMILION, "8bits": BLUE}
 """Few enough to be told apart."""
@@ -17,12 +17,15 @@ SHOWN = {"plain": GRAY, "fp16": VERMILION, "8bits": BLUE}
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the losses of the first main cell, if there are any, and write the picture."""
-    (cell, *_) = MAIN
+    (cell, *_) = DETAILED
     entry = results.get("losses", {}).get(cell.split(",")[0])
     sides = results.get("cells", {}).get(cell, {}).get("sides", {})
     if entry is None or not sides:
         return
-    title = f"Training loss over time, mean of {entry['seeds']} seeds: {cell}, emulated"
+    title = (
+        f"Training loss against time, mean of {entry['seeds']} seeds: {cell}, emulated. "
+        "The losses after each step are of two ranks on loopback, the times of steps of these hosts."
+    )
     figure, (axis,) = subplots([2.6], title)
     ends = {}
     for name, color in SHOWN.items():
@@ -32,7 +35,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         axis.plot(seconds, means, color=color, linewidth=1.2)
         axis.plot(seconds[-1], means[-1], "o", color=color, markersize=4)
         ends[f"{_short(name)}:\n{seconds[-1]:.0f} s"] = (seconds[-1], means[-1], color)
-    axis.set(xlabel="seconds")
+    axis.set(xlabel="seconds of training", ylabel="training loss")
     name_ends(axis, ends, gap=0.16)
     save(figure, path)
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from emulated_hosts import interface_bytes
 from tasks import MODELS, Task
-from torch.distributed.device_mesh import init_device_mesh
 from whole_steps.sides import COMPUTE, PLAIN, Side, make_side
 
 from dist_utils.testing import tcp_bytes_sent
@@ -31,14 +30,12 @@ class Job:
         model: The model's name.
         sides: The sides that take turns, always including plain DDP.
         repeats: Steps of each side.
-        ranks_per_host: If more than one, a mesh of hosts and their ranks is made.
         patience: Seconds until a collective times out.
     """
 
     model: str
     sides: tuple[str, ...]
     repeats: int
-    ranks_per_host: int = 1
     patience: float = 300.0
 
 
@@ -47,10 +44,7 @@ def measure(rank: int, job: Job) -> dict[str, Any]:
     memory.keep_freed_memory()
     model = MODELS[job.model]
     task = model.task()
-    several = job.ranks_per_host > 1
-    shape = (dist.get_world_size() // job.ranks_per_host, job.ranks_per_host)
-    mesh = init_device_mesh("cpu", shape) if several else None
-    sides = {name: make_side(name, model, task, mesh) for name in job.sides}
+    sides = {name: make_side(name, model, task) for name in job.sides}
     batches = torch.Generator().manual_seed(rank)
     chosen = {name: let_choose(side, task, batches) for name, side in sides.items() if side.choosing}
     turns = [COMPUTE, *sides]

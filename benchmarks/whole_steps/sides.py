@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from tasks import Model, Task
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook, quantization_hooks
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from training import take_step
 
@@ -21,7 +20,6 @@ from ddp_compress_hooks import bf16_compress_hook
 from ddp_optim_overlap import overlap_optimizer
 from ddp_quant_hooks import (
     AutoState,
-    HierarchicalAllreduceState,
     QuantizedAllreduceState,
     auto_hook,
     quantized_allreduce_hook,
@@ -34,19 +32,19 @@ LABELS = {
     "fp16": "PyTorch's `fp16_compress_hook`",
     "powersgd": "PyTorch's `powerSGD_hook`, rank 1",
     "powersgd-one": "PyTorch's `powerSGD_hook`, rank 1, one bucket",
+    "powersgd4-one": "PyTorch's `powerSGD_hook`, rank 4, one bucket",
     "perchannel": "PyTorch's `quantization_perchannel_hook`",
     "bf16": "ours: 16 bits",
     "8bits": "ours: 8 bits",
     "4bits": "ours: 4 bits",
-    "nodes": "ours: 8 bits between nodes",
     "auto": "ours: auto",
 }
-OURS = ("bf16", "8bits", "4bits", "nodes", "auto")
+OURS = ("bf16", "8bits", "4bits", "auto")
 ALL = [name for name in LABELS if name != COMPUTE] + [name + OVERLAP for name in OURS]
-FRAGILE = ("powersgd", "powersgd-one", "perchannel")
+FRAGILE = ("powersgd", "perchannel")
 """Hooks that hang or abort on Gloo in some versions of torch, so each gets ranks of its own.
 
-powerSGD mixes up the collectives of several buckets; with one bucket it works, without overlap.
+powerSGD mixes up the collectives of several buckets; with one bucket it works.
 """
 
 
@@ -56,22 +54,21 @@ def label(name: str) -> str:
     return LABELS[base] + (" + overlap" if plus else "")
 
 
-def make_hook(name: str, mesh: DeviceMesh | None) -> tuple[Any, Callable[..., Any]] | None:
-    """Return a state and a hook, or ``None`` for plain DDP. ``mesh``: nodes first, then their ranks."""
+def make_hook(name: str) -> tuple[Any, Callable[..., Any]] | None:
+    """Return a state and a hook, or ``None`` for plain DDP."""
     if name == PLAIN:
         return None
     if name == "fp16":
         return None, default_hooks.fp16_compress_hook
     if name.startswith("powersgd"):
         # The first step uses DDP's first buckets; the hook is warm from the third step on.
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+        rank = 4 if name.startswith("powersgd4") else 1
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
         return state, powerSGD_hook.powerSGD_hook
     if name == "perchannel":
         return torch.distributed.group.WORLD, quantization_hooks.quantization_perchannel_hook
     if name == "bf16":
         return None, bf16_compress_hook
-    if name == "nodes":
-        return HierarchicalAllreduceState(mesh=mesh), quantized_allreduce_hook
     if name == "auto":
         return AutoState(), auto_hook
     return QuantizedAllreduceState(bits={"8bits": 8, "4bits": 4}[name]), quantized_allreduce_hook
@@ -106,14 +103,14 @@ class Side:
             self.state.close()
 
 
-def make_side(name: str, model: Model, task: Task, mesh: DeviceMesh | None = None, seed: int = 0) -> Side:
+def make_side(name: str, model: Model, task: Task, seed: int = 0) -> Side:
     """Make a model with its hook and optimizer."""
     torch.manual_seed(seed)
     bucket_mb = 1e4 if name.endswith("-one") else model.bucket_mb
     ddp = DistributedDataParallel(task.model(), bucket_cap_mb=bucket_mb, gradient_as_bucket_view=model.views)
     optimizer = task.optimizer(ddp.parameters())
     base, plus, _ = name.partition("+")
-    made = make_hook(base, mesh)
+    made = make_hook(base)
     state, hook = made or (None, None)
     if plus:
         overlap_optimizer(ddp, optimizer, comm_hook=hook, comm_state=state)

@@ -13,6 +13,8 @@ sides. Times are of the slowest rank.
 * *possible*: ``max(compute + last bucket, wire)``, for the same side's bytes. No step with these bytes is
   shorter, except with an overlapped optimizer, which can hide steps of other buckets behind the last one.
   *fraction*: possible / step. On loopback the wire takes no time.
+* *gain of possible*: (plain - step) / (plain - possible), the share of what this side could save that it
+  saves. It depends less on how fast a machine computes than the ratio of two steps does.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any
 from harness import in_pairs, load, of_slowest, spread
 from whole_steps.sides import COMPUTE, PLAIN
 
-CANDIDATES = {PLAIN, "bf16", "8bits", "nodes"}
+CANDIDATES = {PLAIN, "bf16", "8bits", "4bits"}
 """The default candidates of ``auto`` for which the table has a side."""
 
 
@@ -65,16 +67,18 @@ def summarize(
 def compare(name: str, steps: dict[str, list[float]], wire: float, last: float) -> dict[str, Any]:
     """Compare one side's steps with the computation, with plain DDP and with what is possible."""
     own, compute = steps[name], statistics.median(steps[COMPUTE])
-    possible = max(compute + last, wire)
+    plain, possible = statistics.median(steps[PLAIN]), max(compute + last, wire)
     exposed = [step - alone for step, alone in zip(own, steps[COMPUTE], strict=True)]
     found = {
         "exposed": spread(exposed),
         "faster_than_plain": ratios(steps[PLAIN], own),
-        "plain_ms": round(statistics.median(steps[PLAIN]), 2),
+        "plain_ms": round(plain, 2),
         "compute_ms": round(compute, 2),
         "last_bucket_ms": round(last, 2),
         "fraction_of_possible": round(possible / statistics.median(own), 3),
     }
+    if name != PLAIN and plain > possible:
+        found["gain_of_possible"] = round((plain - statistics.median(own)) / (plain - possible), 3)
     base, plus, _ = name.partition("+")
     if plus and base in steps:
         found["of_without_overlap"] = ratios(own, steps[base])

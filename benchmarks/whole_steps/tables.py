@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterator
 from typing import Any
 
-from whole_steps.cells import FIRST
+from whole_steps.cells import CELLS, MAIN
 from whole_steps.losses import LABEL, losses_in_time
 from whole_steps.sides import ALL, COMPUTE, OURS, OVERLAP, PLAIN, label
 
 GAIN = 1.03
 """Less than 3 % is within the machine's noise."""
-MAIN = tuple(cell.name for cell in FIRST[:3])
-"""The cells whose figures are all shown in a table."""
+DETAILED = [cell.name for cell in MAIN]
 
 
 def tables(results: dict[str, Any]) -> str:
@@ -25,7 +23,7 @@ def tables(results: dict[str, Any]) -> str:
         of_model = {name: cell for name, cell in cells.items() if _model(name) == model}
         parts += [overview(of_model)]
     parts += [remarks(cells)] if cells else []
-    parts += [details(name, cells[name]) for name in MAIN if name in cells]
+    parts += [details(name, cells[name]) for name in DETAILED if name in cells]
     parts += [losses(model, entry, cells) for model, entry in results.get("losses", {}).items()]
     return "\n\n".join(parts)
 
@@ -48,10 +46,12 @@ def heading(cells: dict[str, Any]) -> str:
 
 
 def overview(cells: dict[str, Any]) -> str:
-    """Return a model's tables, one for two ranks and one for more: sides down, cells across."""
-    more = sorted(name for name in cells if not re.search(", 2 (hosts|ranks),", name))
-    two = sorted(name for name in cells if name not in more)
-    return "\n\n".join(_overview({name: cells[name] for name in names}) for names in (two, more) if names)
+    """Return a model's tables, for two ranks, more, and several a host: sides down, cells across."""
+    parts: dict[tuple[bool, int], dict[str, Any]] = {}
+    for cell in CELLS:
+        if cell.name in cells:
+            parts.setdefault((cell.world_size > 2, cell.ranks_per_host), {})[cell.name] = cells[cell.name]
+    return "\n\n".join(map(_overview, parts.values()))
 
 
 def _overview(cells: dict[str, Any]) -> str:
@@ -114,36 +114,18 @@ def _failures(cells: dict[str, Any]) -> Iterator[str]:
 
 
 def details(title: str, cell: dict[str, Any]) -> str:
-    """Return all figures of one cell: the times of steps, and what is sent in them."""
-    sides = {
-        name: cell["sides"][name]
-        for name in [COMPUTE, *ALL]
-        if name in cell["sides"] and "failed" not in cell["sides"][name]
-    }
-    steps = [[label(name), f"{side['median_ms']:.0f}", *_spread(side)] for name, side in sides.items()]
-    sent = [
+    """Return what is sent in the steps of one cell, and what each side gains of what it could."""
+    rows = [
         [
             label(name),
             f"{side['exposed']['median_ms']:.0f} {_range(side['exposed']['quartiles_ms'])}",
-            f"{side['last_bucket_ms']:.1f}",
             f"{side.get('mib_on_wire', side['mib_sent']):.2f}",
-            f"{side['fraction_of_possible']:.2f}",
+            f"{side['gain_of_possible']:.2f}" if "gain_of_possible" in side else "",
         ]
-        for name, side in sides.items()
-        if name != COMPUTE
+        for name in ALL
+        if (side := cell["sides"].get(name, {"failed": ""})) and "failed" not in side
     ]
-    heads = [f"{title}, emulated: on the wire", "exposed, ms", "last bucket, ms", "MiB sent by a host"]
-    return "\n\n".join(
-        [
-            table([f"{title}, emulated: a step", "ms", "quartiles", "faster"], steps),
-            table([*heads, "of the possible"], sent),
-        ]
-    )
-
-
-def _spread(side: dict[str, Any]) -> tuple[str, str]:
-    faster = side.get("faster_than_plain")
-    return _range(side["quartiles_ms"]), f"{faster['median']:.2f}x" if faster else ""
+    return table([f"{title}, emulated", "exposed, ms", "MiB on a host's link", "of the possible gain"], rows)
 
 
 def losses(model: str, entry: dict[str, Any], cells: dict[str, Any]) -> str:
@@ -152,7 +134,7 @@ def losses(model: str, entry: dict[str, Any], cells: dict[str, Any]) -> str:
     timed = {
         name: losses_in_time(entry, cell)
         for name, cell in cells.items()
-        if name in MAIN and _model(name) == model and PLAIN in cell["sides"]
+        if name in DETAILED and _model(name) == model and PLAIN in cell["sides"]
     }
     overlapped = {name: None for _, found in timed.values() for name in found if name.endswith(OVERLAP)}
     rows = [[_named(name), *_final(curve, curves.get(PLAIN))] for name, curve in curves.items()]

@@ -66,17 +66,10 @@ ms
 GPU_ROWS = {
     "`tensor.copy_`": "tensor.copy_",
     "encode": "ours: encode",
-    "encode, error feedback": "ours: encode, error feedback",
-    "encode bf16 values": "ours: encode, bf16",
     "decode": "ours: decode",
     "mean of 2": "ours: mean of 2",
-    "encode, rotation": "ours: encode, rotation",
     "reduce a shard of 2": "ours: reduce, W = 2",
-    "reduce a shard of 2, rotation": "ours: reduce, W = 2, rotation",
     "reduce a shard of 8": "ours: reduce, W = 8",
-    "reduce a shard of 8, rotation": "ours: reduce, W = 8, rotation",
-    "PyTorch's numbers per channel: encode": "ours: affine encode, per channel",
-    "PyTorch's numbers per channel: decode": "ours: affine decode, per channel",
     "PyTorch's own functions: encode": "PyTorch: encode, per channel",
     "PyTorch's own functions: decode": "PyTorch: decode, per channel",
 }

@@ -28,62 +28,41 @@ def with_figures(page: str, results: dict[str, Any]) -> str:
 def _head(head: dict[str, Any], faults: list[dict[str, Any]]) -> str:
     machine, versions = head["machine"], head["versions"]
     verdicts = Counter(outcome["verdict"] for outcome in faults)
+    late = sum(outcome["late"] > 0 for outcome in faults)
+    again = sum(outcome.get("commit", head["commit"]) != head["commit"] for outcome in faults)
+    repeated = f" {again} of them are of a second run, after corrections." if again else ""
     return (
         f"**{len(faults)} faults: {verdicts['right']} right, {verdicts['wrong']} wrong, {verdicts['hung']} "
-        f"hung.** Seed {head['seed']}, commit {head['commit']}, {head['date']}; torch {versions['torch']}, "
-        f"Python {versions['python']}; {machine['cores']} cores ({machine['cpu']}). Clock: {head['clock']}."
+        f"hung, {late} late.{repeated}** Seed {head['seed']}, commit {head['commit']}, {head['date']}; torch "
+        f"{versions['torch']}, Python {versions['python']}; {machine['cores']} cores ({machine['cpu']})."
     )
 
 
-def _table(title: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [title, ["---"] * len(title), *rows])
-
-
 def _faults(outcomes: list[dict[str, Any]], skipped: dict[str, str]) -> str:
-    rows = []
-    for fault in sorted({_kind(outcome) for outcome in outcomes}):
-        of_kind = [outcome for outcome in outcomes if _kind(outcome) == fault]
+    lines = ["| fault | right, of all | seconds to the error: median / longest |", "|---|---|---|"]
+    for fault in sorted({outcome["fault"] for outcome in outcomes}):
+        of_kind = [outcome for outcome in outcomes if outcome["fault"] == fault]
         seconds = sorted(second for outcome in of_kind for second in outcome["seconds"])
         right = sum(outcome["verdict"] == "right" for outcome in of_kind)
-        late = sum(outcome["late"] > 0 for outcome in of_kind)
-        spread = f"{seconds[len(seconds) // 2]:.2f} / {seconds[-1]:.2f}" if seconds else "-"
-        rows.append([fault, f"{right}/{len(of_kind)}", str(late), spread])
-    rows += [[fault, f"skipped: {why}", "", ""] for fault, why in skipped.items()]
-    title = ["fault injected", "right, of all", "late", "seconds to the error: median / longest"]
-    return _table(title, rows)
-
-
-def _kind(outcome: dict[str, Any]) -> str:
-    """Return the fault; those in the first steps apart, where peers cannot yet know that a rank is gone."""
-    gone = outcome["fault"].startswith(("kill", "raises", "no more", "disk"))
-    return outcome["fault"] + (", in the first three steps" if gone and outcome["step"] < 3 else "")
+        spread = f"{seconds[len(seconds) // 2]:.2f} / {seconds[-1]:.2f}" if seconds else "no error"
+        lines.append(f"| {fault} | {right}/{len(of_kind)} | {spread} |")
+    lines += [f"| {fault} | skipped: {why} | |" for fault, why in skipped.items()]
+    return "\n".join(lines)
 
 
 def _restarts(found: list[dict[str, Any]]) -> str:
     right = sum(outcome["verdict"] == "right" for outcome in found)
     return found and (
-        f"`torchrun --max-restarts=1`, a rank killed at a random moment: {len(found)} jobs, {right} of them "
-        "with the bits of a job that ran through: parameters, optimizer states, residuals."
+        f"`torchrun --max-restarts=1`, a rank killed at a random moment: {right} of {len(found)} jobs ended "
+        "with the bits of a job that ran through."
     )
 
 
 def _growth(found: list[dict[str, Any]]) -> str:
-    rows = []
-    for outcome in found:
-        memory = outcome.get("heap", outcome["kibibytes"])
-        rows.append(
-            [
-                f"{outcome['count']} x {outcome['what']}",
-                f"{memory['growth']:.0f} ± {memory['error']:.0f}",
-                *(f"{outcome[what]['growth']:.0f}" for what in ("descriptors", "kernel_threads")),
-                "{growth:.1f} ± {error:.1f} of {mean:.1f}".format(
-                    **{name: 1000 * value for name, value in outcome["seconds"].items()}
-                ),
-                outcome["verdict"],
-            ]
-        )
-    return found and (
-        "Growth over the last three quarters of each loop, on the rank where it is largest, with the "
-        "regression's standard error.\n\n"
-        + _table(["", "KiB", "descriptors", "threads", "ms each", "verdict"], rows)
+    ours = [outcome for outcome in found if outcome["verdict"] != "torch's own"]
+    grew = sum(outcome["verdict"] != "right" for outcome in ours)
+    steps = max((outcome["count"] for outcome in ours), default=0)
+    return ours and (
+        f"Of {len(ours)} long runs, of up to {steps:,} steps, {grew} needed ever more memory, descriptors, "
+        "threads or time."
     )
