@@ -190,12 +190,12 @@ def register_comm_hook(
         ddp.register_comm_hook(state, hook)
     except RuntimeError as error:
         hooks[:] = before
-        raise another_hook("one of DDP's built-in ones") from error
+        raise another_hook() from error
 
 
-def another_hook(hook: object) -> ConfigError:
-    """Return the error for a model that has a communication hook already: this one."""
-    name = hook if isinstance(hook, str) else getattr(hook, "__qualname__", type(hook).__name__)
+def another_hook(hook: object = None) -> ConfigError:
+    """Return the error for a model that has a communication hook already: this one, or a built-in one."""
+    name = "a built-in one" if hook is None else getattr(hook, "__qualname__", type(hook).__name__)
     return ConfigError(
         f"this model already has a communication hook, {name}: give it, or its counterpart, to "
         "overlap_optimizer as comm_hook= instead, since DDP takes only one"

@@ -86,10 +86,10 @@ class OverlappedOptimizers(Stepper):
         for parameter in self._not_averaged:
             if parameter.requires_grad or parameter.grad is not None:
                 raise ConfigError(
-                    f"parameter {self.parts.place_of(parameter)}, of shape {tuple(parameter.shape)}, is one "
-                    "that this DDP model does not average, as it is not the model's or was frozen when DDP "
-                    "was made: it would never be stepped. Give it an optimizer of its own, which the loop "
-                    "steps, or make a new DDP model"
+                    f"parameter {self.parts.place_of(parameter)}, of shape {tuple(parameter.shape)}, "
+                    "is not one that this DDP model averages, as it is another model's or was frozen when "
+                    "DDP was made: it would never be stepped. Give it an optimizer of its own, which the "
+                    "loop steps, or make a new DDP model"
                 )
 
     def prepare(self, parameters: Sequence[torch.Tensor]) -> None:
