@@ -143,7 +143,7 @@ def integration(session: nox.Session, torch: str) -> None:
 
 @nox.session(default=False)
 def frameworks(session: nox.Session) -> None:
-    """Test Lightning, Accelerate and Transformers, and every snippet of docs/frameworks.md."""
+    """Test Lightning, Accelerate and Transformers, and the programs of docs/frameworks.md."""
     install(session, *GROUPS["frameworks"], *GROUPS["side-by-side"])
     tests = session.posargs or ["integration_tests/test_frameworks.py", *SIDE_BY_SIDE]
     session.run("pytest", *tests, env=ENV)

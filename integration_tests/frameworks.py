@@ -16,23 +16,25 @@ STEPS = 6
 ON_GPUS = {
     'accelerator="cpu", devices=2': 'accelerator="gpu", devices=1, num_nodes=2',
     "Accelerator(cpu=True, ": "Accelerator(",
-    "    use_cpu=True,\n": "",
+    "        use_cpu=True,\n": "",
 }
-"""What the snippets say for CPUs, and for two nodes with a GPU each."""
+"""What the programs say for CPUs, and for two nodes with a GPU each."""
 
 
-def run_page(title, *, definitions=False, on_gpus=False):
-    """Run the snippets of a section after those that are common to all; return the names.
+def program(title, *, on_gpus=False):
+    """Return the names that a framework's program defines; its ``main()`` trains and returns statistics.
 
     Args:
-        title: Of the section.
-        definitions: Without the last snippet, which trains.
+        title: The framework.
         on_gpus: With the changes of ``ON_GPUS``.
     """
-    chosen = [snippet for snippet in pages.snippets(PAGE) if snippet.section in {"", title}]
+    path = pages.DOCS / "examples" / f"{title.lower()}_training.py"
+    text = path.read_text()
     for old, new in ON_GPUS.items() if on_gpus else ():
-        chosen = [snippet._replace(text=snippet.text.replace(old, new)) for snippet in chosen]
-    return pages.run(chosen[: -1 if definitions else None])
+        text = text.replace(old, new)
+    names: dict[str, Any] = {"__name__": path.stem}
+    exec(compile(text, path, "exec"), names)
+    return names
 
 
 class Trained(NamedTuple):
@@ -57,12 +59,12 @@ def _layers():
 
 
 class Lightning:
-    """Trains with the callbacks of the page."""
+    """Trains with the callbacks of its program."""
 
     def __init__(self):
-        self.page = page = run_page("Lightning", definitions=True)
+        self.program = program("Lightning")
 
-        class Model(page["L"].LightningModule):
+        class Model(self.program["L"].LightningModule):
             def __init__(self):
                 super().__init__()
                 self.net = torch.nn.Sequential(*_layers())
@@ -79,12 +81,12 @@ class Lightning:
 
     def train(self, how="", options=(), ours=(), *, saves=None, resumes=None, strategy=(), callback=None):
         if how:
-            callback = self.page[how](**dict(ours))
+            callback = self.program[how](**dict(ours))
         model = self.model()
-        trainer = self.page["L"].Trainer(
+        trainer = self.program["L"].Trainer(
             accelerator="cpu",
             devices=2,
-            strategy=self.page["DDPStrategy"](bucket_cap_mb=0.02, **dict(strategy)),
+            strategy=self.program["DDPStrategy"](bucket_cap_mb=0.02, **dict(strategy)),
             max_epochs=1 if saves else 2,
             callbacks=[callback] if callback else [],
             logger=False,
@@ -93,7 +95,7 @@ class Lightning:
             enable_model_summary=False,
             **dict(options),
         )
-        batches = torch.utils.data.DataLoader(self.page["data"], batch_size=8)  # 3 per rank
+        batches = torch.utils.data.DataLoader(self.program["data"], batch_size=8)  # 3 per rank
         trainer.fit(model, batches, ckpt_path=resumes, weights_only=True)
         if saves:
             trainer.save_checkpoint(saves)
@@ -104,7 +106,7 @@ class Accelerate:
     """Trains in a loop of its own, prepared by Accelerate."""
 
     def __init__(self):
-        self.page = run_page("Accelerate", definitions=True)
+        self.program = program("Accelerate")
 
     def train(self, how="", options=(), ours=(), *, saves=None, resumes=None):
         from accelerate import DistributedDataParallelKwargs  # noqa: PLC0415 - it may be missing
@@ -112,7 +114,7 @@ class Accelerate:
         options = dict(options)
         clip, limit = options.pop("clip", (None, None))
         handlers = [DistributedDataParallelKwargs(bucket_cap_mb=0.02)]
-        accelerator = self.page["Accelerator"](cpu=True, kwargs_handlers=handlers, **options)
+        accelerator = self.program["Accelerator"](cpu=True, kwargs_handlers=handlers, **options)
         net = torch.nn.Sequential(*_layers())
         optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 2 * STEPS)
@@ -120,7 +122,7 @@ class Accelerate:
         state, handle, of_overlap = None, None, dict(ours)
         if how.startswith("Quantized"):
             state = QuantizedAllreduceState(**dict(ours)).bind(model)
-            self.page["keep_residuals"](accelerator, state)
+            self.program["keep_residuals"](accelerator, state)
             of_overlap = {"comm_hook": quantized_allreduce_hook, "comm_state": state}
         if how.endswith("Overlapped"):
             handle = overlap_optimizer(model, optimizer, **of_overlap)
@@ -147,10 +149,10 @@ class Accelerate:
 
 
 class Transformers:
-    """Trains a small BERT with the callbacks of the page."""
+    """Trains a small BERT with the callbacks of its program."""
 
     def __init__(self):
-        self.page = run_page("Transformers", definitions=True)
+        self.program = program("Transformers")
 
     def train(self, how="", options=(), ours=(), *, saves=None, resumes=None):
         from transformers import BertConfig, BertForSequenceClassification  # noqa: PLC0415 - may be missing
@@ -161,7 +163,7 @@ class Transformers:
         net = BertForSequenceClassification(BertConfig(num_labels=3, **sizes, **of_text))
         words = torch.randint(50, (48, 8), generator=torch.Generator().manual_seed(1))
         data = [{"input_ids": one, "labels": int(one.sum()) % 3} for one in words]
-        arguments = self.page["TrainingArguments"](
+        arguments = self.program["TrainingArguments"](
             output_dir=saves or "output",
             use_cpu=True,
             max_steps=STEPS,
@@ -177,11 +179,11 @@ class Transformers:
             disable_tqdm=True,
             **{"max_grad_norm": 0, **dict(options)},
         )
-        trainer, callback = self.page["Trainer"](net, arguments, train_dataset=data), None
+        trainer, callback = self.program["Trainer"](net, arguments, train_dataset=data), None
         checkpoint = f"{resumes}/checkpoint-{STEPS // 2}" if resumes else None
         if how:
             of_run = {"resumed": checkpoint} if checkpoint else {}
-            callback = self.page[how](trainer, **of_run, **dict(ours))
+            callback = self.program[how](trainer, **of_run, **dict(ours))
             trainer.add_callback(callback)
         trainer.train(resume_from_checkpoint=checkpoint)
         assert trainer.state.global_step == STEPS

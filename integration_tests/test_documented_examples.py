@@ -101,6 +101,16 @@ def test_the_program_to_copy_goes_on_from_its_checkpoint_with_the_same_bits(bits
     assert same_bits(resumed, through), "the checkpoints differ"
 
 
+def test_the_program_to_copy_goes_on_with_another_number_of_ranks(launch, tmp_path):
+    ranks, folder = launch.world_size, tmp_path / "runs"
+    _run("train_ddp.py", folder, "--steps", "20", "--every", "10", "--bits", "4", ranks=ranks)
+    options = ["--steps", "30", "--every", "10", "--bits", "4"]
+    output, _ = _run("train_ddp.py", folder, *options, ranks=ranks + 1)
+    assert f"world size {ranks + 1}" in output
+    assert "from step 20" in output
+    assert _checkpoint(folder)["shared.pt"]["steps"] == 30
+
+
 @pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_the_program_to_copy_survives_a_killed_rank(tmp_path):

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dist_utils.testing import run_ranks, same_on_all_ranks
 
-# Snippets that need more than a model: tests below and test_frameworks.py run them.
-ELSEWHERE = {DOCS / name for name in ("own-hook.md", "fsdp2.md", "frameworks.md")}
+# Snippets that need more than a model: tests below run them.
+ELSEWHERE = {DOCS / name for name in ("own-hook.md", "fsdp2.md")}
 
 
 def _is_program(snippet):
