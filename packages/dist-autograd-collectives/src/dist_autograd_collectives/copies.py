@@ -242,7 +242,7 @@ def scatter(
         receive_description = functools.cache(begin_plain(header, Map("broadcast", call, root)))
         expect_comparison()
         like = given[0] if given else _stand_in(receive_description()[0], who)
-    # An empty list is part of the graph, too: the gradient of what it was made of is zeros, not None.
+    # A list of a receiver is part of the graph, too: its gradient is zeros, not None.
     parts = given or [like.new_empty(0, *like.shape)]
     call, parts = prepare("scatter", who, parts, anchor, check, terms=terms, shape=like.shape)
 
